@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
 LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup lock demo check test simulate fuzz schemas chaos docs-check mutants test-clients test-vllm lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs-check mutants test-clients test-vllm lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -39,9 +39,12 @@ lock: setup  ## Choose the versions of requirements-cpu.txt anew, within what py
 demo: setup  ## Launch the bundled pair and continue a text
 	$(BIN)/python -m orchestrator.demo
 
-test: setup lint check-protos  ## Lint, types, stubs, and all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
+test: setup lint check-protos  ## Lint, types, stubs, and all tests but those that take long
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/e2e
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/simulation tests/test_models.py
+
+test-long: setup  ## The end-to-end tests that take long: a cluster that grows and shrinks, the loss of its head, a broken rule
+	$(BIN)/python -m pytest -m long tests/e2e
 
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/unit

@@ -66,6 +66,7 @@ class ScriptedRunner(Runner):
         noise = np.random.default_rng(0).random((_PERIOD + 1, LAYERS * KV_HEADS, _MAX_BLOCKS), np.float32)
         self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]
         self._gamma = self._block_size = self._alternatives = 0  # until rounds are prepared
+        self._runs_last = True
 
     def _take_time(self, rounds: int, prompt_tokens: int = 0) -> None:
         in_any_case, each = self._step_ms
@@ -103,7 +104,7 @@ class ScriptedRunner(Runner):
         return [self._following[(position - 1 + i) % _PERIOD] for i in range(count)]
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
-        self._gamma, self._block_size = settings.gamma, settings.block_size
+        self._gamma, self._block_size, self._runs_last = settings.gamma, settings.block_size, settings.runs_last
         self._alternatives = settings.alternatives
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
@@ -119,9 +120,9 @@ class ScriptedRunner(Runner):
 
     def _drafted(self, base: int) -> DraftedTokens:
         """Return the draft's tokens from `base` on; where it errs, the right token is its second choice."""
-        tokens = self._tokens_from(base, self._gamma + 1)
+        tokens = self._tokens_from(base, self._gamma + self._runs_last)
         if not self._alternatives:
-            return DraftedTokens(tokens)
+            return DraftedTokens(tokens, runs_last=self._runs_last)
         right = (np.arange(base - 1, base + self._gamma) % _PERIOD + 1).astype(np.int32)
         others = np.broadcast_to(np.arange(VOCAB - self._alternatives, VOCAB), (len(tokens), self._alternatives))
         likeliest = np.concatenate((np.array(tokens)[:, None], right[:, None], others), 1)[:, : self._alternatives]

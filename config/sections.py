@@ -17,6 +17,7 @@ REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
 MOST_GAMMA = 64
+READ_AT_ONCE = 16  # tokens of a session for which a pass reads its KV once (64 rows of queries, 4 heads a group)
 MOST_JUDGED = 31  # proposed and screened tokens that a pass can judge (kernels.rejection)
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
 WITHOUT_DRAFT = ("none", "ngram", "self", "auto")  # what may stand in place of a draft model
@@ -234,12 +235,17 @@ class TargetSettings(ServiceSettings):
     draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
     confirm_every: int = _rounds(
         0,
-        "tokens of an exact session that the target's sparse attention screens, at most, before one dense pass "
-        "confirms them all, of sessions without penalties, biases, min_tokens and grammars; 0: every round is dense",
-        least=0,
+        "tokens of an exact session that the target's sparse attention, over self_read_share of KV, screens at most "
+        "before one dense pass confirms them all, of sessions without penalties, biases, min_tokens and grammars; "
+        "auto (or -1): as many as are the fastest by what is confirmed and by costs, or none; 0: every round is dense",
+        least=-1,
+        words={"auto": -1},
     )
     self_read_share: float = _rounds(
-        0.06, "share of the KV that a target reads when it drafts for itself (--draft self)", above=0, most=1
+        0.06,
+        "share of the KV that a target reads when it drafts for itself (--draft self) or screens (confirm_every)",
+        above=0,
+        most=1,
     )
     self_from: int = _rounds(
         -1,
@@ -249,6 +255,9 @@ class TargetSettings(ServiceSettings):
     )
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
+    )
+    synthetic_confirmation: float = _rounds(
+        1.0, "of tokens that are to be confirmed (confirm_every), with synthetic_acceptance", least=0, most=1
     )
 
     def __post_init__(self) -> None:
@@ -265,25 +274,29 @@ class TargetSettings(ServiceSettings):
 
     def _check_confirm_every(self) -> None:
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""
-        least, most = self.gamma + 1, MOST_JUDGED - self.gamma
+        least, most, asked = self.most_drafted + 1, MOST_JUDGED - self.most_drafted, self.most_held
         refused = {
-            f"draft {self.draft}, which announces nothing": not self.has_draft,
-            "gamma auto": self.adaptive,
+            f"draft {self.draft}": not self.has_draft,
             "deterministic": self.deterministic,
             "host_kv_memory": self.host_kv_memory > 0,
         }
         for what in (what for what, given in refused.items() if given):
             raise SettingsError(f"confirm_every is not built with {what}: leave one of them out")
-        if not least <= self.confirm_every <= most:
+        if not least <= asked <= most:
             raise SettingsError(
-                f"confirm_every is {self.confirm_every}: with a gamma of {self.gamma} it must be 0, or from {least} (a "
-                f"round's tokens) to {most}"
+                f"confirm_every is {asked}: with a gamma of {self.most_drafted} it must be 0, or from {least} (a "
+                f"round's tokens) to {most}; auto takes a gamma of at most {READ_AT_ONCE // 2 - 1}"
             )
+
+    @property
+    def most_held(self) -> int:
+        """Tokens of an exact session that are screened before a dense pass confirms them, at most; 0: none are."""
+        return READ_AT_ONCE - self.most_drafted - 1 if self.confirm_every < 0 else self.confirm_every
 
     @property
     def widest_round(self) -> int:
         """Tokens that a session runs in a round, at most: those that it confirms among them."""
-        return super().widest_round + self.confirm_every
+        return super().widest_round + self.most_held
 
     @property
     def draft_name(self) -> str:

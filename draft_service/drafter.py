@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from draft_service.steps import (
     DraftStepResult,
     Work,
     find_work,
+    plan_behind_step,
     plan_draft_step,
     put_off_until,
     send_ahead,
@@ -55,7 +57,11 @@ class Drafter:
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
+        settings = replace(
+            settings,
+            prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device),
+            branches=settings.branches if settings.ahead else 1,
+        )
         self.runner = runner
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self._plan, self._settings, self._spans = plan, settings, spans
@@ -68,7 +74,8 @@ class Drafter:
         )
         alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
         memories = settings.max_sessions + 1  # a session may end in the step that runs
-        runner.prepare_rounds(replace(rounds, memories=memories, branches=settings.branches, alternatives=alternatives))
+        rounds = replace(rounds, memories=memories, branches=settings.branches, runs_last=settings.ahead)
+        runner.prepare_rounds(replace(rounds, alternatives=alternatives))
 
     def warm_up(self) -> None:
         """Make the runner ready for prompts, and for the rounds of sessions that announce nothing or by the plan."""
@@ -150,6 +157,22 @@ class Drafter:
                 return step
             self.admission.preempt_youngest()
         return None
+
+    def plan_behind_step(self, places: Mapping[str, int]) -> DraftStep | None:
+        """Apply the events that have come, and return the rounds to launch behind a step of the target that judges the
+        present ones; None if there is something else to do, or no room.
+
+        places: of the sessions in that step, by name.
+        """
+        self._apply_inbox()
+        self._tell_load()
+        if self._find_work() is not None:
+            return None
+        step = plan_behind_step(self.admission.sessions, places, self._plan, self._settings)
+        if step is None or not self.runner.kv.reserve(step.work):
+            return None
+        self._steps += 1
+        return step
 
     def _find_work(self) -> Work | None:
         sessions = self.admission.sessions

@@ -249,13 +249,13 @@ class DraftSession:
 
     def _go_on(self, ahead: RoundAhead, branch: BranchAhead) -> None:
         """Stand in the round that a branch has drafted; the committed tokens end with the branch's first token."""
-        count = branch.drafted.proposed
-        self.tokens[branch.base - 1 :] = [branch.token, *branch.drafted.tokens[:count]]
+        drafted = branch.drafted
+        self.tokens[branch.base - 1 :] = [branch.token, *drafted.tokens[: drafted.proposed]]
         self.drafted, self.seconds = branch.drafted, ahead.seconds
         self.selection, self.selection_base, self.coded = ahead.selection, ahead.base, ahead.coded
-        self.kv.length = branch.base + count
+        self.kv.length = branch.base + drafted.run
         if branch.source != branch.base - 1:
-            self.moved = MovedKV(branch.source, branch.base - 1, count + 1)
+            self.moved = MovedKV(branch.source, branch.base - 1, drafted.run + 1)
 
     def cut_kv(self, kv: KVCache, length: int) -> None:
         """Take KV back to `length` tokens. Pages are kept while KV that is to be moved lies there."""

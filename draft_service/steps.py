@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from draft_service.sessions import BranchAhead, CodedSelection, DraftSession, Ro
 from engine.inputs import SequenceInput
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
-from engine.rounds.requests import AllowedTokens, Branch, RoundOutput, RoundRequest
-from engine.sampling import USE_DRAFT, uniforms
+from engine.rounds.requests import AllowedTokens, AnnouncementRequest, Branch, RoundOutput, RoundRequest, StepBefore
+from engine.sampling import USE_DRAFT, Sampling, uniforms
 from engine.step_loop import share_prefill
 from sparsity.plan import Plan
 from sparsity.rounds import announced_selection, announcement_request
@@ -31,8 +31,9 @@ _NO_IDS, _NO_PROBS = np.empty(0, np.uint32), np.empty(0, np.float32)
 class PlannedRound:
     """A session's round in a step.
 
-    ahead: whether it is the one behind the round under judgement. base: where it begins, if by branches the first one.
-    reference: what its announcement is coded against.
+    ahead: whether it is the one behind the round under judgement. base: where it begins, if by branches the first one;
+    behind a step of the target that still runs, where it begins if that accepts nothing. reference: what its
+    announcement is coded against.
     """
 
     session: DraftSession
@@ -141,6 +142,61 @@ def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache
     )
 
 
+def plan_behind_step(
+    sessions: Sequence[DraftSession], places: Mapping[str, int], plan: Plan, settings: DraftSettings
+) -> DraftStep | None:
+    """Return the rounds to launch behind a step of the target, in this process, that judges the present ones; None if
+    one of the sessions needs the host before.
+
+    places: of the sessions in that step, by name. A session that ends with the step in any case has no round.
+    """
+    if settings.ahead or not all(session.id in places and _needs_no_host(session) for session in sessions):
+        return None
+    going_on = [session for session in sessions if session.committed + 1 < session.max_length]
+    gamma = max((session.gamma for session in going_on), default=0)
+    refresh = _refresh_together(going_on, settings)
+    rounds = [_plan_behind(session, places[session.id], plan, gamma, refresh) for session in going_on]
+    return DraftStep(rounds, [], []) if rounds else None
+
+
+def _needs_no_host(session: DraftSession) -> bool:
+    """Return whether the next round follows from the verdict on the present one alone, on the device."""
+    stands = session.drafted is not None and session.ahead is None and session.moved is None
+    return stands and session.rules is None and session.grammar is None
+
+
+def _plan_behind(session: DraftSession, place: int, plan: Plan, gamma: int, refresh: bool) -> PlannedRound:
+    """Return the round that begins behind what a step accepts, in which the session has this place.
+
+    gamma: tokens that are drafted, of which the session may propose fewer.
+    """
+    assert session.drafted is not None
+    most = session.committed + session.drafted.proposed + 1  # tokens, if all are accepted
+    bases = range(most, session.committed, -1)
+    before = StepBefore(
+        place,
+        [session.tokens[base - 2] for base in bases],
+        [_draws(session.sampling, base, gamma + 1) for base in bases],
+        [_announcement_request(session, plan, base) for base in bases],
+    )
+    sampling = session.sampling
+    request = RoundRequest(
+        kv=session.kv,
+        tokens=[before.before[0], 0],
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        uniforms=before.uniforms[0],
+        announce=before.announce[0],
+        memory=session.memory,
+        refresh=refresh,
+        gamma=gamma,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        behind=before,
+    )
+    return PlannedRound(session, request, True, session.committed + 1, session.newest_known)
+
+
 def _goes_ahead(session: DraftSession, foresight: float, settings: DraftSettings) -> bool:
     return settings.ahead and session.may_go_ahead and session.foresees(foresight)
 
@@ -154,10 +210,23 @@ def _refresh_together(sessions: list[DraftSession], settings: DraftSettings) -> 
     return not branched or any(session.refresh_due(settings.draft_refresh_every) for session in sessions)
 
 
+def _draws(sampling: Sampling, position: int, count: int) -> np.ndarray:
+    """Return what the tokens from a position on are drawn with, [count] float64."""
+    return _no_draws(count) if sampling.greedy else uniforms(sampling.seed, position, count, USE_DRAFT)
+
+
 @lru_cache
 def _no_draws(count: int) -> np.ndarray:
     """Return what greedy sessions draw with, which never looks at it."""
     return np.zeros(count)
+
+
+def _announcement_request(session: DraftSession, plan: Plan, base: int) -> AnnouncementRequest | None:
+    """Return what a round that builds on `base` tokens announces; None: nothing."""
+    if session.method is None or session.dense:
+        return None
+    last = session.newest_known
+    return announcement_request(session.method, plan, base, None if last is None else last[1])
 
 
 def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings, gamma: int, refresh: bool) -> PlannedRound:
@@ -165,26 +234,17 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings, gamm
 
     gamma: tokens that are drafted, of which the session may propose fewer.
     """
-    sampling, announce, drafted = session.sampling, None, session.drafted
-
-    def draws(position: int) -> np.ndarray:
-        if sampling.greedy:
-            return _no_draws(gamma + 1)
-        return uniforms(sampling.seed, position, gamma + 1, USE_DRAFT)
-
+    sampling, drafted = session.sampling, session.drafted
     tokens, base, branches = session.pending, session.committed, list[Branch]()
     rules = session.rules_behind(branches)
     if drafted is not None:
         for accepted, token in likely_outcomes(drafted, session.acceptance, settings.branches):
             length = session.committed + accepted
-            branches.append(Branch(length, token, draws(length + 1)))
+            branches.append(Branch(length, token, _draws(sampling, length + 1, gamma + 1)))
         tokens, base = [], 1 + min(branch.length for branch in branches)
         rules = session.rules_behind(branches)
         if len(branches) == 1:  # it goes on behind all tokens
             tokens, branches = [branches[0].token], []
-    last = session.newest_known
-    if session.method is not None and not session.dense:
-        announce = announcement_request(session.method, plan, base, None if last is None else last[1])
     starts = [[*session.tokens[session.committed : branch.length], branch.token] for branch in branches]
     if not branches:
         starts = [[*session.tokens[session.committed :], *(tokens if drafted is not None else [])]]
@@ -193,8 +253,8 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings, gamm
         tokens=tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        uniforms=draws(base),
-        announce=announce,
+        uniforms=_draws(sampling, base, gamma + 1),
+        announce=_announcement_request(session, plan, base),
         memory=session.memory,
         refresh=refresh,
         branches=tuple(branches),
@@ -205,7 +265,7 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings, gamm
         rules=rules,
         allowed=_allowed_tokens(session, starts),
     )
-    return PlannedRound(session, request, drafted is not None, base, last)
+    return PlannedRound(session, request, drafted is not None, base, session.newest_known)
 
 
 def _allowed_tokens(session: DraftSession, starts: list[list[int]]) -> AllowedTokens | None:
@@ -223,26 +283,19 @@ def _allowed_tokens(session: DraftSession, starts: list[list[int]]) -> AllowedTo
 
 def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float) -> None:
     """Take the round that was drafted for a session in so many seconds, which is sent later."""
-    session, request = planned.session, planned.request
+    session = planned.session
     session.moved, session.waiting = None, 0
     session.memory.cut(session.committed)  # what comes behind is a guess
-    base = planned.base
+    starts = _starts(planned, output) if planned.ahead else []
+    base = 1 + min(length for length, _, _ in starts) if starts else planned.base
     selection = None if output.bitmap is None else announced_selection(output.bitmap, plan, base)
     coded = None
     if output.coded is not None:
         coded = CodedSelection(output.coded, None if planned.reference is None else planned.reference[0])
     if planned.ahead:
-        starts = [(branch.length, branch.token) for branch in request.branches]
-        starts = starts or [(request.kv.length, request.tokens[0])]
-        passes = request.gamma + 1
         branches = [
-            BranchAhead(
-                length + 1,
-                token,
-                drafted.first(session.tokens_to_propose(length + 1)),
-                request.kv.length + index * passes,
-            )
-            for index, ((length, token), drafted) in enumerate(zip(starts, output.branches, strict=True))
+            BranchAhead(length + 1, token, drafted.first(session.tokens_to_propose(length + 1)), source)
+            for (length, token, source), drafted in zip(starts, output.branches, strict=True)
         ]
         session.ahead = RoundAhead(base, selection, coded, branches, seconds)
         return
@@ -250,9 +303,22 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
     count = session.tokens_to_propose(base)
     session.drafted = drafted.first(count)
     session.tokens += drafted.tokens[:count]
-    session.kv.length = base + count
+    session.kv.length = base + session.drafted.run
     session.seconds = seconds
     session.selection, session.selection_base, session.coded = selection, base, coded
+
+
+def _starts(planned: PlannedRound, output: RoundOutput) -> list[tuple[int, int, int]]:
+    """Return of each outcome that a round ahead is drafted for the tokens before its last one, that one, and where its
+    KV lies."""
+    request = planned.request
+    if output.began_behind is not None:
+        accepted, token = output.began_behind
+        length = planned.session.committed + accepted
+        return [(length, token, length)]
+    starts = [(branch.length, branch.token) for branch in request.branches] or [(request.kv.length, request.tokens[0])]
+    passes = request.gamma + 1
+    return [(*start, request.kv.length + index * passes) for index, start in enumerate(starts)]
 
 
 def send_ahead(session: DraftSession, ahead: RoundAhead, counters: Counter[str]) -> None:

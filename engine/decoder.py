@@ -31,7 +31,7 @@ OUT_PARTS, DOWN_PARTS = 4, 8
 
 @dataclass(frozen=True)
 class EightBitLayer:
-    """Weights of a layer once more, in 8 bits, for passes of few rows, but more than skinny ones."""
+    """Weights of a layer once more, in 8 bits, for passes of few rows."""
 
     out: EightBitWeight
     gate_up: EightBitWeight
@@ -144,7 +144,8 @@ class Decoder:
         norms_outputs = any(
             norm is not None for layer in self.layers for norm in (layer.attention_out_norm, layer.mlp_out_norm)
         )
-        if kernels == "triton" and is_skinny(hidden) and not norms_outputs:
+        # Weights in 8 bits are read sooner than skinny layers read them in 16.
+        if kernels == "triton" and is_skinny(hidden) and not norms_outputs and self.eight_bit_head is None:
             return _run_skinny(self, hidden, attention, logits_rows)
         return _run_wide(self, hidden, attention, logits_rows, kernels)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -34,8 +35,11 @@ class Graphs:
     """The graphs of a runner by their shape, in memory that they share, because they never run at the same time.
 
     captures: False: nothing is captured nor kept, launches run one by one. A runner that captures has one of these of
-    its own: memory whose last graph is gone cannot be used again.
+    its own: memory whose last graph is gone cannot be used again. made: captures of this process, each of which holds
+    up all that runs on the device.
     """
+
+    made: ClassVar[int] = 0
 
     def __init__(self, captures: bool) -> None:
         self.captures = captures
@@ -54,6 +58,7 @@ class Graphs:
         if self.captures:
             began = time.perf_counter()
             captured.graph = self._capture(captured)
+            Graphs.made += 1
             log.debug("captured a CUDA graph in %.2f s: %s", time.perf_counter() - began, shape)
             self.by_shape[shape] = captured
         return captured
@@ -64,8 +69,7 @@ class Graphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and load, cuBLAS takes its workspace
-            for _ in range(2):
-                captured.launch()
+            captured.launch()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

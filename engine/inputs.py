@@ -37,6 +37,7 @@ class SharedBudget:
 
     bitmap: uint64 [rows, words], a bit a block, lowest first: read in any case, as are blocks before `first` and from
     `last` on. Those between these count. The other blocks are those that `memory` holds the highest weights for.
+    everything: all blocks are read.
     """
 
     bitmap: np.ndarray
@@ -45,6 +46,12 @@ class SharedBudget:
     room: int
     memory: ReadMemory
     dense_layers: tuple[int, ...]
+    everything: bool = False
+
+    @staticmethod
+    def of_everything(memory: ReadMemory, dense_layers: tuple[int, ...]) -> "SharedBudget":
+        """Return what reads all blocks, and has `memory` take up what they weigh."""
+        return SharedBudget(np.empty((len(memory.importance), 0), np.uint64), 0, 0, 0, memory, dense_layers, True)
 
 
 @dataclass
@@ -72,6 +79,11 @@ class SparseRead:
             raise ValueError("drafting passes read by a budget: give one in place of lists")
 
     @property
+    def reads_all(self) -> bool:
+        """Whether it is known before the pass that every block is read."""
+        return self.budget is not None and self.budget.first >= self.budget.last
+
+    @property
     def dense_layers(self) -> tuple[int, ...]:
         """The layers that are read wholly."""
         if self.budget is not None:
@@ -97,9 +109,11 @@ class SequenceInput:
     read, prompt: how queries read sparsely; with neither, they read everything. drafted: of `tokens` all but the first,
     to be judged; then logits must be "all", and the output is a verdict instead of them. Where the read drafts, tokens
     behind the first are put in the place of those given, in `drafted` as well. follows: the place that the sequence had
-    in the step before, which still runs (Runner.launch): its one token is the one that step leaves, not the one given.
-    behind: its place in a draft's rounds, which still run (Runner.take_rounds): its tokens behind the first, and the
-    bitmap of its budget if it has one, are those that its round leaves, not those given.
+    in the step before, which still runs (Runner.launch): its first token is the one which that step leaves, not the one
+    given. It had as many tokens there, and may begin before kv.length: behind those which that step accepts.
+    behind: its place in a draft's rounds, which still run (Runner.take_rounds): its last tokens, and the bitmap of its
+    budget if it has one, are those that its round leaves, not those given. held: how many tokens behind the first come
+    before these.
     """
 
     kv: SequenceKV
@@ -110,11 +124,17 @@ class SequenceInput:
     prompt: SparsePrompt | None = None
     follows: int | None = None
     behind: int | None = None
+    held: int = 0
 
     @property
     def logits_rows(self) -> int:
         """How many of the tokens, the last ones, give logits."""
         return {"none": 0, "last": 1, "all": len(self.tokens)}[self.logits]
+
+    @property
+    def first_position(self) -> int:
+        """The position of its first token; where it follows, the lowest that may be."""
+        return self.kv.length - (0 if self.follows is None else len(self.tokens) - 1)
 
 
 @dataclass

@@ -98,8 +98,9 @@ def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) ->
         if "top_k" in arrays:
             arrays["top_k"][i], arrays["min_p"][i] = sampling.top_k, sampling.min_p
         accept, draw = (USE_SCREEN_ACCEPT, USE_SCREEN_DRAW) if item.screens else (USE_ACCEPT, USE_TARGET)
-        arrays["accept_uniforms"][i, :n] = uniforms(sampling.seed, item.base, n, accept)
-        arrays["draw_uniforms"][i, : n + 1] = uniforms(sampling.seed, item.base, n + 1, draw)
+        if "accept_uniforms" in arrays:  # else the position is known on the device alone
+            arrays["accept_uniforms"][i, :n] = uniforms(sampling.seed, item.base, n, accept)
+            arrays["draw_uniforms"][i, : n + 1] = uniforms(sampling.seed, item.base, n + 1, draw)
         if "support_ids" not in arrays:  # what was drafted on the device is there
             continue
         for j, support in enumerate(item.supports):

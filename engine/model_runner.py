@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from config.attention_backends import check_attention_backend
 from engine.decoder import Decoder
-from engine.graphs import tell_captures
+from engine.graphs import Graphs, tell_captures
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import WIDE_SUPPORT, Drafted
 from engine.kv.cache import KVCache
@@ -28,6 +28,7 @@ from engine.passes.outputs import StepUnderWay
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.round_runner import ROUND_QUERIES, RoundRunner
+from engine.rounds.behind_steps import LeftVerdicts, Verdict
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.under_way import RoundsUnderWay
 from engine.ruled_judging import judge_by_rules
@@ -99,6 +100,10 @@ class ModelRunner(Runner):
         self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, attention_backend)
         self._rounds: RoundRunner | None = None
 
+    @property
+    def captures_made(self) -> int:  # type: ignore[override]
+        return Graphs.made
+
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         if not all(item.tokens for item in inputs):
@@ -116,21 +121,29 @@ class ModelRunner(Runner):
         return [outputs[i] for i in range(len(inputs))]
 
     @torch.inference_mode()
-    def launch(self, inputs: list[SequenceInput]) -> StepUnderWay:
+    def launch(self, inputs: list[SequenceInput], imposed: Sequence[Verdict] | None = None) -> StepUnderWay:
         self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
+        if imposed is not None:
+            self._passes.left_step.impose(imposed)
         if all(item.behind is None for item in inputs):
-            self._turn = 3 - self._turn
-            return self._passes.launch_step(inputs, replace(step_shape(inputs, self.kv, self._limits), turn=self._turn))
+            return self._passes.launch_step(inputs, self._with_turn(step_shape(inputs, self.kv, self._limits)))
         left = self._passes.left_rounds
         assert left is not None
         shape = self._of_step(inputs) if self._captures else exact_shape(inputs, self.kv, self._limits)
         support = max(shape.support, left.ids.shape[2]) if shape.support else 0
         return self._passes.launch_step(inputs, replace(shape, behind=True, support=support))
 
+    def _with_turn(self, shape: PassShape) -> PassShape:
+        """Return the shape of a step that the next one may follow before the host has seen it."""
+        self._turn = 3 - self._turn
+        return replace(shape, turn=self._turn)
+
     def _of_step(self, inputs: list[SequenceInput]) -> PassShape:
         """Return the shape of the captured step of inputs of one kind: one that may run behind rounds serves others."""
         shape = step_shape(inputs, self.kv, self._limits)
-        judges = shape.judged and shape.queries > 1 and (not shape.width or (shape.read_weights and shape.shares_out))
+        judges = (
+            shape.judged and shape.queries > 1 and not shape.drafts and (not shape.width or shape.decay is not None)
+        )
         return replace(shape, behind=judges and self._passes.left_rounds is not None)
 
     def make_room_for_rounds(self, sequences: int, gamma: int, support: int, rows: int, block_size: int) -> None:
@@ -165,6 +178,8 @@ class ModelRunner(Runner):
         shape = shape_of(inputs)
         if not all(self.kv.is_resident(item.kv) for item in inputs):
             return self._run_over_tiers(inputs, shape_of)
+        if captured and self.goes_ahead and shape.drafts:  # the same graphs, whoever runs beside
+            shape = self._with_turn(shape)
         outputs = self._passes.run_step(inputs, shape) if captured else self._passes.run_exact(inputs, shape)
         assert outputs is not None
         return outputs
@@ -264,14 +279,13 @@ class ModelRunner(Runner):
         self._capture(kinds, sequences)
 
     def _queries_of(self, read: SparseRead | None, gammas: Sequence[int]) -> list[int]:
-        """Return the sizes of the steps that judge rounds which read so; some of those that share budgets are joined
-        by wider ones, which read everything.
-        """
+        """Return the sizes of the steps that judge rounds which read so: the widest ones confirm what is held back."""
         if read is None:
             return [1, self._limits.step_queries, *self._widest]
         if read.drafts:
             return [1, *(gamma + 1 for gamma in gammas)]
-        return [self._limits.step_queries, *self._widest]
+        confirms = read.budget is not None and read.budget.everything
+        return [self._limits.step_queries, *(self._widest if confirms else [])]
 
     def _ends_of_prompts(self) -> list[SequenceInput]:
         """Return an input of each kind of step that reads the last few tokens of a prompt."""
@@ -288,10 +302,8 @@ class ModelRunner(Runner):
         with tell_captures(self._passes.graphs, "steps"):
             for item, count in tqdm(steps, desc="capturing CUDA graphs of steps", disable=None):
                 shape = self._of_step([item] * count)
-                self._passes.step_of(shape)
-                if self.goes_ahead and item.drafted and item.read is None and len(item.tokens) == 1:
-                    for turn in (1, 2):
-                        self._passes.step_of(replace(shape, turn=turn))
+                for turn in self._turns_of(item, shape):
+                    self._passes.step_of(replace(shape, turn=turn))
                 if (
                     item.drafted
                     and (shape.drafts or not shape.weighs)
@@ -301,6 +313,14 @@ class ModelRunner(Runner):
                 if item.drafted and item.read is None:
                     logits = torch.zeros(count, len(item.tokens), self.vocab_size, device=self.device)
                     judge_by_rules(logits, [item.drafted] * count, self.deterministic)
+
+    def _turns_of(self, item: SequenceInput, shape: PassShape) -> tuple[int, ...]:
+        """Return the turns (PassShape.turn) in which steps of a shape may run."""
+        if not self.goes_ahead:
+            return (0,)
+        if shape.drafts:
+            return 1, 2
+        return (0, 1, 2) if item.drafted and item.read is None and len(item.tokens) == 1 else (0,)
 
     def warm_up_prompts(self, tokens: int) -> None:
         if self.device.type != "cuda":
@@ -323,6 +343,16 @@ class ModelRunner(Runner):
         if self._rounds is not None:
             self._rounds.warm_up(sequences, methods)
             self._capture(self._ends_of_prompts(), sequences)
+
+    def make_room_for_verdicts(self, sequences: int) -> None:
+        assert self._rounds is not None
+        self._rounds.left_verdicts = LeftVerdicts.make(sequences, self.device)
+
+    @torch.inference_mode()
+    def take_verdicts(self, step: StepUnderWay, held: Sequence[int], imposed: Sequence[Verdict] | None = None) -> None:
+        assert self._rounds is not None
+        assert self._rounds.left_verdicts is not None
+        self._rounds.left_verdicts.take(step.left(), held, imposed)
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         return self.launch_rounds(requests).outputs()

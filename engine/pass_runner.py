@@ -14,11 +14,12 @@ from engine.kv.pages import PAGE_SIZE
 from engine.layer_attention import LayerPages, PromptsOfLayer
 from engine.modules import ModulesDecoder
 from engine.passes.behind_rounds import LeftRounds
+from engine.passes.behind_steps import LeftStep
 from engine.passes.buffers import make_buffers
 from engine.passes.grouping import StepLimits
 from engine.passes.launches import run_pass
 from engine.passes.layout import lay_out_pass
-from engine.passes.outputs import MOST_UNDER_WAY, StepUnderWay, read_outputs
+from engine.passes.outputs import StepUnderWay, read_outputs
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.staging import Buffers
@@ -49,7 +50,7 @@ class PassRunner:
         self._attention = attention or default_backend(kv.device)
         dim, dtype = kv.k_pages[0].shape[3], kv.k_pages[0].dtype
         self._cudnn = attention is None and cudnn_attends(dim, dtype, kv.device)
-        self._left = torch.zeros(MOST_UNDER_WAY, dtype=torch.int64, device=kv.device)
+        self.left_step = LeftStep.make(kv.device)
         self.left_rounds: LeftRounds | None = None  # by a draft on the same device
         self._room: Tensor | None = None  # for the pieces that prompts are read in
         self._unfinished: torch.cuda.Event | None = None  # of the last pass that nobody has waited for
@@ -83,7 +84,7 @@ class PassRunner:
         done = step.buffers.results.send_back()
         for item in inputs:
             item.kv.length += len(item.tokens)
-        return StepUnderWay(step.buffers.results, len(inputs), done)
+        return StepUnderWay(step.buffers.results, inputs, done)
 
     def run_exact(
         self,
@@ -113,15 +114,16 @@ class PassRunner:
             rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
-        left, rounds = self._left if shape.turn else None, self.left_rounds if shape.behind else None
-        return make_buffers(shape, self._kv, memory, logits_rows, left, rounds)
+        left, rounds = self.left_step if shape.turn else None, self.left_rounds if shape.behind else None
+        return make_buffers(shape, self._kv, memory, logits_rows, rounds, left)
 
     def _lay_out(
         self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None
     ) -> None:
         if shape.groups:
             # What no pass reads sparsely has nothing that means would stand in for, nor room for them.
-            self._kv.extend_group_means([item.kv for item in inputs if item.kv.drafts or not item.kv.dense])
+            sparse = [item for item in inputs if item.kv.drafts or not item.kv.dense]
+            self._kv.extend_group_means([item.kv for item in sparse], [item.first_position for item in sparse])
         budgets = [item.read.budget for item in inputs if item.read and item.read.budget]
         indices = [self.memories.index_of(budget.memory) for budget in budgets]
         lay_out_pass(buffers.inputs, shape, inputs, indices, self._kv, tables)

@@ -17,6 +17,7 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
 from engine.modules import ModulesDecoder
 from engine.read_memories import ReadMemories
+from engine.rounds.behind_steps import LeftVerdicts
 from engine.rounds.buffers import RoundShape, bring_rules, lay_out_round, make_round_buffers
 from engine.rounds.launches import run_round
 from engine.rounds.requests import RoundMemory, RoundRequest, RoundSettings
@@ -49,6 +50,7 @@ class RoundRunner:
         self._memories = ReadMemories(settings.memories + 1)
         self._nobody = RoundMemory()  # takes what is left by sequences that nothing is remembered of
         self._rules = torch.empty(3, 0, 0)
+        self.left_verdicts: LeftVerdicts | None = None  # of the last step that rounds may be launched behind
 
     def warm_up(self, sequences: int, methods: Sequence[str]) -> None:
         """Capture rounds of up to `sequences` sessions that announce nothing or by `methods`: greedy and sampled ones,
@@ -63,6 +65,7 @@ class RoundRunner:
         with tell_captures(self._graphs, "rounds"):
             for draw, method, count, of_each in tqdm(kinds, desc="capturing CUDA graphs of rounds", disable=None):
                 shape = RoundShape(count, ROUND_QUERIES, self._max_pages, method=method, branches=of_each, **draw)
+                shape = replace(shape, behind=self._may_go_behind(of_each))
                 self._round_of(shape)
                 if self._settings.refresh_every > 1 and of_each == self._settings.branches:
                     self._round_of(replace(shape, refreshes=False))
@@ -101,7 +104,7 @@ class RoundRunner:
                 memory.length = min([branch.length for branch in item.branches] or [item.kv.length + len(item.tokens)])
             memory.rounds = 0 if refreshes else memory.rounds + 1
         results = round_.buffers.results
-        return LaunchedRound(places, requests, shape, results, results.send_back())
+        return LaunchedRound(places, requests, shape, results, results.send_back(), self._settings.runs_last)
 
     def _shape_of(self, requests: list[RoundRequest], method: str, refreshes: bool) -> RoundShape:
         ruled = any(item.rules is not None for item in requests)
@@ -113,20 +116,30 @@ class RoundRunner:
             pages = max(len(item.kv.pages) for item in requests)
             queries = max(1, *(len(item.tokens) for item in requests), 1)
             branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
-            return RoundShape(len(requests), queries, pages, sampled, method, branches, refreshes, ruled)
+            behind = any(item.behind is not None for item in requests)
+            return RoundShape(len(requests), queries, pages, sampled, method, branches, refreshes, ruled, behind=behind)
         branches = self._settings.branches if branched else 1
         sizes = power_of_two(len(requests)), ROUND_QUERIES, self._max_pages
-        return RoundShape(*sizes, sampled, method, branches, refreshes, ruled)
+        behind = self._may_go_behind(branches)
+        return RoundShape(*sizes, sampled, method, branches, refreshes, ruled, behind=behind)
+
+    def _may_go_behind(self, branches: int) -> bool:
+        """Return whether rounds of so many branches may be behind a step: one graph serves them and others."""
+        return self.left_verdicts is not None and branches == 1
 
     def _round_of(self, shape: RoundShape, asking: list[RoundRequest] | None = None) -> Captured:
         """Return what runs a shape. asking: the requests, where the host is asked which tokens they allow."""
 
         def make_buffers() -> Buffers:
-            buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device)
+            nobody = self._memories.index_of(self._nobody)
+            buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device, nobody)
             if self._settings.refresh_every > 1:
                 buffers.tensors["memory"] = self._weights()
             if shape.ruled:
                 buffers.tensors["rules"] = self._rules_of(shape.sequences)
+            if shape.behind:
+                assert self.left_verdicts is not None
+                buffers.tensors |= {f"left_{name}": kept for name, kept in vars(self.left_verdicts).items()}
             return buffers
 
         def launch(buffers: Buffers) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.kv.cache import KVCache
 from engine.passes.outputs import StepUnderWay
+from engine.rounds.behind_steps import Verdict
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.under_way import RoundsUnderWay
 
@@ -14,8 +15,9 @@ class Runner:
 
     vocab_size: token ids that there are. deterministic: whether what a sequence gives depends on nothing that runs
     beside it. weight_tokens: tokens of KV that take as much memory as the weights. goes_ahead: whether it pays to
-    launch a step of plain decoding before the host has seen the one before (`launch`). chains: whether rounds can be
-    launched (`launch_rounds`), and steps behind them (`take_rounds`).
+    launch a step that needs no draft before the host has seen the one before (`launch`). chains: whether rounds can be
+    launched (`launch_rounds`), steps behind them (`take_rounds`), and rounds behind these (`take_verdicts`).
+    captures_made: CUDA graphs that runners of this process have captured; a step beside says little of what steps take.
     """
 
     kv: KVCache
@@ -24,6 +26,7 @@ class Runner:
     weight_tokens = 0.0
     goes_ahead = False
     chains = False
+    captures_made = 0
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run all inputs, write their KV and advance their lengths. Returns outputs in input order.
@@ -32,13 +35,13 @@ class Runner:
         """
         raise NotImplementedError
 
-    def launch(self, inputs: list[SequenceInput]) -> StepUnderWay:
-        """Launch a step in which each sequence decodes one token plainly, without waiting for it: its KV is written and
-        lengths advance, its verdicts come later.
+    def launch(self, inputs: list[SequenceInput], imposed: Sequence[Verdict] | None = None) -> StepUnderWay:
+        """Launch a step in which each sequence decodes one token plainly, or each drafts as many by itself, without
+        waiting for it: its KV is written and lengths advance, its verdicts come later.
 
-        A token may be that which the step launched last leaves (SequenceInput.follows); at most two steps are under
-        way. A step may also judge what a draft's rounds leave (SequenceInput.behind); then it is the only one under
-        way. Raises OutOfPages before anything has changed.
+        It may go on behind what the step launched last leaves (SequenceInput.follows); at most two steps are under
+        way. imposed: verdicts that count in place of that step's. A step may also judge what a draft's rounds leave
+        (SequenceInput.behind); then it is the only one under way. Raises OutOfPages before anything has changed.
         """
         raise NotImplementedError(f"{type(self).__name__} waits for each step")
 
@@ -79,6 +82,20 @@ class Runner:
     def launch_rounds(self, requests: list[RoundRequest]) -> RoundsUnderWay:
         """Launch `draft_rounds` without waiting for them. Raises OutOfPages."""
         raise NotImplementedError(f"{type(self).__name__} waits for its rounds")
+
+    def make_room_for_verdicts(self, sequences: int) -> None:
+        """Have room for the verdicts that a step of a target on the same device leaves, of so many sequences, once
+        rounds are prepared and before `warm_up_rounds`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} drafts no rounds behind steps")
+
+    def take_verdicts(self, step: StepUnderWay, held: Sequence[int], imposed: Sequence[Verdict] | None = None) -> None:
+        """Have the next rounds that are launched go on behind this step, without waiting for it (RoundRequest.behind).
+
+        held: of each sequence of the step, the tokens that it judges before those of the last round. imposed: verdicts
+        that count in place of the step's.
+        """
+        raise NotImplementedError(f"{type(self).__name__} drafts no rounds behind steps")
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         """Draft a whole round of each; the lengths of their KV are left to the caller. Raises OutOfPages."""

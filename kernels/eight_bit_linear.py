@@ -17,6 +17,7 @@ from kernels.backends import ask_for, check_backend, jit, overlapping_launch, po
 from kernels.gated_activation import silu_and_multiply
 
 MAX_ROWS = 128  # beyond it, reading the weights is no longer what takes the time
+LEAST_DEPTH = 128  # inputs of a part are a multiple of it
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -33,12 +34,15 @@ class EightBitWeight:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is cut. columns: outputs of a program, gates and ups counted once. depth: inputs at once."""
+    """How the kernel is cut. columns: outputs of a program, gates and ups counted once. depth: inputs at once. ahead:
+    those whose weights are asked for before the wait.
+    """
 
     columns: int
     depth: int
     warps: int
     stages: int
+    ahead: int = 512
 
 
 def quantize(weight: Tensor) -> EightBitWeight:
@@ -79,7 +83,7 @@ def eight_bit_linear(
             return sums
         return (silu_and_multiply(sums[0]) if gated else sums[0]).to(x.dtype)
     outputs = len(weight.values) // 2 if gated else len(weight.values)
-    tuning = tuning or default_tuning(outputs, gated)
+    tuning = tuning or default_tuning(rows, outputs, inputs // parts, gated)
     if rows > MAX_ROWS or inputs % (parts * tuning.depth) or not x.is_contiguous():
         raise ValueError(
             f"eight_bit_linear: Triton takes up to {MAX_ROWS} contiguous rows of a multiple of {parts * tuning.depth} "
@@ -95,6 +99,7 @@ def eight_bit_linear(
         DEPTH=tuning.depth,
         PARTS=parts,
         GATED=gated,
+        AHEAD=asked_ahead(tuning, inputs // parts),
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         **overlapping_launch(x.device),
@@ -102,11 +107,21 @@ def eight_bit_linear(
     return out
 
 
-def default_tuning(outputs: int, gated: bool) -> Tuning:
-    """Return the fastest of those measured on an H200 with the layers of a 1B model (docs/performance.md)."""
+def default_tuning(rows: int, outputs: int, inputs: int, gated: bool) -> Tuning:
+    """Return the fastest of those measured on an H200 with the layers of a 1B model (docs/performance.md).
+
+    inputs: of a part.
+    """
     if outputs > 65536:
         return Tuning(128, 128, 4, 3)
+    if rows <= 16 and inputs % 256 == 0:
+        return Tuning(32, 256, 4, 5)
     return Tuning(64, 128, 8 if gated else 4, 3 if gated else 4)
+
+
+def asked_ahead(tuning: Tuning, inputs: int) -> int:
+    """Return the inputs of a part whose weights are asked for before the wait: a power of two."""
+    return 1 << min(tuning.ahead, inputs).bit_length() - 1
 
 
 @jit
@@ -123,12 +138,12 @@ def _eight_bit_linear_kernel(
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     GATED: tl.constexpr,
+    AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One part of COLUMNS outputs; the weights are the left side of the product, which registers may hold."""
     LENGTH: tl.constexpr = inputs // PARTS
-    AHEAD: tl.constexpr = 512 if LENGTH >= 512 else DEPTH  # inputs whose weights are asked for before the wait
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     row = tl.arange(0, ROWS)

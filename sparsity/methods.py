@@ -36,6 +36,11 @@ class Method:
         """Return the plan's rule, or the method's own where the plan has none."""
         return plan.rule or self.rule
 
+    @property
+    def reads_by_memory(self) -> bool:
+        """Whether the target's own memory alone decides over what is read, where not everything is."""
+        return self.shares_budget and self.announcing is None
+
     def uses_means(self, plan: Plan) -> bool:
         """Whether group means stand in for what is not read under this plan."""
         return self.stands_in and plan.group_size > 0 and plan.budget < 1
@@ -72,6 +77,16 @@ _ALL = [
     ),
 ]
 METHODS: dict[str, Method] = {method.name: method for method in _ALL}
+# What screens the tokens of exact sessions, between dense passes that weigh everything. Nobody asks for it by name.
+BY_MEMORY = Method(
+    "memory",
+    "what the target's own passes weighed most, under one budget for all heads, group means for the rest",
+    shares_budget=True,
+    window=LEAST_WINDOW,
+    remembers=True,
+    stands_in=True,
+    summaries=summary_tokens,
+)
 
 
 def method_named(name: str) -> Method:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.inputs import LayerLists, ReadMemory, SequenceOutput, SharedBudget, SparseRead
 from kernels.selection import compact
-from sparsity.announce import shared_room
+from sparsity.budgets import dense_layers, new_memory, shared_budget
 from sparsity.choice import mandatory
 from sparsity.in_advance import RoundView
 from sparsity.methods import Method, check_method
@@ -31,6 +31,7 @@ class Reader:
     summary_tokens: float = 0.0
     _memory: Tensor | None = None  # weights of what was read, faded, [layers, kv_heads, blocks], where lists are made
     _read_memory: ReadMemory | None = field(default=None, repr=False)  # where the pass shares a budget out
+    _has_weighed: bool = False  # everything, once
     _length: int = 0  # tokens with KV at the end of the last round
     _reads_all: bool = True
     _planned: Tensor | None = None  # the lists of the last round, bool [sparse layers, kv_heads, blocks]
@@ -48,29 +49,38 @@ class Reader:
         """Rows that an announcement must have; 0 if the method takes none."""
         return self.method.announcing.rows(self.plan) if self.method.announcing else 0
 
-    def read(self, announced: BlockSelection | None, base: int, length: int) -> SparseRead | None:
+    def read(
+        self, announced: BlockSelection | None, base: int, length: int, everything: bool = False, weighs: bool = True
+    ) -> SparseRead | None:
         """Return what a round reads that builds on `base` committed tokens and ends at `length`; None is everything.
 
-        announced: the draft's selection, if there is one; a method that needs one reads everything without it. Raises
+        announced: the draft's selection, if there is one; a method that needs one reads everything without it, and one
+        that reads by its memory alone in its first round. everything: whether it is to read everything in any case.
+        weighs: whether the memory of what reads by it alone takes up what that weighs; the first time it does. Raises
         ValueError for a selection with another number of rows than the method's.
         """
         method, plan = self.method, self.plan
-        if self._needs_all(announced is not None):
+        if self._needs_all(announced is not None) or (everything and not method.reads_by_memory):
             self.read_all(length)
             return None
+        if method.reads_by_memory and (everything or not self._has_weighed):
+            self.read_all(length)
+            if self._has_weighed and not weighs:
+                return None
+            return self._read_of(budget=SharedBudget.of_everything(self._own_memory(), dense_layers(plan)))
         self._length, self._planned, self._reads_all = length, None, False
         if announced is not None and announced.num_heads != self.announced_rows:
             raise ValueError(f"{method.name}: {announced.num_heads} rows announced, expected {self.announced_rows}")
         self.summary_tokens = method.summaries(plan, base)
         if method.shares_budget:
-            assert announced is not None
-            read = SparseRead(plan.block_size, budget=self._shared_budget(announced, base), emit_weights=True)
-        else:
-            self._planned = self._choose(announced, base)
-            lists = to_lists(self._planned, plan)
-            read = SparseRead(plan.block_size, lists, emit_weights=method.remembers)
-        read.group_means, read.report_blocks = method.uses_means(plan), self.report_blocks
-        return read
+            return self._read_of(budget=shared_budget(plan, self._own_memory(), base, length, announced))
+        self._planned = self._choose(announced, base)
+        return self._read_of(lists=to_lists(self._planned, plan))
+
+    def _read_of(self, lists: LayerLists | None = None, budget: SharedBudget | None = None) -> SparseRead:
+        method = self.method
+        emits = method.remembers, self.report_blocks
+        return SparseRead(self.plan.block_size, lists, budget, method.uses_means(self.plan), *emits)
 
     def read_all(self, length: int) -> None:
         """Take note of a round that ends at `length` and reads everything, in place of `read`."""
@@ -90,23 +100,9 @@ class Reader:
             or not self.plan.sparse_layers
         )
 
-    def _shared_budget(self, announced: BlockSelection, base: int) -> SharedBudget:
-        """What the draft announced, and with the rest of one budget over all layers and heads the target's own
-        heaviest blocks.
-
-        What the draft insists on is read even if it was light last round: the target asks for a hidden fact only when
-        it comes to it, and the draft sees that first.
-        """
-        plan, blocks = self.plan, self.plan.num_blocks(self._length)
-        if self._read_memory is None:
-            importance = torch.tensor([plan.head_importance[layer] for layer in plan.sparse_layers])
-            self._read_memory = ReadMemory(importance.flatten(), plan.memory_decay)
-        first, last = plan.middle(plan.num_blocks(base), self.method.window)
-        room = shared_room(plan, base, blocks)
-        sparse = set(plan.sparse_layers)
-        dense = tuple(layer for layer in range(plan.target_layers) if layer not in sparse)
-        bitmap = announced.resized(blocks).words
-        return SharedBudget(bitmap, first, last, room, self._read_memory, dense)
+    def _own_memory(self) -> ReadMemory:
+        self._read_memory = self._read_memory or new_memory(self.plan, self.plan.memory_decay)
+        return self._read_memory
 
     def _choose(self, announced: BlockSelection | None, base: int) -> Tensor:
         """bool [sparse layers, kv_heads, blocks]"""
@@ -130,6 +126,7 @@ class Reader:
     def finish(self, output: SequenceOutput) -> None:
         """Take note of what the pass read, and remember the weights that it gave."""
         plan, blocks = self.plan, self.plan.num_blocks(self._length)
+        self._has_weighed |= self._reads_all
         self._blocks_read = None if self._reads_all else output.blocks_read
         self.chosen = output.blocks
         if self._planned is not None or self._reads_all:

@@ -12,6 +12,7 @@ COUNTED = (
     *("failed_steps", "failed_sessions", "drafting_pauses", "drafting_probes", "draft_timeouts", "plain_rounds"),
     "steps_ahead",  # launched before the host had seen the one before
     "steps_behind_rounds",  # launched before the host had seen what was drafted
+    "rounds_behind_steps",  # steps of a draft in the target, launched before the host had seen the verdicts
     *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
     *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
     *("screening_rounds", "screened_tokens", "confirmed_tokens"),

@@ -21,7 +21,7 @@ from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
 from target_service.lookup import PromptLookup
-from target_service.screening import Screening
+from target_service.screening import Screening, screening_reader
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted
@@ -98,7 +98,7 @@ class Admission:
         rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
         exact = request.exactness is Exactness.EXACT
         # Rules keep what they derive from committed tokens, which held ones may never be.
-        screened = exact and self._settings.confirm_every > 0 and not rules and grammar is None
+        screened = exact and self._settings.most_held > 0 and not rules and grammar is None
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
@@ -113,7 +113,7 @@ class Admission:
             logprobs=request.alternatives if request.wants_logprobs else None,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request, screened),
-            screening=Screening(self._settings.confirm_every, len(request.tokens)) if screened else None,
+            screening=Screening(self._settings.most_held, len(request.tokens)) if screened else None,
             lookup=PromptLookup() if self._settings.draft in ("ngram", "auto") else None,
             traceparent=request.traceparent,
             caller=request.caller,
@@ -134,7 +134,7 @@ class Admission:
         screened: whether it is exact, and sparse attention screens what its draft proposes.
         """
         if screened:
-            return Reader(METHODS[self._plan.method], self._plan, self._report_blocks)
+            return screening_reader(self._plan, self._settings, self._report_blocks)
         if request.exactness is Exactness.EXACT:
             return None
         name = request.sparsity or self._plan.method

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
-from target_service.planning import VerifyStep, plan_round
+from target_service.planning import VerifyStep, how_to_confirm, plan_round
 from target_service.session import TargetSession
 from wire.messages import At
 
@@ -37,14 +37,20 @@ def plan_behind_rounds(
     waits: says of a session that it would not take part in a step now.
     """
     step = VerifyStep(left_running=True)
+    ours = {
+        session.id: rounds[session.id]
+        for session in sessions
+        if session.id in rounds and _is_for(session, rounds[session.id].at)
+    }
+    confirms = how_to_confirm((session, ours[session.id].gamma) for session in sessions if session.id in ours)
     for session in sessions:
-        drafted = rounds.get(session.id)
-        if drafted is not None and _is_for(session, drafted.at):
+        drafted = ours.get(session.id)
+        if drafted is not None:
             if _needs_the_host(session, drafted):
                 return None
-            item = plan_round(session, None, [0] * drafted.gamma, now)
+            item = plan_round(session, None, [0] * drafted.gamma, now, confirms)
             item.input.behind = drafted.place
-            if session.reader is not None and drafted.announces:
+            if session.reader is not None and session.announced_by and drafted.announces:
                 base = len(session.tokens)
                 nothing = BlockSelection.of_nothing(session.reader.announced_rows, plan.num_blocks(base))
                 item.input.read = session.reader.read(nothing, base, base + drafted.gamma)
@@ -67,7 +73,7 @@ def take_proposals(step: VerifyStep) -> None:
             item.is_void = True
             continue
         item.proposal = proposal
-        item.input.tokens[1:] = judged.tokens[:] = proposal.tokens
+        item.input.tokens[1 + item.held :] = judged.tokens[item.held :] = proposal.tokens
         judged.supports[:] = proposal.supports
 
 
@@ -80,7 +86,9 @@ def _is_for(session: TargetSession, at: At) -> bool:
 def _needs_the_host(session: TargetSession, drafted: DraftedRound) -> bool:
     """Return whether the host has a part in what is read or judged."""
     looked_at = session.logprobs is not None or bool(session.rules)
-    return looked_at or session.screening is not None or _is_read_by_lists(session, drafted)
+    screened = session.screening is not None and session.screening.is_used
+    drawn_from = screened and not session.sampling.greedy  # which the dense pass has to know
+    return looked_at or drawn_from or _is_read_by_lists(session, drafted)
 
 
 def _is_read_by_lists(session: TargetSession, drafted: DraftedRound) -> bool:
@@ -88,6 +96,6 @@ def _is_read_by_lists(session: TargetSession, drafted: DraftedRound) -> bool:
     reader = session.reader
     if reader is None:
         return False
-    if drafted.announces and session.next_round.sparse:
+    if reader.method.reads_by_memory or (drafted.announces and session.next_round.sparse):
         return not reader.method.shares_budget or reader.report_blocks or session.reads_wanted
     return drafted.announces or not reader.reads_all_alone

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import numpy as np
+
+from config import TargetSettings
 from engine.inputs import SequenceOutput
 from engine.kv.cache import KVCache
-from engine.sampling import USE_ACCEPT, uniforms
+from engine.sampling import USE_ACCEPT, USE_SCREEN_ACCEPT, uniforms
 from sparsity.plan import Plan
 from target_service.planning import VerifyRound
 from target_service.session import TargetSession
@@ -12,12 +15,19 @@ from wire.messages import Commit, FinishReason, Verdict
 
 
 def commit_round(
-    item: VerifyRound, output: SequenceOutput, verdict: tuple[int, int], seconds: float, plan: Plan, kv: KVCache
+    item: VerifyRound,
+    output: SequenceOutput,
+    verdict: tuple[int, int],
+    seconds: float,
+    plan: Plan,
+    kv: KVCache,
+    under_way: int = 0,
 ) -> tuple[Commit, Verdict]:
     """Append a round's tokens to its session and cut its KV to them. Returns what owner and draft are told.
 
     verdict: tokens that were accepted, held ones and then drafted ones, and the token that follows them. If it rejects
-    held tokens, the session's tokens go back to there. seconds: that the step took.
+    held tokens, the session's tokens go back to there. seconds: that the step took. under_way: tokens of the session
+    that a step runs which goes on behind this round already.
     """
     session, proposal, (accepted, following) = item.session, item.proposal, verdict
     base, proposed, confirmed = len(session.tokens) - item.held, item.proposed, min(accepted, item.held)
@@ -32,7 +42,7 @@ def commit_round(
     known = proposal is not None and (proposal.at.epoch, proposal.at.round) == key
     judged = proposal if known else None
     agreed = judged is not None and session.foresaw(before.base + accepted + 1, following)
-    tokens_read, tokens_total = _tokens_read(session, session.kv.length, plan, kv)
+    tokens_read, tokens_total = _tokens_read(session, session.kv.length - under_way, plan, kv)
     commit = Commit(
         at=before._replace(base=base),
         tokens=text,
@@ -59,8 +69,7 @@ def commit_round(
     )
     session.prompt_logprobs = None
     session.commit(tokens, agreed, judged)
-    if len(item.input.tokens) > 1:  # a step of plain decoding that is under way already goes on behind this one's token
-        kv.truncate(session.kv, len(session.tokens) - 1)
+    kv.truncate(session.kv, len(session.tokens) - 1 + under_way)
     at = before._replace(epoch=session.epoch, round=session.round)
     return commit, Verdict(at, commit.accepted, tokens, judged is None)
 
@@ -85,14 +94,17 @@ def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -
     return everything, everything
 
 
-def imposed_verdict(item: VerifyRound, rate: float, vocab_size: int) -> tuple[int, int]:
-    """Return a verdict by chance, for measurements with random weights: each drafted token is kept at this rate, and
-    every held one.
+def imposed_verdict(item: VerifyRound, settings: TargetSettings, vocab_size: int) -> tuple[int, int]:
+    """Return a verdict by chance, for measurements with random weights: drafted tokens are kept at the rate of
+    synthetic_acceptance, and held ones at that of synthetic_confirmation.
     """
-    session, count = item.session, len(item.proposed)
-    rejected = uniforms(session.sampling.seed, len(session.tokens), count, USE_ACCEPT) >= rate
-    kept = int(rejected.argmax()) if rejected.any() else count
-    return item.held + kept, imposed_token(len(session.tokens) + kept, vocab_size)
+    session, held, count = item.session, item.held, len(item.proposed)
+    base = len(session.tokens) - held
+    rates = np.repeat([settings.synthetic_confirmation, settings.synthetic_acceptance], [held, count])
+    use = USE_ACCEPT if not item.screens else USE_SCREEN_ACCEPT
+    rejected = uniforms(session.sampling.seed, base, held + count, use) >= rates
+    kept = int(rejected.argmax()) if rejected.any() else held + count
+    return kept, imposed_token(base + kept, vocab_size)
 
 
 def imposed_token(position: Any, vocab_size: int) -> Any:

@@ -3,7 +3,8 @@
 Both read memory as fast as it goes, so that side by side neither would gain. Draft and target are those of the two
 services, with the same events between them, which are handed over as they are. Where nothing needs the host between
 drafting and judging, the target's step is launched behind the draft's rounds before these have ended
-(target_service.behind_rounds).
+(target_service.behind_rounds), and the draft's next rounds behind that step: the host is always one step behind the
+device.
 """
 
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from draft_service.steps import DraftStep, DraftStepResult
+from draft_service.steps import DraftStep, DraftStepResult, PlannedRound
 from engine.rounds.under_way import RoundsUnderWay
 from target_service.behind_rounds import DraftedRound, take_proposals
 from target_service.planning import VerifyResult, VerifyStep
@@ -23,9 +24,12 @@ from wire.messages import Decline, DraftEvent, Load, Resync, TargetEvent
 
 @dataclass(frozen=True)
 class LaunchStep:
-    """A draft's step whose rounds are launched, and waited for by the next step."""
+    """A draft's step whose rounds are launched, and waited for later. before: the step of the target that they are
+    launched behind, whose sessions they go on with; None: the host has seen what they go on behind.
+    """
 
     drafted: DraftStep
+    before: VerifyStep | None = None
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,11 @@ class StepsByTurns:
         self._drafts_next = True
         self._spoke = False  # one of them to the other, since a step was looked for
         self._launched: tuple[DraftStep, Launched] | None = None
+        self._judged = 0.0  # when the last step of the target that was left running had ended, by time.perf_counter
         self._chains = verifier.runner.chains and drafter.runner.chains
         if self._chains:
             verifier.make_room_for_rounds()
+            drafter.runner.make_room_for_verdicts(verifier.settings.max_sessions)
         self._target = TargetPeer(self._tell_target)
         self._draft = DraftPeer("draft in target", self._tell_draft)
         drafter.attach(self._target)
@@ -82,10 +88,16 @@ class StepsByTurns:
     def plan_step(self) -> Step | None:
         """Return the next step, of the one that did not run last if it has something to do; None if neither has.
 
-        While rounds run that were launched it is the one behind them.
+        While rounds run that were launched it is the one behind them, once the one before them has ended.
         """
+        under_way = self.verifier.under_way
+        if self._launched is not None and under_way is not None:
+            return self.verifier.plan_step()
         if self._launched is not None:
             return self._plan_behind(*self._launched)
+        if under_way is not None and (drafted := self._plan_rounds_behind(under_way)) is not None:
+            self.verifier.counters["rounds_behind_steps"] += 1
+            return LaunchStep(drafted, under_way)
         while True:
             self._spoke = False
             order = (self.drafter, self.verifier) if self._drafts_next else (self.verifier, self.drafter)
@@ -99,20 +111,39 @@ class StepsByTurns:
 
     def _can_launch(self, step: DraftStep) -> bool:
         """Return whether the target's step may be launched behind a draft's: it drafts rounds for what there is."""
-        if not self._chains or not step.rounds or step.inputs or self.verifier.has_step_under_way:
+        if not self._chains or not step.rounds or step.inputs or self.verifier.under_way is not None:
             return False
         return not any(item.ahead or item.request.allowed or item.request.branches for item in step.rounds)
 
     def _plan_behind(self, step: DraftStep, launched: Launched) -> BehindStep:
         self._launched = None
-        rounds = {
-            item.session.id: DraftedRound(
-                item.session.at, item.session.tokens_to_propose(item.base), place, item.request.announce is not None
-            )
-            for place, item in enumerate(step.rounds)
-        }
-        verify = self.verifier.plan_behind_rounds(rounds) if launched.rounds.of_one_branch else None
+        verify = None
+        if launched.rounds.of_one_branch:
+            drafted = {item.session.id: self._drafted_round(item, place) for place, item in enumerate(step.rounds)}
+            verify = self.verifier.plan_behind_rounds({name: each for name, each in drafted.items() if each})
         return BehindStep(step, launched, verify)
+
+    def _drafted_round(self, item: PlannedRound, place: int) -> DraftedRound | None:
+        """Return a round that runs as the target sees it; None if the target does not go on with it.
+
+        Of a round behind a step the draft hears once it has ended where it stands: the target knows already.
+        """
+        session, at, base = item.session, item.session.at, item.base
+        if item.request.behind is not None:
+            judged = self.verifier.admission.running.get(session.id)
+            if judged is None or judged.last_judged is None or judged.last_judged[0] != (at.epoch, at.round):
+                return None
+            at, base = judged.at, len(judged.tokens)
+        return DraftedRound(at, session.tokens_to_propose(base), place, item.request.announce is not None)
+
+    def _plan_rounds_behind(self, judging: VerifyStep) -> DraftStep | None:
+        """Return what the draft drafts behind a step of the target that runs; None if that has to wait.
+
+        So it has behind a step of plain decoding, and where nothing was proposed that counts.
+        """
+        if any(item.input.behind is None or item.is_void for item in judging.rounds):
+            return None
+        return self.drafter.plan_behind_step({item.session.id: place for place, item in enumerate(judging.rounds)})
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with the draft ends; None if none is waiting."""
@@ -124,11 +155,16 @@ class StepsByTurns:
             case DraftStep():
                 return self.drafter.execute(step)
             case VerifyStep():
-                return self.verifier.execute(step)
-            case LaunchStep(drafted):
-                began = time.perf_counter()
-                requests = [item.request for item in drafted.rounds]
-                return Launched(self.drafter.runner.launch_rounds(requests), began)
+                verified = self.verifier.execute(step)
+                self._judged = time.perf_counter()
+                return verified
+            case LaunchStep(drafted, before):
+                began, runner = time.perf_counter(), self.drafter.runner
+                if before is not None:
+                    assert before.under_way is not None
+                    held = [item.held for item in before.rounds]
+                    runner.take_verdicts(before.under_way, held, self.verifier.imposed_verdicts(before))
+                return Launched(runner.launch_rounds([item.request for item in drafted.rounds]), began)
             case BehindStep(_, launched, verify):
                 if verify is not None:
                     self.verifier.runner.take_rounds(launched.rounds)
@@ -136,7 +172,7 @@ class StepsByTurns:
                 outputs, ended = launched.rounds.outputs(), time.perf_counter()
                 if verify is not None:
                     verify.began = ended
-                return DraftStepResult(outputs, ended - launched.began)
+                return DraftStepResult(outputs, ended - max(launched.began, self._judged))
 
     def finish_step(self, step: Step, result: Result) -> None:
         """Take what a step gave."""

@@ -17,6 +17,7 @@ from engine.runner import Runner
 from engine.sampling import Sampling, one_hot
 from engine.step_loop import share_prefill
 from sparsity.prompts import sparse_tokens
+from target_service.screening import Confirms, Screening
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from wire.messages import Proposal
@@ -29,18 +30,21 @@ class VerifyRound:
     """A session's part of a step: a proposal to verify, or none to decode one token plainly.
 
     proposal: the draft's; None where the target proposes by itself, or nothing is proposed. wait_seconds: how long the
-    target has waited for the proposal. held: tokens that it is to confirm, between the first one and those proposed.
-    drafting_cost: the tokens that have to be accepted to pay for drafting in the step itself; 0 where nothing is
-    drafted there. is_void: what it gives counts for nothing.
+    target has waited for the proposal. drafting_cost: the tokens that have to be accepted to pay for drafting in the
+    step itself; 0 where nothing is drafted there. is_void: what it gives counts for nothing.
     """
 
     session: TargetSession
     proposal: Proposal | None
     input: SequenceInput
     wait_seconds: float
-    held: int = 0
     drafting_cost: float = 0.0
     is_void: bool = False
+
+    @property
+    def held(self) -> int:
+        """How many tokens it is to confirm, between the first one and those proposed."""
+        return self.input.held
 
     @property
     def proposed(self) -> list[int]:
@@ -121,15 +125,19 @@ def plan_verify_step(
     step = VerifyStep()
     reading: list[TargetSession] = []
     alone: list[TargetSession] = []
+    proposed: list[tuple[TargetSession, Proposal]] = []
     for session in sessions:
         if session.unread > 0:
             reading.append(session)
         elif waits(session, settings, counters, now):
             continue
         elif (proposal := _proposal_of(session)) is not None:
-            step.rounds.append(plan_round(session, proposal, proposal.tokens, now))
+            proposed.append((session, proposal))
         else:
             alone.append(session)
+    counts = [(session, len(proposal.tokens)) for session, proposal in proposed]
+    confirms = how_to_confirm([*counts, *((session, 0) for session in alone)])
+    step.rounds = [plan_round(session, proposal, proposal.tokens, now, confirms) for session, proposal in proposed]
     step.rounds += _plan_alone(alone, settings, drafting, runner.kv, now)
     starts = [session.kv.length for session in reading]
     shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
@@ -238,14 +246,34 @@ def _may_decode_plainly(session: TargetSession, draft_timeout: float, counters: 
     return True
 
 
-def plan_round(session: TargetSession, proposal: Proposal | None, proposed: list[int], now: float) -> VerifyRound:
+def how_to_confirm(rounds: Iterable[tuple[TargetSession, int]]) -> Confirms:
+    """Return whether one of these sessions, with so many proposed tokens each, has to confirm what it holds.
+
+    Then all of a step do, and weigh what they read if one is to: one dense pass for all takes less time than passes
+    that list everything for some of them, between which the others screen (docs/performance.md).
+    """
+    screened = [(session, session.screening, proposed) for session, proposed in rounds if session.screening is not None]
+    confirm = [(session, screening) for session, screening, n in screened if _is_confirmed(session, screening, n)]
+    holding = any(len(session.tokens) > screening.confirmed for session, screening in confirm)
+    if not holding and len(confirm) < len(screened):
+        return Confirms.NO
+    return Confirms.WEIGHING if any(screening.is_to_weigh for _, screening, _ in screened) else Confirms.YES
+
+
+def plan_round(
+    session: TargetSession, proposal: Proposal | None, proposed: list[int], now: float, confirms: Confirms = Confirms.NO
+) -> VerifyRound:
     """Return a session's part of a step: its last committed token, which has no KV yet, and what was proposed.
 
     A session that is screened, and reads everything in this round, runs what it holds once more, from its last
-    confirmed token on. proposal: as of `VerifyRound`.
+    confirmed token on. proposal: as of `VerifyRound`. confirms: how the sessions of the step do, its own among them.
     """
-    read, screening, base = _plan_read(session, proposal, len(proposed)), session.screening, len(session.tokens)
-    screens = screening is not None and read is not None
+    screening, base = session.screening, len(session.tokens)
+    confirms_alone = screening is not None and _is_confirmed(session, screening, len(proposed))
+    screens = screening is not None and confirms is Confirms.NO and not confirms_alone
+    weighs = confirms is Confirms.WEIGHING or (screening is not None and screening.is_to_weigh)
+    read = _plan_read(session, proposal, len(proposed), screens, weighs)
+    screens &= read is not None and not read.reads_all
     supports = proposal.supports if proposal is not None else []
     held: list[int] = []
     if screening is not None and not screens:
@@ -267,23 +295,32 @@ def plan_round(session: TargetSession, proposal: Proposal | None, proposed: list
     return VerifyRound(
         session=session,
         proposal=proposal,
-        input=SequenceInput(session.kv, tokens, logits="all", read=read, drafted=drafted),
+        input=SequenceInput(session.kv, tokens, logits="all", read=read, drafted=drafted, held=len(held)),
         wait_seconds=0.0 if since is None else now - since,
-        held=len(held),
     )
 
 
-def _plan_read(session: TargetSession, proposal: Proposal | None, proposed: int) -> SparseRead | None:
-    """Return what a round reads; None is everything. Of a session that is screened, its first round does, so that its
-    first tokens leave at once, and those with which it would hold too many tokens.
+def _is_confirmed(session: TargetSession, screening: Screening, proposed: int) -> bool:
+    """Return whether a round confirms what a session holds, with so many proposed tokens, and is not screened itself:
+    where nothing is proposed, where it would hold too many tokens, and where it does not know what to read.
+    """
+    too_many = len(session.tokens) + proposed >= screening.confirmed + screening.most
+    return not proposed or too_many or screening.is_stale
+
+
+def _plan_read(
+    session: TargetSession, proposal: Proposal | None, proposed: int, screens: bool, weighs: bool
+) -> SparseRead | None:
+    """Return what a round reads; None is everything. Of a session that is screened, its first round reads everything,
+    so that its first tokens leave at once, and those that confirm. weighs: whether such a round is to weigh what it
+    reads.
     """
     if session.reader is None:
         return None
-    base, announced, full = len(session.tokens), session.announced.get(session.key), False
-    if session.screening is not None:
-        full = base == session.prompt_tokens or base + proposed >= session.screening.confirmed + session.screening.most
-    selection = announced if proposal is not None and session.next_round.sparse and not full else None
-    read = session.reader.read(selection, base, base + proposed)
+    base, announced = len(session.tokens), session.announced.get(session.key)
+    selection = announced if proposal is not None and session.next_round.sparse else None
+    everything = session.screening is not None and not screens
+    read = session.reader.read(selection, base, base + proposed, everything, weighs)
     if read is not None and session.reads_wanted:
         read.report_blocks = True
     return read

@@ -11,6 +11,7 @@ Load = tuple[int, int]  # powers of two: sessions that generate, and tokens of a
 
 NEWEST = 1 / 16  # weight of the newest round of all sessions, once more than 16 are known
 OUTLIER = 3.0  # times the mean: more is counted as this (another session's prompt, a graph that is captured)
+SETTLED = 2  # rounds of each session that a figure needs to count; of these, one that is such an outlier is forgotten
 STALE = 4096  # rounds of all sessions at a load, after which a figure that had no part in them is forgotten,
 TRIED_IN = 600  # or as many of each session that trying it again, six rounds each, costs a hundredth of their time
 LEAST_OF_STEP = 0.6  # of what a round that reads everything takes to verify: a plain one takes no less
@@ -39,8 +40,10 @@ class _Figure:
 
     def add(self, seconds: float, drafting: float, step: float, number: int, sessions: int) -> None:
         """Take note of the round of one of so many sessions."""
+        if self.rounds <= SETTLED * sessions and OUTLIER * seconds < self.seconds:
+            self.rounds = 0  # a draft in another process captured a graph in the first ones
         if self.rounds:
-            seconds = min(seconds, OUTLIER * self.seconds)
+            seconds, step = min(seconds, OUTLIER * self.seconds), min(step, OUTLIER * self.step)
         self.rounds, self.newest = self.rounds + 1, number
         weight = max(NEWEST / sessions, 1 / self.rounds)
         self.seconds += weight * (seconds - self.seconds)
@@ -68,14 +71,15 @@ class RoundCosts:
         here.figures.setdefault(choice, _Figure()).add(*of_round)
 
     def rounds(self, load: Load, choice: Choice) -> int:
-        """Return how many rounds a figure rests on, 0 where there is none or it is stale."""
+        """Return how many rounds a figure rests on; 0 where there is none, or one that is too new or stale."""
         here = self._loads.get(load)
         figure = here.figures.get(choice) if here else None
         if here is None or figure is None:
             return 0
         slower = figure.seconds / min(each.seconds for each in here.figures.values())
         lasts = max(STALE, TRIED_IN * sessions_of(load) * slower)
-        return figure.rounds if here.rounds - figure.newest < lasts else 0
+        counts = figure.rounds > SETTLED * sessions_of(load) and here.rounds - figure.newest < lasts
+        return figure.rounds if counts else 0
 
     def since(self, load: Load, choice: Choice) -> int:
         """Return how many rounds of each session there have been at a load since the last that was made so."""

@@ -7,9 +7,28 @@ what is confirmed has that of dense attention. Knows no sessions and no KV.
 """
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
+from config import TargetSettings
 from engine.sampling import Support
+from sparsity.methods import BY_MEMORY
+from sparsity.plan import Plan
+from sparsity.reader import Reader
+from target_service.confirm_lengths import LIKELY, chance_behind
 from wire.messages import Commit, FinishReason
+
+WEIGHED_EVERY = (
+    4  # confirmations, of which one weighs what is read, since weighing takes a third of a dense pass's time
+)
+
+
+class Confirms(Enum):
+    """Whether the rounds of a step confirm what their sessions hold, and weigh what they read for it."""
+
+    NO = 0
+    YES = 1
+    WEIGHING = 2
+
 
 # Fields of a commit whose sums are those of several rounds.
 _SUMMED = (
@@ -19,6 +38,11 @@ _SUMMED = (
 )
 
 
+def screening_reader(plan: Plan, settings: TargetSettings, report_blocks: bool) -> Reader:
+    """Return how a session reads that is screened: by what its dense passes have weighed."""
+    return Reader(BY_MEMORY, replace(plan, budget=settings.self_read_share, rule=""), report_blocks)
+
+
 @dataclass
 class Screening:
     """What a session holds back.
@@ -26,7 +50,8 @@ class Screening:
     most: tokens that it holds, at most. confirmed: how many of the session's tokens are confirmed; those behind them
     are held. supports: what each of these was drawn from, none in a greedy session. rounds: the commits of the rounds
     since the last confirmation, which nobody was told of. ends: whether the text ends with the held tokens, if they
-    are confirmed.
+    are confirmed. chance: of a held token to be confirmed, by those that were judged. unweighed: confirmations since
+    the last that weighed what it read.
     """
 
     most: int
@@ -34,6 +59,23 @@ class Screening:
     supports: list[Support] = field(default_factory=list)
     rounds: list[Commit] = field(default_factory=list)
     ends: bool = False
+    chance: float = LIKELY
+    unweighed: int = 0
+
+    @property
+    def is_to_weigh(self) -> bool:
+        """Whether the next confirmation is to weigh what it reads."""
+        return self.most > 0 and self.unweighed + 1 >= WEIGHED_EVERY
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether what was weighed is too old to screen by, since nothing was held for long."""
+        return self.unweighed >= WEIGHED_EVERY
+
+    @property
+    def is_used(self) -> bool:
+        """Whether tokens are held, or may be from the next round on."""
+        return self.most > 0 or bool(self.rounds)
 
     def hold(self, commit: Commit, supports: list[Support]) -> None:
         """Hold the tokens of a screening round back. supports: what each of them was drawn from, and maybe more."""
@@ -46,8 +88,11 @@ class Screening:
         del tokens[self.confirmed :], self.supports[:]
         self.ends = False
 
-    def release(self, commit: Commit) -> Commit:
-        """Return the commit of a dense round with what the rounds before it took; nothing is held then."""
+    def release(self, commit: Commit, weighed: bool) -> Commit:
+        """Return the commit of a dense round with what the rounds before it took; nothing is held then.
+
+        weighed: whether the round weighed what it read.
+        """
         rounds = [*self.rounds, commit]
         told = replace(
             commit,
@@ -58,5 +103,7 @@ class Screening:
             **{name: sum(getattr(each, name) for each in rounds) for name in _SUMMED},
         )
         self.confirmed = commit.at.base + len(commit.tokens)
+        self.chance = chance_behind(self.chance, commit.screened, commit.confirmed)
         self.rounds, self.supports, self.ends = [], [], False
+        self.unweighed = 0 if weighed else self.unweighed + 1
         return told

@@ -6,14 +6,10 @@ step (engine.passes.drafting). Sessions draft as many together or none, since al
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-import torch
-
 from config import TargetSettings
-from engine.inputs import ReadMemory, SharedBudget, SparseRead
-from sparsity.announce import LEAST_WINDOW, shared_room
+from engine.inputs import ReadMemory, SparseRead
+from sparsity.budgets import new_memory, shared_budget
 from sparsity.plan import Plan
-from sparsity.selection import row_words
 from target_service.controller import gammas
 
 DECAY = 0.9  # of remembered weights, a round
@@ -85,8 +81,7 @@ class SelfDrafting:
 
     def new_memory(self) -> ReadMemory:
         """Return what a session that drafts for itself begins with, where nothing was weighed."""
-        importance = [self.plan.head_importance[layer] for layer in self.plan.sparse_layers]
-        return ReadMemory(torch.tensor(importance).flatten(), DECAY)
+        return new_memory(self.plan, DECAY)
 
     def can_draft(self, weighed: int, base: int) -> bool:
         """Return whether a round behind `base` committed tokens can draft: its KV was weighed in the last round, which
@@ -99,11 +94,7 @@ class SelfDrafting:
         tokens, and the blocks that were weighed most, under one budget for all heads. Group means stand in for the
         rest.
         """
-        plan, blocks = self.plan, self.plan.num_blocks(base + drafted)
-        first, last = plan.middle(plan.num_blocks(base), LEAST_WINDOW)
-        bitmap = np.zeros((len(memory.importance), row_words(blocks)), np.uint64)
-        dense = tuple(sorted(set(plan.dense_layers)))
-        budget = SharedBudget(bitmap, first, last, shared_room(plan, base, blocks), memory, dense)
+        plan, budget = self.plan, shared_budget(self.plan, memory, base, base + drafted)
         return SparseRead(plan.block_size, budget=budget, group_means=plan.group_size > 0, drafts=True)
 
 

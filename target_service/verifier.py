@@ -29,6 +29,7 @@ from target_service.accounts import COUNTED, count_round, trace_round
 from target_service.admission import Admission
 from target_service.behind_rounds import DraftedRound, plan_behind_rounds
 from target_service.commit import commit_round, imposed_verdict
+from target_service.confirm_lengths import confirm_lengths
 from target_service.controller import UNDECIDED, Controller, RoundSeen, gammas
 from target_service.going_ahead import can_be_left, plan_behind
 from target_service.planning import (
@@ -43,6 +44,7 @@ from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
 from target_service.reporting import ReadingRate
 from target_service.round_costs import Choice, Load
+from target_service.screening import Screening, screening_reader
 from target_service.self_drafting import self_drafting
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, NotFound, ServiceError
@@ -58,14 +60,18 @@ OnRound = Callable[[At, int, Tensor], None]
 
 
 class _Beside(NamedTuple):
-    """What is beside a round: the time, the load, how the sessions' last rounds were made, and whether its step read
-    prompts.
+    """What is beside a round: the time, the load, how the sessions' last rounds were made, whether something else than
+    rounds took time in or before its step (prompts, or a graph that was captured), tokens of KV of its sessions, all
+    and such as it read, and how many tokens a step runs already that goes on behind it, by id() of the session.
     """
 
     now: float
     load: Load
     kinds: Counter[Choice]
-    prefills: bool
+    disturbed: bool
+    tokens: int
+    tokens_read: float
+    under_way: Mapping[int, int]
 
 
 class Verifier:
@@ -73,8 +79,7 @@ class Verifier:
 
     `admission` opens sessions; `protocol` takes drafts and their events. on_round: told of each sparse round, for
     measurements. grammars: what compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
-    settings, if the runner reads no prompts sparsely where they say so, or if they have rounds screened by a method
-    that drafts do not announce for.
+    settings, or if the runner reads no prompts sparsely where they say so.
     """
 
     def __init__(
@@ -86,11 +91,6 @@ class Verifier:
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        if settings.confirm_every and METHODS[plan.method].announcing is None:
-            raise ValueError(
-                f"confirm_every: sparse attention screens what a draft has announced for, and the plan's method is "
-                f"{plan.method}: choose another sparsity, or leave confirm_every at 0"
-            )
         settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
         a_session = pages_for(settings.widest_round) + 2
         pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
@@ -105,15 +105,17 @@ class Verifier:
         self._on_round, self._spans = on_round, spans
         self._under_way: VerifyStep | None = None  # the step that was left running
         self._ended = 0.0  # when the last one had ended, by time.perf_counter
+        self._captures_seen = 0
         self._drafting = self_drafting(settings, plan, runner.weight_tokens)
+        self._lengths = confirm_lengths(settings, runner.weight_tokens)
         of_sessions = on_round is not None, grammars, self._drafting
         self.admission = Admission(runner, plan, settings, self.counters, *of_sessions)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if settings.prompt_read_share < 1:
             runner.check_sparse_prompts()
-        drafts_with_means = self._drafting is not None and plan.group_size > 0
-        if drafts_with_means or any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
+        reads_by_memory = (self._drafting is not None or settings.most_held > 0) and plan.group_size > 0
+        if reads_by_memory or any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
             runner.kv.keep_group_means(plan.group_size)
 
     def warm_up(self) -> None:
@@ -124,6 +126,11 @@ class Verifier:
             nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
             read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
             reads += [] if read is None else [read]
+        if self.settings.most_held:
+            reader = screening_reader(self.plan, self.settings, self._on_round is not None)
+            reads.append(reader.read(None, 1, 1))
+            reader.finish(SequenceOutput())  # its first round reads everything, as those that confirm
+            reads.append(reader.read(None, 1, 1))
         if self._drafting is not None:
             reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
@@ -210,15 +217,28 @@ class Verifier:
         self.runner.make_room_for_rounds(self.settings.max_sessions, *of_rounds)
 
     @property
-    def has_step_under_way(self) -> bool:
-        """Whether a step was left running, which the next one waits for."""
-        return self._under_way is not None
+    def under_way(self) -> VerifyStep | None:
+        """The step that was left running, which the next one waits for."""
+        return self._under_way
+
+    def imposed_verdicts(self, step: VerifyStep) -> list[tuple[int, int]] | None:
+        """Return what will be committed of a step whatever it gives; None: what it gives."""
+        if self.settings.synthetic_acceptance < 0:
+            return None
+        return [imposed_verdict(item, self.settings, self.runner.vocab_size) for item in step.rounds]
+
+    def _imposed_before(self, step: VerifyStep) -> list[tuple[int, int]] | None:
+        """Return what will be committed of the step that this one follows, where it is not what that gives."""
+        if step.before is None or all(item.input.follows is None for item in step.rounds):
+            return None
+        return self.imposed_verdicts(step.before)
 
     def plan_behind_rounds(self, rounds: Mapping[str, DraftedRound]) -> VerifyStep | None:
         """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
         running, now = list(self.admission.running.values()), time.monotonic()
         plan, how = self.plan, (self.settings, self.counters, now)
         step = plan_behind_rounds(running, rounds, plan, lambda each: waits(each, *how), now)
+        self._cut_held(step)
         if step is None or not self.runner.kv.reserve(step.work):
             return None
         self.counters["steps_behind_rounds"] += 1
@@ -227,10 +247,9 @@ class Verifier:
     def _plan_behind(self, under_way: VerifyStep) -> VerifyStep:
         """Return what to run while a step is under way, or a step that only waits for it."""
         running, now = list(self.admission.running.values()), time.monotonic()
-        behind = VerifyStep(before=under_way)
-        if not drafted_for_themselves(running, self._drafting, self.runner.kv):
-            most = self.settings.most_drafted
-            behind = plan_behind(under_way, running, most, lambda each: waits(each, self.settings, self.counters, now))
+        drafted = drafted_for_themselves(running, self._drafting, self.runner.kv)
+        most, how = self.settings.most_drafted, (self.settings, self.counters, now)
+        behind = plan_behind(under_way, running, most, lambda each: waits(each, *how), self._drafting, drafted)
         if not self.runner.kv.reserve(behind.work):
             return VerifyStep(before=under_way)
         self.counters["steps_ahead"] += behind.left_running
@@ -240,10 +259,14 @@ class Verifier:
         running, now = self.admission.running.values(), time.monotonic()
         how = self.settings, self._drafting, self.runner
         step = plan_verify_step(running, *how, self.counters, now)
-        for item in step.rounds if step else []:
-            if item.held:  # the pass writes the KV of these tokens anew
-                self.runner.kv.truncate(item.session.kv, len(item.session.tokens) - item.held - 1)
+        self._cut_held(step)
         return step
+
+    def _cut_held(self, step: VerifyStep | None) -> None:
+        """Cut the KV of tokens that a step is to confirm, which writes it anew."""
+        for item in step.rounds if step else []:
+            if item.held:
+                self.runner.kv.truncate(item.session.kv, len(item.session.tokens) - item.held - 1)
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with its draft ends; None if none is waiting."""
@@ -257,7 +280,7 @@ class Verifier:
         """Run a step, in the model's thread; touches no session but through its KV."""
         step.began = time.perf_counter()
         if step.left_running:
-            step.under_way = self.runner.launch(step.inputs)
+            step.under_way = self.runner.launch(step.inputs, self._imposed_before(step))
         ending = step.ending
         if ending is None:
             return VerifyResult([], [], 0.0)
@@ -323,7 +346,14 @@ class Verifier:
 
     def _beside(self, step: VerifyStep) -> _Beside:
         kinds = Counter(session.pace.kind for session in self.admission.running.values() if session.pace.kind)
-        return _Beside(time.monotonic(), self._load(), kinds, bool(step.prefills))
+        tokens = [len(item.session.tokens) for item in step.rounds]
+        shares = (self.settings.self_read_share if item.screens else 1.0 for item in step.rounds)
+        read = sum(share * count for share, count in zip(shares, tokens, strict=True))
+        rounds = self._under_way.rounds if self._under_way is not None else []
+        under_way = {id(item.session): len(item.input.tokens) for item in rounds}
+        disturbed = bool(step.prefills) or self.runner.captures_made != self._captures_seen
+        self._captures_seen = self.runner.captures_made
+        return _Beside(time.monotonic(), self._load(), kinds, disturbed, sum(tokens), read, under_way)
 
     def _finish_round(self, item: VerifyRound, output: SequenceOutput, seconds: float, beside: _Beside) -> None:
         session, key, verdict = item.session, item.session.key, output.verdict
@@ -347,8 +377,9 @@ class Verifier:
         take_reads(session, self.plan, self.runner.kv)
         imposed = self.settings.synthetic_acceptance
         if imposed >= 0:
-            verdict = imposed_verdict(item, imposed, self.runner.vocab_size)
-        commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv)
+            verdict = imposed_verdict(item, self.settings, self.runner.vocab_size)
+        under_way = beside.under_way.get(id(session), 0)
+        commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv, under_way)
         self._report(session, commit)
         trace_round(self._spans, session, commit)
         count_round(self.counters, item, commit)
@@ -357,6 +388,8 @@ class Verifier:
         if self._drafting is not None and (item.drafting_cost or not commit.drafted):
             self._drafting.note_round(commit.drafted, commit.accepted)
         self._tell(item, commit, output.supports)
+        if self._lengths is not None and session.screening is not None and not beside.disturbed:
+            self._choose_length(session.screening, item, commit, beside)
         if session.kv_is_dense and not self.runner.deterministic:
             self.runner.kv.index_prefix(session.kv, session.tokens)
         if commit.finish_reason is not FinishReason.NONE:
@@ -384,18 +417,29 @@ class Verifier:
         if screening is not None and item.screens:
             screening.hold(commit, supports)
         else:
-            item.session.emit(commit if screening is None else screening.release(commit))
+            weighed = item.input.read is not None
+            item.session.emit(commit if screening is None else screening.release(commit, weighed))
+
+    def _choose_length(self, screening: Screening, item: VerifyRound, commit: Commit, beside: _Beside) -> None:
+        """Say how many tokens a session holds, by what its steps cost."""
+        assert self._lengths is not None
+        if commit.drafted:
+            drafting = commit.draft_seconds if self.settings.draft_in_target else commit.wait_seconds
+            costs = beside.tokens, beside.tokens_read, commit.verify_seconds, drafting
+            self._lengths.note_round(*costs, commit.accepted + 1)
+        if not item.screens:
+            screening.most = self._lengths.best(screening.chance, beside.tokens)
 
     def _decide(self, item: VerifyRound, commit: Commit, beside: _Beside) -> None:
         """Have the controller say how a session's next round is made, by the one that was committed just now."""
         session, before = item.session, item.session.committed_at
-        session.committed_at = None if beside.prefills else beside.now
+        session.committed_at = None if beside.disturbed else beside.now
         announces = bool(session.announced_by)
         seen = RoundSeen(
             kind=Choice(len(item.proposed), announces and item.input.read is not None),
             accepted=commit.accepted,
             committed=len(session.tokens),
-            seconds=None if before is None or beside.prefills else beside.now - before,
+            seconds=None if before is None or beside.disturbed else beside.now - before,
             drafting=commit.draft_seconds,
             step=commit.verify_seconds,
             announces=announces,

@@ -60,7 +60,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.05)
 
 
-def wait_until_idle(http: str, seconds: float = 10, services: Sequence[str] = ("target", "draft")) -> None:
+def wait_until_idle(http: str, seconds: float = 60, services: Sequence[str] = ("target", "draft")) -> None:
     """No session and no page held on any of the services."""
     for service in services:
         for name in ("sessions", "kv_pages_held"):

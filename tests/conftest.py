@@ -94,7 +94,10 @@ def launch(_start: Callable[..., Stack]) -> Iterator[Callable[..., Stack]]:
 
 @pytest.fixture(scope="session")
 def stack(_start: Callable[..., Stack]) -> Iterator[Stack]:
-    """The bundled pair behind a launch with default settings, shared by tests that leave it as they found it."""
-    stack = _start()
+    """The bundled pair behind a launch that is shared by tests which leave it as they found it.
+
+    Settings are the default ones, but that a busy machine's target waits for its draft, and calls of tools are found.
+    """
+    stack = _start("--draft-timeout", "60", "--tool-call-parser", "hermes")
     yield stack
     stack.stop()

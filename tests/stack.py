@@ -22,11 +22,15 @@ from protos import inference_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120
+QUIET_SECONDS = 15  # that a launch takes at most on two cores that have nothing else to do
 
 
 @dataclass
 class Stack:
-    """A running launch. `output` is all that it printed; `services`: address and process id of those that it placed."""
+    """A running launch. `output` is all that it printed; `services`: address and process id of those that it placed.
+
+    seconds: what it took to be ready.
+    """
 
     process: subprocess.Popen[str]
     output: Path
@@ -36,6 +40,14 @@ class Stack:
     draft_pid: int = 0
     services: dict[str, tuple[str, int]] = field(default_factory=dict)
     channels: list[Channel] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def patience(self, seconds: float) -> float:
+        """Return how long something may take here that is promised within so many seconds on a quiet machine.
+
+        A machine on which the launch itself took longer than there is given as much more.
+        """
+        return seconds * max(1.0, self.seconds / QUIET_SECONDS)
 
     def stub(self) -> inference_pb2_grpc.InferenceStub:
         channel = grpc.insecure_channel(self.grpc)
@@ -127,12 +139,14 @@ def start_stack(
             env=os.environ | (environment or {}),
         )
     stack = Stack(process, output)
-    deadline = time.monotonic() + patience
+    began = time.monotonic()
+    deadline = began + patience
     while "\nready" not in output.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             raise RuntimeError(f"launch {' '.join(flags)} did not become ready:\n{output.read_text()}")
         time.sleep(0.1)
+    stack.seconds = time.monotonic() - began
     text = output.read_text()
 
     def find(pattern: str) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 import uvloop
 
 import draft_service.service
+import sparsity.reader
 import target_service.service
 from benchmarks.scripted import ScriptedRunner
 from benchmarks.serving.controls import Controls
@@ -38,8 +39,8 @@ from engine.loading.shape import load_shape
 from engine.loading.tokenizer import load_tokenizer, tokenizer_hash
 from engine.rounds.requests import DraftedTokens, RoundOutput
 from engine.step_loop import run_step_loop
-from sparsity.reader import Reader
-from sparsity.selection import BlockSelection, last_word_mask, row_words
+from sparsity.budgets import shared_budget
+from sparsity.selection import last_word_mask, row_words
 from target_service.commit import imposed_token
 from target_service.draft_in_target import BehindStep, LaunchStep, Step, StepsByTurns
 from target_service.planning import VerifyStep
@@ -74,7 +75,7 @@ class ControlledDrafter(Drafter):
 
     def execute(self, step: DraftStep) -> DraftStepResult:
         result = super().execute(step)
-        if self._controls is not None and self._controls.foresight > 0:
+        if self._controls is not None and self._controls.foresight > 0 and self._settings.ahead:
             result = replace(result, rounds=self._foreseeing(step, result, self._controls.foresight))
         if self._replayed is None:
             return result
@@ -156,12 +157,10 @@ def replayed_words(rounds: np.ndarray, number: int, blocks: int) -> np.ndarray:
     return words
 
 
-def _announced_only(reader: Reader, announced: BlockSelection, base: int) -> SharedBudget:
-    """What a reader shares out where the draft announces all that is to be read."""
-    return replace(_SHARED_BUDGET(reader, announced, base), room=0)
-
-
-_SHARED_BUDGET = Reader._shared_budget
+def announced_only(*of_round: Any) -> SharedBudget:
+    """What a reader shares out where the draft announces all that is to be read, if it announces."""
+    budget, announced = shared_budget(*of_round), of_round[-1]
+    return budget if announced is None else replace(budget, room=0)
 
 
 def main() -> None:
@@ -207,7 +206,7 @@ def _run_target(parser: argparse.ArgumentParser) -> None:
             opened = _without_model(settings, flags.slept)
             patches.enter_context(patch.object(target_service.service, "open_model", lambda _: opened))
         if flags.replay:
-            patches.enter_context(patch.object(Reader, "_shared_budget", _announced_only))
+            patches.enter_context(patch.object(sparsity.reader, "shared_budget", announced_only))
         if settings.draft_in_target:
             ControlledDrafter.controls_file = ControlledSteps.controls_file = flags.controls or ""
             patches.enter_context(patch.object(target_service.service, "Drafter", ControlledDrafter))
@@ -263,9 +262,14 @@ def _rounds_verified(step: VerifyStep) -> tuple[list[RoundKey], int]:
 
 
 def _rounds_drafted(work: DraftStep | LaunchStep | BehindStep) -> tuple[list[RoundKey], int]:
-    """Rounds that are launched count where they are waited for."""
+    """Rounds that are launched count where they are waited for.
+
+    Of those that were launched behind a step the target knows the epoch by then.
+    """
     if isinstance(work, LaunchStep):
         return [], 0
+    if isinstance(work, BehindStep) and work.verify is not None:
+        return [(item.session.id, *item.session.key) for item in work.verify.rounds], 0
     step = work if isinstance(work, DraftStep) else work.drafted
     return [(session.id, session.epoch, number) for session, number, _ in _drafted(step)], len(step.reading)
 

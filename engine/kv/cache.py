@@ -10,7 +10,7 @@ same questions, so that nobody outside asks which of them it has. The order of a
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -156,12 +156,15 @@ class KVCache:
             slots = self.pool.num_pages * PAGE_SIZE // group_size
         self.means = GroupMeanPool(self.k_pages, group_size, slots)
 
-    def extend_group_means(self, sequences: list[SequenceKV]) -> GroupMeanPool:
-        """Make the missing means of complete groups from the pages. Raises ValueError if no room was made for them."""
+    def extend_group_means(self, sequences: list[SequenceKV], lengths: Sequence[int] | None = None) -> GroupMeanPool:
+        """Make the missing means of complete groups from the pages. Raises ValueError if no room was made for them.
+
+        lengths: how many tokens of each are committed; None: all.
+        """
         if self.means is None:
             raise ValueError("no room for group means was made: call keep_group_means first")
-        for sequence in sequences:
-            self.means.extend(sequence, self.make_means)
+        for sequence, length in zip(sequences, lengths or [each.length for each in sequences], strict=True):
+            self.means.extend(sequence, length, self.make_means)
         return self.means
 
     # Sequences.

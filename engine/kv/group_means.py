@@ -28,9 +28,11 @@ class GroupMeanPool:
         self.k, self.v, self.k_variance = (kv_zeros(shape, torch.float32, device) for _ in range(3))
         self.free = list(range(slots - 1, -1, -1))
 
-    def extend(self, sequence: SequenceKV, make: Callable[[np.ndarray, Tensor, "GroupMeanPool"], None]) -> None:
-        """Make the means of groups that are complete, by KVCache.make_means; all tokens must be committed."""
-        first, count = len(sequence.groups), self.missing(sequence)
+    def extend(
+        self, sequence: SequenceKV, length: int, make: Callable[[np.ndarray, Tensor, "GroupMeanPool"], None]
+    ) -> None:
+        """Make the means of groups that are complete within `length` committed tokens, by KVCache.make_means."""
+        first, count = len(sequence.groups), self._missing(sequence, length)
         if not count:
             return
         if count > len(self.free):
@@ -43,7 +45,10 @@ class GroupMeanPool:
 
     def missing(self, sequence: SequenceKV) -> int:
         """Return how many complete groups of a sequence have no means yet."""
-        return max(0, sequence.length // self.group_size - len(sequence.groups))
+        return self._missing(sequence, sequence.length)
+
+    def _missing(self, sequence: SequenceKV, length: int) -> int:
+        return max(0, length // self.group_size - len(sequence.groups))
 
     def truncate(self, sequence: SequenceKV) -> None:
         """Free the means of groups that the sequence no longer fills."""

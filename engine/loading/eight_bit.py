@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from engine.decoder import DOWN_PARTS, OUT_PARTS, Decoder, EightBitLayer
 from engine.modules import ModulesDecoder
-from kernels.eight_bit_linear import default_tuning, quantize
+from kernels.eight_bit_linear import LEAST_DEPTH, quantize
 
 
 def with_eight_bit_weights(decoder: Decoder | ModulesDecoder) -> Decoder:
@@ -14,16 +14,16 @@ def with_eight_bit_weights(decoder: Decoder | ModulesDecoder) -> Decoder:
     """
     if isinstance(decoder, ModulesDecoder):
         raise NotImplementedError("8-bit weights are built for the fused decoder: leave --enforce-eager out")
-    depth = default_tuning(1, False).depth
     for layer in decoder.layers:
         if None in (layer.input_norm, layer.mlp_norm) or any(
             part is not None for part in (layer.out_bias, layer.attention_out_norm, layer.mlp_out_norm)
         ):
             raise NotImplementedError("8-bit weights are built for layers that norm what attention and MLP read, alone")
         for weight, parts in ((layer.out, OUT_PARTS), (layer.down, DOWN_PARTS), (layer.gate_up, 1)):
-            if decoder.lm_head.is_cuda and weight.shape[1] % (parts * depth):
+            if decoder.lm_head.is_cuda and weight.shape[1] % (parts * LEAST_DEPTH):
                 raise NotImplementedError(
-                    f"8-bit weights are built for layers of a multiple of {parts * depth} inputs, got {weight.shape[1]}"
+                    f"8-bit weights are built for layers of a multiple of {parts * LEAST_DEPTH} inputs, got "
+                    f"{weight.shape[1]}"
                 )
     held = [EightBitLayer(*map(quantize, (each.out, each.gate_up, each.down))) for each in decoder.layers]
     layers = [replace(layer, eight_bit=weights) for layer, weights in zip(decoder.layers, held, strict=True)]

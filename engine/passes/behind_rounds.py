@@ -11,7 +11,7 @@ class LeftRounds:
     """What the last rounds of a draft on the same device have left, one a place.
 
     tokens: [places, γ] int32; ids: [places, γ, support] int32 and probs: the same float32, what each was drawn from.
-    bitmaps: [places, rows, words] int64, the blocks that were announced, a bit each.
+    bitmaps: [places, rows, words] int64, the blocks that were announced, a bit each; nothing where nothing was.
     """
 
     tokens: Tensor
@@ -29,6 +29,8 @@ class LeftRounds:
 
     def take(self, left: dict[str, Tensor]) -> None:
         """Copy what rounds leave (RoundsUnderWay.left), in the order of the device's stream."""
+        if "bitmaps" not in left:
+            self.bitmaps.zero_()
         for name, given in left.items():
             kept = vars(self)[name]
             if name == "bitmaps":
@@ -48,15 +50,16 @@ def take_left_rounds(given: dict[str, Tensor]) -> None:
         words = min(bitmaps.shape[2], left.shape[2])
         here = bitmaps[..., :words]
         here.copy_(left[place, :, :words].where(taken[:, None, None], here))
-    known = given["draft_tokens"]
-    gamma = min(known.shape[1], given["left_tokens"].shape[1])
-    known[:, :gamma] = given["left_tokens"][place, :gamma].where(taken[:, None], known[:, :gamma])
+    known, left = given["draft_tokens"], given["left_tokens"]
+    of_round = torch.arange(known.shape[1], device=known.device) - given["held"][:, None]  # of each token of the pass
+    drawn = taken[:, None] & (of_round >= 0) & (of_round < left.shape[1])
+    of_round = of_round.clamp(0, left.shape[1] - 1)
+    known.copy_(left[place[:, None], of_round].where(drawn, known))
     if "support_ids" in given:
         for name in ("ids", "probs"):
             of_pass, left = given[f"support_{name}"], given[f"left_{name}"]
-            support = min(of_pass.shape[2], left.shape[2])
-            here = of_pass[:, :gamma, :support]
-            here.copy_(left[place, :gamma, :support].where(taken[:, None, None], here))
+            here = of_pass[..., : min(of_pass.shape[2], left.shape[2])]
+            here.copy_(left[place[:, None], of_round, : here.shape[2]].where(drawn[..., None], here))
     tokens, starts = given["token_ids"], given["query_starts"].long()
     row = torch.arange(len(tokens), device=tokens.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=len(taken) - 1)

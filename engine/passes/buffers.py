@@ -6,6 +6,7 @@ from torch import Tensor
 from engine.judging import verdict_layout
 from engine.kv.cache import KVCache
 from engine.passes.behind_rounds import LeftRounds
+from engine.passes.behind_steps import AHEAD, UNIFORMS, LeftStep
 from engine.passes.layout import lay_out_rows
 from engine.passes.shape import PassShape
 from engine.staging import Buffers, Layout, Staging
@@ -17,15 +18,14 @@ def make_buffers(
     kv: KVCache,
     memory: Tensor | None = None,
     logits_rows: int | None = None,
-    left: Tensor | None = None,
     rounds: LeftRounds | None = None,
+    left: LeftStep | None = None,
 ) -> Buffers:
     """Return the buffers of a shape, filled as for a pass without sequences.
 
     memory: [indices, rows, blocks] float32, for a shape that shares budgets out: what is remembered of many sequences.
-    logits_rows: how many rows give logits, where the pass is not judged; None: all. left: int64, for a shape with a
-    turn: the tokens that the last step of these has left, by its sequences. rounds: what a draft's rounds have left,
-    for a shape that may run behind them.
+    logits_rows: how many rows give logits, where the pass is not judged; None: all. rounds: what a draft's rounds
+    have left, for a shape that may run behind them. left: what the last step with a turn has left, for one with a turn.
 
     The pass adds to the tensors: logits [logits rows, vocab]; where it makes them, lists and counts as
     `_lists_layout` has them; read_weights [sparse layers, sequences, kv_heads, width] float32.
@@ -36,9 +36,10 @@ def make_buffers(
         layout["group_tables"] = (shape.sequences, shape.groups), torch.int32
         layout["group_counts"] = (shape.sequences,), torch.int32
     if shape.turn:
-        layout["follows"] = (shape.sequences,), torch.int32  # places in the last step; -1: the host gives the token
+        layout["follows"] = (shape.sequences,), torch.int32  # places in the last step; -1: the host gives all
     if shape.behind:
         layout["behind"] = (shape.sequences,), torch.int32  # places in a draft's rounds; -1: the host gives the tokens
+        layout["held"] = (shape.sequences,), torch.int32  # drafted tokens that come before those of the rounds
     if shape.fetches:
         layout["round"] = (1,), torch.int32  # of the residency tables
     drawn_from = {
@@ -51,7 +52,7 @@ def make_buffers(
         buffers.tensors["memory"] = memory
         buffers.inputs.host["indices"][:] = -1
     if left is not None:
-        buffers.tensors["left"] = left
+        buffers.tensors |= {f"left_{name}": tensor for name, tensor in vars(left).items()}
         buffers.inputs.host["follows"][:] = -1
     if rounds is not None:
         buffers.tensors |= {f"left_{name}": tensor for name, tensor in vars(rounds).items()}
@@ -106,6 +107,10 @@ def _logits_layout(shape: PassShape, logits_rows: int | None) -> Layout:
         layout |= verdict_layout(shape.sequences, shape.queries - 1, shape.support, shape.cuts)
         if shape.drafts and shape.support:
             layout["draft_uniforms"] = (shape.sequences, shape.queries - 1), torch.float64
+        for name in UNIFORMS:
+            if shape.turn and shape.drafts and name in layout:
+                (rows, columns), dtype = layout.pop(name)
+                layout[name + AHEAD] = (rows, columns + shape.queries - 1), dtype
         logits_rows = shape.sequences * shape.queries
     if logits_rows is not None:
         layout["logits_rows"] = (logits_rows,), torch.int64

@@ -3,8 +3,6 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from engine.inputs import NO_MEMORY, SequenceInput, SharedBudget, SparseRead
 from engine.judging import WIDE_SUPPORT, cuts_of, support_of
 from engine.kv.cache import KVCache
@@ -52,9 +50,7 @@ def join_rounds(inputs: list[SequenceInput]) -> list[SequenceInput]:
     if shared is None or shared.budget is None:
         return inputs
     budget, memory = shared.budget, shared.budget.memory
-    everything = SharedBudget(
-        np.empty((len(budget.bitmap), 0), np.uint64), 0, 0, 0, replace(memory, index=NO_MEMORY), budget.dense_layers
-    )
+    everything = SharedBudget.of_everything(replace(memory, index=NO_MEMORY), budget.dense_layers)
     whole = replace(shared, budget=everything, report_blocks=False)
     joins = [item.read is None and item.prompt is None and item.drafted is not None for item in inputs]
     return [replace(item, read=whole) if joined else item for item, joined in zip(inputs, joins, strict=True)]
@@ -76,7 +72,8 @@ def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
         return kind
     memory = read.budget.memory
     drafts = len(item.tokens) if read.drafts else 0
-    return (*kind, drafts, memory.decay, memory.importance.numpy().tobytes())
+    apart = limits.pinned and read.budget.everything  # how it is read must not depend on what runs beside it
+    return (*kind, drafts, apart, memory.decay, memory.importance.numpy().tobytes())
 
 
 def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:
@@ -130,7 +127,8 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> Pas
         support = WIDE_SUPPORT if read.drafts and shape.support else shape.support
         shape = replace(shape, width=shape.blocks, decay=read.budget.memory.decay, support=support)
         drafts = read.drafts and len(first.tokens) > 1  # a pinned shape has room for more
-        return replace(shape, read_weights=not read.drafts, drafts=drafts, weighs=read.drafts)
+        weighs = read.drafts or all(item.read and item.read.budget and item.read.budget.everything for item in inputs)
+        return replace(shape, read_weights=not weighs, drafts=drafts, weighs=weighs)
     width = max((entry[0].shape[1] for entry in _lists(inputs)), default=0)
     return replace(shape, width=max(1, width), read_weights=read.emit_weights)
 

@@ -10,6 +10,7 @@ from engine.kv.fetch import FetchPlan
 from engine.layer_attention import BlockMemory, Heads, LayerAttention, LayerPages, PromptsOfLayer, Rows, plan_reads
 from engine.modules import ModulesDecoder
 from engine.passes.behind_rounds import take_left_rounds
+from engine.passes.behind_steps import leave_step, take_left_step
 from engine.passes.drafting import draft_tokens
 from engine.passes.reads import heads_of, listed_layers, listed_reads, slots_of_layers, tables_of_layers
 from engine.passes.shape import PassShape
@@ -35,6 +36,8 @@ def run_pass(
     without lists read piece by piece, if they do.
     """
     given = buffers.tensors
+    if shape.turn:
+        take_left_step(given, shape)
     if shape.behind:
         take_left_rounds(given)
     if shape.shares_out:
@@ -52,25 +55,9 @@ def run_pass(
         return
     attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched)
     attend.prompts, attend.pages = prompts, layer_pages or kv.layer_pages
-    token_ids = _tokens_left(given) if shape.turn else given["token_ids"]
-    tokens = token_ids, given["positions"], slots_of_layers(shape, kv, given)
+    tokens = given["token_ids"], given["positions"], slots_of_layers(shape, kv, given)
     given["logits"] = decoder.run(*tokens, kv.k_pages, kv.v_pages, attend, given.get("logits_rows"))
     _leave_results(shape, buffers, fetched)
-
-
-def _tokens_left(given: dict[str, Tensor]) -> Tensor:
-    """Return the tokens to run, of which the last step has left some."""
-    follows = given["follows"].long()
-    return given["left"][follows.clamp(min=0)].where(follows >= 0, given["token_ids"])
-
-
-def _leave_tokens(given: dict[str, Tensor], following: Tensor) -> None:
-    """Leave the tokens that come next, of the sequences that there are.
-
-    While a graph is made its launches run without any, between a step that has left its tokens and one that takes them.
-    """
-    left = given["left"][: len(following)]
-    left.copy_(following.to(left.dtype).where(given["lengths"] > 0, left))
 
 
 def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> None:
@@ -126,7 +113,7 @@ def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None
         results["following"].copy_(following)
         results["finite"].copy_(are_finite(by_sequence, given["draft_counts"]))
         if shape.turn:
-            _leave_tokens(given, following)
+            leave_step(given, accepted, following)
     if not shape.shares_out:
         return
     results["blocks_read"].copy_(given["counts"].sum((0, 2)))

@@ -6,9 +6,18 @@ from engine.inputs import SequenceInput
 from engine.judging import lay_out_verdicts
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV
+from engine.passes.behind_steps import AHEAD
 from engine.passes.shape import PassShape
-from engine.sampling import USE_DRAFT, uniforms
+from engine.sampling import USE_ACCEPT, USE_DRAFT, USE_TARGET, uniforms
 from engine.staging import Staging
+
+# Of the uniforms that are laid out here: those of steps that draft, and those of all positions at which one may begin.
+_USES = {
+    "draft_uniforms": USE_DRAFT,
+    "draft_uniforms" + AHEAD: USE_DRAFT,
+    "accept_uniforms" + AHEAD: USE_ACCEPT,
+    "draw_uniforms" + AHEAD: USE_TARGET,
+}
 
 
 def lay_out_pass(
@@ -27,15 +36,16 @@ def lay_out_pass(
     staging.begin()
     host = staging.host
     gpu_pages = [kv.gpu_pages(item.kv) for item in inputs]
-    lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], gpu_pages, tables)
+    items = [(item.kv, item.tokens) for item in inputs]
+    lay_out_rows(host, items, gpu_pages, tables, [item.first_position for item in inputs])
     if shape.turn:
         host["follows"][:] = -1
         for i, item in enumerate(inputs):
             host["follows"][i] = -1 if item.follows is None else item.follows
     if shape.behind:
-        host["behind"][:] = -1
+        host["behind"][:], host["held"][:] = -1, 0
         for i, item in enumerate(inputs):
-            host["behind"][i] = -1 if item.behind is None else item.behind
+            host["behind"][i], host["held"][i] = -1 if item.behind is None else item.behind, item.held
     if shape.fetches:
         host["round"][0] = kv.next_round()
         for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are
@@ -49,10 +59,10 @@ def lay_out_pass(
     if shape.judged:
         rounds = [item.drafted for item in inputs if item.drafted is not None]
         lay_out_verdicts(host, rounds)
-        if "draft_uniforms" in host:
-            for i, drafted in enumerate(rounds):
-                seed, base = drafted.sampling.seed, drafted.base
-                host["draft_uniforms"][i] = uniforms(seed, base, shape.queries - 1, USE_DRAFT)
+        for name, use in _USES.items():
+            if (array := host.get(name)) is not None:
+                for i, drafted in enumerate(rounds):
+                    array[i] = uniforms(drafted.sampling.seed, drafted.base, array.shape[1], use)
         rows = host["logits_rows"].reshape(shape.sequences, shape.queries)
         starts = host["query_starts"]
         # Rows behind a sequence's last one are not looked at: any will do.
@@ -74,11 +84,12 @@ def lay_out_rows(
     items: list[tuple[SequenceKV, list[int]]],
     gpu_pages: list[np.ndarray] | None = None,
     tables: list[np.ndarray] | None = None,
+    starts: list[int] | None = None,
 ) -> None:
     """Write sequences and the tokens that each is to run next into arrays of `rows_layout`; rows behind are empty.
 
     gpu_pages: where the pages of each sequence lie in the KV's tensors; None: at their numbers. tables: the block
-    tables; None: `gpu_pages`.
+    tables; None: `gpu_pages`. starts: the position of each one's first token; None: behind what its KV holds.
     """
     for name in ("slots", "kept_slots"):
         if name in host:
@@ -87,7 +98,8 @@ def lay_out_rows(
     host["lengths"][:] = 0
     row = 0
     for i, (kv, tokens) in enumerate(items):
-        at = np.arange(kv.length, kv.length + len(tokens))
+        start = kv.length if starts is None else starts[i]
+        at = np.arange(start, start + len(tokens))
         pages = kv.table() if gpu_pages is None else gpu_pages[i]
         here = slice(row, row + len(tokens))
         host["token_ids"][here], host["positions"][here] = tokens, at
@@ -96,7 +108,7 @@ def lay_out_rows(
         if "kept_slots" in host:
             host["kept_slots"][here] = slots_of(kv.table(), at)
             host["kept_tables"][i, : len(kv.pages)] = kv.table()
-        host["lengths"][i] = kv.length + len(tokens)
+        host["lengths"][i] = start + len(tokens)
         host["query_starts"][i] = row
         row += len(tokens)
     host["query_starts"][len(items) :] = row
@@ -128,7 +140,7 @@ def _lay_out_budget(
         budget = item.read.budget
         bitmaps[i, :, : budget.bitmap.shape[1]] = budget.bitmap
         host["first"][i], host["last"][i], host["indices"][i] = budget.first, budget.last, index
-        host["blocks"][i] = -(-(item.kv.length + len(item.tokens)) // shape.block_size)
+        host["blocks"][i] = -(-(item.first_position + len(item.tokens)) // shape.block_size)
         host["room"][i] = max(0, budget.room)
         if not i:  # the same for all inputs of a pass
             host["importance"][:] = budget.memory.importance

@@ -13,25 +13,30 @@ from engine.ruled_judging import judge_by_rules
 from engine.sampling import Support
 from engine.staging import Buffers, Staging
 
-MOST_UNDER_WAY = 1024  # sequences of a step that the next one follows before the host has seen it
-
 
 class StepUnderWay:
-    """A step that has been launched and not been waited for. results: where it leaves verdicts. count: its sequences.
+    """A step that has been launched and not been waited for. results: where it leaves verdicts.
 
-    done: comes when it has ended; None: it has.
+    inputs: what it runs. done: comes when it has ended; None: it has.
     """
 
-    def __init__(self, results: Staging, count: int, done: torch.cuda.Event | None) -> None:
-        self._results, self._count, self._done = results, count, done
+    def __init__(self, results: Staging, inputs: list[SequenceInput], done: torch.cuda.Event | None) -> None:
+        self._results, self._inputs, self._done = results, inputs, done
+
+    def left(self) -> dict[str, Tensor]:
+        """Return the verdicts that the step leaves on the device: accepted and following, int32 [sequences] each."""
+        return {name: self._results.device[name][: len(self._inputs)] for name in ("accepted", "following")}
 
     def outputs(self) -> list[SequenceOutput]:
         """Wait for the step and return what it gave each sequence. To be called once, before the next but one."""
         if self._done is not None:
             self._done.synchronize()
-        outputs = read_verdicts(self._results.host, self._count)
-        for output, read in zip(outputs, self._results.host.get("blocks_read", ()), strict=False):
+        results = self._results.host
+        outputs = read_verdicts(results, len(self._inputs))
+        for output, read in zip(outputs, results.get("blocks_read", ()), strict=False):
             output.blocks_read = int(read)
+        if "drafted" in results:
+            _tell_drafted(self._inputs, results["drafted"])
         return outputs
 
 
@@ -50,7 +55,8 @@ def read_outputs(
         if shape.fetches:
             output.tokens_fetched = int(results["missed"][i]) * shape.block_size
     if shape.drafts:
-        _tell_drafted(buffers, shape, inputs, results["drafted"])
+        _tell_drafted(inputs, results["drafted"])
+        _tell_supports(buffers, shape, inputs)
     if shape.drafts_alone:
         return outputs
     for item in inputs:
@@ -63,7 +69,7 @@ def read_outputs(
         blocks = -(-item.kv.length // shape.block_size) if shape.block_size else 0
         if item.read is not None and item.read.emit_weights and shape.decay is None:
             output.read_weights = _by_layer(buffers, shape, kv, i, blocks, buffers.tensors["read_weights"][:, i], 0.0)
-        if item.read is not None and item.read.report_blocks:
+        if item.read is not None and item.read.report_blocks and (shape.decay is None or shape.shares_out):
             ones = torch.ones_like(buffers.tensors["lists"][:, i], dtype=torch.float32)
             output.blocks = _by_layer(buffers, shape, kv, i, blocks, ones, 1.0) > 0
     return outputs
@@ -78,15 +84,17 @@ def read_verdicts(results: dict[str, np.ndarray], count: int) -> list[SequenceOu
     ]
 
 
-def _tell_drafted(buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tokens: np.ndarray) -> None:
-    """Put what was drafted in the place of the inputs' tokens, with what it was drawn from if the host or another pass
-    is to judge it.
+def _tell_drafted(inputs: list[SequenceInput], tokens: np.ndarray) -> None:
+    """Put what was drafted, [sequences, drafted] int32, in the place of the inputs' tokens."""
+    for item, drafted in zip(inputs, tokens.tolist(), strict=False):
+        assert item.drafted is not None
+        item.tokens[1:] = item.drafted.tokens[:] = drafted
 
-    tokens: [sequences, drafted] int32.
-    """
+
+def _tell_supports(buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> None:
+    """Tell what drafted tokens were drawn from, of the inputs that the host or another pass is to judge."""
     for i, item in enumerate(inputs):
         assert item.drafted is not None
-        item.tokens[1:] = item.drafted.tokens[:] = tokens[i].tolist()
         if (shape.drafts_alone or not item.drafted.is_plain) and not item.drafted.sampling.greedy:
             ids, probs = (buffers.tensors[name][i].cpu().numpy() for name in ("support_ids", "support_probs"))
             item.drafted.supports[:] = [Support(*of_token) for of_token in zip(ids, probs, strict=True)]

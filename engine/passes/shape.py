@@ -21,9 +21,10 @@ class PassShape:
     and listed ones are fetched first. drafts: whether all tokens but the first of each sequence are drafted before by
     passes over lists, which are all that runs if they fetch. weighs: whether the pass that judges reads everything,
     and has the budget's memory take up what it weighs (SparseRead.drafts). turn: 1 or 2 for a step of one token a
-    sequence that may begin before the host has seen the last one: it takes tokens that the last one has left on the
-    device, and leaves its own. Such steps take turns between two sets of buffers. 0: for all others. behind: whether
-    drafted tokens may be those that a draft's rounds have left on the device.
+    sequence, or one that drafts, which may begin before the host has seen the last one: it takes what the last one has
+    left on the device, and leaves its own (engine.passes.behind_steps). Such steps take turns between two sets of
+    buffers. 0: for all others. behind: whether drafted tokens may be those that a draft's rounds have left on the
+    device.
     """
 
     sequences: int

@@ -20,7 +20,8 @@ class RoundShape:
     sequences: how many there is room for. queries: pending tokens of a sequence, at most. pages: of a sequence, at
     most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it
     announces nothing. branches: of a sequence; 1: it runs pending tokens. refreshes: whether the first pass is dense.
-    ruled: whether rules change logits. gamma: tokens drafted; 0: as many as the settings say.
+    ruled: whether rules change logits. gamma: tokens drafted; 0: as many as the settings say. behind: whether sequences
+    may go on behind a step that still runs.
     """
 
     sequences: int
@@ -32,6 +33,7 @@ class RoundShape:
     refreshes: bool = True
     ruled: bool = False
     gamma: int = 0
+    behind: bool = False
 
     @property
     def rows(self) -> int:
@@ -39,16 +41,18 @@ class RoundShape:
         return self.sequences * self.branches
 
     def passes(self, settings: RoundSettings) -> int:
-        """Return how often the model runs, which is once more than tokens are proposed."""
-        return (self.gamma or settings.gamma) + 1
+        """Return how often the model runs: once for each token proposed, and once more if the last one is run."""
+        return (self.gamma or settings.gamma) + settings.runs_last
 
     def blocks(self, settings: RoundSettings) -> int:
         """Return how many blocks a sequence has, at most."""
         return -(-self.pages * PAGE_SIZE // settings.block_size)
 
 
-def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device) -> Buffers:
-    """Return the buffers of a shape, filled as for a round without sessions.
+def make_round_buffers(
+    shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device, nobody: int = 0
+) -> Buffers:
+    """Return the buffers of a shape, filled as for a round without sessions. nobody: a place that no session has.
 
     limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each; words:
     of a row of them; the difference is in flags, values, value_counts and checksums (`code_difference`). places:
@@ -64,6 +68,10 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
     them.
 
     least: the share of the likeliest token's probability that the others, in falling order, need to be drawn.
+
+    Where sequences may be behind a step, of each: behind: its place there, or -1. judged: tokens that the step judges.
+    previous: the token before the one that the step adds. previous_cut, uniforms_cut, limits_cut, words_cut: in place
+    of the others where one of these is rejected, or two, and so on.
     """
     count, rows, passes = shape.sequences, shape.rows, shape.passes(settings)
     layout = rows_layout(count, max(rows, count * shape.queries), shape.pages) | {
@@ -95,6 +103,13 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
         results["value_counts"], results["checksums"] = ((count,), torch.int32), ((count,), torch.int64)
     if settings.read_share < 1:
         results["blocks_read"] = (count,), torch.int64
+    if shape.behind:
+        layout |= dict.fromkeys(("behind", "judged"), ((count,), torch.int32))
+        layout["previous"] = (count,), torch.int64
+        for name in ("previous", "uniforms", "limits", "words"):
+            if name in layout:
+                layout[f"{name}_cut"] = (settings.gamma, *layout[name][0]), layout[name][1]
+        results["began_behind"] = (2, count), torch.int32
     if settings.refresh_every > 1:
         layout["places"] = (count,), torch.int64
     if not shape.refreshes:
@@ -104,6 +119,9 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
         layout["guessed"] = (shape.rows, passes), torch.int32
     buffers = Buffers(Staging(layout, device), Staging(results, device))
     lay_out_rows(buffers.inputs.host, [])
+    for name, value in {"behind": -1, "places": nobody, "source": -1, "target": -1}.items():
+        if name in layout:
+            buffers.inputs.host[name][:] = value
     buffers.inputs.send()
     return buffers
 
@@ -132,7 +150,7 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
         if item.top_k:
             host["least"][rows, item.top_k :] = 2  # which no token has
         if shape.branches == 1:
-            host["uniforms"][:, i] = item.uniforms
+            host["uniforms"][:, i] = item.uniforms[: len(host["uniforms"])]
         if "known" in host:
             assert item.memory is not None
             host["known"][i] = item.memory.length
@@ -141,7 +159,27 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
             host["announced"][i], host["words"][i] = 0, item.announce.words
             if item.announce.before is not None:
                 host["announced"][i, :, : item.announce.before.shape[1]] = item.announce.before.view(np.int64)
+    if shape.behind:
+        _lay_out_behind(host, requests)
     buffers.inputs.send()
+
+
+def _lay_out_behind(host: dict[str, np.ndarray], requests: list[RoundRequest]) -> None:
+    """Write what holds where a step rejects some of the tokens that it judges."""
+    host["behind"][:], host["judged"][:] = -1, 0
+    for i, item in enumerate(requests):
+        if item.behind is None:
+            continue
+        host["behind"][i], host["judged"][i] = item.behind.place, item.behind.judged
+        host["previous"][i], *cut_to = item.behind.before
+        host["previous_cut"][: len(cut_to), i] = cut_to
+        if item.temperature > 0:
+            for cut, uniforms in enumerate(item.behind.uniforms[1:]):
+                host["uniforms_cut"][cut, :, i] = uniforms[: len(host["uniforms"])]
+        for cut, announce in enumerate(item.behind.announce[1:]):
+            if announce is not None:
+                host["limits_cut"][cut, :, i] = announce.first, announce.last, max(0, announce.count)
+                host["words_cut"][cut, i] = announce.words
 
 
 def _lay_out_rules(host: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> None:
@@ -198,8 +236,13 @@ def _lay_out_branches(host: dict[str, np.ndarray], shape: RoundShape, requests: 
             host["target"][here] = slots_of(table, item.moved.target + steps)
 
 
-def read_round(results: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> list[RoundOutput]:
-    """Return the results of a round, which are on the host, in the order of the requests."""
+def read_round(
+    results: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest], runs_last: bool
+) -> list[RoundOutput]:
+    """Return the results of a round, which are on the host, in the order of the requests.
+
+    runs_last: as of the settings.
+    """
     tokens = results["tokens"].T.tolist()
     alternatives = results["alternatives"].transpose(1, 0, 2).copy() if "alternatives" in results else None
 
@@ -209,6 +252,7 @@ def read_round(results: dict[str, np.ndarray], shape: RoundShape, requests: list
             results["ids"][:, row].copy() if drawn else None,
             results["probs"][:, row].copy() if drawn else None,
             None if alternatives is None else alternatives[row],
+            runs_last,
         )
 
     def coded(sequence: int, words: int) -> CodedBitmap:
@@ -216,15 +260,20 @@ def read_round(results: dict[str, np.ndarray], shape: RoundShape, requests: list
         values = results["values"][sequence, : results["value_counts"][sequence]]
         return CodedBitmap(flags.tobytes() + values.tobytes(), int(results["checksums"][sequence]) % (1 << 64))
 
+    began = results["began_behind"].T.tolist() if "began_behind" in results else []
     outputs = []
     for i, item in enumerate(requests):
-        first = i * shape.branches
+        first, announce, behind = i * shape.branches, item.announce, None
+        if item.behind is not None:
+            behind = (began[i][0], began[i][1])
+            announce = item.behind.announce[item.behind.judged - behind[0]]
         outputs.append(
             RoundOutput(
                 [drafted(first + j, item.temperature > 0) for j in range(len(item.branches) or 1)],
-                None if item.announce is None else results["bitmaps"][i].view(np.uint64).copy(),
+                None if announce is None else results["bitmaps"][i].view(np.uint64).copy(),
                 int(results["blocks_read"][i]) if "blocks_read" in results else None,
-                None if item.announce is None else coded(i, item.announce.words),
+                None if announce is None else coded(i, announce.words),
+                behind,
             )
         )
     return outputs

@@ -15,6 +15,7 @@ from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads,
 from engine.modules import ModulesDecoder
 from engine.next_tokens import draw_tokens
 from engine.passes.reads import heads_of
+from engine.rounds.behind_steps import take_left_verdicts
 from engine.rounds.buffers import RoundShape
 from engine.rounds.requests import RoundSettings
 from engine.rounds.rules import ChangedLogits
@@ -76,6 +77,10 @@ def run_round(
     what must not be, and the tokens [rows] drafted so far.
     """
     given, results = buffers.tensors, buffers.results.device
+    if shape.behind:
+        given = take_left_verdicts(given)
+        place = given["behind"].long().clamp(min=0)
+        results["began_behind"].copy_(torch.stack((given["left_accepted"][place], given["left_following"][place])))
     round_ = _Round(decoder, kv, settings, shape, given, attention, _zero_evidence(decoder, kv, settings, shape))
     if shape.branches > 1:
         for keys, values in zip(kv.k_pages, kv.v_pages, strict=True):

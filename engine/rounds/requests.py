@@ -20,7 +20,8 @@ class RoundSettings:
     read by them. announcers: by the name of a method, how it announces. refresh_every: rounds from one dense first
     pass of a session to its next, at most; 1: every round has one. memories: sessions that are remembered where that is
     more than 1. branches: that a round drafts at once, at most. alternatives: how many of the likeliest tokens are told
-    at each position.
+    at each position. runs_last: whether a round also runs the last token that it proposes, which tells the next: who
+    drafts ahead goes on with it. Else it costs a pass less, and the next round begins with it.
     """
 
     gamma: int
@@ -34,8 +35,11 @@ class RoundSettings:
     memories: int = 64
     branches: int = 1
     alternatives: int = 0
+    runs_last: bool = True
 
     def __post_init__(self) -> None:
+        if self.branches > 1 and not self.runs_last:
+            raise ValueError(f"{self.branches} branches go on behind the last token proposed: let rounds run it, too")
         if self.refresh_every < 1:
             raise ValueError(
                 f"refresh_every is {self.refresh_every}, expected at least 1 (1: every round is refreshed)"
@@ -89,6 +93,25 @@ class AnnouncementRequest:
 
 
 @dataclass(frozen=True)
+class StepBefore:
+    """A step of a target on the same device that judges the tokens which a round goes on behind, and still runs.
+
+    place: of the session in the step. Of each number of tokens that the step may reject, from none to all that it
+    judges: before: the token behind which it adds one; uniforms, announce: as in the request.
+    """
+
+    place: int
+    before: list[int]
+    uniforms: list[np.ndarray]
+    announce: list[AnnouncementRequest | None]
+
+    @property
+    def judged(self) -> int:
+        """How many tokens the step judges."""
+        return len(self.uniforms) - 1
+
+
+@dataclass(frozen=True)
 class Branch:
     """A continuation of a session's tokens that is drafted beside others.
 
@@ -132,6 +155,9 @@ class RoundRequest:
     gamma: tokens to draft; 0: as many as the settings say. top_k, min_p: as of `engine.sampling.Sampling`. rules: what
     changes the logits. allowed: which tokens may be drafted; the host is asked before each is drawn, and waits for each
     pass. None: all, at no cost.
+
+    behind: the step that the round is launched behind (Runner.take_verdicts). All else is then as where that rejects no
+    token; `tokens` are two, in the place of the second of which comes the one that the step adds.
     """
 
     kv: SequenceKV
@@ -149,6 +175,7 @@ class RoundRequest:
     min_p: float = 0.0
     rules: RoundRules | None = None
     allowed: AllowedTokens | None = None
+    behind: StepBefore | None = None
 
     def __post_init__(self) -> None:
         if bool(self.tokens) == bool(self.branches):
@@ -159,6 +186,10 @@ class RoundRequest:
             raise ValueError(
                 f"the first branch leaves after {self.branches[0].length} tokens, expected {self.kv.length}: it goes "
                 "on behind all tokens with KV, so that no KV is moved onto what another branch has left"
+            )
+        if self.behind and (len(self.tokens) != 2 or self.branches or self.moved or self.rules or self.allowed):
+            raise ValueError(
+                "a round behind a step runs two tokens, the second the step's, without branches, rules or grammar"
             )
         if not self.refresh and (self.memory is None or self.memory.index is None):
             raise ValueError("a round without refresh needs a memory with weights: refresh the session's first round")
@@ -177,25 +208,34 @@ class RoundRequest:
 class DraftedTokens:
     """What a round drafts behind its pending tokens or behind one of its branches.
 
-    tokens: γ + 1, the last not run. ids, probs: [γ + 1, support] of each token's distribution, None if greedy.
-    alternatives: [γ + 1, settings.alternatives], the likeliest tokens at each position in falling order; None if no
-    alternatives were asked for.
+    tokens: the proposed ones, and one more if the last of these was run (runs_last). ids, probs: [tokens, support] of
+    each token's distribution, None if greedy. alternatives: [tokens, settings.alternatives], the likeliest tokens at
+    each position in falling order; None if no alternatives were asked for.
     """
 
     tokens: list[int]
     ids: np.ndarray | None = None
     probs: np.ndarray | None = None
     alternatives: np.ndarray | None = None
+    runs_last: bool = True
 
     @property
     def proposed(self) -> int:
-        """How many of the tokens were run, which are proposed."""
+        """How many of the tokens are proposed."""
+        return len(self.tokens) - self.runs_last
+
+    @property
+    def run(self) -> int:
+        """How many of them have KV for sure: all but the last."""
         return len(self.tokens) - 1
 
     def first(self, count: int) -> "DraftedTokens":
         """Return what is left if only so many tokens are proposed."""
-        arrays = (None if each is None else each[: count + 1] for each in (self.ids, self.probs, self.alternatives))
-        return DraftedTokens(self.tokens[: count + 1], *arrays)
+        kept = count + self.runs_last
+        ids, probs, others = (
+            None if each is None else each[:kept] for each in (self.ids, self.probs, self.alternatives)
+        )
+        return DraftedTokens(self.tokens[:kept], ids, probs, others, self.runs_last)
 
 
 @dataclass(frozen=True)
@@ -215,13 +255,15 @@ class RoundOutput:
 
     branches: what was drafted behind each branch, or behind the pending tokens. bitmap: uint64 [rows, words] of the
     blocks to announce, if asked for. coded: the same in the form that is sent, if the runner made it. blocks_read: over
-    passes, layers and KV heads; None where all passes are dense.
+    passes, layers and KV heads; None where all passes are dense. began_behind: of a round behind a step, the
+    tokens that this accepted, and the one that it added.
     """
 
     branches: list[DraftedTokens]
     bitmap: np.ndarray | None
     blocks_read: int | None = None
     coded: CodedBitmap | None = None
+    began_behind: tuple[int, int] | None = None
 
     @property
     def tokens(self) -> list[int]:

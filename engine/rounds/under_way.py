@@ -12,7 +12,8 @@ from engine.staging import Staging
 
 @dataclass(frozen=True)
 class LaunchedRound:
-    """Requests that are drafted together. places: of each among all that were launched with it.
+    """Requests that are drafted together. places: of each among all that were launched with it. runs_last: as of the
+    settings.
 
     results: where the round leaves what it gives. done: comes when it has ended; None: it has.
     """
@@ -22,6 +23,7 @@ class LaunchedRound:
     shape: RoundShape
     results: Staging
     done: torch.cuda.Event | None
+    runs_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class RoundsUnderWay:
         for part in self.parts:
             if part.done is not None:
                 part.done.synchronize()
-            outputs.update(zip(part.places, read_round(part.results.host, part.shape, part.requests), strict=True))
+            read = read_round(part.results.host, part.shape, part.requests, part.runs_last)
+            outputs.update(zip(part.places, read, strict=True))
         return [outputs[i] for i in range(len(outputs))]
 
     @property
@@ -55,5 +58,5 @@ class RoundsUnderWay:
         (part,) = self.parts
         results, count = part.results.device, len(part.requests)
         drawn = [name for name in ("tokens", "ids", "probs") if name in results]
-        left = {name: results[name][:-1, :count].transpose(0, 1) for name in drawn}
+        left = {name: results[name][: -1 if part.runs_last else None, :count].transpose(0, 1) for name in drawn}
         return left | ({"bitmaps": results["bitmaps"][:count]} if "bitmaps" in results else {})

@@ -227,9 +227,10 @@ def partial_attention_kernel(
                 variance = tl.load(mean_variance_ptr + across, mask=there[None, :], other=0.0)
                 scaled = q.to(tl.float32) * scale_log2
                 # In units of log 2: ½ (q·s)² var, where s holds one factor log2(e) too many; hence · ln 2.
-                spread = tl.dot(scaled * scaled, variance, input_precision=PRECISION) * 0.34657359028
+                squares = (scaled * scaled).to(q.dtype)
+                spread = tl.dot(squares, variance.to(q.dtype), input_precision=PRECISION) * 0.34657359028
                 spread = tl.minimum(spread, MAX_VARIANCE * 1.44269504089)
-                scores = tl.dot(scaled, k, input_precision=PRECISION) + spread
+                scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2 + spread
                 scores += tl.log2(tl.maximum(unread, 1.0))[None, :]
                 scores = tl.where(there[None, :] & real[:, None], scores, -float("inf"))
                 higher = tl.maximum(maximum, tl.max(scores, 1))
@@ -238,7 +239,7 @@ def partial_attention_kernel(
                 fade = tl.exp2(maximum - base)
                 total_weight = total_weight * fade + tl.sum(p, 1)
                 v = tl.load(mean_v_ptr + at[:, None] + offs_dim[None, :], mask=there[:, None], other=0.0)
-                acc = tl.dot(p, v, acc * fade[:, None], input_precision=PRECISION)
+                acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
                 maximum = higher
         slot_at = (program + item) * (QUERIES * GROUP) + offs_row
         kept = offs_row < QUERIES * GROUP

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import jit, tl
+from kernels.backends import follow, jit, overlapping_launch, tl
 from kernels.paged_attention.inputs import Batch, BlockLists
 from kernels.paged_attention.launch import BlockSums
 
@@ -27,6 +27,7 @@ def weigh_last_queries(
         UNIT=sums.block_size,
         LISTED=blocks is not None,
         CHUNK=1024,
+        **overlapping_launch(out.device),
     )
 
 
@@ -44,6 +45,7 @@ def weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, weights
             *(width, sums.blocks.shape[1]),
             **sums.layout,
             CHUNK=256,
+            **overlapping_launch(weights.device),
         )
     return weights
 
@@ -87,6 +89,7 @@ def _query_weights_kernel(
     UNIT: tl.constexpr,
     LISTED: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The weights of one head of the last `emitting` queries.
 
@@ -105,6 +108,7 @@ def _query_weights_kernel(
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = place < (tl.load(counts_ptr + list_row) if LISTED else tl.cdiv(tl.load(counts_ptr + sequence), UNIT))
     weights = tl.zeros([CHUNK], tl.float32)
+    follow(PDL)
     for index in tl.static_range(TOGETHER):
         query = tl.maximum(first + index, 0)  # an empty place of a batch has none
         at = _row_of(list_row * row_tiles, query, head % GROUP, QUERIES, GROUP)
@@ -133,12 +137,14 @@ def _read_weights_kernel(
     KV_HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Listed blocks: out [sequences, kv_heads, width], summed over a KV head's heads, mean over the queries."""
     list_row = tl.program_id(0)
     block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = block < tl.load(counts_ptr + list_row)
     sums = (block_sums_ptr, log_sums_ptr, starts_ptr)
+    follow(PDL)
     weights = _mean_weights(sums, list_row, block, inside, block_sums_stride, row_tiles, HEADS, KV_HEADS, QUERIES)
     tl.store(out_ptr + list_row.to(tl.int64) * width + block, weights, mask=block < width)
 
@@ -196,12 +202,20 @@ def _mean_weights(
     """
     block_sums_ptr, log_sums_ptr, starts_ptr = sums
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    ROWS_AT_ONCE: tl.constexpr = 16  # one by one, each row's sums would wait for those of the row before
     sequence = list_row // KV_HEADS
     queries = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
     weights = tl.zeros(block.shape, tl.float32)
     rows = tl.where(tl.max(inside.to(tl.int32), 0) > 0, queries * GROUP, 0)
-    for row in tl.range(0, rows):
+    for first in tl.range(0, rows, ROWS_AT_ONCE):
+        row = first + tl.arange(0, ROWS_AT_ONCE)
+        there = row < rows
         at = _row_of(list_row * row_tiles, row // GROUP, row % GROUP, QUERIES, GROUP)
-        of_row = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + block, mask=inside, other=-float("inf"))
-        weights += tl.exp2(of_row - tl.load(log_sums_ptr + at))
+        of_rows = tl.load(
+            block_sums_ptr + at.to(tl.int64)[:, None] * block_sums_stride + block[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=-float("inf"),
+        )
+        log_sums = tl.load(log_sums_ptr + at, mask=there, other=0.0)
+        weights += tl.sum(tl.exp2(of_rows - log_sums[:, None]), 0)
     return tl.where(inside, weights / tl.maximum(queries, 1), 0.0)

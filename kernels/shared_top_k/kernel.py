@@ -3,7 +3,8 @@
 Scores order as their bit patterns, since none is negative. Of a sample of a group, pivots are ranked, and two of them
 bound the threshold, with odds of thousands to one. One pass over all counts what is at or above the upper one and sorts
 what is between into bins; the bin that holds the threshold is small enough to compare all with all. Where that fails
-(the sample misled, or a bin ran over), one program a group bisects over everything.
+(the sample misled, or a bin ran over, scores being nearly alike), a second pass sorts what is in the bin; where that
+fails, too (many are alike), one program a group bisects over everything.
 """
 
 from kernels.backends import jit, tl
@@ -92,14 +93,18 @@ def tally_kernel(
     bracket_ptr,
     tallies_ptr,
     slots_ptr,
+    state_ptr,
     n: tl.constexpr,
     rows: tl.constexpr,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
     LOG_BINS: tl.constexpr,
     SLOTS: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """Of a row, or a share of its chunks, what is between the bounds goes into bins; the rest is counted.
+
+    AGAIN: only of groups whose threshold is still to be found.
 
     tallies: [groups, bins + 3], of the bins, of what is at or above the upper bound, of what is at the bins' beginning,
     of what is positive. slots: [groups, bins, slots] int64, bits above what is left of 2**31 - 1 without the place in
@@ -112,16 +117,19 @@ def tally_kernel(
     first = tl.program_id(1) * CHUNK
     step = tl.num_programs(1) * CHUNK
     scores_ptr += row.to(tl.int64) * n
-    following = _load_bits(scores_ptr, first + inner, first + inner < n)
+    size = n
+    if AGAIN:
+        size = tl.where(tl.load(state_ptr + group * 2) == -1, n, 0)
+    following = _load_bits(scores_ptr, first + inner, first + inner < size)
     lo, hi, bottom, shift = _bounds(bracket_ptr + group * 4 * PARTS, PARTS, LOG_BINS)
     tallies_ptr += group * (BINS + 3)
     slots_ptr += group * (BINS * SLOTS)
     tl.static_assert(n < 1023 * CHUNK)
     seen = tl.zeros([CHUNK], tl.int32)  # three counts: registers are what limits how much is on its way from memory
-    for start in tl.range(first, n, step):
+    for start in tl.range(first, size, step):
         bits = following
         ahead = start + step + inner
-        following = _load_bits(scores_ptr, ahead, ahead < n)  # while this chunk is sorted
+        following = _load_bits(scores_ptr, ahead, ahead < size)  # while this chunk is sorted
         positive = tl.where(bits > 0, 1 << 20, 0)
         seen += tl.where(bits >= hi, positive + 1, tl.where(bits == bottom, positive + (1 << 10), positive))
         between = (bits > lo) & (bits < hi) & (bits != bottom)
@@ -135,22 +143,23 @@ def tally_kernel(
 
 
 @jit
-def threshold_kernel(
+def _find_threshold(
     scores_ptr,
     counts_ptr,
     bracket_ptr,
     tallies_ptr,
     slots_ptr,
     state_ptr,
+    group,
     size,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
     LOG_BINS: tl.constexpr,
     SLOTS: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
-    """The lowest bits that are chosen in a group, and the last place at which they are; state: [groups, 2]."""
+    """The state of a group, as of `threshold_kernel`."""
     BINS: tl.constexpr = 1 << LOG_BINS
-    group = tl.program_id(0).to(tl.int64)
     tallies_ptr += group * (BINS + 3)
     bins = tl.arange(0, BINS)
     found = tl.load(tallies_ptr + bins)
@@ -191,36 +200,76 @@ def threshold_kernel(
             low, high, at_lo, at_hi = bottom, bottom + 1, greater, greater - equal
         elif bin == 0:
             low, high, at_lo, at_hi = zero + 1, bottom, positive, greater
-        scores_ptr += group * size
-        inner = tl.arange(0, CHUNK)
-        while (high - low > 1) & (at_lo != wanted):
-            quarter = tl.maximum((high - low) // 4, 1)
-            p0, p1, p2 = low + quarter, low + tl.maximum((high - low) // 2, 1), high - quarter
-            c0, c1, c2 = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
-            for start in tl.range(0, size, CHUNK):
-                bits = _load_bits(scores_ptr, start + inner, start + inner < size)
-                c0 += (bits >= p0).to(tl.int32)
-                c1 += (bits >= p1).to(tl.int32)
-                c2 += (bits >= p2).to(tl.int32)
-            s0, s1, s2 = tl.sum(c0, 0), tl.sum(c1, 0), tl.sum(c2, 0)
-            high = tl.where(s0 < wanted, p0, tl.where(s1 < wanted, p1, tl.where(s2 < wanted, p2, high)))
-            at_hi = tl.where(s0 < wanted, s0, tl.where(s1 < wanted, s1, tl.where(s2 < wanted, s2, at_hi)))
-            low = tl.where(s2 >= wanted, p2, tl.where(s1 >= wanted, p1, tl.where(s0 >= wanted, p0, low)))
-            at_lo = tl.where(s2 >= wanted, s2, tl.where(s1 >= wanted, s1, tl.where(s0 >= wanted, s0, at_lo)))
-        threshold, last = low, zero + 0x7FFFFFFF
-        if at_lo != wanted:  # not all that tie: up to which place
-            left = wanted - at_hi
-            last = zero
-            seen = zero
-            start = zero
-            while (seen < left) & (start < size):
-                tie = (_load_bits(scores_ptr, start + inner, start + inner < size) == threshold).to(tl.int32)
-                order = seen + tl.cumsum(tie, 0)
-                last += tl.sum(tl.where((tie > 0) & (order == left), start + inner, 0), 0)
-                seen += tl.sum(tie, 0)
-                start += CHUNK
+        if AGAIN:
+            scores_ptr += group * size
+            inner = tl.arange(0, CHUNK)
+            while (high - low > 1) & (at_lo != wanted):
+                quarter = tl.maximum((high - low) // 4, 1)
+                p0, p1, p2 = low + quarter, low + tl.maximum((high - low) // 2, 1), high - quarter
+                c0, c1, c2 = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+                for start in tl.range(0, size, CHUNK):
+                    bits = _load_bits(scores_ptr, start + inner, start + inner < size)
+                    c0 += (bits >= p0).to(tl.int32)
+                    c1 += (bits >= p1).to(tl.int32)
+                    c2 += (bits >= p2).to(tl.int32)
+                s0, s1, s2 = tl.sum(c0, 0), tl.sum(c1, 0), tl.sum(c2, 0)
+                high = tl.where(s0 < wanted, p0, tl.where(s1 < wanted, p1, tl.where(s2 < wanted, p2, high)))
+                at_hi = tl.where(s0 < wanted, s0, tl.where(s1 < wanted, s1, tl.where(s2 < wanted, s2, at_hi)))
+                low = tl.where(s2 >= wanted, p2, tl.where(s1 >= wanted, p1, tl.where(s0 >= wanted, p0, low)))
+                at_lo = tl.where(s2 >= wanted, s2, tl.where(s1 >= wanted, s1, tl.where(s0 >= wanted, s0, at_lo)))
+            threshold, last = low, zero + 0x7FFFFFFF
+            if at_lo != wanted:  # not all that tie: up to which place
+                left = wanted - at_hi
+                last = zero
+                seen = zero
+                start = zero
+                while (seen < left) & (start < size):
+                    tie = (_load_bits(scores_ptr, start + inner, start + inner < size) == threshold).to(tl.int32)
+                    order = seen + tl.cumsum(tie, 0)
+                    last += tl.sum(tl.where((tie > 0) & (order == left), start + inner, 0), 0)
+                    seen += tl.sum(tie, 0)
+                    start += CHUNK
+        else:
+            parts = bracket_ptr + group * 4 * PARTS + tl.arange(0, PARTS)
+            tl.store(parts, tl.zeros([PARTS], tl.int32) + low)
+            tl.store(parts + PARTS, tl.zeros([PARTS], tl.int32) + high)
+            tl.store(tallies_ptr + bins, tl.zeros([BINS], tl.int32))
+            three = tl.arange(0, 4)
+            tl.store(tallies_ptr + BINS + three, tl.zeros([4], tl.int32), mask=three < 3)
+            threshold, last = zero - 1, zero
     tl.store(state_ptr + group * 2, threshold)
     tl.store(state_ptr + group * 2 + 1, last)
+
+
+@jit
+def threshold_kernel(
+    scores_ptr,
+    counts_ptr,
+    bracket_ptr,
+    tallies_ptr,
+    slots_ptr,
+    state_ptr,
+    size,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    LOG_BINS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    AGAIN: tl.constexpr,
+):
+    """The lowest bits that are chosen in a group, and the last place at which they are; state: [groups, 2].
+
+    The first time, where that takes more, the bits are left as -1, with bounds around them and cleared tallies. AGAIN:
+    only such groups are looked at.
+    """
+    group = tl.program_id(0).to(tl.int64)
+    wanted = group >= 0
+    if AGAIN:
+        wanted = tl.load(state_ptr + group * 2) == -1
+    if wanted:
+        _find_threshold(
+            *(scores_ptr, counts_ptr, bracket_ptr, tallies_ptr, slots_ptr, state_ptr),
+            *(group, size, CHUNK, PARTS, LOG_BINS, SLOTS, AGAIN),
+        )
 
 
 @jit

@@ -39,15 +39,21 @@ def find_thresholds(scores: Tensor, counts: Tensor) -> Tensor:
     of_bins = {"PARTS": PARTS, "LOG_BINS": BINS.bit_length() - 1, "SLOTS": SLOTS}
     chunk = min(TALLY_CHUNK, max(64, power_of_two(n)))
     splits = max(1, min(-(-n // chunk), TALLY_PROGRAMS // (groups * rows)))
-    tally_kernel[(groups * rows, splits)](
-        *(scores, bracket, tallies, slots, n, rows), CHUNK=chunk, **of_bins, num_warps=min(4, max(1, chunk // 512))
-    )
-    threshold_kernel[(groups,)](
-        *(scores, counts, bracket, tallies, slots, state, size),
-        CHUNK=min(SLOW_CHUNK, max(64, power_of_two(size))),
-        **of_bins,
-        num_warps=16,
-    )
+    for again in (False, True):
+        tally_kernel[(groups * rows, splits)](
+            *(scores, bracket, tallies, slots, state, n, rows),
+            CHUNK=chunk,
+            **of_bins,
+            AGAIN=again,
+            num_warps=min(4, max(1, chunk // 512)),
+        )
+        threshold_kernel[(groups,)](
+            *(scores, counts, bracket, tallies, slots, state, size),
+            CHUNK=min(SLOW_CHUNK, max(64, power_of_two(size))),
+            **of_bins,
+            AGAIN=again,
+            num_warps=16,
+        )
     return state
 
 

@@ -4,8 +4,8 @@ import pytest
 
 # What takes longest begins first, so that nobody waits for it at the end.
 LONGEST = (
-    *("test_exact_greedy.py", "test_sampling.py", "test_hung.py", "test_scaling.py", "test_offload.py"),
-    *("test_placement.py", "test_kv_room.py"),
+    *("test_exact_greedy.py", "test_failures.py", "test_placement.py", "test_offload.py", "test_apart.py"),
+    *("test_sampling.py", "test_cli.py"),
 )
 
 

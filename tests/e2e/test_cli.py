@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from config.version import running_version
 from evaluation.plans import save_plan
 from models import TARGET
 from sparsity.plan import uniform_plan
-from tests.client import APPROXIMATE, generate, metric, read_by_rounds, wait_for, wait_until_idle
+from tests.client import generate, metric, wait_for, wait_until_idle
 from tests.conftest import RAY_ENVIRONMENT
 from tests.stack import ROOT, Stack
 
@@ -112,7 +111,7 @@ def test_interrupting_generate_ends_its_request(stack: Stack) -> None:
         assert metric(stack.http, "num_requests_running") == 1
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
-    wait_for(lambda: metric(stack.http, "num_requests_running") == 0, 20, "the request ends")
+    wait_for(lambda: metric(stack.http, "num_requests_running") == 0, 60, "the request ends")
     wait_until_idle(stack.http)
 
 
@@ -147,59 +146,32 @@ def test_launch_refuses_a_bad_value() -> None:
     assert_refused(run(*LAUNCH, "--gamma", "many"), "flag: gamma is 'many'")
 
 
-def test_launch_refuses_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    done = run(*LAUNCH, "--target", str(tmp_path), "--plan", "any.json")
-    assert_refused(done, str(tmp_path))
-
-
-@pytest.mark.parametrize("which", ["grpc", "http"])
-def test_launch_refuses_a_port_that_is_in_use(stack: Stack, which: str) -> None:
-    """Whichever endpoint it is, and before Ray is joined or a model is loaded."""
-    port = getattr(stack, which).rsplit(":", 1)[1]
-    flags = {"grpc": "0", "http": "0"} | {which: port}
-    ports = ("--grpc-port", flags["grpc"], "--http-port", flags["http"])
-    done = run(*LAUNCH, *ports)
+def test_launch_refuses_a_port_that_is_in_use(stack: Stack) -> None:
+    """Before Ray is joined or a model is loaded."""
+    port = stack.grpc.rsplit(":", 1)[1]
+    done = run(*LAUNCH, "--grpc-port", port, "--http-port", "0")
     assert_refused(done, f"cannot listen on 127.0.0.1:{port}")
     assert b"Ray" not in done.stdout
 
 
-def test_launch_refuses_a_plan_of_another_version(tmp_path: Path) -> None:
-    """Also where services run already, and the endpoints are the first to read it."""
-    plan = tmp_path / "plan.json"
-    plan.write_text('{"version": 1}')
-    done = run(*LAUNCH, "--target-address", "127.0.0.1:1", "--plan", str(plan))
-    assert_refused(done, f"{plan}: version 1, this program reads 2")
-
-
-def test_launch_sparsity_is_the_default_method(launch: Callable[..., Stack]) -> None:
-    """Of approximate requests that name none; target and draft agree on it."""
-    stack = launch("--sparsity", "streaming")
-    stub, fields = stack.stub(), {"max_tokens": 12, "exactness": APPROXIMATE}
-    unnamed = generate(stub, PROMPT * 60, **fields)
-    assert unnamed.tokens == generate(stub, PROMPT * 60, sparsity="streaming", **fields).tokens
-    assert unnamed.speculation.announced_bytes == 0
-    assert unnamed.speculation.rounds > 0
-    assert read_by_rounds(unnamed.speculation) < 0.9
-    assert generate(stub, PROMPT * 60, sparsity="sts", **fields).speculation.announced_bytes > 0
-    stack.stop()
-
-
 def test_launch_refuses_a_plan_for_another_target(ray_address: str, tmp_path: Path) -> None:
-    """What either service says reaches the user, without what Ray says about it."""
+    """What a service says reaches the user, without what Ray says about it."""
     plan = tmp_path / "plan.json"
     save_plan(uniform_plan(3, 2, 2, 2), plan)
-    flags = ("--plan", str(plan), "--namespace", "mismatch", "--grpc-port", "0", "--http-port", "0")
+    flags = ("--draft", "ngram", "--plan", str(plan), "--namespace", "mismatch", "--grpc-port", "0", "--http-port", "0")
     done = run(*LAUNCH, *flags, **RAY_ENVIRONMENT, RAY_ADDRESS=ray_address)
     assert_refused(done, f"{plan} is for a ")
     assert b"ready" not in done.stdout
 
 
 def test_serve_is_the_launch(stack: Stack) -> None:
-    """Settings and refusals are those of `python -m orchestrator.launch`."""
+    """Settings and refusals are those of `python -m orchestrator.launch`; the port of HTTP is looked at as well."""
     dry = run(SPECAHEAD, "serve", "--dry-run", "--gamma", "6")
     assert dry.stdout == run(*LAUNCH, "--dry-run", "--gamma", "6").stdout and json.loads(dry.stdout)["gamma"] == 6
     port = stack.http.rsplit(":", 1)[1]
-    assert_refused(run(SPECAHEAD, "serve", "--http-port", port, "--grpc-port", "0"), "cannot listen on 127.0.0.1:")
+    done = run(SPECAHEAD, "serve", "--http-port", port, "--grpc-port", "0")
+    assert_refused(done, f"cannot listen on 127.0.0.1:{port}")
+    assert b"Ray" not in done.stdout
 
 
 def test_chat_answers_each_line_of_a_pipe_and_remembers(stack: Stack) -> None:

@@ -13,10 +13,10 @@ from openai import NotFoundError, OpenAI
 from engine.loading.model import load_model
 from models import DRAFT, TARGET
 from protos import inference_pb2
-from tests.client import metric
+from tests.client import APPROXIMATE, EXACT, generate, metric, read_by_rounds
 from tests.stack import Stack
 
-NEW_TOKENS, PROMPTS, AT_ONCE = 64, 40, 8
+NEW_TOKENS, PROMPTS, AT_ONCE = 64, 12, 8
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +58,64 @@ def greedy() -> Proof:
     return is_greedy
 
 
-# Every second prompt with the setting that is served most, every third and every fifth with others. share: of the
-# drafted tokens at least so many are accepted; measured 0.75, 0.50 and 0.41, and below 0.33; a draft
-# on its own gives 0.41 with the last fifth as well.
+def check_steps_behind_rounds(stack: Stack, prompts: list[list[int]]) -> None:
+    """The draft in the target's process is asked by steps that begin behind its rounds, and the reverse."""
+    for name in ("steps_behind_rounds", "rounds_behind_steps"):
+        assert metric(stack.http, "service_events_total", name=name) > 10
+
+
+def check_whole_budget(stack: Stack, prompts: list[list[int]]) -> None:
+    """With a budget of all blocks `approximate` equals `exact`."""
+
+    def run(case: tuple[list[int], int]) -> list[int]:
+        prompt, exactness = case
+        result = generate(stack.stub(), prompt, max_tokens=32, exactness=exactness, ignore_eos=True)
+        assert result.speculation.kv_read_fraction == 1
+        assert (result.speculation.announced_bytes > 0) == (exactness == APPROXIMATE)
+        return result.tokens
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        sparse = list(pool.map(run, [(prompt, APPROXIMATE) for prompt in prompts]))
+        dense = list(pool.map(run, [(prompt, EXACT) for prompt in prompts]))
+    assert sparse == dense
+
+
+def check_default_method(stack: Stack, prompts: list[list[int]]) -> None:
+    """Approximate requests that name no method have the launch's; target and draft agree on it."""
+    prompt = prompts[-1][:900]
+    stub, fields = stack.stub(), {"max_tokens": 12, "exactness": APPROXIMATE}
+    unnamed = generate(stub, prompt, **fields)
+    assert unnamed.tokens == generate(stub, prompt, sparsity="streaming", **fields).tokens
+    assert unnamed.speculation.announced_bytes == 0
+    assert unnamed.speculation.rounds > 0
+    assert read_by_rounds(unnamed.speculation) < 0.9
+    assert generate(stub, prompt, sparsity="sts", **fields).speculation.announced_bytes > 0
+
+
+# Every second prompt with the setting that is served most, every fourth with others. share: of the drafted tokens at
+# least so many are accepted; measured 0.85, 0.61 and 0.47. also: what else is asked of the launch.
 @pytest.mark.parametrize(
-    ("flags", "share", "every"),
+    ("flags", "share", "every", "also"),
     [
-        ("--gamma 1", 0.7, slice(0, None, 3)),
-        ("--gamma 4 --draft-branches 8", 0.45, slice(1, None, 2)),
-        ("--gamma 4 --draft-in-target", 0.38, slice(2, None, 5)),
+        ("--gamma 1 --budget 1.0", 0.7, slice(0, None, 4), check_whole_budget),
+        ("--gamma 4 --draft-branches 8 --sparsity streaming", 0.5, slice(1, None, 2), check_default_method),
+        ("--gamma 4 --draft-in-target", 0.4, slice(2, None, 4), check_steps_behind_rounds),
     ],
+    ids=["gamma-1", "draft-branches", "draft-in-target"],
 )
 def test_greedy_exact_equals_transformers(
-    flags: str, share: float, every: slice, launch: Callable[..., Stack], prompts: list[list[int]], greedy: Proof
+    flags: str,
+    share: float,
+    every: slice,
+    also: Callable[[Stack, list[list[int]]], None],
+    launch: Callable[..., Stack],
+    prompts: list[list[int]],
+    greedy: Proof,
 ) -> None:
     stack = launch(*flags.split())
     assert ("draft" in stack.services) == ("--draft-in-target" not in flags)
     drafted, accepted = check(stack, "", prompts[every], greedy)
-    if "--draft-in-target" in flags:
-        assert metric(stack.http, "service_events_total", name="steps_behind_rounds") > 10
+    also(stack, prompts[every])
     stack.stop()
     assert accepted > share * drafted, "fewer drafted tokens were accepted than these books give"
 
@@ -90,12 +129,14 @@ models:
     draft_branches: 3
     draft_waves: 1
     confirm_every: 12
+    self_read_share: 0.25
   - target: {TARGET}
     draft: ngram
     served_model_name: ngram
   - target: {TARGET}
     draft: self
     self_from: 0
+    self_read_share: 0.25
     served_model_name: self
     gamma: 6
 """
@@ -111,18 +152,18 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     file.write_text(MODELS)
     stack = launch("--config", str(file))
     assert list(stack.services) == ["target@pair", "draft@pair", "target@ngram", "target@self"]
-    drafted, accepted = check(stack, "pair", prompts[1::5], greedy)
+    drafted, accepted = check(stack, "pair", prompts[2::4], greedy)
     assert accepted > 0.17 * drafted, "fewer drafted tokens were accepted than these books give"
     assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name="pair") == accepted
     names = "confirmed_tokens", "screened_tokens"
     confirmed, screened = (
         metric(stack.http, "service_events_total", service="target@pair", name=name) for name in names
     )
-    assert confirmed > 0.5 * screened > 100, "fewer were confirmed than these books give"
+    assert confirmed > 0.5 * screened > 50, "fewer were confirmed than these books give"
     for model, share in (("ngram", 0.4), ("self", 0.35)):  # when self drafts is up to how busy the machine is
         assert metric(stack.http, "spec_decode_num_draft_tokens_total", model_name=model) == 0
-        drafted, accepted = check(stack, model, prompts[2::5], greedy)
-        assert accepted > share * drafted > 80, "fewer were accepted than these books give"  # ngram: some 57 %
+        drafted, accepted = check(stack, model, prompts[::4], greedy)
+        assert accepted > share * drafted > 40, "fewer were accepted than these books give"
         events = {"service": f"target@{model}", "name": f"{model}_accepted_tokens"}
         assert metric(stack.http, "service_events_total", **events) == accepted
         assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name=model) == accepted

@@ -58,7 +58,7 @@ def wait_for_sessions(stack: Stack, count: int) -> None:
         return up == 1 and service_state(stack.http, service, "sessions") == count
 
     for service in ("target", "draft"):
-        wait_for(lambda s=service: holds(s), 20, f"{service} holds {count} sessions")
+        wait_for(lambda s=service: holds(s), 60, f"{service} holds {count} sessions")
     if count == 0:
         wait_until_idle(stack.http)
         assert metric(stack.http, "num_requests_running") == 0
@@ -225,7 +225,7 @@ def test_abort_ends_a_request_that_came_over_http(stack: Stack) -> None:
 
 
 def test_a_deadline_ends_the_session_on_both_services(stack: Stack) -> None:
-    call = stack.stub().Generate(make_request(PROMPT, **ENDLESS), timeout=3)
+    call = stack.stub().Generate(make_request(PROMPT, **ENDLESS), timeout=5)
     assert next(call).token_ids
     assert refused(lambda: call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
     wait_for_sessions(stack, 0)

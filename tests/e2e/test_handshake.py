@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,14 +12,14 @@ import pytest
 
 from engine.loading.tokenizer import load_tokenizer, tokenizer_hash
 from engine.sampling import Sampling
-from models import PLAN, TARGET
+from models import DRAFT, PLAN, TARGET
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
 from sparsity.announce import BY_TARGET_HEAD
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
-from tests.client import generate
+from tests.client import generate, wait_for
 from tests.proposals import together
-from tests.stack import Services, start_gateway, start_service, start_services
+from tests.stack import start_service, start_stack
 from wire import convert
 from wire.messages import (
     At,
@@ -40,11 +41,21 @@ from wire.messages import (
 from wire.selection_codec import encode_selection
 
 
+def start_draft(target: str, *flags: str) -> tuple[subprocess.Popen[str], str]:
+    """Run a real draft that dials a target."""
+    own = ("--model", str(DRAFT), "--plan", str(PLAN), "--port", "0", "--kv-tokens", "1000")
+    return start_service("-m", "draft_service", *own, "--target", target, *flags)
+
+
 @pytest.fixture(scope="module")
-def services() -> Iterator[Services]:
-    running = start_services()
-    yield running
-    running.stop()
+def bare_target() -> Iterator[str]:
+    """A target without a draft; the tests are its drafts."""
+    process, address = start_service(
+        "-m", "target_service", "--model", str(TARGET), "--plan", str(PLAN), "--kv-tokens", "2000", "--port", "0"
+    )  # fmt: skip
+    yield address
+    process.terminate()
+    process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +81,9 @@ async def _shake(target: str, hello: Hello) -> tuple[grpc.StatusCode, str]:
 @pytest.mark.parametrize(
     "field", ["protocol_version", "vocab_size", "tokenizer_hash", "plan_hash", "gamma", "block_size"]
 )
-async def test_mismatch_is_refused_naming_both_sides(services: Services, hello: Hello, field: str) -> None:
+async def test_mismatch_is_refused_naming_both_sides(bare_target: str, hello: Hello, field: str) -> None:
     wrong: Any = "0123456789abcdef" if isinstance(getattr(hello, field), str) else getattr(hello, field) + 1
-    code, details = await _shake(services.target, replace(hello, **{field: wrong}))
+    code, details = await _shake(bare_target, replace(hello, **{field: wrong}))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert field in details
     assert "a-draft" in details
@@ -81,24 +92,26 @@ async def test_mismatch_is_refused_naming_both_sides(services: Services, hello: 
     assert str(getattr(hello, field)) in details
 
 
-async def test_a_fitting_hello_is_welcome(services: Services, hello: Hello) -> None:
-    assert (await _shake(services.target, hello))[0] is grpc.StatusCode.OK
+async def test_a_fitting_hello_is_welcome(bare_target: str, hello: Hello) -> None:
+    assert (await _shake(bare_target, hello))[0] is grpc.StatusCode.OK
 
 
-def test_a_real_draft_reports_its_refusal(services: Services) -> None:
+def test_a_real_draft_reports_its_refusal(bare_target: str) -> None:
     """Another γ: the draft process says why it was refused, the target goes on."""
-    draft, address = start_service(
-        "-m", "draft_service", "--model", str(TARGET.parent / "tiny-draft"), "--plan", str(PLAN),
-        "--target", services.target, "--gamma", "7", "--port", "0", "--kv-tokens", "1000",
-    )  # fmt: skip
+    draft, address = start_draft(bare_target, "--gamma", "7")
     try:
         with grpc.insecure_channel(address) as channel:
-            for _ in range(100):
-                status = control_pb2_grpc.DraftControlStub(channel).Status(control_pb2.StatusRequest())
-                if status.refusal:
-                    break
-            assert "gamma" in status.refusal
-            assert "7" in status.refusal
+            stub = control_pb2_grpc.DraftControlStub(channel)
+            refusal = ""
+
+            def refused() -> bool:
+                nonlocal refusal
+                refusal = stub.Status(control_pb2.StatusRequest()).refusal
+                return bool(refusal)
+
+            wait_for(refused, 60, "the refusal is told")
+            assert "gamma" in refusal
+            assert "7" in refusal
     finally:
         draft.kill()
         draft.wait()
@@ -159,7 +172,7 @@ async def test_a_broken_draft_loses_its_session_and_no_token(hello: Hello, bare_
         assert begin.tokens == PROMPT
         await draft.write(convert.draft_events_to_pb([BAD_EVENTS[what](begin.at)]))
         committed = 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while committed < 8:
                 for pb in (await serve.read()).events:
                     event = convert.served_event_from_pb(pb)
@@ -189,17 +202,6 @@ async def _next(draft: Any, kind: type) -> Any:
             assert isinstance(event, Beat | Verdict)
 
 
-@pytest.fixture(scope="module")
-def bare_target() -> Iterator[str]:
-    """A target without a draft; the tests are its drafts."""
-    process, address = start_service(
-        "-m", "target_service", "--model", str(TARGET), "--plan", str(PLAN), "--kv-tokens", "2000", "--port", "0"
-    )  # fmt: skip
-    yield address
-    process.terminate()
-    process.wait(20)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -213,7 +215,7 @@ def bare_target() -> Iterator[str]:
 )
 async def test_the_target_refuses_what_it_cannot_run(bare_target: str, change: dict[str, Any], reason: str) -> None:
     opening = replace(Open("s", [1], 1, 4, [], Sampling(0.0), Exactness.EXACT), **change)
-    async with grpc.aio.insecure_channel(bare_target) as channel, asyncio.timeout(20):
+    async with grpc.aio.insecure_channel(bare_target) as channel, asyncio.timeout(60):
         serve = control_pb2_grpc.TargetControlStub(channel).Serve()
         await serve.write(convert.serve_request_to_pb(opening))
         closed = None
@@ -225,10 +227,15 @@ async def test_the_target_refuses_what_it_cannot_run(bare_target: str, change: d
         await serve.done_writing()
 
 
-def test_the_services_still_work(services: Services) -> None:
+def test_the_target_still_works(bare_target: str) -> None:
     """After all that was refused above."""
-    gateway = start_gateway(services)
+    draft, address = start_draft(bare_target)
     try:
-        assert generate(gateway.stub(), "The old man said", max_tokens=20).speculation.accepted > 0
+        gateway = start_stack("--target-address", bare_target, "--draft-address", address)
+        try:
+            assert generate(gateway.stub(), "The old man said", max_tokens=20).speculation.accepted > 0
+        finally:
+            gateway.stop()
     finally:
-        gateway.stop()
+        draft.kill()
+        draft.wait()

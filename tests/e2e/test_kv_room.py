@@ -13,15 +13,13 @@ from tests.stack import Stack, start_gateway, start_services
 
 CHATS, CONTEXT = 6, 240
 TOPICS = ["the sea", "a long road in the hills", "the old house", "a ship", "winter in the town", "his brother"]
-SETTINGS = ("--max-context", str(CONTEXT), "--prefill-chunk", "64", "--max-sessions", str(CHATS))
+SETTINGS = ("--kv-tokens", "600", "--max-context", str(CONTEXT), "--prefill-chunk", "64", "--max-sessions", str(CHATS))
 TARGET = ("-m", "target_service", "--draft-timeout", "60")
-# GiB of keys and values, layers, heads, dimensions, float32, for 600 tokens.
-HOST = 600 * 2 * 10 * 4 * 64 * 4 / 2**30
 
 
 @contextlib.contextmanager
-def running(*flags: str, of_target: tuple[str, ...] = ()) -> Iterator[Stack]:
-    services = start_services(*SETTINGS, *flags, target_command=(*TARGET, *of_target))
+def running() -> Iterator[Stack]:
+    services = start_services(*SETTINGS, target_command=TARGET)
     gateway = start_gateway(services, "--max-context", str(CONTEXT))
     try:
         yield gateway
@@ -30,14 +28,14 @@ def running(*flags: str, of_target: tuple[str, ...] = ()) -> Iterator[Stack]:
         services.stop()
 
 
-def chats(stack: Stack) -> list[Any]:
-    """The answers to all chats at once, none of which ends before the context does."""
+def chats(stack: Stack, **fields: int) -> list[Any]:
+    """The answers to all chats at once, none of which ends before the context does, or as `fields` say."""
 
     def ask(topic: str) -> Any:
         with OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=400) as client:
             question: Any = [{"role": "user", "content": f"Tell me of {topic}. " * 4}]
             return client.chat.completions.create(
-                model="tiny-target", messages=question, temperature=0, extra_body={"ignore_eos": True}
+                model="tiny-target", messages=question, temperature=0, extra_body={"ignore_eos": True}, **fields
             )
 
     with ThreadPoolExecutor(CHATS) as pool:
@@ -45,26 +43,20 @@ def chats(stack: Stack) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[str]:
-    """What they answer where all find room."""
-    with running() as stack:
-        answers = chats(stack)
-        assert metric(stack.http, "num_preemptions_total") == 0
-    assert all(answer.usage.total_tokens == CONTEXT for answer in answers)
+def wanted(stack: Stack) -> list[str]:
+    """What they answer, and more, where all find room."""
+    answers = chats(stack, max_tokens=CONTEXT)
+    assert sum(answer.speculation["preemptions"] for answer in answers) == 0
     return [answer.choices[0].message.content for answer in answers]
 
 
-@pytest.mark.parametrize(
-    ("flags", "of_target", "pages"),
-    [(("--kv-tokens", "600"), (), 38), (("--kv-tokens", "450"), ("--host-kv-memory", str(HOST)), 37)],
-    ids=["device", "host"],
-)
-def test_every_chat_gets_its_tokens_from_a_pool_that_is_too_small(
-    wanted: list[str], flags: tuple[str, ...], of_target: tuple[str, ...], pages: int
-) -> None:
-    """Some give way, in the target and in the draft, and none is refused or answers otherwise."""
-    with running(*flags, of_target=of_target) as stack:
-        assert service_state(stack.http, "target", "kv_pages") == pages
+def test_every_chat_gets_its_tokens_from_a_pool_that_is_too_small(wanted: list[str]) -> None:
+    """Some give way, in the target and in the draft, and none is refused or answers otherwise.
+
+    Where host memory is what is too small: test_offload.py.
+    """
+    with running() as stack:
+        assert service_state(stack.http, "target", "kv_pages") == 38
         answers = chats(stack)
         given_way = metric(stack.http, "num_preemptions_total")
         assert given_way > 0
@@ -72,4 +64,5 @@ def test_every_chat_gets_its_tokens_from_a_pool_that_is_too_small(
         assert metric(stack.http, "service_events_total", service="draft", name="declined_sessions") > 0
         wait_until_idle(stack.http)
     assert [answer.usage.total_tokens for answer in answers] == [CONTEXT] * CHATS
-    assert [answer.choices[0].message.content for answer in answers] == wanted
+    for answer, longer in zip(answers, wanted, strict=True):
+        assert longer.startswith(answer.choices[0].message.content)

@@ -1,5 +1,6 @@
 """Where Ray runs the services of a launch, on several nodes on this machine, and what happens when one is lost."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,16 +15,16 @@ from tests.client import generate, metric, service_state, wait_for
 from tests.conftest import RAY_ENVIRONMENT
 from tests.stack import ROOT, Stack, start_stack
 
-TOKENS = 1000
+TOKENS = 500
 PROMPT = "The old man looked at the sea"
 # Ray takes 15 s or more to give a node up otherwise.
 IMPATIENT = {"health_check_period_ms": 500, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 3}
 
 
-DRIVER = "127.0.0.5"
+DRIVER = "127.0.0.5"  # where the launch is that outlives its head
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster() -> Iterator[Any]:
     """A Ray whose head has address 127.0.0.1 and the resource `small`. It believes to have a GPU, as all its nodes do
     but that of the driver, so that each runs one service."""
@@ -40,30 +41,25 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def nodes(cluster: Any) -> dict[str, Any]:
     """The nodes for targets, by address."""
     return {host: add_node(cluster, host) for host in ("127.0.0.2", "127.0.0.3")}
 
 
-@pytest.fixture(scope="module")
-def stack(cluster: Any, nodes: dict[str, Any]) -> Iterator[Stack]:
-    """A launch whose driver is not on the head's node, and on none that runs services."""
-    cluster.add_node(num_cpus=1, node_ip_address=DRIVER)
+@contextlib.contextmanager
+def launched_at(host: str, cluster: Any) -> Iterator[Stack]:
+    """A launch whose driver is on this node."""
     stack = start_stack(
         *("--ray-address", cluster.address, "--targets", "2"),
         *("--target-resource", "large", "--draft-resource", "small"),
         *("--target-kv-tokens", "4000", "--max-context", "2048"),
-        command=("-m", "tests.launch_at_node", DRIVER),
+        command=("-m", "tests.launch_at_node", host),
     )
-    yield stack
-    stack.stop()
-
-
-@pytest.fixture(scope="module")
-def expected(stack: Stack) -> Any:
-    """The answer that every request here gets."""
-    return ask(stack)
+    try:
+        yield stack
+    finally:
+        stack.stop()
 
 
 def add_node(cluster: Any, host: str) -> Any:
@@ -81,45 +77,51 @@ def parent_of(pid: int) -> int:
 def running_target(stack: Stack) -> str:
     """Wait until a request runs; return where."""
     runs = lambda name: service_state(stack.http, name, "sessions") == 1  # noqa: E731
-    wait_for(lambda: runs("target-1") or runs("target-2"), 10, "the request runs")
+    wait_for(lambda: runs("target-1") or runs("target-2"), 60, "the request runs")
     return "target-1" if runs("target-1") else "target-2"
 
 
 def test_streams_go_on_when_a_node_is_lost_and_its_target_starts_on_one_that_joins(
-    cluster: Any, nodes: dict[str, Any], stack: Stack, expected: Any
+    cluster: Any, nodes: dict[str, Any]
 ) -> None:
     """Services run on nodes that have what they need, and listen there. A node is lost with raylet and all."""
-    hosts = {name: address.partition(":")[0] for name, (address, _) in stack.services.items()}
-    assert hosts["draft"] == "127.0.0.1" and {hosts["target-1"], hosts["target-2"]} == set(nodes)
-    assert len({parent_of(pid) for _, pid in stack.services.values()}) == 3, "a raylet each"
-    assert expected.speculation.rounds > 0
+    with launched_at("127.0.0.1", cluster) as stack:
+        hosts = {name: address.partition(":")[0] for name, (address, _) in stack.services.items()}
+        assert hosts["draft"] == "127.0.0.1" and {hosts["target-1"], hosts["target-2"]} == set(nodes)
+        assert len({parent_of(pid) for _, pid in stack.services.values()}) == 3, "a raylet each"
+        expected = ask(stack)
+        assert expected.speculation.rounds > 0
 
-    with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, stack)
-        lost = running_target(stack)
-        cluster.remove_node(nodes[hosts[lost]], allow_graceful=False)
-        assert answer.result(120).tokens == expected.tokens
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, stack)
+            lost = running_target(stack)
+            cluster.remove_node(nodes[hosts[lost]], allow_graceful=False)
+            assert answer.result(120).tokens == expected.tokens
 
-    add_node(cluster, "127.0.0.4")
-    wait_for(lambda: metric(stack.http, "service_attached", service=lost) == 1, 60, "it starts, and has the draft")
-    command = [sys.executable, "-m", "cli", "status", "--url", stack.http, "--json"]
-    status = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
-    assert status["nodes"]["127.0.0.4"] == [lost] and hosts[lost] not in status["nodes"]
+        add_node(cluster, "127.0.0.4")
+        wait_for(lambda: metric(stack.http, "service_attached", service=lost) == 1, 120, "it starts, and has the draft")
+        command = [sys.executable, "-m", "cli", "status", "--url", stack.http, "--json"]
+        status = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
+        assert status["nodes"]["127.0.0.4"] == [lost] and hosts[lost] not in status["nodes"]
 
 
+@pytest.mark.long
 def test_streams_go_on_when_the_head_is_lost_and_the_launch_ends_with_an_error(
-    cluster: Any, stack: Stack, expected: Any
+    cluster: Any, nodes: dict[str, Any]
 ) -> None:
     """The head takes the draft with it; targets and driver are on other nodes. No other head comes.
 
     The launch goes on for a minute: what is asked for is little enough for a busy machine.
     """
-    with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, stack, 300)
-        running_target(stack)
-        cluster.remove_node(cluster.head_node, allow_graceful=False)
-        assert answer.result(120).tokens == expected.tokens[:300]
-    assert ask(stack, 50).tokens == expected.tokens[:50], "requests are taken as well"
-    wait_for(lambda: "Ray is lost: its head does not answer" in stack.output.read_text(), 30, "the launch says so")
-    assert stack.process.wait(120) == 1
-    assert "attempt 3 of 3 to place the services anew failed: no Ray answers" in stack.output.read_text()
+    cluster.add_node(num_cpus=1, node_ip_address=DRIVER)
+    with launched_at(DRIVER, cluster) as stack:
+        expected = ask(stack, 300)
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, stack, 300)
+            running_target(stack)
+            cluster.remove_node(cluster.head_node, allow_graceful=False)
+            assert answer.result(120).tokens == expected.tokens
+        assert ask(stack, 50).tokens == expected.tokens[:50], "requests are taken as well"
+        wait_for(lambda: "Ray is lost: its head does not answer" in stack.output.read_text(), 60, "the launch says so")
+        assert stack.process.wait(120) == 1
+        assert "attempt 3 of 3 to place the services anew failed: no Ray answers" in stack.output.read_text()

@@ -10,7 +10,7 @@ from openai import OpenAI
 from engine.loading.model import load_model
 from engine.sampling import Sampling
 from models import TARGET
-from tests.stack import start_gateway, start_services
+from tests.stack import Stack
 from tests.unit.world import changed_logits
 
 PROMPT = "The old man looked at the sea and the old man looked at the"
@@ -23,13 +23,9 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[OpenAI]:
-    services = start_services()
-    stack = start_gateway(services)
+def client(stack: Stack) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
-    stack.stop()
-    services.stop()
 
 
 @torch.inference_mode()

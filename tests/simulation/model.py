@@ -4,7 +4,7 @@ So a page that is wrong, stale or another session's gives other tokens than the 
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.passes.outputs import StepUnderWay
+from engine.rounds.behind_steps import Verdict
 from engine.rounds.requests import AnnouncementRequest, Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from sparsity.plan import uniform_plan
 from sparsity.selection import last_word_mask, row_words
@@ -83,9 +84,9 @@ class ScriptedRunner(ChainingRunner):
             item.kv.length += len(item.tokens)
         return outputs
 
-    def launch(self, inputs: list[SequenceInput]) -> StepUnderWay:
+    def launch(self, inputs: list[SequenceInput], imposed: Sequence[Verdict] | None = None) -> StepUnderWay:
         if any(item.behind is not None for item in inputs):
-            return super().launch(inputs)
+            return super().launch(inputs, imposed)
         known = [item if item.follows is None else replace(item, tokens=[self._left[item.follows]]) for item in inputs]
         outputs = self.forward(known)
         self._left = [output.verdict[1] for output in outputs if output.verdict is not None]
@@ -135,7 +136,7 @@ class ScriptedRunner(ChainingRunner):
             self._write(item.kv, length, item.tokens[:-1])
             length += len(item.tokens) - 1
             branches = (Branch(length, item.tokens[-1], item.uniforms),)
-        sampled, passes = item.temperature > 0, (item.gamma or settings.gamma) + 1
+        sampled, passes = item.temperature > 0, (item.gamma or settings.gamma) + settings.runs_last
         drafted = [
             self._draft_branch(item.kv, branch, length + index * passes, passes, settings, sampled)
             for index, branch in enumerate(branches)
@@ -163,12 +164,12 @@ class ScriptedRunner(ChainingRunner):
             rows = [(a, b, *((b + i) % VOCAB for i in others)) for a, b in zip(tokens, right, strict=True)]
             likeliest = np.array([row[: settings.alternatives] for row in rows])
         if not sampled:
-            return DraftedTokens(tokens, alternatives=likeliest)
+            return DraftedTokens(tokens, alternatives=likeliest, runs_last=settings.runs_last)
         ids = np.array([(token, (token + 5) % VOCAB) for token in tokens])
         probs = np.tile(_SUPPORT, (len(tokens), 1))
         if self.is_sick():
             probs[:] = np.nan
-        return DraftedTokens(tokens, ids, probs, likeliest)
+        return DraftedTokens(tokens, ids, probs, likeliest, settings.runs_last)
 
 
 def _selection(request: AnnouncementRequest, settings: RoundSettings, base: int, token: int) -> np.ndarray:

@@ -91,13 +91,16 @@ class Scenario:
 
     @property
     def gamma_setting(self) -> int:
-        """What the services are told of γ: in a third of the seeds they choose it (auto), up to `gamma`."""
-        return 0 if self.seed % 3 == 0 else self.gamma
+        """What the services are told of γ: in half of the seeds they choose it (auto), up to `gamma`."""
+        return 0 if self.seed % 3 == 0 or self.seed % 6 == 1 else self.gamma
 
     @property
     def confirm_every(self) -> int:
-        """How many tokens of an exact session sparse attention screens, at most: in a third of the seeds any."""
-        return 0 if self.seed % 3 != 1 else self.gamma + 1 + self.seed // 3 % 12
+        """How many tokens of an exact session sparse attention screens, at most: in a third of the seeds any, and in a
+        seventh of these the target chooses.
+        """
+        number = self.seed // 3 % 14
+        return 0 if self.seed % 3 != 1 else -1 if number > 11 else self.gamma + 1 + number
 
     @property
     def goes_ahead(self) -> bool:

@@ -3,6 +3,7 @@
 So a page that is wrong, stale, shared or missing changes the outcome or trips an assertion.
 """
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,6 +98,12 @@ class FakeModel:
         return tokens, m.FinishReason.LENGTH
 
 
+@functools.cache
+def _lasting(layers: int, heads: int) -> np.ndarray:
+    """What block weights keep from round to round, [layers, heads, 40 blocks]."""
+    return np.random.default_rng(0).random((layers, heads, 40))
+
+
 class FakeRunner(ChainingRunner):
     """Keys hold (position, token). Logits come from what block tables and block lists lead to.
 
@@ -119,14 +126,33 @@ class FakeRunner(ChainingRunner):
     def tokens_in(self, kv: SequenceKV, length: int | None = None) -> list[int]:
         """The tokens of the first `length` positions, of all if that is None."""
         length = kv.length if length is None else length
-        content = self.kv.k_pages[-1].numpy()[kv.pages, 0].astype(int).reshape(-1, 2)[:length]
+        content = self._keys(-1)[kv.pages, 0].reshape(-1, 2)[:length]
         assert (content[:, 0] == np.arange(length)).all()
-        return content[:, 1].tolist()
+        return content[:, 1].astype(int).tolist()
+
+    def holds(self, expected: list[tuple[SequenceKV, list[int]]]) -> bool:
+        """Whether these sequences' first positions have the KV of just these tokens."""
+        pages, rows, tokens, positions, at = list[int](), [], list[int](), [], 0
+        for kv, first in expected:
+            pages += kv.pages
+            assert len(first) <= len(kv.pages) * PAGE_SIZE
+            rows.append(np.arange(at, at + len(first)))
+            positions.append(np.arange(len(first)))
+            tokens += first
+            at += len(kv.pages) * PAGE_SIZE
+        if not tokens:
+            return True
+        content = self._keys(-1)[pages, 0].reshape(-1, 2)[np.concatenate(rows)]
+        return bool((content[:, 0] == np.concatenate(positions)).all() and (content[:, 1] == tokens).all())
+
+    def _keys(self, layer: int) -> np.ndarray:
+        """[pages, heads, rows, 2], not a copy."""
+        return self.kv.k_pages[layer].numpy()
 
     def block_weights(self, history: list[int], block_size: int, heads: int) -> Tensor:
         """Much the same from round to round, so that differences are worth sending, but never quite."""
         shape = (self.kv.num_layers, heads, -(-len(history) // block_size))
-        lasting = np.random.default_rng(0).random((*shape[:2], 40))[..., : shape[2]]
+        lasting = _lasting(*shape[:2])[..., : shape[2]]
         weights = lasting + 0.2 * np.random.default_rng(hashed(history)).random(shape)
         return torch.from_numpy(weights / weights.sum(-1, keepdims=True)).float()
 
@@ -144,6 +170,7 @@ class FakeRunner(ChainingRunner):
         for item in inputs:
             self._write(item.kv, item.kv.length, item.tokens)
         outputs = [self._run(item) for item in inputs]
+        self._judge(inputs, outputs)
         for item in inputs:
             item.kv.length += len(item.tokens)
         return outputs
@@ -174,11 +201,12 @@ class FakeRunner(ChainingRunner):
 
     def _write(self, kv: SequenceKV, start: int, tokens: list[int], at: int | None = None) -> None:
         """Write KV from `start` on, of tokens whose positions begin `at` another number if one is given."""
-        for index, token in enumerate(tokens):
-            page, row = kv.pages[(start + index) // PAGE_SIZE], (start + index) % PAGE_SIZE
-            position = (start if at is None else at) + index
-            for keys in self.kv.k_pages:
-                keys[page, :, row] = torch.tensor([position, token], dtype=keys.dtype)
+        places = range(start, start + len(tokens))
+        pages, rows = [kv.pages[place // PAGE_SIZE] for place in places], [place % PAGE_SIZE for place in places]
+        position = start if at is None else at
+        written = np.array([*enumerate(tokens, position)], np.float32).reshape(-1, 1, 2)
+        for layer in range(self.kv.num_layers):
+            self._keys(layer)[pages, :, rows] = written
 
     def _run(self, item: SequenceInput) -> SequenceOutput:
         length = item.kv.length + len(item.tokens)
@@ -193,21 +221,37 @@ class FakeRunner(ChainingRunner):
         assert history[length - len(item.tokens) :] == item.tokens
         out = SequenceOutput()
         if item.logits != "none":
-            given = self.logits if item.read is None or dense else self.sparse_logits
+            given = self.logits if item.read is None or dense or item.read.reads_all else self.sparse_logits
             out.logits = torch.from_numpy(np.stack([given(history[: p + 1]) for p in range(first, length)]))
         if item.drafted is not None:
             assert out.logits is not None and item.tokens[1:] == item.drafted.tokens
-            if item.drafted.is_plain:
-                (out.verdict,) = judge_rounds([out.logits], [item.drafted], self.deterministic)
-                out.finite = bool(are_finite(out.logits[None], torch.tensor([len(item.drafted.tokens)])))
-            else:
-                (judged,) = judge_by_rules(out.logits[None], [item.drafted])
-                out.verdict, out.finite = judged.verdict, judged.finite
-                out.logprobs, out.supports = judged.logprobs, judged.supports
-            out.logits = None
         if item.read is not None:
             self._report(item.read, history, read, out)
         return out
+
+    def _judge(self, inputs: list[SequenceInput], outputs: list[SequenceOutput]) -> None:
+        """Judge the rounds of a pass, those with rules apart; of what is judged no logits are left."""
+        for plain in (True, False):
+            judged = [
+                (out, out.logits, item.drafted)
+                for item, out in zip(inputs, outputs, strict=True)
+                if item.drafted is not None and item.drafted.is_plain == plain and out.logits is not None
+            ]
+            if not judged:
+                continue
+            outs, logits, rounds = (list(each) for each in zip(*judged, strict=True))
+            for out in outs:
+                out.logits = None
+            if plain:
+                counts = torch.tensor([len(item.tokens) for item in rounds])
+                finite = are_finite(padded_rows(logits, len(rounds)), counts).tolist()
+                verdicts = judge_rounds(logits, rounds, self.deterministic)
+                for out, verdict, is_finite in zip(outs, verdicts, finite, strict=True):
+                    out.verdict, out.finite = verdict, bool(is_finite)
+                continue
+            for out, found in zip(outs, judge_by_rules(padded_rows(logits, len(rounds)), rounds), strict=True):
+                out.verdict, out.finite = found.verdict, found.finite
+                out.logprobs, out.supports = found.logprobs, found.supports
 
     def _report(
         self, given: SparseRead, history: list[int], read: list[tuple[np.ndarray, np.ndarray]], out: SequenceOutput
@@ -265,21 +309,25 @@ class FakeRunner(ChainingRunner):
 
     def _read_all(self, kv: SequenceKV, length: int, lists: Lists) -> list[tuple[np.ndarray, np.ndarray]]:
         """By layer and KV head: the pages that it reads, and the token that it gets to see at each position."""
-        places = [(layer, head) for layer in range(self.kv.num_layers) for head in range(KV_HEADS)]
         read = []
-        for layer, head in places:
-            blocks = lists[layer]
-            pages = np.arange(pages_for(length)) if blocks is None else blocks[head]
-            assert (np.diff(pages) > 0).all()
-            assert not len(pages) or pages[-1] < pages_for(length)
-            physical = np.array(kv.pages)[pages]
-            content = self.kv.k_pages[layer].numpy()[physical, head].astype(int).reshape(-1, 2)
-            at = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).flatten()
-            content, at = content[at < length], at[at < length]
-            assert (content[:, 0] == at).all()
-            seen = np.full(length, UNSEEN)
-            seen[at] = content[:, 1]
-            read.append((pages, seen))
+        table, everything = np.array(kv.pages[: pages_for(length)], int), np.arange(pages_for(length))
+        for layer, blocks in enumerate(lists):
+            keys = self._keys(layer)
+            if blocks is None:
+                content = keys[table].transpose(1, 0, 2, 3).reshape(KV_HEADS, -1, 2)[:, :length]
+                assert (content[..., 0] == np.arange(length)).all()
+                read += [(everything, seen) for seen in content[..., 1].astype(int)]
+                continue
+            for head, pages in enumerate(blocks):
+                assert (np.diff(pages) > 0).all()
+                assert not len(pages) or pages[-1] < pages_for(length)
+                content = keys[table[pages], head].reshape(-1, 2)
+                at = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).flatten()
+                content, at = content[at < length], at[at < length]
+                assert (content[:, 0] == at).all()
+                seen = np.full(length, UNSEEN)
+                seen[at] = content[:, 1]
+                read.append((pages, seen))
         return read
 
     def _check(self, read: list[tuple[np.ndarray, np.ndarray]], length: int, first: int) -> list[int]:
@@ -327,7 +375,7 @@ class FakeRunner(ChainingRunner):
             own = length + index * ((item.gamma or settings.gamma) + 1)
             tokens, seen = self._draft_branch(item, settings, index, branch, own)
             drafted.append(tokens)
-            weights += [each[..., :blocks] for each in seen]
+            weights += [each[..., :blocks] for each in seen]  # none if they are not asked for
         bitmap = None if item.announce is None else _announce(item.announce, settings, torch.stack(weights))
         return RoundOutput(drafted, bitmap)
 
@@ -340,10 +388,11 @@ class FakeRunner(ChainingRunner):
         token, drawn = branch.token, item.temperature > 0
         tokens: list[int] = []
         supports, alternatives, weights = [], [], []
-        for index in range((item.gamma or settings.gamma) + 1):
+        for index in range((item.gamma or settings.gamma) + settings.runs_last):
             self._write(item.kv, own + index, [token], at=len(history))
             history.append(token)
-            weights.append(self.block_weights(history, settings.block_size, self.heads))
+            if item.announce is not None:
+                weights.append(self.block_weights(history, settings.block_size, self.heads))
             logits = changed(self.logits(history), history, item.rules)
             if item.allowed is not None:
                 mask = unpack_mask(torch.from_numpy(item.allowed(number, tokens)), VOCAB)
@@ -354,7 +403,8 @@ class FakeRunner(ChainingRunner):
             alternatives.append(np.argsort(-logits, kind="stable")[: settings.alternatives])
         ids, probs = (torch.cat(part).numpy() for part in zip(*supports, strict=True))
         likeliest = np.stack(alternatives) if settings.alternatives else None
-        return DraftedTokens(tokens, ids if drawn else None, probs if drawn else None, likeliest), weights
+        drafted = DraftedTokens(tokens, ids if drawn else None, probs if drawn else None, likeliest, settings.runs_last)
+        return drafted, weights
 
     def _sample(
         self, item: RoundRequest, settings: RoundSettings, logits: np.ndarray, index: int, uniforms: np.ndarray
@@ -372,13 +422,13 @@ class FakeRunner(ChainingRunner):
 
 def changed(logits: np.ndarray, history: list[int], rules: RoundRules | None) -> np.ndarray:
     """Logits behind `history` as the target's rules change them."""
-    row = torch.from_numpy(logits.copy())[None]
+    changed_row = logits.copy()
     if rules is not None:
-        session = rules.session
+        session, row = rules.session, torch.from_numpy(changed_row)[None]
         assert history[: len(rules.committed)] == rules.committed
         for rule in rules_of(session.sampling, session.prompt_tokens, session.stop_token_ids):
             rule.apply(row, history, [])
-    return row[0].numpy()
+    return changed_row
 
 
 def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Tensor) -> np.ndarray:
@@ -400,17 +450,24 @@ def judge_rounds(
 
     logits: [len(tokens) + 1, vocab] each, row i for position base + i
     """
-    device, vocab = logits[0].device, logits[0].shape[1]
+    device = logits[0].device
     gamma, count = max(len(item.tokens) for item in rounds), max(2, len(rounds))  # pinned steps have several rows
     cuts = cuts_of(rounds)
     staging = Staging(verdict_layout(count, gamma, support_of(rounds), cuts), device)
     lay_out_verdicts(staging.host, rounds)
     staging.send()
-    padded = torch.zeros(count, gamma + 1, vocab, device=device)
+    accepted, following = judge(
+        padded_rows(logits, count), staging.device, default_backend(device), whatever_is_drafted, cuts
+    )
+    return list(zip(accepted.tolist(), following.tolist(), strict=True))[: len(rounds)]
+
+
+def padded_rows(logits: list[Tensor], count: int) -> Tensor:
+    """`count` rounds' logits in one tensor, [count, places, vocab], with zeros where there are none."""
+    padded = logits[0].new_zeros(count, max(len(rows) for rows in logits), logits[0].shape[1])
     for row, rows in zip(padded, logits, strict=False):
         row[: len(rows)] = rows
-    accepted, following = judge(padded, staging.device, default_backend(device), whatever_is_drafted, cuts)
-    return list(zip(accepted.tolist(), following.tolist(), strict=True))[: len(rounds)]
+    return padded
 
 
 def limit_support(probs: Tensor, support: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from config import SettingsError, TargetSettings
 from config.access import ClientAccess, check_client_listener, check_service_listener, is_loopback
-from orchestrator.access import open_paths
+from orchestrator.access import open_paths, read_access
 from orchestrator.connection_limits import Connections
 from orchestrator.directory import Directory
 from orchestrator.http_gateway import serve_http
@@ -22,6 +22,7 @@ from orchestrator.router import Router
 from orchestrator.service_status import ControlLine
 from protos import control_pb2, control_pb2_grpc
 from tests.certificates import Files, make_certificate
+from tests.launch_settings import launch_settings
 from tests.unit.test_router import Target, until
 from wire.access import PeerAccess, bearer_of, check_token, peer_of, read_peer_access
 from wire.errors import Unauthenticated
@@ -240,6 +241,15 @@ def test_certificates_that_no_peer_would_take_are_refused_at_the_start(files: Fi
         with pytest.raises(SettingsError, match=reason):
             read_tls(*paths)
     assert read_tls("", "") is None
+
+
+@pytest.mark.parametrize("prefix", ["--", "--service-"])
+def test_an_expired_certificate_ends_a_launch(prefix: str, tmp_path: Path) -> None:
+    """Whichever ports it is for; a launch reads both before it dials or places anything."""
+    old = make_certificate(tmp_path, "old", AUTHORITY, expired=True)
+    config = launch_settings([f"{prefix}tls-cert", old.cert, f"{prefix}tls-key", old.key], {})
+    with pytest.raises(SettingsError, match=f"{old.cert}: certificate has expired"):
+        read_access(config)
 
 
 def test_a_token_comes_from_a_file(tmp_path: Path) -> None:

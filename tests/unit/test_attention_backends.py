@@ -217,9 +217,9 @@ def test_prompts_read_a_share_of_what_is_before_them_but_in_layers_that_read_all
         "a share": SparsePrompt(0.2),
         "a share in some layers": SparsePrompt(0.2, layers[:5]),
     }
-    runner = make_runner(model, 1500 * len(hows), max_context=1200)
+    runner = make_runner(model, 900 * len(hows), max_context=700)
     sequences = {name: SequenceKV() for name in hows}
-    runner.forward([SequenceInput(kv, tokens(1100, 1)) for kv in sequences.values()])
+    runner.forward([SequenceInput(kv, tokens(600, 1)) for kv in sequences.values()])
     parts = [SequenceInput(sequences[name], tokens(60, 2), "all", prompt=how) for name, how in hows.items()]
     logits = dict(zip(hows, [output.logits for output in runner.forward(parts)], strict=True))
     same = ["dense", "all layers dense", "the whole share"]

@@ -102,7 +102,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
     plan, method = replace(load_plan(models.PLAN), budget=0.25, group_size=0), METHODS["ahead"]
     rows = Reader(method, plan).announced_rows
     target.make_room_for_rounds(8, GAMMA, SUPPORT, rows, plan.block_size)
-    draft.prepare_rounds(round_settings(plan, GAMMA, SUPPORT))
+    draft.prepare_rounds(replace(round_settings(plan, GAMMA, SUPPORT), branches=2))
     random = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, 4000, (length,), generator=random).tolist() for length in (300, 40, 217)]
     kvs = {}
@@ -159,7 +159,9 @@ def test_rounds_of_branches_or_of_several_kinds_have_to_be_waited_for(pair: tupl
 
 
 def test_only_sequences_behind_rounds_take_what_these_have_left() -> None:
-    """Of three sequences the last one runs behind the first round and the first one behind the second."""
+    """Of three sequences the last one runs behind the first round, with a token before, and the first one behind the
+    second.
+    """
     left = LeftRounds.make(2, 3, 2, (1, 2), torch.device(DEVICE))
     left.take(
         {
@@ -171,17 +173,21 @@ def test_only_sequences_behind_rounds_take_what_these_have_left() -> None:
     )
     given = {
         "behind": torch.tensor([1, -1, 0], dtype=torch.int32),
+        "held": torch.tensor([0, 0, 1], dtype=torch.int32),
         "query_starts": torch.tensor([0, 3, 5, 9], dtype=torch.int32),
-        "token_ids": torch.tensor([1, 0, 0, 2, 9, 3, 0, 0, 0, 0]),
+        "token_ids": torch.tensor([1, 0, 0, 2, 9, 3, 8, 0, 0, 0]),
         "draft_counts": torch.tensor([2, 1, 3], dtype=torch.int32),
-        "draft_tokens": torch.tensor([[0, 0, 0], [9, 0, 0], [0, 0, 0]], dtype=torch.int32),
+        "draft_tokens": torch.tensor([[0, 0, 0], [9, 0, 0], [8, 0, 0]], dtype=torch.int32),
         "support_ids": torch.zeros(3, 3, 4, dtype=torch.int32),
         "support_probs": torch.zeros(3, 3, 4),
         "bitmaps": torch.tensor([[[1, 1]], [[2, 2]], [[3, 3]]]),
     }
     given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
     take_left_rounds(given | {f"left_{name}": tensor for name, tensor in vars(left).items()})
-    assert given["token_ids"].tolist() == [1, 21, 22, 2, 9, 3, 11, 12, 13, 0]
-    assert given["draft_tokens"][1].tolist() == [9, 0, 0] and given["draft_tokens"][2].tolist() == [11, 12, 13]
-    assert given["support_ids"].sum((1, 2)).tolist() == [42, 0, 42] and given["support_probs"].sum() == 6
+    assert given["token_ids"].tolist() == [1, 21, 22, 2, 9, 3, 8, 11, 12, 0]
+    assert given["draft_tokens"][1].tolist() == [9, 0, 0] and given["draft_tokens"][2].tolist() == [8, 11, 12]
+    assert given["support_ids"].sum(2).tolist() == [[14] * 3, [0] * 3, [0, 14, 14]]
+    assert given["support_probs"].sum((1, 2)).tolist() == [3, 0, 2]
+    left.take({"tokens": torch.zeros(2, 3, dtype=torch.int32)})
+    assert not left.bitmaps.any(), "these rounds announced nothing"
     assert given["bitmaps"].tolist() == [[[6, 0]], [[2, 2]], [[5, 0]]]

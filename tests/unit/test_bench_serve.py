@@ -9,16 +9,21 @@ import numpy as np
 import pytest
 import transformers
 
+import sparsity.reader
 from benchmarks import serve
 from benchmarks.read_trace import load_reads
 from benchmarks.serving.breakdown import RoundParts, break_down
 from benchmarks.serving.deployment import Pair, kv_gib, write_model
 from benchmarks.serving.replay import lay_out, write_replay
 from benchmarks.serving.rows import Shape, Way
-from benchmarks.serving.service import foreseeing, replayed_words
+from benchmarks.serving.service import announced_only, foreseeing, replayed_words
 from benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
 from cli.main import main
+from engine.inputs import SequenceOutput
 from engine.rounds.requests import DraftedTokens
+from sparsity.methods import BY_MEMORY, METHODS
+from sparsity.plan import uniform_plan
+from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.commit import imposed_token
 
@@ -143,6 +148,21 @@ def test_a_laid_out_round_is_cut_to_its_context(tmp_path: Path) -> None:
         write_replay(tmp_path / "replay.npy", trace, 1, 1, 257, 100)
 
 
+def test_what_is_replayed_is_all_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But by readers for which no draft announces."""
+    monkeypatch.setattr(sparsity.reader, "shared_budget", announced_only)
+    plan = uniform_plan(2, 2, 1, 1, budget=0.5)
+    announced = BlockSelection.from_matrix(np.eye(4, 40, 5, dtype=bool))
+    read = Reader(METHODS["ahead"], plan).read(announced, 600, 604)
+    assert read is not None and read.budget is not None
+    assert read.budget.room == 0 and (read.budget.bitmap == announced.resized(38).words).all()
+    reader = Reader(BY_MEMORY, plan)
+    reader.read(None, 600, 604)
+    reader.finish(SequenceOutput())
+    read = reader.read(None, 600, 604)
+    assert read is not None and read.budget is not None and read.budget.room > 0
+
+
 # The command.
 
 
@@ -175,7 +195,7 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
-    sizes = ["--shapes", "4x200", "--tokens", "250", "--modes", "none", "approximate", "--breakdown"]
+    sizes = ["--shapes", "4x200", "--tokens", "200", "--modes", "none", "approximate", "--breakdown"]
     main([*TINY, *sizes, "--targets", "2", "--draft-in-target", "--json", str(file)])
     content = json.loads(file.read_text())
     assert content["failures"] == []

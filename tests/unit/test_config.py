@@ -324,6 +324,13 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_else() -> None:
         alone(DraftSettings(), "--model", "./nope")
 
 
+def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
+    from orchestrator.endpoints import resolve_context  # imports transformers
+
+    with pytest.raises((ValueError, OSError), match=str(tmp_path)):
+        resolve_context(resolve("--target", str(tmp_path), "--plan", "any.json"))
+
+
 def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         resolve("--service-token", "secret-a", "--api-key", "secret-b", "--dry-run")

@@ -21,7 +21,7 @@ from target_service.controller import (
     choose,
     gammas,
 )
-from target_service.round_costs import PLAIN, STALE, TRIED_IN, Choice, Load, RoundCosts
+from target_service.round_costs import PLAIN, SETTLED, STALE, TRIED_IN, Choice, Load, RoundCosts, sessions_of
 
 CHOICES = [PLAIN, *(Choice(gamma, sparse) for gamma in (1, 2, 4) for sparse in (False, True))]
 LOAD = (1, 10)
@@ -125,10 +125,19 @@ def test_chances_come_near_what_they_are(chance: float) -> None:
     assert sum(seen) / len(seen) == pytest.approx(chance, abs=0.06)
 
 
+def note_enough(costs: RoundCosts, load: Load, choice: Choice, seconds: float, drafting: float, step: float) -> None:
+    """Take note of just as many rounds as a figure needs to count."""
+    for _ in range(SETTLED * sessions_of(load) + 1):
+        costs.add(load, choice, seconds, drafting, step)
+
+
 def test_costs_of_what_was_not_measured_follow_from_the_passes_of_the_draft() -> None:
     costs = RoundCosts()
     assert costs.seconds(LOAD, Choice(4)) is None
-    costs.add(LOAD, Choice(4), seconds=0.020, drafting=0.010, step=0.008)
+    for _ in range(SETTLED):
+        costs.add(LOAD, Choice(4), 0.020, 0.010, 0.008)
+    assert costs.seconds(LOAD, Choice(4)) is None  # these may have been held up
+    costs.add(LOAD, Choice(4), 0.020, 0.010, 0.008)
     assert costs.seconds(LOAD, Choice(4)) == pytest.approx(0.020)
     assert costs.seconds(LOAD, Choice(2)) == pytest.approx(0.016)
     assert costs.seconds(LOAD, Choice(2, sparse=True)) is costs.seconds(LOAD, PLAIN) is None
@@ -138,22 +147,33 @@ def test_costs_of_what_was_not_measured_follow_from_the_passes_of_the_draft() ->
 
 def test_a_figure_that_is_not_renewed_is_forgotten_and_an_outlier_counts_little() -> None:
     costs = RoundCosts()
-    costs.add(LOAD, PLAIN, 0.010, 0.0, 0.010)
+    note_enough(costs, LOAD, PLAIN, 0.010, 0.0, 0.010)
     for _ in range(STALE - 1):
         costs.add(LOAD, Choice(4), 0.020, 0.010, 0.008)
-    assert costs.rounds(LOAD, PLAIN) == 1
+    assert costs.rounds(LOAD, PLAIN) == SETTLED + 1
     costs.add(LOAD, Choice(4), 10.0, 0.010, 0.008)
     assert costs.rounds(LOAD, PLAIN) == 0 and costs.seconds(LOAD, PLAIN) is None
     assert costs.seconds(LOAD, Choice(4)) == pytest.approx(0.020 * (1 + 2 / 16))
 
 
+def test_first_rounds_in_which_a_graph_was_captured_are_no_figure() -> None:
+    """All sessions waited for it in the same step, and one by one in the next."""
+    costs, load = RoundCosts(), (4, 19)  # 8 sessions
+    for seconds in (*[2.2] * 8, *[0.3] * 4, *[0.013] * 20):
+        costs.add(load, Choice(4), seconds, 0.006, 0.1 * seconds)
+    assert costs.seconds(load, Choice(4)) == pytest.approx(0.013)
+    assert costs.rounds(load, Choice(4)) == 20
+    costs.add(load, Choice(4), 0.004, 0.006, 0.0013)  # once settled, one that is quick says nothing of the others
+    assert costs.rounds(load, Choice(4)) == 21
+
+
 def test_a_figure_is_forgotten_the_later_the_more_trying_it_again_costs() -> None:
     load: Load = (6, 16)  # 32 sessions
     costs = RoundCosts()
-    costs.add(load, Choice(4), 0.040, 0.010, 0.010)
+    note_enough(costs, load, Choice(4), 0.040, 0.010, 0.010)
     for _ in range(2 * STALE):
         costs.add(load, PLAIN, 0.010, 0.0, 0.010)
-    assert costs.rounds(load, Choice(4)) == 1  # four times as long: six rounds of each cost 24 plain ones
+    assert costs.rounds(load, Choice(4))  # four times as long: six rounds of each cost 24 plain ones
     for _ in range(TRIED_IN * 32 * 4):
         costs.add(load, PLAIN, 0.010, 0.0, 0.010)
     assert costs.rounds(load, Choice(4)) == 0
@@ -169,21 +189,21 @@ def test_a_figure_counts_rounds_of_all_sessions_alike() -> None:
 
 def test_what_is_not_known_at_a_load_is_estimated_by_one_beside_it() -> None:
     costs = RoundCosts()
-    costs.add((6, 16), PLAIN, 0.010, 0.0, 0.010)
-    costs.add((6, 16), Choice(4), 0.030, 0.010, 0.010)
+    note_enough(costs, (6, 16), PLAIN, 0.010, 0.0, 0.010)
+    note_enough(costs, (6, 16), Choice(4), 0.030, 0.010, 0.010)
     assert costs.estimate((5, 16), Choice(4)) is None  # nothing is known there that says how they differ
-    costs.add((5, 16), PLAIN, 0.008, 0.0, 0.008)
+    note_enough(costs, (5, 16), PLAIN, 0.008, 0.0, 0.008)
     assert costs.estimate((5, 16), Choice(4)) == pytest.approx(0.024)
     assert costs.estimate((5, 15), Choice(4)) is costs.estimate((3, 16), Choice(4)) is None
-    costs.add((5, 16), Choice(4), 0.020, 0.010, 0.010)
+    note_enough(costs, (5, 16), Choice(4), 0.020, 0.010, 0.010)
     assert costs.estimate((5, 16), Choice(4)) == pytest.approx(0.020)
 
 
 def test_a_session_begins_as_the_others_go_on_and_drafted_where_nothing_is_known() -> None:
     controller = Controller(4, True, Counter())
     assert not controller.first_pace(100, announces=False).is_paused(100)
-    controller.costs.add(LOAD, PLAIN, 1.0, 0.0, 1.0)
-    controller.costs.add(LOAD, Choice(4), 4.0, 1.0, 1.0)
+    note_enough(controller.costs, LOAD, PLAIN, 1.0, 0.0, 1.0)
+    note_enough(controller.costs, LOAD, Choice(4), 4.0, 1.0, 1.0)
     seen = RoundSeen(Choice(4), 0, 101, 4.0, 1.0, 1.0, False)
     paces = [controller.first_pace(100, announces=False) for _ in range(2)]
     paused = controller.after_round(paces[0], seen, LOAD, Counter({Choice(4): 2}))
@@ -200,8 +220,8 @@ def test_sessions_go_without_a_draft_together_and_draft_again_together() -> None
         seen = RoundSeen(kind, kind.gamma, 101, 1.0, 0.1, 1.0, False)
         return controller.after_round(pace, seen, LOAD, Counter({kind: 2}))
 
-    controller.costs.add(LOAD, PLAIN, 1.0, 0.0, 1.0)
-    controller.costs.add(LOAD, Choice(4), 9.0, 1.0, 1.0)
+    note_enough(controller.costs, LOAD, PLAIN, 1.0, 0.0, 1.0)
+    note_enough(controller.costs, LOAD, Choice(4), 9.0, 1.0, 1.0)
     paces = [after(controller.first_pace(100, announces=False), Choice(4)) for _ in range(3)]
     assert all(pace.is_paused(101) for pace in paces)
     paces = [after(pace, PLAIN) for pace in paces]
@@ -214,8 +234,8 @@ def test_sessions_go_without_a_draft_together_and_draft_again_together() -> None
 
 def test_a_session_that_differs_from_the_others_decides_by_itself() -> None:
     controller = Controller(4, True, Counter())
-    controller.costs.add(LOAD, PLAIN, 1.0, 0.0, 1.0)
-    controller.costs.add(LOAD, Choice(4), 2.0, 0.1, 1.0)
+    note_enough(controller.costs, LOAD, PLAIN, 1.0, 0.0, 1.0)
+    note_enough(controller.costs, LOAD, Choice(4), 2.0, 0.1, 1.0)
     others = Counter({Choice(4): 8})
     odd, usual = (controller.first_pace(100, announces=False) for _ in range(2))
     for _ in range(3 * ODD_ROUNDS):

@@ -81,7 +81,9 @@ class Side:
 
     def __init__(self, runner: ModelRunner, grammars: Grammars | None = None, **settings: Any) -> None:
         self.sent: list[DraftEvent] = []
-        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=GAMMA, **settings), grammars=grammars)
+        drafter_settings = DraftSettings(gamma=GAMMA, **settings)
+        self.ahead = drafter_settings.ahead
+        self.drafter = Drafter(runner, PLAN, drafter_settings, grammars=grammars)
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.announced: dict[str, dict[Any, BlockSelection]] = {}
@@ -159,13 +161,18 @@ def check_announcement(side: Side, event: Proposals, weights: Tensor) -> None:
 
 
 def check(side: Side, reference: ModelRunner, sent: list[DraftEvent]) -> dict[str, list[Proposal]]:
-    """Check all that was sent in one run; returns the proposals of each session, in order."""
+    """Check all that was sent in one run; returns the proposals of each session, in order.
+
+    Who drafts ahead also runs the last token that it proposes.
+    """
     proposals: dict[str, list[Proposal]] = {}
     for event in proposals_in(sent):
         proposals.setdefault(event.at.session, []).append(event)
     passes = {
         event.at: run_all(
-            reference, [*side.peer.sessions[name].tokens[: event.at.base - 1], event.assumed_token], event.tokens
+            reference,
+            [*side.peer.sessions[name].tokens[: event.at.base - 1], event.assumed_token],
+            event.tokens[: None if side.ahead else -1],
         )
         for name, events in proposals.items()
         for event in events
@@ -206,7 +213,7 @@ def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, referen
             is_ahead = session.ahead is not None
             assert is_ahead == ahead or turn > 0, "guesses that fail end drafting ahead"
             assert session.drafted is not None
-            *proposed, guess = session.drafted.tokens
+            proposed, guess = session.drafted.tokens[:GAMMA], session.drafted.tokens[-1]
             # Everything, a part, nothing.
             accepted = GAMMA if turn % 2 == 0 else turn // 2
             extra = guess if accepted == GAMMA else (proposed[accepted] + 1) % VOCAB

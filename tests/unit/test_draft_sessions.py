@@ -194,7 +194,7 @@ def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
 @pytest.mark.parametrize("method", ["sts", "specattn", "ahead"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) -> None:
-    """Against the block weights of a run of the same tokens, one after another."""
+    """Against the block weights of the same tokens; a draft that does not go ahead leaves the last one unread."""
     plan, sent, prompt = replace(PLAN, budget=0.3, mass=0.7), list[m.DraftEvent](), [3] * 200
     runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
     drafter = Drafter(runner, plan, DraftSettings(gamma=4, ahead=ahead))
@@ -205,7 +205,7 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) 
         drafter.finish_step(step, drafter.execute(step))
     (said,) = [event for event in sent if isinstance(event, m.Proposals) and event.at.round == 0]
     proposal = only_proposal(said)
-    runs = [[*prompt, *proposal.tokens[:i]] for i in range(len(proposal.tokens) + 1)]
+    runs = [[*prompt, *proposal.tokens[:i]] for i in range(len(proposal.tokens) + ahead)]
     blocks = plan.num_blocks(200)
     weights = [runner.block_weights(run, 16, DRAFT_HEADS)[..., :blocks] for run in runs]
     announcing = METHODS[method].announcing

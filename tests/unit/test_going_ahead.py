@@ -26,6 +26,7 @@ from engine.passes.grouping import step_shape
 from engine.passes.outputs import StepUnderWay
 from engine.sampling import Sampling
 from sparsity.plan import uniform_plan
+from target_service.self_drafting import SelfDrafting
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.unit.test_graphs import CONFIGS, DEVICE
@@ -127,6 +128,17 @@ def proposing(folder: Path) -> Target:
 
 
 @pytest.fixture(scope="module")
+def drafting(folder: Path) -> Target:
+    """It drafts for itself whatever that costs, over all blocks: so it drafts the same wherever a round begins."""
+    return target_of(folder, True, draft="self", self_from=0, self_read_share=1.0)
+
+
+@pytest.fixture(scope="module")
+def drafting_waiting(folder: Path) -> Target:
+    return target_of(folder, False, draft="self", self_from=0, self_read_share=1.0)
+
+
+@pytest.fixture(scope="module")
 def waiting(folder: Path) -> Target:
     return target_of(folder, False)
 
@@ -175,12 +187,63 @@ def test_what_the_target_proposes_by_itself_changes_no_token(
     assert not proposing.failed
 
 
-def test_a_target_left_to_itself_goes_ahead_looks_up_and_drafts(folder: Path) -> None:
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(asks, min_size=1, max_size=5))
+def test_steps_that_draft_go_ahead_and_give_the_same(
+    drafting: Target, drafting_waiting: Target, asked: list[Ask]
+) -> None:
+    """Sampled tokens as well: each position has its uniforms, wherever the round before it has ended."""
+    with pytest.MonkeyPatch.context() as patch:  # or sessions would pause, whose sampled tokens are others then
+        patch.setattr(SelfDrafting, "cost", lambda *_: 0.1)
+        drafting.run(asked)
+        for i, ask in enumerate(asked):
+            drafting_waiting.run([Ask(0, ask.prompt, ask.max_tokens, ask.sampling, ask.stops, logprobs=ask.logprobs)])
+            alone, beside = drafting_waiting.told["0"], drafting.told[str(i)]
+            assert beside == (alone if not ask.aborted else alone[: len(beside)])
+    for target in (drafting, drafting_waiting):
+        assert not target.failed
+        target.verifier.admission.release_closed()
+        assert target.verifier.runner.kv.pool.held == 0
+
+
+def test_where_verdicts_are_imposed_the_next_step_begins_behind_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SelfDrafting, "cost", lambda *_: 0.1)
+    how: dict[str, Any] = {"draft": "self", "self_from": 0, "self_read_share": 1.0, "synthetic_acceptance": 0.6}
+    target, waited = (target_of(folder, goes_ahead, **how) for goes_ahead in (True, False))
+    for each in (target, waited):
+        each.run([Ask(0, 40, 60), Ask(0, 55, 50)])
+    assert target.told == waited.told
+    assert target.verifier.counters["steps_ahead"] > 8
+    assert {len(commit.tokens) for commit in target.commits} == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(("share", "least"), [(0.05, 0), (0.3, 0), (0.3, 380)])
+def test_steps_that_draft_by_little_go_ahead_and_change_no_token(
+    folder: Path, waiting: Target, share: float, least: int
+) -> None:
+    """Some tokens are rejected, and the next round begins behind those that are not; least: tokens from which on steps
+    draft, which in the last case they do not at first.
+    """
+    target = target_of(folder, True, draft="self", self_from=least, self_read_share=share)
+    target.run([Ask(0, 200, 60), Ask(0, 150, 70), Ask(3, 20, 50)])
+    counted = target.verifier.counters
+    assert counted["steps_ahead"] > 10 and 0 < counted["self_accepted_tokens"] < counted["self_draft_tokens"]
+    for name, ask in (("0", Ask(0, 200, 60)), ("1", Ask(0, 150, 70)), ("2", Ask(0, 20, 50))):
+        waiting.run([ask])
+        assert target.told[name] == waiting.told["0"]
+
+
+def test_a_target_left_to_itself_goes_ahead_looks_up_and_drafts(folder: Path, waiting: Target) -> None:
     """As its sessions become longer: the prompt of the first one repeats itself."""
     target = target_of(folder, True, draft="auto", self_from=90, self_read_share=0.3)
     target.run([Ask(0, 12, 30), Ask(40, 60, 40)])
     counted = target.verifier.counters
     assert counted["steps_ahead"] > 0 and counted["ngram_rounds"] > 0 and counted["self_rounds"] > 0
+    for name, ask in (("0", Ask(0, 12, 30)), ("1", Ask(0, 60, 40))):
+        waiting.run([ask])
+        assert target.told[name] == waiting.told["0"]
 
 
 def test_each_step_but_the_last_is_left_running(folder: Path) -> None:
@@ -308,7 +371,7 @@ def test_a_step_that_fails_ends_the_sessions_of_the_one_under_way(
         target.step()
     known = list(target.told["a"])
 
-    def fail(runner: ModelRunner, inputs: list[SequenceInput]) -> StepUnderWay:
+    def fail(runner: ModelRunner, inputs: list[SequenceInput], imposed: Any = None) -> StepUnderWay:
         raise ValueError("no")
 
     with monkeypatch.context() as patch:

@@ -578,6 +578,13 @@ async def test_a_client_that_leaves_before_the_first_event_ends_its_request() ->
 # The rest.
 
 
+async def test_tools_whose_calls_could_not_be_told_from_text_are_refused(router: ScriptedRouter) -> None:
+    """By a gateway that was told of no format of calls, for a template that shows none."""
+    async with running_gateway(router) as address, AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        with pytest.raises(openai.BadRequestError, match="launch with --tool-call-parser"):
+            await chat(client, tools=[WEATHER])
+
+
 async def test_tokenize_and_back(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
     async with raw.post("/tokenize", json={"prompt": "The sea", "return_token_strs": True}) as response:
         answer = await response.json()

@@ -14,7 +14,7 @@ from evaluation.identity import MIXES, Requests, _first_difference, _open_target
 from sparsity.plan import load_plan
 from target_service.verifier import Verifier
 
-SIZES = ["--context", "300", "--generated", "8", "--hot", "0.6"]
+SIZES = ["--context", "200", "--generated", "8", "--hot", "0.6"]
 
 
 def test_tokens_are_the_same_down_to_the_fewest_frames(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,8 +109,9 @@ def test_empty_lists_give_zeros_with_and_without_means() -> None:
     assert not weights.any()
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 64])
-@pytest.mark.parametrize(("group", "emitting"), [(1, 1), (4, 1), (2, 5)])
+@pytest.mark.parametrize(
+    ("group", "emitting", "block_size"), [(1, 1, 1), (1, 1, 64), (4, 1, 16), (4, 1, 64), (2, 5, 1), (2, 5, 16)]
+)
 def test_the_last_queries_give_their_weights(group: int, emitting: int, block_size: int) -> None:
     rng = np.random.default_rng(emitting)
     torch.manual_seed(emitting)
@@ -123,8 +124,14 @@ def test_the_last_queries_give_their_weights(group: int, emitting: int, block_si
     torch.testing.assert_close(weights, wanted_weights, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 64])
-@pytest.mark.parametrize(("group", "counts"), [(1, [1, 1, 1]), (4, [9, 9, 9]), (3, [37, 5, 0])])
+@pytest.mark.parametrize(
+    ("group", "counts", "block_size"),
+    [
+        *((1, [1, 1, 1], size) for size in (1, 64)),
+        *((4, [9, 9, 9], size) for size in (1, 16)),
+        *((3, [37, 5, 0], size) for size in (16, 64)),
+    ],
+)
 def test_a_dense_pass_remembers(group: int, counts: list[int], block_size: int) -> None:
     """Also in slices of a larger memory, with queries in several tiles, and beside an empty place of the batch."""
     rng = np.random.default_rng(group)

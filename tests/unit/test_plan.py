@@ -17,12 +17,16 @@ from engine.inputs import SequenceOutput
 from evaluation.calibration.head_map import best_draft_heads, top_k_overlap
 from evaluation.plans import save_plan
 from models import PLAN
+from orchestrator.access import read_access
+from orchestrator.directory import Directory
+from orchestrator.endpoints import serve_clients
 from sparsity.announce import BY_DRAFT_HEAD, announce
 from sparsity.methods import METHODS, load_served_plan
 from sparsity.plan import Plan, PlanError, load_plan, uniform_plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.service import run
+from tests.launch_settings import launch_settings
 
 SMALL = uniform_plan(4, 2, 2, 3, budget=0.25, provenance={"texts": 3})
 
@@ -203,6 +207,17 @@ def test_services_refuse_a_plan_that_they_cannot_serve(tmp_path: Path) -> None:
         opened(SMALL, method="sts")
     assert not isinstance(refusal.value, PlanError)
     assert replace(SMALL, method="sts").hash != SMALL.hash == replace(SMALL, method="ahead").hash
+
+
+async def test_the_client_endpoints_refuse_a_plan_of_another_version(tmp_path: Path) -> None:
+    """Where services run already, they are the first to read it."""
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"version": 1}')
+    config = launch_settings(["--target-address", "127.0.0.1:1", "--plan", str(plan)], {})
+    directories = {"target": Directory({"target": "127.0.0.1:1"}), "draft": Directory()}
+    with pytest.raises(PlanError, match=f"{plan}: version 1, this program reads 2"):
+        async with serve_clients(config, read_access(config), [directories], {}):
+            pass
 
 
 def test_the_map_of_the_nearest_budget_counts() -> None:

@@ -1,5 +1,6 @@
 """Three levels: the draft proposes, the target's sparse attention screens, its dense attention confirms."""
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +22,12 @@ from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.sampling import Sampling, Support
 from sparsity.plan import load_plan
-from target_service.screening import Screening
+from target_service.planning import VerifyResult, VerifyStep
+from target_service.screening import WEIGHED_EVERY, Screening
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.unit.clock import Clock
-from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, hashed
+from tests.unit.fake_models import GREEDY, VOCAB, FakeModel, FakeRunner, hashed
 from tests.unit.test_sessions import PROMPT, p_value
 from tests.unit.world import Faults, World, prompts, target_probs
 from wire import messages as m
@@ -33,9 +35,13 @@ from wire import messages as m
 
 @dataclass(frozen=True)
 class Screens(FakeModel):
-    """Sparse attention has the dense one's best token in some quarters of all contexts, else another."""
+    """Sparse attention has the dense one's best token in some quarters of all contexts, else another.
+
+    It looks at the first block and the last token, which are read in any case.
+    """
 
     ends: bool = True
+    recent: int = 1
     screening: int = 3
 
     def sparse(self, tokens: list[int]) -> np.ndarray:
@@ -51,7 +57,7 @@ class ScreeningRunner(FakeRunner):
             self.kv.grow(item.kv, item.kv.length + len(item.tokens))
             for position in range(item.kv.length, item.kv.length + len(item.tokens)):
                 page, row = item.kv.pages[position // 16], position % 16
-                self.kv.v_pages[0][page, :, row] = float(item.read is not None)
+                self.kv.v_pages[0][page, :, row] = float(item.read is not None and not item.read.reads_all)
         return super().forward(inputs)
 
     def sparse_kv(self, pages: list[int], length: int) -> list[int]:
@@ -65,7 +71,7 @@ class Blurs(Screens):
     """Sparse attention has a distribution of its own in all contexts, near the dense one."""
 
     def sparse(self, tokens: list[int]) -> np.ndarray:
-        return 0.6 * self.target(tokens) + 0.4 * np.roll(self.target(tokens), 2)
+        return 0.5 * self.target(tokens) + 0.5 * np.roll(self.target(tokens), 2)
 
 
 def screened(clock: Clock, seed: int, model: Screens, most: int = 11, **how: Any) -> World:
@@ -126,6 +132,39 @@ def test_most_rounds_are_sparse_where_all_is_accepted(clock: Clock) -> None:
     world.check_nothing_left()
 
 
+def test_sessions_of_a_step_confirm_together_and_every_fourth_time_weigh(clock: Clock) -> None:
+    """Where one confirms what it holds, no other one screens."""
+    world = screened(clock, 5, Screens(agreement=3, screening=3))
+    kinds: dict[str, list[str]] = {}
+    together = 0
+    execute = world.verifier.execute
+
+    def watched(step: VerifyStep) -> VerifyResult:
+        nonlocal together
+        begun = [item for item in step.rounds if len(item.session.tokens) > item.session.prompt_tokens]
+        if any(item.held for item in begun):
+            assert not any(item.screens for item in begun)
+            together += len(begun) > 1
+        for item in begun:
+            kind = "screens" if item.screens else "weighs" if item.input.read else "confirms"
+            kinds.setdefault(item.session.id, []).append(kind)
+        return execute(step)
+
+    world.attach()
+    names = [world.open(prompt, 120) for prompt in prompts(world.rng, 3)]
+    with patch.object(world.verifier, "execute", watched):
+        world.run()
+    for name in names:
+        world.check_greedy(name)
+    assert together > 10
+    for of_session in kinds.values():
+        dense = [kind for kind in of_session if kind != "screens"]
+        weighing = [i for i, kind in enumerate(dense) if kind == "weighs"]
+        assert len(dense) > 2 * WEIGHED_EVERY and "screens" in of_session
+        assert weighing and all(b - a <= WEIGHED_EVERY for a, b in itertools.pairwise(weighing))
+        assert len(weighing) < len(dense) / 2
+
+
 @settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**6),
@@ -169,7 +208,8 @@ def test_sampled_outcomes_have_the_dense_distribution(clock: Clock) -> None:
     model, sampling = Blurs(agreement=3), Sampling(1.2, 0.98, top_k=6)
     world = screened(clock, 5, model, 4, gamma=2, prefill_chunk=512)
     world.attach()
-    names = [world.open(PROMPT, 4, replace(sampling, seed=seed)) for seed in range(250)]
+    prompt = PROMPT * 8  # of a short one everything is read
+    names = [world.open(prompt, 4, replace(sampling, seed=seed)) for seed in range(400)]
     world.run()
     world.check_nothing_left()
     counted = world.verifier.counters
@@ -184,7 +224,7 @@ def test_sampled_outcomes_have_the_dense_distribution(clock: Clock) -> None:
     assert {0, 1} <= {len(start) for start in seen}
     by_dense, by_sparse = [], []
     for start, counts in seen.items():
-        tokens = [*PROMPT, *start]
+        tokens = [*prompt, *start]
         by_dense.append(p_value(counts, target_probs(model.target(tokens), sampling)))
         by_sparse.append(p_value(counts, target_probs(model.sparse(tokens), sampling)))
     assert min(by_dense) > 1e-4
@@ -225,15 +265,48 @@ def test_sessions_with_rules_have_two_levels(clock: Clock, sampling: Sampling) -
     assert screened_.screening_rounds > 0
 
 
-def test_imposed_verdicts_confirm_all_that_is_held(clock: Clock) -> None:
-    world = screened(clock, 2, Screens(screening=0), synthetic_acceptance=0.7)
+@pytest.mark.parametrize("confirmation", [1.0, 0.8])
+def test_imposed_verdicts_confirm_as_many_as_they_are_told(clock: Clock, confirmation: float) -> None:
+    world = screened(clock, 2, Screens(screening=0), synthetic_acceptance=0.7, synthetic_confirmation=confirmation)
     world.attach()
-    name = world.open([7] * 40, 60)
+    name = world.open([7] * 40, 200)
     world.run()
     totals = world.ledger.records[name].totals
-    assert totals.confirmed == totals.screened > 30
+    assert totals.screened > 30
+    assert totals.confirmed == totals.screened if confirmation == 1 else totals.confirmed < 0.9 * totals.screened
     assert 0.2 < totals.accepted / totals.drafted < 0.7
-    assert len(world.ledger.records[name].generated) == 60
+    assert len(world.ledger.records[name].generated) == 200
+
+
+@pytest.mark.parametrize("most", [11, -1])
+def test_the_target_chooses_how_many_are_drafted_too(clock: Clock, most: int) -> None:
+    world = screened(clock, 1, Screens(screening=3, agreement=3), most, gamma=0, weight_tokens=10.0)
+    world.attach()
+    names = [world.open([3 + i] * 200, 100) for i in range(3)]
+    while world.happen():
+        check_kv(world)
+    for name in names:
+        world.check_greedy(name)
+    counted = world.verifier.counters
+    assert 0 < counted["confirmed_tokens"] < counted["screened_tokens"]
+    assert sum(counted[f"rounds_gamma_{gamma}"] > 0 for gamma in (0, 1, 2, 4)) > 1
+    world.check_nothing_left()
+
+
+@pytest.mark.parametrize(("screening", "weights"), [(4, 10.0), (2, 10.0), (4, 1e6)])
+def test_the_target_chooses_how_many_it_holds(clock: Clock, screening: int, weights: float) -> None:
+    """As many as there is room for where all are confirmed, none where most are not, or reading KV costs nothing."""
+    world = screened(clock, 1, Screens(screening=screening), most=-1, weight_tokens=weights)
+    world.attach()
+    name = world.open([3] * 300, 150)
+    world.run()
+    world.check_greedy(name)
+    counted, held = world.verifier.counters, [each.screened for each in world.commits[name]]
+    if screening == 4 and weights == 10.0:
+        assert max(held) > 6 and counted["screened_tokens"] > 80
+    else:
+        assert counted["screened_tokens"] < 60 and not any(held[len(held) // 2 :])
+    world.check_nothing_left()
 
 
 @pytest.mark.parametrize("exactness", m.Exactness)
@@ -251,25 +324,20 @@ def test_what_is_confirmed_is_offered_to_later_sessions(clock: Clock, exactness:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft": "self"}, "draft self"),
-    ({"gamma": 0}, "gamma auto"),
     ({"deterministic": True}, "deterministic"),
     ({"host_kv_memory": 1.0}, "host_kv_memory"),
     ({"confirm_every": 4}, "from 5"),
     ({"confirm_every": 28}, "to 27"),
+    ({"confirm_every": -1, "gamma": 8}, "auto takes a gamma of at most 7"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "named"), REFUSED)
 def test_settings_that_do_not_fit_are_refused_by_name(wrong: dict[str, Any], named: str) -> None:
     assert TargetSettings(confirm_every=8).widest_round == 13
+    assert (TargetSettings(confirm_every=-1).most_held, TargetSettings(confirm_every=-1).widest_round) == (11, 16)
     with pytest.raises(SettingsError, match=f"confirm_every .*{named}"):
         TargetSettings(**{"confirm_every": 8, **wrong})
-
-
-def test_a_plan_whose_method_no_draft_announces_for_is_refused() -> None:
-    runner = FakeRunner(FakeModel().target, True, LAYERS, 1, 40)
-    with pytest.raises(ValueError, match="the plan's method is streaming"):
-        Verifier(runner, replace(PLAN, method="streaming"), TargetSettings(confirm_every=8))
 
 
 def test_tokens_of_the_bundled_pair_are_those_of_transformers() -> None:

@@ -174,10 +174,10 @@ def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sa
     """The first token weighs, the second is drafted and judged, given the first."""
     model = FakeModel(agreement=2)
     world = self_drafted(clock, 5, model, gamma=2, prefill_chunk=512)
-    names = [world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(900)]
+    names = [world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(500)]
     world.run()
     drafted, accepted = totals(world)
-    assert drafted > 1000 and 0.1 < accepted / drafted < 0.9
+    assert drafted > 550 and 0.1 < accepted / drafted < 0.9
     check_distribution(world, names, PROMPT, sampling)
 
 

@@ -176,7 +176,7 @@ def test_more_branches_meet_more_verdicts(clock: Clock) -> None:
     foreseen = []
     for branches in (1, 4, 16):
         shares = []
-        for seed in range(6):
+        for seed in range(4):
             world = World(clock, seed, Confusing(agreement=3), branches=branches)
             world.attach()
             names = [world.open([seed, i] * 20, 60) for i in range(3)]
@@ -351,18 +351,20 @@ def test_sampled_outcomes_have_the_targets_distribution(clock: Clock, sampling: 
     model = FakeModel(agreement=2)
     world = World(clock, 5, model, gamma=2, prefill_chunk=512)
     world.attach()
-    names = [world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(600)]
+    # Penalties on what was generated change few tokens, so that it takes more draws to see them.
+    few = sampling in (RULED["presence"], RULED["frequency"])
+    names = [world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(600 if few else 400)]
     world.run()
     world.check_nothing_left()
     drafted, accepted = totals(world)
-    assert drafted > 800
+    assert drafted > 1.3 * len(names)
     assert 0.15 < accepted / drafted < 0.9
     outcomes = [world.ledger.records[name].generated for name in names]
     after: dict[tuple[int, ...], Counter[int]] = {}
     for outcome in outcomes:
         for place, token in enumerate(outcome):
             after.setdefault(tuple(outcome[:place]), Counter())[token] += 1
-    seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 80}
+    seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 50}
     assert {0, 1} <= {len(start) for start in seen}
     for start, counts in seen.items():
         tokens = [*PROMPT, *start]
@@ -517,7 +519,7 @@ def test_the_faults_above_are_noticed(clock: Clock) -> None:
     """Over some seeds every way of turning a frame away is taken, and proposals are still accepted."""
     counters: Counter[str] = Counter()
     accepted = 0
-    for seed in range(15):
+    for seed in range(8):
         world, _ = random_world(clock, seed, Faults(left=120))
         world.attach()
         world.run()
@@ -525,7 +527,7 @@ def test_the_faults_above_are_noticed(clock: Clock) -> None:
         accepted += totals(world)[1]
     turned_away = ["repeated_frames", "stale_frames", "unknown_session_frames", "repeated_verdicts"]
     assert all(counters[name] > 5 for name in turned_away), counters
-    assert accepted > 200
+    assert accepted > 60
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -793,7 +795,7 @@ class Whimsical(Controller):
         return pace.paused(seen.committed) if self.rng.random() < 0.03 else pace
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([1, 2, 4, 7]),

@@ -434,7 +434,7 @@ def test_sessions_over_tiers() -> None:
     """And that the machine gets to all that is to be tested."""
     Tiers.reached.clear()
     run_state_machine_as_test(
-        Tiers, settings=settings(max_examples=120 if DEVICE == "cpu" else 30, stateful_step_count=50, derandomize=True)
+        Tiers, settings=settings(max_examples=80 if DEVICE == "cpu" else 30, stateful_step_count=50, derandomize=True)
     )
     if DEVICE != "cpu":  # copies end when they end: what the machine gets to is not the same each time
         return
