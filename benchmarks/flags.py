@@ -174,9 +174,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="none: without a draft; self: the target drafts for itself, measured beside none alone",
     )
     parser.add_argument("--waves", type=int, nargs="+", default=[1], help="micro-batches that sessions are drafted in")
-    parser.add_argument(
-        "--ahead", nargs="+", default=["yes"], choices=["yes", "no"], help="draft on before a verdict is here"
-    )
+    parser.add_argument("--ahead", default="yes", choices=["yes", "no"], help="draft on before a verdict is here")
     parser.add_argument("--branches", type=int, nargs="+", default=[1], help="outcomes that are drafted for ahead")
     parser.add_argument("--repeat", type=int, default=1, help="runs of a row, of which the median one is kept")
     parser.add_argument("--gamma", default="4", metavar="auto|N", help="tokens drafted a round, as of the services")

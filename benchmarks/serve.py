@@ -78,6 +78,7 @@ def run(flags: argparse.Namespace) -> None:
         flags.budget,
         flags.read_share,
         max(flags.branches),
+        ahead=flags.ahead == "yes",
         adaptive=flags.gamma == "auto",
         target_flags=(*shlex.split(flags.target_flags), *(["--draft", "self"] if "self" in flags.modes else [])),
         draft_flags=tuple(shlex.split(flags.draft_flags)),
@@ -186,21 +187,14 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
                     _measure_row(run, deployment, address, shape, Way(mode, hot=hot))
         for shape in shapes if modes else []:
             replay = _write_replay(run, deployment, shape) if run.trace and "approximate" in modes else ""
-            for waves, (ahead, branches), mode in itertools.product(flags.waves, _guesses(flags), modes):
+            ahead = flags.ahead == "yes" and not flags.draft_in_target
+            foresight = flags.foresight if ahead else 0.0  # nobody asks what a verdict will be
+            for waves, branches, mode in itertools.product(flags.waves, flags.branches if ahead else [1], modes):
                 replayed = bool(replay) and mode == "approximate"
-                foresight = flags.foresight if ahead else 0.0  # nobody asks what a verdict will be
-                controls = Controls(waves, ahead, branches, replay if replayed else "", foresight=foresight)
+                controls = Controls(waves, branches, replay if replayed else "", foresight=foresight)
                 deployment.control(controls)
                 _measure_row(run, deployment, address, shape, Way(mode, waves, ahead, branches, hot, replayed))
         note("stopping the services")
-
-
-def _guesses(flags: argparse.Namespace) -> list[tuple[bool, int]]:
-    """How rows draft ahead: whether, and for how many outcomes."""
-    if flags.draft_in_target:
-        return [(False, 1)]
-    pairs = [(ahead == "yes", branches) for ahead in flags.ahead for branches in flags.branches]
-    return list(dict.fromkeys((ahead, branches if ahead else 1) for ahead, branches in pairs))
 
 
 def _room(run: _Run, shapes: list[Shape], hot: float) -> Room:

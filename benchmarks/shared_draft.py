@@ -83,7 +83,7 @@ def _measure(flags: argparse.Namespace, shape: Shape) -> list[SharedRow]:
             start, Path(folder), _pair(flags), room, True, False, lambda: flags.part_limit, targets=TARGETS
         )
         clients = _Clients(flags, shape, deployment.targets, deployment.start(with_draft=True))
-        deployment.control(Controls(flags.waves, flags.ahead == "yes", flags.branches, foresight=flags.foresight))
+        deployment.control(Controls(flags.waves, flags.branches, foresight=flags.foresight))
         clients.wait_until_drafted()
         runs: dict[tuple[bool, str], list[Figures]] = {}
         for repeat in range(flags.repeat):
@@ -133,6 +133,7 @@ def _pair(flags: argparse.Namespace) -> Pair:
         flags.budget,
         flags.read_share,
         flags.branches,
+        flags.ahead == "yes",
         gpus=dict(zip(SERVICES, flags.gpus, strict=False)),
         slept={"target-2": flags.second_sleeps} if flags.second_sleeps else {},
     )

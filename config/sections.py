@@ -143,7 +143,7 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     )
     draft_quantization: str = _rounds(
         "none",
-        "how rounds of 5 to 128 rows read the draft's weights; fp8: in 8 bits, held beside those that prompts read",
+        "how rounds of up to 128 rows read the draft's weights; fp8: in 8 bits, held beside those that prompts read",
         choices=QUANTIZATIONS,
     )
     prefill_chunk: int = _limits(
@@ -264,6 +264,15 @@ class TargetSettings(ServiceSettings):
         super().__post_init__()
         if self.confirm_every:
             self._check_confirm_every()
+        elif self.synthetic_confirmation < 1:
+            raise SettingsError(
+                f"synthetic_confirmation is {self.synthetic_confirmation}, but confirm_every is 0: nothing is confirmed"
+            )
+        if self.synthetic_confirmation < 1 and self.synthetic_acceptance < 0:
+            raise SettingsError(
+                f"synthetic_confirmation is {self.synthetic_confirmation}, but verdicts are the target's own: give a "
+                "synthetic_acceptance, or leave it out"
+            )
         if self.draft_in_target and not self.has_draft:
             raise SettingsError(f"draft_in_target: draft is {self.draft!r}, expected a model's id or folder")
         if self.draft_in_target and self.host_kv_memory:
@@ -279,6 +288,9 @@ class TargetSettings(ServiceSettings):
             f"draft {self.draft}": not self.has_draft,
             "deterministic": self.deterministic,
             "host_kv_memory": self.host_kv_memory > 0,
+            # What a round is worth would be measured without what dense passes take back.
+            "gamma auto, unless it is auto itself": self.adaptive and self.confirm_every > 0,
+            "self_read_share 1, with which nothing is screened": self.self_read_share == 1,
         }
         for what in (what for what, given in refused.items() if given):
             raise SettingsError(f"confirm_every is not built with {what}: leave one of them out")

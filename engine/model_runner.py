@@ -23,6 +23,7 @@ from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.modules import ModulesDecoder
 from engine.pass_runner import PassRunner
 from engine.passes.behind_rounds import LeftRounds
+from engine.passes.behind_steps import MOST_UNDER_WAY
 from engine.passes.grouping import StepLimits, exact_shape, join_rounds, kind_of, step_shape
 from engine.passes.outputs import StepUnderWay
 from engine.passes.shape import PassShape
@@ -178,7 +179,8 @@ class ModelRunner(Runner):
         shape = shape_of(inputs)
         if not all(self.kv.is_resident(item.kv) for item in inputs):
             return self._run_over_tiers(inputs, shape_of)
-        if captured and self.goes_ahead and shape.drafts:  # the same graphs, whoever runs beside
+        if captured and self.goes_ahead and shape.drafts and shape.sequences <= MOST_UNDER_WAY:
+            # The same graphs as of steps that are launched.
             shape = self._with_turn(shape)
         outputs = self._passes.run_step(inputs, shape) if captured else self._passes.run_exact(inputs, shape)
         assert outputs is not None

@@ -82,7 +82,6 @@ BY_MEMORY = Method(
     "memory",
     "what the target's own passes weighed most, under one budget for all heads, group means for the rest",
     shares_budget=True,
-    window=LEAST_WINDOW,
     remembers=True,
     stands_in=True,
     summaries=summary_tokens,

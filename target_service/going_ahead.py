@@ -42,12 +42,15 @@ def plan_behind(
     waits: Callable[[TargetSession], bool],
     drafting: SelfDrafting | None = None,
     drafted: int = 0,
+    cost: float = 0.0,
 ) -> VerifyStep:
     """Return the step to execute while `running` is under way, which it waits for.
 
     sessions: all that run. gamma: tokens that a text proposes, at most. waits: says of a session that it would not take
-    part in a step now. drafting, drafted: how sessions draft for themselves, and how many tokens they would now. The
-    step has rounds if each session either goes on as in the one that runs, plainly or drafting as many tokens, or is
+    part in a step now. drafting, drafted, cost: how sessions draft for themselves, and what they would now
+    (planning.drafted_for_themselves).
+
+    The step has rounds if each session either goes on as in the one that runs, plainly or drafting as many tokens, or is
     known to end in it, or waits; else it does nothing but wait. Where a text repeats itself the next token is waited
     for, which tells whether it goes on to.
     """
@@ -63,7 +66,7 @@ def plan_behind(
         going_on = [session for session in going_on if len(session.tokens) + 1 < session.max_length]
         for session in going_on:
             item = _plan_round(session, places[id(session)], drafting, drafted)
-            ahead.rounds.append(replace(item, drafting_cost=running.rounds[places[id(session)]].drafting_cost))
+            ahead.rounds.append(replace(item, drafting_cost=cost if drafted else 0.0))
         ahead.left_running = bool(ahead.rounds)
     return ahead
 

@@ -138,7 +138,7 @@ def plan_verify_step(
     counts = [(session, len(proposal.tokens)) for session, proposal in proposed]
     confirms = how_to_confirm([*counts, *((session, 0) for session in alone)])
     step.rounds = [plan_round(session, proposal, proposal.tokens, now, confirms) for session, proposal in proposed]
-    step.rounds += _plan_alone(alone, settings, drafting, runner.kv, now)
+    step.rounds += _plan_alone(alone, settings, drafting, runner.kv, now, confirms)
     starts = [session.kv.length for session in reading]
     shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
     how = settings.most_drafted + 1, runner.deterministic
@@ -166,13 +166,19 @@ def _proposal_of(session: TargetSession) -> Proposal | None:
 
 
 def _plan_alone(
-    sessions: list[TargetSession], settings: TargetSettings, drafting: SelfDrafting | None, kv: KVCache, now: float
+    sessions: list[TargetSession],
+    settings: TargetSettings,
+    drafting: SelfDrafting | None,
+    kv: KVCache,
+    now: float,
+    confirms: Confirms,
 ) -> list[VerifyRound]:
     """Return the rounds of sessions without a proposal of a draft. Those that draft for themselves all do, or none."""
-    gamma = drafted_for_themselves(sessions, drafting, kv)
+    gamma, cost = drafted_for_themselves(sessions, drafting, kv)
     if drafting is None or not gamma:
-        return [plan_round(session, None, session.look_up(settings.most_drafted), now) for session in sessions]
-    rounds, load = [], _load_of(sessions, kv)
+        proposed = [(session, session.look_up(settings.most_drafted)) for session in sessions]
+        return [plan_round(session, None, tokens, now, confirms) for session, tokens in proposed]
+    rounds = []
     for session in sessions:
         if session.memory is None or session.is_paused:
             rounds.append(plan_round(session, None, [], now))
@@ -180,22 +186,24 @@ def _plan_alone(
         base = len(session.tokens)
         drafted = gamma if drafting.can_draft(session.weighed, base) else 0
         item = plan_round(session, None, [0] * drafted, now)
-        item.input.read, item.drafting_cost = drafting.read(session.memory, base, drafted), drafting.cost(gamma, *load)
+        item.input.read, item.drafting_cost = drafting.read(session.memory, base, drafted), cost
         rounds.append(item)
     return rounds
 
 
-def drafted_for_themselves(sessions: Iterable[TargetSession], drafting: SelfDrafting | None, kv: KVCache) -> int:
-    """Return how many tokens each of these sessions, without a proposal of a draft, drafts in a step of their own."""
-    tokens, away = _load_of(sessions, kv)
-    return drafting.drafted_in_step(tokens, away) if drafting is not None and tokens > 0 else 0
-
-
-def _load_of(sessions: Iterable[TargetSession], kv: KVCache) -> tuple[int, int]:
-    """Return the tokens of those that can draft for themselves, and of these such whose KV has partly left the GPU."""
+def drafted_for_themselves(
+    sessions: Iterable[TargetSession], drafting: SelfDrafting | None, kv: KVCache
+) -> tuple[int, float]:
+    """Return how many tokens each of these sessions, without a proposal of a draft, drafts in a step of their own, and
+    the tokens of each that have to be accepted to pay for it.
+    """
     able = [session for session in sessions if session.memory is not None and not session.is_paused]
-    away = (len(session.tokens) for session in able if not kv.is_resident(session.kv))
-    return sum(len(session.tokens) for session in able), sum(away)
+    tokens = sum(len(session.tokens) for session in able)
+    if drafting is None or not tokens:
+        return 0, 0.0
+    away = sum(len(session.tokens) for session in able if not kv.is_resident(session.kv))
+    gamma = drafting.drafted_in_step(tokens, away)
+    return gamma, drafting.cost(gamma, tokens, away)
 
 
 def _readable(reading: list[TargetSession]) -> list[int]:
@@ -271,7 +279,8 @@ def plan_round(
     screening, base = session.screening, len(session.tokens)
     confirms_alone = screening is not None and _is_confirmed(session, screening, len(proposed))
     screens = screening is not None and confirms is Confirms.NO and not confirms_alone
-    weighs = confirms is Confirms.WEIGHING or (screening is not None and screening.is_to_weigh)
+    # Beside sessions that screen it lists everything, to run in their pass, and weighs that at no further cost.
+    weighs = confirms is not Confirms.YES
     read = _plan_read(session, proposal, len(proposed), screens, weighs)
     screens &= read is not None and not read.reads_all
     supports = proposal.supports if proposal is not None else []
@@ -302,10 +311,12 @@ def plan_round(
 
 def _is_confirmed(session: TargetSession, screening: Screening, proposed: int) -> bool:
     """Return whether a round confirms what a session holds, with so many proposed tokens, and is not screened itself:
-    where nothing is proposed, where it would hold too many tokens, and where it does not know what to read.
+    where nothing is proposed, where it would hold too many tokens, where it does not know what to read, and where the
+    KV of what it holds was cut already for a step that had no room.
     """
     too_many = len(session.tokens) + proposed >= screening.confirmed + screening.most
-    return not proposed or too_many or screening.is_stale
+    is_cut = session.kv.length < len(session.tokens) - 1
+    return not proposed or too_many or screening.is_stale or is_cut
 
 
 def _plan_read(

@@ -27,12 +27,13 @@ def take_reads(session: TargetSession, plan: Plan, kv: KVCache) -> None:
     """Note which blocks a round read, if that is wanted and known. Comes before the round's KV is cut."""
     if not session.reads_wanted:
         return
-    blocks, reader = plan.num_blocks(session.kv.length), session.reader
-    everything = torch.ones(kv.num_layers, kv.kv_heads, blocks, dtype=torch.bool)
-    read = everything if reader is None else reader.chosen
-    if read is None:  # it was planned before anyone asked
+    if session.reader is None:
+        read = torch.ones(kv.num_layers, kv.kv_heads, plan.num_blocks(session.kv.length), dtype=torch.bool)
+    elif session.reader.chosen is None:  # it was planned before anyone asked
         return
-    session.reads_wanted = False
+    else:
+        read = session.reader.chosen  # of fewer tokens than have KV where a step is under way behind it
+    session.reads_wanted, blocks = False, read.shape[-1]
     per_column = -(-blocks // MOST_COLUMNS)
     fetched = kv.fetched_pages(session.kv)
     session.reads = SessionReads(

@@ -17,9 +17,7 @@ from sparsity.reader import Reader
 from target_service.confirm_lengths import LIKELY, chance_behind
 from wire.messages import Commit, FinishReason
 
-WEIGHED_EVERY = (
-    4  # confirmations, of which one weighs what is read, since weighing takes a third of a dense pass's time
-)
+WEIGHED_EVERY = 4  # confirmations, of which one weighs what is read, as that takes a third of a dense pass's time
 
 
 class Confirms(Enum):
@@ -51,7 +49,7 @@ class Screening:
     are held. supports: what each of these was drawn from, none in a greedy session. rounds: the commits of the rounds
     since the last confirmation, which nobody was told of. ends: whether the text ends with the held tokens, if they
     are confirmed. chance: of a held token to be confirmed, by those that were judged. unweighed: confirmations since
-    the last that weighed what it read.
+    the last that weighed what it read; of a session that has weighed nothing as many as make the next one weigh.
     """
 
     most: int
@@ -60,7 +58,7 @@ class Screening:
     rounds: list[Commit] = field(default_factory=list)
     ends: bool = False
     chance: float = LIKELY
-    unweighed: int = 0
+    unweighed: int = WEIGHED_EVERY - 1
 
     @property
     def is_to_weigh(self) -> bool:
@@ -84,9 +82,11 @@ class Screening:
         self.ends = commit.finish_reason is not FinishReason.NONE
 
     def drop(self, tokens: list[int]) -> None:
-        """Take the held tokens back, the last of a session's `tokens`; what their rounds took is still to be told."""
+        """Take the held tokens back, the last of a session's `tokens`; nothing that was weighed counts any more. What
+        their rounds took is still to be told.
+        """
         del tokens[self.confirmed :], self.supports[:]
-        self.ends = False
+        self.ends, self.unweighed = False, WEIGHED_EVERY - 1
 
     def release(self, commit: Commit, weighed: bool) -> Commit:
         """Return the commit of a dense round with what the rounds before it took; nothing is held then.

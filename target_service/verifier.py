@@ -249,7 +249,7 @@ class Verifier:
         running, now = list(self.admission.running.values()), time.monotonic()
         drafted = drafted_for_themselves(running, self._drafting, self.runner.kv)
         most, how = self.settings.most_drafted, (self.settings, self.counters, now)
-        behind = plan_behind(under_way, running, most, lambda each: waits(each, *how), self._drafting, drafted)
+        behind = plan_behind(under_way, running, most, lambda each: waits(each, *how), self._drafting, *drafted)
         if not self.runner.kv.reserve(behind.work):
             return VerifyStep(before=under_way)
         self.counters["steps_ahead"] += behind.left_running

@@ -15,7 +15,6 @@ class Controls:
     """
 
     micro_batches: int = 2
-    ahead: bool = True
     branches: int = 1
     replay: str = ""
     attached: bool = True

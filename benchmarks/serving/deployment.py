@@ -29,10 +29,10 @@ _TIMELINE_SECONDS = 3.0  # until a service that has become idle has written its 
 @dataclass(frozen=True)
 class Pair:
     """target_shape, draft_shape: names in SHAPES. acceptance: imposed, a token. read_share: of later draft passes.
-    branches: the most that a row drafts. adaptive: whether the target decides how many tokens up to γ are drafted.
-    draft_in_target: whether each target runs the draft. target_flags, draft_flags: further flags of the services. gpus:
-    the device of each service by name; empty: as torch finds. slept: milliseconds that each step of a target takes, by
-    its name, which has no model then."""
+    branches: the most that a row drafts. ahead: whether a draft service drafts on before a verdict is there. adaptive:
+    whether the target decides how many tokens up to γ are drafted. draft_in_target: whether each target runs the draft.
+    target_flags, draft_flags: further flags of the services. gpus: the device of each service by name; empty: as torch
+    finds. slept: milliseconds that each step of a target takes, by its name, which has no model then."""
 
     target_shape: str
     draft_shape: str
@@ -41,6 +41,7 @@ class Pair:
     budget: float
     read_share: float
     branches: int = 1
+    ahead: bool = True
     adaptive: bool = False
     draft_in_target: bool = False
     target_flags: tuple[str, ...] = ()
@@ -170,6 +171,7 @@ class Deployment:
         own = [word for target in self.targets for word in ("--target", self._addresses[target])]
         own += ["--controls", str(self._controls)]
         own += ["--draft-read-share", str(self.pair.read_share), "--branches", str(self.pair.branches)]
+        own += [] if self.pair.ahead else ["--no-ahead"]
         sessions = self._room.sessions * len(self.targets)
         return self._launch("draft", *own, *self.pair.draft_flags, sessions=sessions)
 

@@ -68,9 +68,8 @@ class ControlledDrafter(Drafter):
         if controls == self._controls:
             return
         self._controls = controls
-        self._settings = replace(
-            self._settings, micro_batches=controls.micro_batches, ahead=controls.ahead, branches=controls.branches
-        )
+        branches = controls.branches if self._settings.ahead else 1
+        self._settings = replace(self._settings, micro_batches=controls.micro_batches, branches=branches)
         self._replayed = np.load(controls.replay, mmap_mode="r") if controls.replay else None
 
     def execute(self, step: DraftStep) -> DraftStepResult:

@@ -175,6 +175,28 @@ def test_three_levels_give_what_plain_decoding_gives(
     made.check_nothing_left()
 
 
+def test_a_session_that_holds_nothing_goes_on_with_those_that_are_screened(clock: Clock) -> None:
+    """In their pass, so that no step waits for the host."""
+    model = Screens(agreement=4, screening=4)
+    made = turns(clock, 1, model, confirm_every=11, runner=ScreeningRunner, prefill_chunk=512)
+    made.world.target.sparse_logits = model.sparse
+    names = [made.world.open([3 + i] * (90 + 30 * i), 120) for i in range(3)]
+
+    def stop_holding() -> None:
+        screening = made.world.sessions[names[0]].screening
+        assert screening is not None
+        screening.most = 0
+
+    made.world.script = [lambda: None] * 4 + [stop_holding]
+    made.run()
+    for name in names:
+        made.world.check_greedy(name)
+    holds = [[bool(commit.screening_drafted) for commit in made.world.commits[name][2:]] for name in names]
+    assert not any(holds[0]) and all(holds[1][:-1])
+    assert made.world.verifier.counters["steps_behind_rounds"] > 20, made.kinds
+    made.check_nothing_left()
+
+
 @pytest.mark.parametrize("pays", [True, False])
 def test_sampled_sessions_go_by_turns_while_they_are_screened(clock: Clock, pays: bool) -> None:
     """What screened tokens were drawn from goes over the host."""

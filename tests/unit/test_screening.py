@@ -165,6 +165,34 @@ def test_sessions_of_a_step_confirm_together_and_every_fourth_time_weigh(clock: 
         assert len(weighing) < len(dense) / 2
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_for_which_there_is_no_room_may_cut_held_tokens_before_the_youngest_gives_way(
+    clock: Clock, seed: int
+) -> None:
+    """Of a session that was to confirm since the youngest had to, which then is in no step."""
+    world = screened(clock, seed, Screens(agreement=3, screening=3))
+    kv, refused, planned = world.target.kv, 0, 0
+    reserve = kv.reserve
+
+    def refusing(work: Any) -> bool:
+        nonlocal refused, planned
+        planned += len(work) > 1
+        if len(work) > 1 and planned % 6 == 0:
+            refused += 1
+            return False
+        return reserve(work)
+
+    world.attach()
+    names = [world.open(prompt, 120) for prompt in prompts(world.rng, 4)]
+    with patch.object(kv, "reserve", refusing):
+        while world.happen():
+            check_kv(world)
+    for name in names:
+        world.check_greedy(name)
+    assert refused > 10
+    world.check_nothing_left()
+
+
 @settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**6),
@@ -278,9 +306,8 @@ def test_imposed_verdicts_confirm_as_many_as_they_are_told(clock: Clock, confirm
     assert len(world.ledger.records[name].generated) == 200
 
 
-@pytest.mark.parametrize("most", [11, -1])
-def test_the_target_chooses_how_many_are_drafted_too(clock: Clock, most: int) -> None:
-    world = screened(clock, 1, Screens(screening=3, agreement=3), most, gamma=0, weight_tokens=10.0)
+def test_the_target_chooses_how_many_are_drafted_too(clock: Clock) -> None:
+    world = screened(clock, 1, Screens(screening=3, agreement=3), -1, gamma=0, weight_tokens=10.0)
     world.attach()
     names = [world.open([3 + i] * 200, 100) for i in range(3)]
     while world.happen():
@@ -326,6 +353,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft": "self"}, "draft self"),
     ({"deterministic": True}, "deterministic"),
     ({"host_kv_memory": 1.0}, "host_kv_memory"),
+    ({"gamma": 0}, "gamma auto, unless it is auto itself"),
+    ({"self_read_share": 1.0}, "self_read_share 1"),
     ({"confirm_every": 4}, "from 5"),
     ({"confirm_every": 28}, "to 27"),
     ({"confirm_every": -1, "gamma": 8}, "auto takes a gamma of at most 7"),
