@@ -39,4 +39,5 @@ def _apply(session: DraftSession, verdict: Verdict, kv: KVCache, counters: Count
         counters["verdicts_met"] += met
     if met and session.epoch != epoch:
         send_round(session, counters)
-    kv.index_prefix(session.kv, session.tokens, session.tokens_in_place)
+    # A round behind a step that accepts nothing writes the KV of the last committed token once more.
+    kv.index_prefix(session.kv, session.tokens, max(0, session.tokens_in_place - 1))

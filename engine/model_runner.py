@@ -275,9 +275,9 @@ class ModelRunner(Runner):
         kinds = self._ends_of_prompts()
         for read, sampling in itertools.product(reads, (Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1))):
             for queries in self._queries_of(read, gammas):
-                supports = [_WIDE] if queries in self._widest and not sampling.greedy else []
-                drafted = Drafted([0] * (queries - 1), supports, sampling, 0)
-                kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted))
+                for supports in self._supports_of(queries, sampling):
+                    drafted = Drafted([0] * (queries - 1), supports, sampling, 0)
+                    kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted))
         self._capture(kinds, sequences)
 
     def _queries_of(self, read: SparseRead | None, gammas: Sequence[int]) -> list[int]:
@@ -287,7 +287,14 @@ class ModelRunner(Runner):
         if read.drafts:
             return [1, *(gamma + 1 for gamma in gammas)]
         confirms = read.budget is not None and read.budget.everything
-        return [self._limits.step_queries, *(self._widest if confirms else [])]
+        sizes = [self._limits.step_queries, *self._widest]
+        return [1, *sizes] if confirms else sizes[:1]
+
+    def _supports_of(self, queries: int, sampling: Sampling) -> list[list[Support]]:
+        """Return what the tokens of steps of this size may have been drawn from: wide supports where some are held."""
+        if sampling.greedy or not self._widest or queries == 1:
+            return [[]]
+        return [[_WIDE]] if queries in self._widest else [[], [_WIDE]]
 
     def _ends_of_prompts(self) -> list[SequenceInput]:
         """Return an input of each kind of step that reads the last few tokens of a prompt."""

@@ -88,3 +88,10 @@ def power_of_two(n: int) -> int:
 def default_backend(device: torch.device) -> Backend:
     """`triton` for tensors of a GPU, `torch` for a CPU's."""
     return "triton" if device.type == "cuda" else "torch"
+
+
+def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy values from the host to a device without waiting for what runs there, as a copy from memory that is not
+    page-locked would.
+    """
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -19,6 +19,7 @@ from kernels.gated_activation import silu_and_multiply
 MAX_ROWS = 128  # beyond it, reading the weights is no longer what takes the time
 LEAST_DEPTH = 128  # inputs of a part are a multiple of it
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_MOST_AHEAD = 512  # inputs of a part whose weights are asked for before the wait: more are slower (docs/performance.md)
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,12 @@ class EightBitWeight:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is cut. columns: outputs of a program, gates and ups counted once. depth: inputs at once. ahead:
-    those whose weights are asked for before the wait.
-    """
+    """How the kernel is cut. columns: outputs of a program, gates and ups counted once. depth: inputs at once."""
 
     columns: int
     depth: int
     warps: int
     stages: int
-    ahead: int = 512
 
 
 def quantize(weight: Tensor) -> EightBitWeight:
@@ -99,7 +97,7 @@ def eight_bit_linear(
         DEPTH=tuning.depth,
         PARTS=parts,
         GATED=gated,
-        AHEAD=asked_ahead(tuning, inputs // parts),
+        AHEAD=asked_ahead(inputs // parts),
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         **overlapping_launch(x.device),
@@ -119,9 +117,9 @@ def default_tuning(rows: int, outputs: int, inputs: int, gated: bool) -> Tuning:
     return Tuning(64, 128, 8 if gated else 4, 3 if gated else 4)
 
 
-def asked_ahead(tuning: Tuning, inputs: int) -> int:
+def asked_ahead(inputs: int) -> int:
     """Return the inputs of a part whose weights are asked for before the wait: a power of two."""
-    return 1 << min(tuning.ahead, inputs).bit_length() - 1
+    return 1 << min(_MOST_AHEAD, inputs).bit_length() - 1
 
 
 @jit

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, power_of_two, tl
+from kernels.backends import check_backend, jit, power_of_two, send, tl
 
 
 def make_group_means(
@@ -38,7 +38,7 @@ def make_group_means(
     # One launch for all layers, whose pages lie apart: where each layer's begin, keys then values.
     addresses = [[source.data_ptr() for source in part] for part in (k_pages, v_pages)]
     _group_means_kernel[(groups, layers, kv_heads)](
-        torch.tensor(addresses, dtype=torch.int64, device=k.device),
+        send(torch.tensor(addresses, dtype=torch.int64), k.device),
         *(k_pages[0], pages, slots, k, v, k_variance, mean_slots, per_group, layers),
         KV_HEADS=kv_heads,
         PAGE=k_pages[0].shape[2],

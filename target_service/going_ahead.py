@@ -50,8 +50,8 @@ def plan_behind(
     part in a step now. drafting, drafted, cost: how sessions draft for themselves, and what they would now
     (planning.drafted_for_themselves).
 
-    The step has rounds if each session either goes on as in the one that runs, plainly or drafting as many tokens, or is
-    known to end in it, or waits; else it does nothing but wait. Where a text repeats itself the next token is waited
+    The step has rounds if each session either goes on as in the one that runs, plainly or drafting as many tokens, or
+    is known to end in it, or waits; else it does nothing but wait. Where a text repeats itself the next token is waited
     for, which tells whether it goes on to.
     """
     places = {id(item.session): place for place, item in enumerate(running.rounds)}

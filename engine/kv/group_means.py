@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zeros
-from kernels.backends import default_backend
+from kernels.backends import default_backend, send
 from kernels.group_means import make_group_means
 from kernels.paged_attention import GroupMeans
 
@@ -40,7 +40,7 @@ class GroupMeanPool:
         slots = [self.free.pop() for _ in range(count)]
         per_group = self.group_size // PAGE_SIZE
         pages = sequence.table()[first * per_group : (first + count) * per_group].reshape(-1, per_group)
-        make(pages, torch.tensor(slots, device=self.k.device), self)
+        make(pages, send(torch.tensor(slots), self.k.device), self)
         sequence.groups += slots
 
     def missing(self, sequence: SequenceKV) -> int:
@@ -82,7 +82,7 @@ def make_means(
     make_group_means(
         k_pages,
         v_pages,
-        torch.from_numpy(pages.astype(np.int64)).to(slots.device),
+        send(torch.from_numpy(pages.astype(np.int64)), slots.device),
         slots,
         pool.k[layers],
         pool.v[layers],

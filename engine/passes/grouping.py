@@ -72,8 +72,7 @@ def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
         return kind
     memory = read.budget.memory
     drafts = len(item.tokens) if read.drafts else 0
-    apart = limits.pinned and read.budget.everything  # how it is read must not depend on what runs beside it
-    return (*kind, drafts, apart, memory.decay, memory.importance.numpy().tobytes())
+    return (*kind, drafts, memory.decay, memory.importance.numpy().tobytes())
 
 
 def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:

@@ -266,6 +266,7 @@ def read_round(
         first, announce, behind = i * shape.branches, item.announce, None
         if item.behind is not None:
             behind = (began[i][0], began[i][1])
+            assert 0 <= behind[0] <= item.behind.judged, "the step accepted more tokens than it judged"
             announce = item.behind.announce[item.behind.judged - behind[0]]
         outputs.append(
             RoundOutput(

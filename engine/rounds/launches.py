@@ -119,9 +119,9 @@ def _zero_evidence(
 def _draw_tokens(
     round_: _Round, logits: Tensor, later: ListedReads | None, forbid: Callable[[Tensor, list[Tensor]], None] | None
 ) -> dict[str, list[Tensor]]:
-    """Draw a token from the logits of the first pass and run one more pass for each of γ tokens.
+    """Draw a token from the logits of the first pass, and run it and draw the next in each of the others.
 
-    Returns for each result what each of the γ + 1 draws gives it.
+    Returns for each result what each of the draws gives it, one a pass.
     """
     drawn: dict[str, list[Tensor]] = defaultdict(list)
     settings, passes = round_.settings, round_.shape.passes(round_.settings)

@@ -59,9 +59,9 @@ class RoundSettings:
 class RoundMemory:
     """What the last dense first pass of one session weighed, where not every round refreshes. The runner keeps it.
 
-    index: of the weights among those that the runner keeps ([layers * heads, blocks] float32, over γ + 1 as they count
-    in evidence), None before the first such pass. length: tokens that they are of and that still stand. rounds: drafted
-    since that one.
+    index: of the weights among those that the runner keeps ([layers * heads, blocks] float32, over the passes of a
+    round as they count in evidence), None before the first such pass. length: tokens that they are of and that still
+    stand. rounds: drafted since that one.
     """
 
     index: int | None = None
@@ -251,7 +251,8 @@ class CodedBitmap:
 
 @dataclass(frozen=True)
 class RoundOutput:
-    """What a round gives. The KV then holds what was pending and γ tokens more; kv.length is left to the caller.
+    """What a round gives. The KV then holds what was pending and those tokens that it ran (DraftedTokens.run);
+    kv.length is left to the caller.
 
     branches: what was drafted behind each branch, or behind the pending tokens. bitmap: uint64 [rows, words] of the
     blocks to announce, if asked for. coded: the same in the form that is sent, if the runner made it. blocks_read: over

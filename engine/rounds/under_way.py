@@ -23,7 +23,7 @@ class LaunchedRound:
     shape: RoundShape
     results: Staging
     done: torch.cuda.Event | None
-    runs_last: bool = True
+    runs_last: bool
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,7 @@ def partial_attention_kernel(
                 across = at[None, :] + offs_dim[:, None]
                 k = tl.load(mean_k_ptr + across, mask=there[None, :], other=0.0)
                 variance = tl.load(mean_variance_ptr + across, mask=there[None, :], other=0.0)
+                variance = tl.minimum(variance, 60000.0)  # what float16 holds, if those are the queries
                 scaled = q.to(tl.float32) * scale_log2
                 # In units of log 2: ½ (q·s)² var, where s holds one factor log2(e) too many; hence · ln 2.
                 squares = (scaled * scaled).to(q.dtype)

@@ -27,7 +27,11 @@ from tests.stack import Services, Stack, start_gateway, start_services
 
 ONE_WAY = 0.02  # seconds; a round of the bundled pair takes less
 TEXT = " ".join(f"It was the year {1800 + i}, and in the town nothing had changed." for i in range(60))
-TARGET = "import sys; from target_service.__main__ import main; sys.argv += ['--record-reads', sys.argv.pop(1)]; main()"
+# It waits for its draft on a busy machine, too: a plain round would be in no recording.
+TARGET = (
+    "import sys; from target_service.__main__ import main; "
+    "sys.argv += ['--draft-timeout', '60', '--record-reads', sys.argv.pop(1)]; main()"
+)
 
 
 @dataclass(frozen=True)

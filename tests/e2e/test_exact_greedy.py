@@ -92,14 +92,14 @@ def check_default_method(stack: Stack, prompts: list[list[int]]) -> None:
     assert generate(stub, prompt, sparsity="sts", **fields).speculation.announced_bytes > 0
 
 
-# Every second prompt with the setting that is served most, every fourth with others. share: of the drafted tokens at
-# least so many are accepted; measured 0.85, 0.61 and 0.47. also: what else is asked of the launch.
+# Half of the prompts with the setting that is served most, a quarter with others, of several books each. share: of the
+# drafted tokens at least so many are accepted; measured 0.82, 0.47 and 0.48. also: what else is asked of the launch.
 @pytest.mark.parametrize(
     ("flags", "share", "every", "also"),
     [
-        ("--gamma 1 --budget 1.0", 0.7, slice(0, None, 4), check_whole_budget),
-        ("--gamma 4 --draft-branches 8 --sparsity streaming", 0.5, slice(1, None, 2), check_default_method),
-        ("--gamma 4 --draft-in-target", 0.4, slice(2, None, 4), check_steps_behind_rounds),
+        ("--gamma 1 --budget 1.0", 0.7, slice(0, None, 5), check_whole_budget),
+        ("--gamma 4 --draft-branches 8 --sparsity streaming", 0.4, slice(3, 9), check_default_method),
+        ("--gamma 4 --draft-in-target", 0.4, slice(1, None, 5), check_steps_behind_rounds),
     ],
     ids=["gamma-1", "draft-branches", "draft-in-target"],
 )
@@ -152,17 +152,17 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     file.write_text(MODELS)
     stack = launch("--config", str(file))
     assert list(stack.services) == ["target@pair", "draft@pair", "target@ngram", "target@self"]
-    drafted, accepted = check(stack, "pair", prompts[2::4], greedy)
-    assert accepted > 0.17 * drafted, "fewer drafted tokens were accepted than these books give"
+    drafted, accepted = check(stack, "pair", prompts[2::3], greedy)
+    assert accepted > 0.3 * drafted, "fewer drafted tokens were accepted than these books give"
     assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name="pair") == accepted
     names = "confirmed_tokens", "screened_tokens"
     confirmed, screened = (
         metric(stack.http, "service_events_total", service="target@pair", name=name) for name in names
     )
     assert confirmed > 0.5 * screened > 50, "fewer were confirmed than these books give"
-    for model, share in (("ngram", 0.4), ("self", 0.35)):  # when self drafts is up to how busy the machine is
+    for model, share in (("ngram", 0.5), ("self", 0.5)):  # when self drafts is up to how busy the machine is
         assert metric(stack.http, "spec_decode_num_draft_tokens_total", model_name=model) == 0
-        drafted, accepted = check(stack, model, prompts[::4], greedy)
+        drafted, accepted = check(stack, model, prompts[::5], greedy)
         assert accepted > max(30, share * drafted), "fewer were accepted than these books give"
         events = {"service": f"target@{model}", "name": f"{model}_accepted_tokens"}
         assert metric(stack.http, "service_events_total", **events) == accepted

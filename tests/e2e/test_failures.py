@@ -125,7 +125,7 @@ def test_draft_killed(mortal: Stack, prompt: list[int], expected: list[int]) -> 
 
     def drafted_again() -> bool:
         next(lasting)
-        return service_state(mortal.http, "draft", "sessions") == 1
+        return service_state(mortal.http, "target", "drafted_sessions") == 1
 
     wait_for(drafted_again, 60, "the running session is drafted again")
     lasting.cancel()
@@ -165,6 +165,8 @@ def test_services_are_placed_anew_when_ray_dies(mortal: Stack, prompt: list[int]
     pid = pid_of(mortal, "target")
     request = Request(mortal, prompt)
     os.kill(_raylet_of(mortal), signal.SIGKILL)
+    wait_for(lambda: not _is_alive(pid), mortal.patience(NOTICED), "the target ends itself")
+    assert len(request.tokens) < TOKENS, "the request was served before anything was lost"
     wait_for_another(mortal, "target", pid, PLACED_ANEW)
     assert "Ray is lost" in mortal.output.read_text()
     assert request.result() == expected

@@ -96,6 +96,7 @@ def test_streams_go_on_when_a_node_is_lost_and_its_target_starts_on_one_that_joi
             answer = pool.submit(ask, stack)
             lost = running_target(stack)
             cluster.remove_node(nodes[hosts[lost]], allow_graceful=False)
+            assert not answer.done(), "the request was served before anything was lost"
             assert answer.result(120).tokens == expected.tokens
 
         add_node(cluster, "127.0.0.4")
@@ -120,6 +121,7 @@ def test_streams_go_on_when_the_head_is_lost_and_the_launch_ends_with_an_error(
             answer = pool.submit(ask, stack, 300)
             running_target(stack)
             cluster.remove_node(cluster.head_node, allow_graceful=False)
+            assert not answer.done(), "the request was served before anything was lost"
             assert answer.result(120).tokens == expected.tokens
         assert ask(stack, 50).tokens == expected.tokens[:50], "requests are taken as well"
         wait_for(lambda: "Ray is lost: its head does not answer" in stack.output.read_text(), 60, "the launch says so")

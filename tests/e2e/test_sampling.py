@@ -85,7 +85,6 @@ def test_sampled_exact_has_the_targets_distribution(stack: Stack, tokenizer: Any
     assert min(p_values) > 1e-3, p_values
 
 
-@pytest.mark.long
 def test_a_broken_acceptance_rule_is_found_out(tokenizer: Any) -> None:
     services: Services = start_services(target_command=("-c", BROKEN))
     gateway = start_gateway(services)

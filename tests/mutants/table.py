@@ -238,6 +238,12 @@ MUTANTS: list[Mutant] = [
         ("nothing is ever confirmed but at the end", "    too_many = len(session.tokens)", "    too_many = 0 * len(session.tokens)"),
         ("no round is screened", "    return not proposed or too_many", "    return True or too_many"),
         ("one session confirms while others screen", "    if not holding and len(confirm) < len(screened):", "    if True:"),
+        ("held tokens whose KV was cut are screened on", "screening.is_stale or is_cut", "screening.is_stale"),
+    ),
+    *_of(
+        "target_service/planning.py",
+        "test_draft_in_target",
+        ("one that holds nothing has all go by turns", "weighs = confirms is not Confirms.YES", "weighs = confirms is Confirms.WEIGHING"),
     ),
     *_of(
         "target_service/planning.py",

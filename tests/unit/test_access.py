@@ -245,7 +245,7 @@ def test_certificates_that_no_peer_would_take_are_refused_at_the_start(files: Fi
 
 @pytest.mark.parametrize("prefix", ["--", "--service-"])
 def test_an_expired_certificate_ends_a_launch(prefix: str, tmp_path: Path) -> None:
-    """Whichever ports it is for; a launch reads both before it dials or places anything."""
+    """Whichever ports it is for."""
     old = make_certificate(tmp_path, "old", AUTHORITY, expired=True)
     config = launch_settings([f"{prefix}tls-cert", old.cert, f"{prefix}tls-key", old.key], {})
     with pytest.raises(SettingsError, match=f"{old.cert}: certificate has expired"):

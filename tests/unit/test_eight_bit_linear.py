@@ -68,12 +68,12 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels.eight_bit_linear import _eight_bit_linear_kernel as kernel, asked_ahead, default_tuning
+from kernels.eight_bit_linear import _eight_bit_linear_kernel as kernel, asked_ahead
 
 types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*fp32", "rows": "i32"}
 for length in (128, 256, 384, 640):
     sizes = dict(outputs=64, inputs=2 * length, ROWS=16, COLUMNS=64, DEPTH=128, PARTS=2)
-    ahead = asked_ahead(default_tuning(64, 64, length, False), length)
+    ahead = asked_ahead(length)
     fixed = sizes | dict(GATED=False, AHEAD=ahead, STAGES=3, PDL=True)
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}

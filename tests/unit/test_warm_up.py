@@ -8,23 +8,26 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import models
-from config import DraftSettings
+from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import DraftSession, TargetPeer
 from engine.graphs import Captured, Graphs
-from engine.inputs import SequenceInput
+from engine.inputs import SequenceInput, SequenceOutput
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.logit_rules import rules_of
 from engine.model_runner import ModelRunner
-from engine.sampling import Sampling
+from engine.sampling import Sampling, Support
 from sparsity.plan import load_plan
+from target_service.screening import screening_reader
+from target_service.verifier import Verifier
 from wire.messages import At, Begin, DraftEvent, End, Proposals, Verdict
 
 SESSIONS, GAMMA = 2, 4
@@ -57,9 +60,10 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Graphs, "_capture", lambda self, captured: Launches(captured))
 
 
-def runner_of(folder: Any) -> ModelRunner:
+def runner_of(folder: Any, most_queries: int = 0) -> ModelRunner:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    runner = make_runner(load_model(str(folder), torch.float32, device), 4096, max_context=400)
+    model = load_model(str(folder), torch.float32, device)
+    runner = make_runner(model, 4096, max_context=400, most_queries=most_queries)
     runner._captures = runner._passes.graphs.captures = True
     return runner
 
@@ -78,6 +82,36 @@ def test_no_step_of_a_target_is_captured_for_a_request(caplog: pytest.LogCapture
         drafted = Drafted([5] * (queries - 1), [], sampling, 7, rules, [1, 2, 3, 4, 5, 6, 7], 2)
         outputs = runner.forward([SequenceInput(kv, [4] * queries, "all", drafted=drafted) for kv in kvs])
         assert all(output.verdict is not None for output in outputs)
+        for kv in kvs:
+            runner.kv.release(kv)
+    assert set(runner._passes.graphs.by_shape) == shapes
+
+
+@pytest.mark.usefixtures("captures")
+def test_no_step_that_screens_or_confirms_is_captured_for_a_request() -> None:
+    """Whatever is held and proposed, and whether what is read is weighed."""
+    settings = TargetSettings(confirm_every=8, gamma=GAMMA)
+    runner, plan = runner_of(models.TARGET, settings.widest_round), load_plan(models.PLAN)
+    verifier = Verifier(runner, plan, settings)
+    verifier.warm_up()
+    shapes = set(runner._passes.graphs.by_shape)
+    reader = screening_reader(plan, settings, False)
+    weighing, base = reader.read(None, 100, 105), 100
+    reader.finish(SequenceOutput())
+    reads = weighing, reader.read(None, 100, 105, everything=True, weighs=False), reader.read(None, 100, 105)
+    drawn = Support(np.array([5]), np.ones(1, np.float32)), Support(np.arange(900), np.full(900, 1 / 900, np.float32))
+    for (i, read), sampling, held, proposed in itertools.product(
+        enumerate(reads), SAMPLINGS[:2], (0, 3, 8), (0, GAMMA)
+    ):
+        if i == 2 and not (proposed and not held):  # it screens a proposal
+            continue
+        count = held + proposed
+        supports = [] if sampling.greedy else [drawn[1]] * held + [drawn[0]] * proposed
+        kvs = [SequenceKV() for _ in range(SESSIONS)]
+        for kv in kvs:
+            runner.forward([SequenceInput(kv, list(range(base - 1)))])
+        drafted = Drafted([5] * count, supports, sampling, base)
+        runner.forward([SequenceInput(kv, [4] * (count + 1), "all", read, drafted=drafted) for kv in kvs])
         for kv in kvs:
             runner.kv.release(kv)
     assert set(runner._passes.graphs.by_shape) == shapes
