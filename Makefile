@@ -43,7 +43,7 @@ test: setup lint check-protos  ## Lint, types, stubs, and all tests but those th
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/e2e
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/simulation tests/test_models.py
 
-test-long: setup  ## The end-to-end tests that take long: a cluster that grows and shrinks, the loss of its head, a broken rule
+test-long: setup  ## The end-to-end tests that take long: a cluster that grows and shrinks, the loss of its head
 	$(BIN)/python -m pytest -m long tests/e2e
 
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores
