@@ -176,6 +176,7 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
         modes = [mode for mode in flags.modes if mode not in _ALONE and (not hot or mode == "approximate")]
         (address,) = deployment.start(with_draft=bool(modes))
         run.results.starts.append(deployment.start_seconds)
+        deployment.wait_until_prepared()
         known: set[int] = set()
         for shape in shapes:
             with _noted_failure(run, f"{shape}, prompts"):

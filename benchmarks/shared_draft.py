@@ -83,6 +83,7 @@ def _measure(flags: argparse.Namespace, shape: Shape) -> list[SharedRow]:
             start, Path(folder), _pair(flags), room, True, False, lambda: flags.part_limit, targets=TARGETS
         )
         clients = _Clients(flags, shape, deployment.targets, deployment.start(with_draft=True))
+        deployment.wait_until_prepared()
         deployment.control(Controls(flags.waves, flags.branches, foresight=flags.foresight))
         clients.wait_until_drafted()
         runs: dict[tuple[bool, str], list[Figures]] = {}

@@ -26,7 +26,7 @@ from draft_service.steps import (
 )
 from draft_service.verdicts import receive_verdict
 from engine.grammars import Grammars
-from engine.rounds.requests import DraftedTokens
+from engine.rounds.requests import DraftedTokens, gammas
 from engine.runner import Runner
 from engine.step_loop import describe, prefill_chunk
 from sparsity.methods import METHODS
@@ -37,7 +37,6 @@ from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
-WARM_SESSIONS = 16  # rounds of up to so many sessions are made ready before the first
 # Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
 _COUNTED = ("failed_steps", "resyncs", "declined_sessions")
 _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
@@ -81,8 +80,14 @@ class Drafter:
         """Make the runner ready for prompts, and for the rounds of sessions that announce nothing or by the plan."""
         announcing = METHODS[self._plan.method].announcing is not None
         self.runner.warm_up_prompts(self._settings.prefill_chunk)
-        sessions = min(self._settings.max_sessions, WARM_SESSIONS)
-        self.runner.warm_up_rounds(sessions, [self._plan.method] if announcing else [])
+        *fewer, _ = gammas(self._settings.most_drafted) if self._settings.adaptive else [0]
+        methods = [self._plan.method] if announcing else []
+        self.runner.warm_up_rounds(self._settings.max_sessions, methods, fewer)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no session."""
+        return not self.session_count and not self._inbox
 
     @property
     def session_count(self) -> int:

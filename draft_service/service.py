@@ -93,6 +93,7 @@ async def serve(
                 "sessions": drafter.session_count,
                 "kv_pages_held": runner.kv.pool.held,
                 "kv_pages": runner.kv.pool.num_pages,
+                "unprepared_steps": runner.unprepared,
             },
             version=running_version(),
         )
@@ -113,6 +114,7 @@ async def serve(
             wake,
             drafter.next_deadline,
             settings.step_timeout,
+            warm_up_more=lambda: runner.warm_up_more if drafter.is_idle and runner.unprepared else None,
         )
     finally:
         await links.close()

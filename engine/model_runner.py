@@ -6,8 +6,10 @@ shape; prompts, and everything on a CPU, run in passes of the exact size without
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,7 +35,7 @@ from engine.rounds.behind_steps import LeftVerdicts, Verdict
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.under_way import RoundsUnderWay
 from engine.ruled_judging import judge_by_rules
-from engine.runner import Runner
+from engine.runner import WARM_SESSIONS, Runner
 from engine.sampling import Sampling, Support
 from kernels.backends import Backend, default_backend, power_of_two
 from kernels.shared_budget import WORD
@@ -41,6 +43,7 @@ from kernels.shared_budget import WORD
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
 PINNED_SEQUENCES = 8  # of every step of a deterministic runner
 PINNED_ROWS = 512  # of every pass over a prompt there
+LEAST_FREE = 2 << 30  # bytes of a GPU that stay free of graphs that no request has asked for yet
 MEMORIES = 64  # of sequences that share budgets out, unless keep_memories says otherwise
 MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
 ShapeOf = Callable[[list[SequenceInput]], PassShape]  # the shape that some inputs run in
@@ -100,10 +103,15 @@ class ModelRunner(Runner):
         memories = ReadMemories(MEMORIES)
         self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, attention_backend)
         self._rounds: RoundRunner | None = None
+        self._later: deque[Callable[[], object]] = deque()  # what captures each kind of step that is unprepared
 
     @property
     def captures_made(self) -> int:  # type: ignore[override]
         return Graphs.made
+
+    @property
+    def unprepared(self) -> int:  # type: ignore[override]
+        return len(self._later)
 
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -271,7 +279,7 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def warm_up(self, reads: list[SparseRead | None], sequences: int, gammas: Sequence[int] = ()) -> None:
-        """Capture the steps that requests take, in batches of up to `sequences`, and load what judges by rules."""
+        """Capture the steps that requests take, and load what judges by rules."""
         kinds = self._ends_of_prompts()
         for read, sampling in itertools.product(reads, (Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1))):
             for queries in self._queries_of(read, gammas):
@@ -303,25 +311,44 @@ class ModelRunner(Runner):
         return [item for item in ends if not self._limits.is_prompt(item)]
 
     def _capture(self, kinds: list[SequenceInput], sequences: int) -> None:
-        """Capture the steps of inputs of these kinds, in batches of up to `sequences`."""
+        """Capture the steps of inputs of these kinds, in batches of up to `sequences`, the large ones later."""
         if not self._captures:
             return
         counts = [1 << i for i in range(power_of_two(sequences).bit_length())]
-        steps = list(itertools.product(kinds, counts))
+        now = [(item, count) for item in kinds for count in counts if count <= WARM_SESSIONS]
         with tell_captures(self._passes.graphs, "steps"):
-            for item, count in tqdm(steps, desc="capturing CUDA graphs of steps", disable=None):
-                shape = self._of_step([item] * count)
-                for turn in self._turns_of(item, shape):
-                    self._passes.step_of(replace(shape, turn=turn))
-                if (
-                    item.drafted
-                    and (shape.drafts or not shape.weighs)
-                    and self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size)
-                ):
-                    self._passes.step_of(replace(shape, fetches=True))
-                if item.drafted and item.read is None:
-                    logits = torch.zeros(count, len(item.tokens), self.vocab_size, device=self.device)
-                    judge_by_rules(logits, [item.drafted] * count, self.deterministic)
+            for item, count in tqdm(now, desc="capturing CUDA graphs of steps", disable=None):
+                self._capture_step(item, count)
+        large = [count for count in counts if count > WARM_SESSIONS]
+        self._later += [partial(self._capture_step, item, count) for count in large for item in kinds]
+
+    def _capture_step(self, item: SequenceInput, count: int) -> None:
+        """Capture the steps of so many inputs like this one."""
+        shape = self._of_step([item] * count)
+        for turn in self._turns_of(item, shape):
+            self._passes.step_of(replace(shape, turn=turn))
+        if (
+            item.drafted
+            and (shape.drafts or not shape.weighs)
+            and self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size)
+        ):
+            self._passes.step_of(replace(shape, fetches=True))
+        if item.drafted and item.read is None:
+            logits = torch.zeros(count, len(item.tokens), self.vocab_size, device=self.device)
+            judge_by_rules(logits, [item.drafted] * count, self.deterministic)
+
+    @torch.inference_mode()
+    def warm_up_more(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] < LEAST_FREE:
+            log.warning(
+                "no more CUDA graphs are captured before requests: the GPU's memory is short",
+                extra={"kinds_of_steps": len(self._later), "least_free_gib": LEAST_FREE / 2**30},
+            )
+            self._later.clear()
+            return
+        self._later.popleft()()
+        if not self._later:
+            log.info("all CUDA graphs are captured", extra={"graphs": Graphs.made})
 
     def _turns_of(self, item: SequenceInput, shape: PassShape) -> tuple[int, ...]:
         """Return the turns (PassShape.turn) in which steps of a shape may run."""
@@ -348,9 +375,9 @@ class ModelRunner(Runner):
         self._rounds = RoundRunner(*of_model, self._limits.pages, default_backend(self.device), self._captures)
 
     @torch.inference_mode()
-    def warm_up_rounds(self, sequences: int, methods: Sequence[str]) -> None:
+    def warm_up_rounds(self, sequences: int, methods: Sequence[str], gammas: Sequence[int] = ()) -> None:
         if self._rounds is not None:
-            self._rounds.warm_up(sequences, methods)
+            self._later += self._rounds.warm_up(sequences, methods, gammas)
             self._capture(self._ends_of_prompts(), sequences)
 
     def make_room_for_verdicts(self, sequences: int) -> None:

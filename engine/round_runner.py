@@ -1,7 +1,7 @@
 """Drafting whole rounds: one graph a shape on a GPU, the same launches one by one elsewhere."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from engine.rounds.buffers import RoundShape, bring_rules, lay_out_round, make_r
 from engine.rounds.launches import run_round
 from engine.rounds.requests import RoundMemory, RoundRequest, RoundSettings
 from engine.rounds.under_way import LaunchedRound, RoundsUnderWay
+from engine.runner import WARM_SESSIONS
 from engine.staging import Buffers
 from kernels.backends import Backend, power_of_two
 
@@ -52,23 +53,31 @@ class RoundRunner:
         self._rules = torch.empty(3, 0, 0)
         self.left_verdicts: LeftVerdicts | None = None  # of the last step that rounds may be launched behind
 
-    def warm_up(self, sequences: int, methods: Sequence[str]) -> None:
-        """Capture rounds of up to `sequences` sessions that announce nothing or by `methods`: greedy and sampled ones,
-        and those whose logits are changed."""
+    def warm_up(self, sequences: int, methods: Sequence[str], gammas: Sequence[int]) -> list[Callable[[], object]]:
+        """Capture rounds that announce nothing or by `methods`: greedy and sampled ones, and those whose logits are
+        changed, of up to WARM_SESSIONS sessions. Return what captures those of up to `sequences`, and of fewer tokens,
+        `gammas` of them.
+        """
         if not self._graphs.captures:
-            return
-        # The largest first: what all shapes share is made to fit it.
+            return []
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
         branches = sorted({1, self._settings.branches}, reverse=True)
         draws = {"sampled": False, "ruled": False}, {"sampled": True, "ruled": False}, {"sampled": True, "ruled": True}
-        kinds = list(itertools.product(draws, ("", *methods), sizes, branches))
+        self._rules_of(sizes[0])  # all shapes share it, so it is made to fit the largest
+        shapes = []
+        for draw, method, count, of_each in itertools.product(draws, ("", *methods), sizes, branches):
+            shape = RoundShape(count, ROUND_QUERIES, self._max_pages, method=method, branches=of_each, **draw)
+            shape = replace(shape, behind=self._may_go_behind(of_each))
+            shapes.append(shape)
+            if self._settings.refresh_every > 1 and of_each == self._settings.branches:
+                shapes.append(replace(shape, refreshes=False))
         with tell_captures(self._graphs, "rounds"):
-            for draw, method, count, of_each in tqdm(kinds, desc="capturing CUDA graphs of rounds", disable=None):
-                shape = RoundShape(count, ROUND_QUERIES, self._max_pages, method=method, branches=of_each, **draw)
-                shape = replace(shape, behind=self._may_go_behind(of_each))
+            now = [shape for shape in shapes if shape.sequences <= WARM_SESSIONS]
+            for shape in tqdm(now, desc="capturing CUDA graphs of rounds", disable=None):
                 self._round_of(shape)
-                if self._settings.refresh_every > 1 and of_each == self._settings.branches:
-                    self._round_of(replace(shape, refreshes=False))
+        fewer = [replace(shape, gamma=gamma) for gamma in gammas for shape in shapes]
+        later = [shape for shape in shapes if shape.sequences > WARM_SESSIONS]
+        return [partial(self._round_of, shape) for shape in sorted([*later, *fewer], key=lambda each: each.sequences)]
 
     def launch(self, requests: list[RoundRequest]) -> RoundsUnderWay:
         """Draft a round of each, those of one method and one γ that refresh, or do not, together. Raises OutOfPages.

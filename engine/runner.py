@@ -9,6 +9,8 @@ from engine.rounds.behind_steps import Verdict
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.under_way import RoundsUnderWay
 
+WARM_SESSIONS = 32  # steps of up to so many sessions are made ready before the first request, the others behind it
+
 
 class Runner:
     """Runs a model over paged KV. One call is one step; the caller decides what is in it.
@@ -18,6 +20,7 @@ class Runner:
     launch a step that needs no draft before the host has seen the one before (`launch`). chains: whether rounds can be
     launched (`launch_rounds`), steps behind them (`take_rounds`), and rounds behind these (`take_verdicts`).
     captures_made: CUDA graphs that runners of this process have captured; a step beside says little of what steps take.
+    unprepared: kinds of steps that `warm_up_more` is still to make ready for.
     """
 
     kv: KVCache
@@ -27,6 +30,7 @@ class Runner:
     goes_ahead = False
     chains = False
     captures_made = 0
+    unprepared = 0
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run all inputs, write their KV and advance their lengths. Returns outputs in input order.
@@ -58,10 +62,14 @@ class Runner:
         raise NotImplementedError(f"{type(self).__name__} runs no steps behind rounds")
 
     def warm_up(self, reads: list[SparseRead | None], sequences: int, gammas: Sequence[int] = ()) -> None:
-        """Make ready for steps that read so, of up to so many sequences. There may be nothing to do.
+        """Make ready for steps that read so, of up to so many sequences: now for up to WARM_SESSIONS of them, for more
+        by `warm_up_more`. There may be nothing to do.
 
         gammas: the numbers of tokens that steps may draft by themselves.
         """
+
+    def warm_up_more(self) -> None:
+        """Make ready for one more kind of step of those that are `unprepared`, which takes some tenths of a second."""
 
     def warm_up_prompts(self, tokens: int) -> None:
         """Make ready for prompts of which so many tokens are read at once. There may be nothing to do."""
@@ -72,8 +80,12 @@ class Runner:
     def keep_memories(self, sequences: int) -> None:
         """Have room to share out the budgets of so many sequences, before the first step that does."""
 
-    def warm_up_rounds(self, sequences: int, methods: Sequence[str]) -> None:
-        """Make ready for rounds of up to so many sessions that announce by these methods, once rounds are prepared."""
+    def warm_up_rounds(self, sequences: int, methods: Sequence[str], gammas: Sequence[int] = ()) -> None:
+        """Make ready for rounds of up to so many sessions that announce by these methods, once rounds are prepared: as
+        `warm_up` does.
+
+        gammas: the numbers of tokens that rounds may draft where they draft fewer than all; made ready later.
+        """
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
         """Say how rounds are drafted, before the first `draft_rounds`."""

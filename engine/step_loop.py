@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -30,6 +30,7 @@ async def run_step_loop(
     next_deadline: Callable[[], float | None],
     step_timeout: float,
     sends_first: bool = True,
+    warm_up_more: Callable[[], Callable[[], None] | None] = lambda: None,
 ) -> None:
     """Plan a step, execute it in a thread, finish it; sleep while there is nothing to plan. Runs until cancelled.
 
@@ -38,25 +39,27 @@ async def run_step_loop(
     brings new work. next_deadline: returns the seconds until planning may find work by itself. step_timeout:
     seconds after which a step counts as hung; as no thread can be ended, the process is, with status HUNG. sends_first:
     whether what a step gave is sent before the next one is planned, else while that one runs: then the model waits less
-    for the host, and the other end for some tenths of a millisecond more.
+    for the host, and the other end for some tenths of a millisecond more. warm_up_more: returns what to run in the
+    thread while there is nothing to plan, to be ready for a kind of step before it is planned; None: nothing.
 
-    Raises what `plan_step` or `finish_step` raises, since the state is no longer known to be right then; an error after
-    which the device cannot be used (`is_fatal`); RuntimeError if MOST_FAILURES steps in a row failed.
+    Raises what `plan_step`, `finish_step` or `warm_up_more` raises, since the state is no longer known to be right; an
+    error after which the device cannot be used (`is_fatal`); RuntimeError if MOST_FAILURES steps in a row failed.
     """
-    loop = asyncio.get_running_loop()
     failures = 0
     with ThreadPoolExecutor(1, thread_name_prefix="model") as pool:
         while True:
             wake.clear()
             work = plan_step()
+            if work is None and (warm_up := warm_up_more()) is not None:
+                await _in_thread(pool, step_timeout, warm_up)
+                continue
             if work is None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(next_deadline()):
                         await wake.wait()
                 continue
-            alarm = loop.call_later(step_timeout, _end_hung, step_timeout)
             try:
-                result = await loop.run_in_executor(pool, execute, work)
+                result = await _in_thread(pool, step_timeout, execute, work)
             except Exception as error:
                 failures += 1
                 if is_fatal(error) or not fail_step(work, error):
@@ -67,12 +70,20 @@ async def run_step_loop(
                         f"{failures} model steps failed in a row, the last with {describe(error)}"
                     ) from error
                 continue
-            finally:
-                alarm.cancel()
             failures = 0
             finish_step(work, result)
             if sends_first:
                 await asyncio.sleep(0)
+
+
+async def _in_thread(pool: Executor, most_seconds: float, function: Callable[..., Result], *given: object) -> Result:
+    """Run a function in the model's thread. The process ends where that takes more than so many seconds."""
+    loop = asyncio.get_running_loop()
+    alarm = loop.call_later(most_seconds, _end_hung, most_seconds)
+    try:
+        return await loop.run_in_executor(pool, function, *given)
+    finally:
+        alarm.cancel()
 
 
 def _end_hung(seconds: float) -> None:

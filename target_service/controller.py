@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from engine.rounds.requests import gammas
 from target_service.acceptance import Acceptance
 from target_service.round_costs import PLAIN, Choice, Load, RoundCosts, sessions_of
 
@@ -91,11 +92,6 @@ def choose(present: Choice, rates: Mapping[Choice, float]) -> Choice:
         if rate > rates[present] * (1 + (MARGIN if choice.gamma else PLAIN_MARGIN))
     }
     return max(faster, key=faster.__getitem__, default=present)
-
-
-def gammas(most: int) -> list[int]:
-    """Return the numbers of tokens that a round may draft: powers of two, and the most."""
-    return sorted({*(1 << i for i in range(most.bit_length())), most})
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from config import TargetSettings
 from engine.inputs import ReadMemory, SparseRead
+from engine.rounds.requests import gammas
 from sparsity.budgets import new_memory, shared_budget
 from sparsity.plan import Plan
-from target_service.controller import gammas
 
 DECAY = 0.9  # of remembered weights, a round
 EXPECTED = 0.7  # of the drafted tokens: accepted, before any is tried; and how many of a fixed number must pay for it

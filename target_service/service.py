@@ -82,6 +82,14 @@ def _status(verifier: Verifier, hello: Hello, speculation: SpeculationServicer) 
     )
 
 
+def _what_to_prepare(verifier: Verifier, drafter: Drafter | None) -> Callable[[], None] | None:
+    """Return what makes a runner ready for one more kind of step, if nobody needs it for another one."""
+    runners = [verifier.runner] if drafter is None else [verifier.runner, drafter.runner]
+    if verifier.is_idle and (drafter is None or drafter.is_idle):
+        return next((runner.warm_up_more for runner in runners if runner.unprepared), None)
+    return None
+
+
 async def serve(
     settings: TargetSettings,
     runner: Runner,
@@ -130,6 +138,7 @@ async def serve(
             steps.next_deadline,
             settings.step_timeout,
             sends_first=False,  # drafts have drafted ahead
+            warm_up_more=partial(_what_to_prepare, verifier, drafter),
         )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))

@@ -18,6 +18,7 @@ from engine.grammars import Grammars
 from engine.inputs import SequenceOutput, SparseRead
 from engine.kv.pages import pages_for
 from engine.logprobs import TokenLogprobs, token_logprobs
+from engine.rounds.requests import gammas
 from engine.runner import Runner
 from engine.sampling import Support
 from engine.step_loop import describe, prefill_chunk
@@ -30,7 +31,7 @@ from target_service.admission import Admission
 from target_service.behind_rounds import DraftedRound, plan_behind_rounds
 from target_service.commit import commit_round, imposed_verdict
 from target_service.confirm_lengths import confirm_lengths
-from target_service.controller import UNDECIDED, Controller, RoundSeen, gammas
+from target_service.controller import UNDECIDED, Controller, RoundSeen
 from target_service.going_ahead import can_be_left, plan_behind
 from target_service.planning import (
     VerifyResult,
@@ -53,7 +54,6 @@ from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
-WARM_SESSIONS = 16  # batches up to this size are made ready before the first request
 # Called with a sparse round's position as it began, the drafted tokens that it kept, and the blocks that it read, bool
 # [layers, kv_heads, blocks].
 OnRound = Callable[[At, int, Tensor], None]
@@ -135,7 +135,12 @@ class Verifier:
             reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
         own_gammas = [] if self._drafting is None else self._drafting.gammas
-        self.runner.warm_up(reads, min(self.settings.max_sessions, WARM_SESSIONS), own_gammas)
+        self.runner.warm_up(reads, self.settings.max_sessions, own_gammas)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no session."""
+        return not self.admission.everyone()
 
     @property
     def totals(self) -> dict[str, float]:
@@ -158,6 +163,7 @@ class Verifier:
             "takes_drafts": self.settings.has_draft and not self.settings.draft_in_target,
             "drafted_sessions": sum(session.drafted for session in running),
             "paused_sessions": sum(session.is_paused for session in running),
+            "unprepared_steps": self.runner.unprepared,
         }
 
     def reads_of(self, name: str) -> SessionReads:

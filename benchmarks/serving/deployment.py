@@ -1,5 +1,6 @@
 """The services of a benchmark: models of random weights in the shapes of real ones, processes, no Ray."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -19,8 +20,10 @@ from benchmarks.serving.controls import Controls
 from benchmarks.serving.timeline import read_timeline, timeline_of_draft
 from benchmarks.shapes import SHAPES
 from evaluation.plans import save_plan
-from orchestrator.directory import name_services, side_of
+from orchestrator.directory import Directory, name_services, side_of
+from orchestrator.service_status import ControlLine
 from sparsity.plan import uniform_plan
+from wire.access import PeerAccess
 
 PREFILL_CHUNK = 8192  # prompt tokens a step, at most
 _TIMELINE_SECONDS = 3.0  # until a service that has become idle has written its timeline
@@ -134,6 +137,22 @@ class Deployment:
         if draft is not None:
             self._wait_for("draft", draft)
         return addresses
+
+    def wait_until_prepared(self) -> None:
+        """Wait until the services are ready for all kinds of steps, which they become while nobody asks for anything.
+
+        Raises TimeoutError if that takes too long.
+        """
+        began, limit = time.monotonic(), self._seconds()
+        while left := sum(map(self._unprepared_steps, self.start_seconds)):
+            if time.monotonic() - began > limit:
+                raise TimeoutError(f"after {limit:.0f} s the services are still not ready for {left} kinds of steps")
+            time.sleep(0.2)
+        note(f"ready for all kinds of steps {time.monotonic() - began:.1f} s later")
+
+    def _unprepared_steps(self, name: str) -> int:
+        line = ControlLine(name, Directory(self._addresses), PeerAccess())
+        return int(asyncio.run(line.status()).gauges["unprepared_steps"])
 
     def control(self, controls: Controls) -> None:
         """Say how the draft drafts from its next session on."""

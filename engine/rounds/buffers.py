@@ -116,7 +116,8 @@ def make_round_buffers(
         layout["known"] = (count,), torch.int32
     if shape.ruled:  # see ChangedLogits
         layout["penalties"] = (3, shape.rows), torch.float32
-        layout["guessed"] = (shape.rows, passes), torch.int32
+        # They were drafted in a round of its own, which may have had more passes.
+        layout["guessed"] = (shape.rows, settings.gamma + 1), torch.int32
     buffers = Buffers(Staging(layout, device), Staging(results, device))
     lay_out_rows(buffers.inputs.host, [])
     for name, value in {"behind": -1, "places": nobody, "source": -1, "target": -1}.items():

@@ -270,3 +270,8 @@ class RoundOutput:
     def tokens(self) -> list[int]:
         """The tokens drafted behind the first branch, or behind the pending tokens."""
         return self.branches[0].tokens
+
+
+def gammas(most: int) -> list[int]:
+    """Return the numbers of tokens that a round may draft, where a target chooses: powers of two, and the most."""
+    return sorted({*(1 << i for i in range(most.bit_length())), most})

@@ -165,6 +165,16 @@ MUTANTS: list[Mutant] = [
         ("what is held is taken for what is proposed", "item.input.tokens[1 + item.held :] =", "item.input.tokens[1:] ="),
     ),
     *_of(
+        "engine/rounds/buffers.py",
+        "test_warm_up",
+        ("a shorter round has no room for what a longer one guessed", "(shape.rows, settings.gamma + 1)", "(shape.rows, passes)"),
+    ),
+    *_of(
+        "engine/step_loop.py",
+        "test_step_loop",
+        ("nothing is made ready but for requests", "(warm_up := warm_up_more()) is not None", "(warm_up := warm_up_more()) is ..."),
+    ),
+    *_of(
         "engine/passes/behind_rounds.py",
         "test_behind_rounds",
         ("a sequence takes what another's round has left", "given[\"behind\"].long().clamp(min=0)", "torch.arange(len(given[\"behind\"]), device=given[\"behind\"].device)"),

@@ -27,6 +27,9 @@ class PlayedDeployment:
         assert with_draft
         return ["first", "second"]
 
+    def wait_until_prepared(self) -> None:
+        pass
+
     def control(self, controls: Any) -> None:
         assert controls.attached
 

@@ -9,18 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.rounds.requests import gammas
 from target_service.acceptance import Acceptance
-from target_service.controller import (
-    FIRST_PAUSE,
-    MARGIN,
-    ODD_ROUNDS,
-    PLAIN_MARGIN,
-    Controller,
-    Pace,
-    RoundSeen,
-    choose,
-    gammas,
-)
+from target_service.controller import FIRST_PAUSE, MARGIN, ODD_ROUNDS, PLAIN_MARGIN, Controller, Pace, RoundSeen, choose
 from target_service.round_costs import PLAIN, SETTLED, STALE, TRIED_IN, Choice, Load, RoundCosts, sessions_of
 
 CHOICES = [PLAIN, *(Choice(gamma, sparse) for gamma in (1, 2, 4) for sparse in (False, True))]

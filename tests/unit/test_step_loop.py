@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,6 +75,29 @@ async def test_what_a_step_gave_is_sent_before_the_next_one_is_planned_or_while_
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(loop, 0.2)
     assert told[:3] == (["planned", "sent", "planned"] if sends_first else ["planned", "planned", "sent"])
+
+
+async def test_what_is_unprepared_is_made_ready_while_there_is_nothing_to_do() -> None:
+    """One part at a time: a step that is to be run meanwhile comes before the next part."""
+    told: list[str] = []
+    steps: list[str] = []
+
+    def warm_up() -> None:
+        told.append("warm-up")
+        if told.count("warm-up") == 2:
+            steps.extend(["a step", "another"])
+
+    def warm_up_more() -> Callable[[], None] | None:
+        return warm_up if told.count("warm-up") < 4 else None
+
+    def execute(step: str) -> None:
+        told.append(step)
+
+    given = lambda: steps.pop(0) if steps else None, execute, lambda work, result: None, lambda work, error: False
+    loop = run_step_loop(*given, asyncio.Event(), lambda: None, 60, warm_up_more=warm_up_more)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(loop, 0.2)
+    assert told == ["warm-up", "warm-up", "a step", "another", "warm-up", "warm-up"]
 
 
 def test_a_failed_step_is_handed_over_and_the_next_ones_run() -> None:

@@ -31,6 +31,7 @@ from target_service.verifier import Verifier
 from wire.messages import At, Begin, DraftEvent, End, Proposals, Verdict
 
 SESSIONS, GAMMA = 2, 4
+STEADY = (GAMMA, 0), (0, 0), (GAMMA, 0)  # tokens accepted of a round, and how many are wanted of the next one; 0: all
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "logit_bias": {7: 2.0}, "min_tokens": 3}
 SAMPLINGS = [
     Sampling(0.0),
@@ -54,7 +55,9 @@ class Launches:
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have runners on a CPU capture."""
+    """Have runners on a CPU capture, before they serve only what single sessions take."""
+    for module in ("engine.model_runner", "engine.round_runner"):
+        monkeypatch.setattr(f"{module}.WARM_SESSIONS", 1)
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(Graphs, "_capture", lambda self, captured: Launches(captured))
@@ -73,9 +76,13 @@ def test_no_step_of_a_target_is_captured_for_a_request(caplog: pytest.LogCapture
     runner = runner_of(models.TARGET)
     with caplog.at_level(logging.INFO):
         runner.warm_up([None], SESSIONS)
-    shapes = set(runner._passes.graphs.by_shape)
+    now = set(runner._passes.graphs.by_shape)
     told = next(record for record in caplog.records if record.message == "CUDA graphs are captured")
-    assert (vars(told)["of"], vars(told)["graphs"]) == ("steps", len(shapes)) and vars(told)["seconds"] >= 0
+    assert (vars(told)["of"], vars(told)["graphs"]) == ("steps", len(now)) and vars(told)["seconds"] >= 0
+    assert {shape.sequences for shape in now} == {1}  # type: ignore[attr-defined]
+    prepare(runner)
+    shapes = set(runner._passes.graphs.by_shape)
+    assert len(shapes) == 2 * len(now)
     for sampling, count, queries in itertools.product(SAMPLINGS, range(1, SESSIONS + 1), (1, 3, GAMMA + 1)):
         kvs, rules = [SequenceKV() for _ in range(count)], rules_of(sampling, 9, [3])
         runner.forward([SequenceInput(kv, list(range(20, 26))) for kv in kvs])  # the end of a prompt
@@ -94,6 +101,7 @@ def test_no_step_that_screens_or_confirms_is_captured_for_a_request() -> None:
     runner, plan = runner_of(models.TARGET, settings.widest_round), load_plan(models.PLAN)
     verifier = Verifier(runner, plan, settings)
     verifier.warm_up()
+    prepare(runner)
     shapes = set(runner._passes.graphs.by_shape)
     reader = screening_reader(plan, settings, False)
     weighing, base = reader.read(None, 100, 105), 100
@@ -118,11 +126,16 @@ def test_no_step_that_screens_or_confirms_is_captured_for_a_request() -> None:
 
 
 @pytest.mark.usefixtures("captures")
-@pytest.mark.parametrize("settings", [{}, {"branches": 3}, {"draft_read_share": 0.5, "draft_refresh_every": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"branches": 3}, {"draft_read_share": 0.5, "draft_refresh_every": 2}, {"gamma": 0, "max_gamma": GAMMA}],
+)
 def test_no_round_of_a_draft_is_captured_for_a_request(settings: dict[str, Any]) -> None:
     plan, runner = load_plan(models.PLAN), runner_of(models.DRAFT)
-    drafter = Drafter(runner, plan, DraftSettings(gamma=GAMMA, max_sessions=SESSIONS, **settings))
-    runner.warm_up_rounds(SESSIONS, [plan.method])
+    settings = {"gamma": GAMMA, **settings}
+    drafter = Drafter(runner, plan, DraftSettings(max_sessions=SESSIONS, **settings))
+    drafter.warm_up()
+    prepare(runner)
     assert runner._rounds is not None
     graphs = runner._rounds._graphs, runner._passes.graphs
     shapes = [set(each.by_shape) for each in graphs]
@@ -139,18 +152,29 @@ def test_no_round_of_a_draft_is_captured_for_a_request(settings: dict[str, Any])
     for number, (one, other) in enumerate(itertools.pairwise(SAMPLINGS)):
         for name, sampling, method in ((f"a{number}", one, plan.method), (f"b{number}", other, "")):
             run(Begin(At(name, 0, 0, 30), list(range(40, 70)), sampling, 200, method, 30, [3]))
-        for accepted in (GAMMA, 0, GAMMA):
-            run(*(_verdict(session, accepted) for session in peer.sessions.values()))
+        for accepted, gamma in ((GAMMA, 0), (0, 0), (GAMMA, 2), (0, 1), (1, 4)) if not settings["gamma"] else STEADY:
+            run(*(_verdict(session, accepted, gamma) for session in peer.sessions.values()))
         run(*(End(name) for name in peer.sessions))
     assert any(isinstance(event, Proposals) for event in sent)
     assert [set(each.by_shape) for each in graphs] == shapes
 
 
-def _verdict(session: DraftSession, accepted: int) -> Verdict:
-    """Return the verdict that keeps so many of a round's tokens: all of them and what was foreseen, or not."""
+def _verdict(session: DraftSession, accepted: int, gamma: int) -> Verdict:
+    """Return the verdict that keeps so many of a round's tokens: all of them and what was foreseen, or not.
+
+    gamma: tokens that are wanted of the next one.
+    """
     assert session.drafted is not None
     *proposed, guess = session.drafted.tokens
-    extra = guess if accepted == GAMMA else (proposed[accepted] + 1) % 4096
-    epoch = session.epoch + (accepted < GAMMA or session.ahead is None)
+    accepted = min(accepted, len(proposed))
+    extra = guess if accepted == len(proposed) else (proposed[accepted] + 1) % 4096
+    epoch = session.epoch + (accepted < len(proposed) or session.ahead is None)
     place = At(session.id, epoch, session.round + 1, session.committed)
-    return Verdict(place, accepted, [*proposed[:accepted], extra], plain=False)
+    return Verdict(place, accepted, [*proposed[:accepted], extra], plain=False, gamma=gamma)
+
+
+def prepare(runner: ModelRunner) -> None:
+    """Make ready for all that the runner is to be ready for later."""
+    assert runner.unprepared
+    while runner.unprepared:
+        runner.warm_up_more()
