@@ -219,6 +219,22 @@ def test_where_verdicts_are_imposed_the_next_step_begins_behind_them(
     assert {len(commit.tokens) for commit in target.commits} == {1, 2, 3, 4, 5}
 
 
+def test_a_step_that_drafts_another_number_of_tokens_waits_for_the_one_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that drafts none, and the first that drafts."""
+    monkeypatch.setattr(SelfDrafting, "cost", lambda *_: 0.1)
+    target = target_of(folder, True, draft="self", self_from=0, self_read_share=0.3)
+    target.open("0", Ask(0, 120, 100))
+    for drafted in (4, 2, 0, 4):
+        monkeypatch.setattr(SelfDrafting, "drafted_in_step", lambda *_, drafted=drafted: drafted)
+        assert target.verifier.under_way is None or not target.verifier.plan_step().rounds  # type: ignore[union-attr]
+        for _ in range(4):
+            assert target.step()
+        step = target.verifier.under_way
+        assert step is not None and [len(item.proposed) for item in step.rounds] == [drafted]
+
+
 @pytest.mark.parametrize(("share", "least"), [(0.05, 0), (0.3, 0), (0.3, 380)])
 def test_steps_that_draft_by_little_go_ahead_and_change_no_token(
     folder: Path, waiting: Target, share: float, least: int
