@@ -5,7 +5,6 @@ So a page that is wrong, stale or another session's gives other tokens than the 
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -43,8 +42,9 @@ def script(prompt: list[int], max_tokens: int, stop: list[int]) -> list[int]:
 class ScriptedRunner(ChainingRunner):
     """Cells of pages hold (position, token). Samples as it decodes greedily: its distributions are for show.
 
-    errs: how many of 16 of its tokens are wrong, as a draft's are. report: told what must not be. fault: called before
-    each step; it may raise. is_sick: asked for each output whether its logits are no numbers.
+    errs: how many of 16 of the tokens that it drafts are wrong, for another model or for itself. report: told what must
+    not be. fault: called before each step; it may raise. is_sick: asked for each output whether its logits are no
+    numbers.
     """
 
     def __init__(self, pages: int, errs: int, report: Callable[[str], None], fault: Callable[[], None]) -> None:
@@ -54,7 +54,8 @@ class ScriptedRunner(ChainingRunner):
         self._errs, self._report, self._fault = errs, report, fault
         self._cells = [[-1] * PAGE_SIZE for _ in range(pages)]
         self._rounds: RoundSettings | None = None
-        self._left: list[int] = []  # tokens of the step that was launched last
+        # Of the step that was launched last: where each sequence goes on, and with which token.
+        self._left: list[tuple[int, int]] = []
 
     # KV.
 
@@ -78,6 +79,8 @@ class ScriptedRunner(ChainingRunner):
         self._fault()
         self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
         for item in inputs:
+            if item.read is not None and item.read.drafts:
+                self._draft_for_itself(item)
             self._write(item.kv, item.kv.length, item.tokens)
         outputs = [self._run(item) for item in inputs]
         for item in inputs:
@@ -87,10 +90,33 @@ class ScriptedRunner(ChainingRunner):
     def launch(self, inputs: list[SequenceInput], imposed: Sequence[Verdict] | None = None) -> StepUnderWay:
         if any(item.behind is not None for item in inputs):
             return super().launch(inputs, imposed)
-        known = [item if item.follows is None else replace(item, tokens=[self._left[item.follows]]) for item in inputs]
-        outputs = self.forward(known)
-        self._left = [output.verdict[1] for output in outputs if output.verdict is not None]
+        lengths = [item.kv.length for item in inputs]
+        for item in inputs:
+            if item.follows is not None:  # the host has laid it out as if nothing had been accepted
+                item.kv.length, item.tokens[0] = self._left[item.follows]
+        begins = [item.kv.length for item in inputs]
+        try:
+            outputs = self.forward(inputs)
+        finally:
+            for item, length in zip(inputs, lengths, strict=True):
+                item.kv.length = length
+        for item in inputs:
+            item.kv.length += len(item.tokens)
+        verdicts = [output.verdict for output in outputs if output.verdict is not None]
+        self._left = [(begin + 1 + kept, token) for begin, (kept, token) in zip(begins, verdicts, strict=True)]
         return StepAtOnce(outputs)
+
+    def _draft_for_itself(self, item: SequenceInput) -> None:
+        """Draft all tokens of a round but the first."""
+        assert item.drafted is not None
+        checksum = self._read(item.kv, item.kv.length)
+        for index in range(len(item.drafted.tokens)):
+            checksum = zlib.crc32(bytes([item.tokens[index]]), checksum)
+            item.tokens[index + 1] = item.drafted.tokens[index] = self._drafted_behind(checksum)
+
+    def _drafted_behind(self, checksum: int) -> int:
+        """Return what is drafted behind tokens of this checksum: the token that is right, or the next one."""
+        return (next_token(checksum) + ((checksum >> 7) % 16 < self._errs)) % VOCAB
 
     def _run(self, item: SequenceInput) -> SequenceOutput:
         output = SequenceOutput()
@@ -155,8 +181,7 @@ class ScriptedRunner(ChainingRunner):
             self._write(kv, own + index, [token], at=branch.length + index)
             checksum = zlib.crc32(bytes([token]), checksum)
             right.append(next_token(checksum))
-            errs = (checksum >> 7) % 16 < self._errs
-            token = (right[-1] + 1) % VOCAB if errs else right[-1]
+            token = self._drafted_behind(checksum)
             tokens.append(token)
         likeliest = None
         if settings.alternatives:

@@ -12,7 +12,7 @@ from target_service.verifier import Verifier
 from tests.simulation.clients import Client
 from tests.simulation.faults import Faults
 from tests.simulation.process import Process
-from tests.simulation.scenario import Scenario
+from tests.simulation.scenario import DRAFT, Scenario
 
 # A session is given up at the third loss of its target without a token in between (Router).
 _LOSSES = 3
@@ -26,7 +26,8 @@ def is_connected(processes: Iterable[Process], made: Mapping[Process, Any], scen
             return False
         if isinstance(actor, Frontend) and not all(stream.connected for stream in actor.router.targets.values()):
             return False
-        if isinstance(actor, Verifier) and len(actor.protocol.drafts) != (scenario.draft_services or 1):
+        drafts = 1 if scenario.draft_in_target else scenario.draft_services
+        if isinstance(actor, Verifier) and len(actor.protocol.drafts) != drafts:
             return False
         if isinstance(actor, Drafter) and len(actor._peers) != scenario.targets:
             return False
@@ -165,6 +166,7 @@ def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: S
     is_fit = (
         scenario.gamma_setting > 0
         and not scenario.confirm_every  # whose rounds that take tokens back are plain
+        and scenario.draft == DRAFT
         and scenario.draft_pages >= 400
         and scenario.draft_errs <= 4
         and scenario.step_seconds < 0.4

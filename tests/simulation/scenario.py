@@ -7,8 +7,10 @@ times.
 from dataclasses import dataclass, fields
 from random import Random
 
+import models
 from config.sections import ROUTING
 
+DRAFT = str(models.DRAFT)
 FAULTS = (
     *("kill target", "kill draft", "kill gateway", "stop target", "stop draft", "stop gateway"),
     *("terminate target", "terminate draft", "drain target"),
@@ -96,11 +98,13 @@ class Scenario:
 
     @property
     def confirm_every(self) -> int:
-        """How many tokens of an exact session sparse attention screens, at most: in a third of the seeds any, and in a
-        seventh of these the target chooses.
+        """How many tokens of an exact session sparse attention screens, at most: in a third of the seeds any. In a
+        seventh of these, and where the target chooses γ, it chooses this as well.
         """
         number = self.seed // 3 % 14
-        return 0 if self.seed % 3 != 1 else -1 if number > 11 else self.gamma + 1 + number
+        if self.seed % 3 != 1 or self.draft != DRAFT:
+            return 0
+        return -1 if number > 11 or not self.gamma_setting else self.gamma + 1 + number
 
     @property
     def goes_ahead(self) -> bool:
@@ -113,9 +117,14 @@ class Scenario:
         return self.seed % 5 == 4
 
     @property
+    def draft(self) -> str:
+        """What proposes, as --draft says: in a fifth of the seeds the targets themselves, and there are no drafts."""
+        return ("self", "auto", "ngram", "self")[self.seed // 5 % 4] if self.seed % 5 == 3 else DRAFT
+
+    @property
     def draft_services(self) -> int:
         """How many draft services there are."""
-        return 0 if self.draft_in_target else self.drafts
+        return self.drafts if self.draft == DRAFT and not self.draft_in_target else 0
 
     def targets_of(self, gateway: int) -> list[str]:
         """Return the names of the targets that a gateway routes to."""

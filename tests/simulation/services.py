@@ -60,6 +60,8 @@ async def run_target(
         port=PORT,
         gamma=scenario.gamma_setting,
         max_gamma=scenario.gamma,
+        draft=scenario.draft,
+        self_from=0,
         confirm_every=scenario.confirm_every,
         max_sessions=scenario.max_sessions,
         max_queued=scenario.max_queued,

@@ -23,6 +23,7 @@ SITUATIONS = {
         "target: draft_timeouts",
         "target: drafting_pauses",
     ),
+    *("target: self_rounds", "target: self_accepted_tokens"),
     *("target: drafting_probes", "target: rounds_gamma_1", "target: rounds_gamma_2", "target: rounds_gamma_4"),
     *("target: stale_frames", "target: repeated_frames", "target: unknown_session_frames"),
     *("target: aborted_sessions", "target: failed_sessions", "target: failed_steps", "target: taken_up_sessions"),

@@ -103,7 +103,8 @@ class World:
         draft = None
         if scenario.draft_in_target:
             draft = self._runner(name, scenario.draft_pages, scenario.draft_errs)
-        await run_target(name, scenario, self._runner(name, scenario.target_pages, 0), draft, self._keep_drafter)
+        target = self._runner(name, scenario.target_pages, scenario.draft_errs)
+        await run_target(name, scenario, target, draft, self._keep_drafter)
 
     def _runner(self, name: str, pages: int, errs: int) -> ScriptedRunner:
         """Return a model of the process of this name."""
