@@ -77,9 +77,12 @@ class _Stream:
 
 
 def run_clients(address: str, load: Load) -> Figures:
-    """Run all sessions of a load against the endpoint. Raises grpc.RpcError if one fails or takes too long."""
+    """Run all sessions of a load against the endpoint. Raises grpc.RpcError if one fails or takes too long,
+    grpc.FutureTimeoutError if there is no connection in that time."""
     # The channel closes before the threads are waited for, so that an interruption ends their calls.
     with ThreadPoolExecutor(load.sessions) as pool, grpc.insecure_channel(address, options=OPTIONS) as channel:
+        # All sessions begin at once, and none of them waits for the connection.
+        grpc.channel_ready_future(channel).result(timeout=load.seconds)
         stub = inference_pb2_grpc.InferenceStub(channel)
         prompts = [prompt_of(load.first + i, load.context) for i in range(load.sessions)]
         jobs = [pool.submit(_stream, stub, load, prompt, i) for i, prompt in enumerate(prompts)]

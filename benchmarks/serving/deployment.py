@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import grpc
 import torch
 
 import models
@@ -144,15 +145,20 @@ class Deployment:
         Raises TimeoutError if that takes too long.
         """
         began, limit = time.monotonic(), self._seconds()
-        while left := sum(map(self._unprepared_steps, self.start_seconds)):
+        while not all(map(self._is_prepared, self.start_seconds)):
             if time.monotonic() - began > limit:
-                raise TimeoutError(f"after {limit:.0f} s the services are still not ready for {left} kinds of steps")
+                raise TimeoutError(f"after {limit:.0f} s the services are still not ready for all kinds of steps")
             time.sleep(0.2)
         note(f"ready for all kinds of steps {time.monotonic() - began:.1f} s later")
 
-    def _unprepared_steps(self, name: str) -> int:
+    def _is_prepared(self, name: str) -> bool:
         line = ControlLine(name, Directory(self._addresses), PeerAccess())
-        return int(asyncio.run(line.status()).gauges["unprepared_steps"])
+        try:
+            return not asyncio.run(line.status()).gauges["unprepared_steps"]
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:  # it is busy with them
+                return False
+            raise
 
     def control(self, controls: Controls) -> None:
         """Say how the draft drafts from its next session on."""
