@@ -140,7 +140,7 @@ class Verifier:
     @property
     def is_idle(self) -> bool:
         """Whether there is no session."""
-        return not self.admission.everyone()
+        return next(self.admission.everyone(), None) is None
 
     @property
     def totals(self) -> dict[str, float]:

@@ -51,6 +51,8 @@ def left_over(process: Process, actor: Any, tasks_at_rest: int) -> Iterator[str]
             yield f"{process.name} is left with {count} {name}"
     if isinstance(actor, Verifier | Drafter):
         actor.runner.kv.pool.check_integrity()
+        if actor.runner.unprepared:
+            yield f"{process.name} is not ready for {actor.runner.unprepared} kinds of steps, though nobody asks"
     tasks = process.running
     if len(tasks) != tasks_at_rest:
         names = Counter(getattr(task.get_coro(), "__qualname__", "generator") for task in tasks)

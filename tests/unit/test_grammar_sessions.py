@@ -164,7 +164,7 @@ def test_every_finished_output_follows_its_grammar(clock: Clock, branches: int) 
         world.open([1, i % 32], 80, Sampling(1.5, seed=i), [END], grammar=[SCHEMA, WORDS][i % 2]) for i in range(40)
     ]
     link = world.links[0]
-    world.script = [lambda: world.detach(link), lambda: world.attach() and None]
+    world.script = [lambda: world.detach(link), world.attach]
     world.run()
     finished = [world.ledger.records[name] for name in names]
     ended = [record for record in finished if record.finish_reason is m.FinishReason.STOP]
