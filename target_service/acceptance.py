@@ -32,6 +32,8 @@ class Acceptance:
             judged[position] += 1
             weight = max(newest, 1 / (ASSUMED_ROUNDS + judged[position]))
             chances[position] += weight * ((position < accepted) - chances[position])
+        for position in range(proposed, len(chances) if proposed else 0):  # what is not tried becomes like what is
+            chances[position] += newest * (chances[proposed - 1] - chances[position])
         return Acceptance(tuple(chances), tuple(judged))
 
     def as_prior(self, rounds: int = 0) -> "Acceptance":

@@ -1,11 +1,11 @@
 """How each session's next rounds are made: how many tokens are drafted, if any, and whether announcements are read.
 
 By the figures there are: acceptance (acceptance.py) and what rounds take on this target at the present load
-(round_costs.py). With `--gamma auto` these are measured. Whether to draft at all, all sessions decide together, by what
-is typical of them: a few that are drafted beside others that are not cost both, the ones a wait for the others' steps,
-the others a pause between theirs. How many tokens, `choose` decides for each by its own acceptance; one that differs
-much from the others may go without a draft alone. What nothing is known of is tried now and then by all together, for a
-few rounds.
+(round_costs.py). With `--gamma auto` these are measured. Whether to draft, and how many tokens, all sessions decide
+together, by what is typical of them: a few that are drafted beside others that are not cost both, the ones a wait for
+the others' steps, the others a pause between theirs; and a step of the draft takes as many passes as the session has
+that drafts most. A session that differs much from the others may go without a draft alone, or alone with one. What
+nothing is known of is tried now and then by all together, for a few rounds.
 
 With a number every round drafts so many tokens, and a session whose draft is of hardly any use is decoded plainly for a
 while, by a cost that is assumed. After drafting that did not pay it does without for 16 tokens, and each time for twice
@@ -24,7 +24,7 @@ MARGIN = 0.05  # by which another way of drafting must be faster than the presen
 PLAIN_MARGIN = 0.01  # by which going without a draft must be
 ODD = 0.25  # by which a session's tokens a round must differ from what is typical, to decide by itself over drafting
 ODD_ROUNDS = 16  # after so many rounds
-ALIKE = 7 / 8  # of the sessions, whose rounds must be drafted alike for their time to be a figure
+ALIKE = 7 / 8  # of the sessions, which must draft as many tokens for the time of their rounds to be a figure
 ASSUMED_COST = 0.06  # of a drafted token, in plain rounds, where costs are not measured
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # tokens
 TRIAL = 4  # rounds that drafting gets after a pause, before it is judged
@@ -35,6 +35,7 @@ TYPICAL_NEWEST = 1 / 64  # weight of the newest round in what is typical of all 
 TYPICAL_ROUNDS = 6  # rounds that what is typical counts as in a session that begins
 SETTLED = 8  # times as many are seen before what can be estimated is tried, or drafting where nothing is drafted
 SHORTEST_PAUSE = 128  # rounds of each session that draft nothing, before drafting is tried again
+LONGEST_WAIT = 8  # times as long, at most, before it is tried the next time without gain
 PROBE_LIMIT = 8  # times the rounds that a probe needs, after which it ends in any case
 
 
@@ -125,15 +126,16 @@ class Controller:
         self._probe_left, self._probe_limit, self._probe_load = 0, 0, (0, 0)
         self._most, self._adaptive, self._counters = most, adaptive, counters
         self._typical = Acceptance.assumed(most)
-        self._plain = {False: False, True: False}  # whether sessions that take announcements, or not, draft nothing
+        # Of sessions that take announcements, and of those that do not: how they are drafted, and whether none is.
+        self._choice = {announces: Choice(min(most, FIRST_GAMMA), announces) for announces in (False, True)}
+        self._plain = {False: False, True: False}
+        self._in_vain = 0  # how often drafting has been tried again since, without gain
 
     def first_pace(self, committed: int, announces: bool) -> Pace:
         """Return how a session begins: as the others go on, by what is typical of them."""
-        pace = Pace(Choice(self._most, announces), Acceptance.assumed(self._most))
         if not self._adaptive:
-            return pace
-        prior = self._typical.as_prior(TYPICAL_ROUNDS)
-        pace = replace(pace, choice=Choice(min(self._most, FIRST_GAMMA), announces), acceptance=prior)
+            return Pace(Choice(self._most, announces), Acceptance.assumed(self._most))
+        pace = Pace(self._choice[announces], self._typical.as_prior(TYPICAL_ROUNDS))
         return pace.paused_with_all(committed) if self._plain[announces] else pace
 
     def effective(self, pace: Pace, committed: int) -> Choice:
@@ -156,14 +158,19 @@ class Controller:
             gained, cost = pace.acceptance.tokens(kind.gamma) - 1, seen.cost or ASSUMED_COST * kind.gamma
             useless = kind.gamma and gained < cost and not pace.trial
             return self._pause(pace, seen.committed, 0) if useless else pace
-        # Beside others that are drafted a plain round takes longer than where nothing is, since then steps go ahead.
-        alike = others[kind] >= (ALIKE if kind.gamma else 1) * others.total()
-        if kind == before and seen.seconds and alike:
+        # Beside others that are drafted a plain round takes longer than where nothing is, since then steps go ahead. A
+        # draft's step takes as many passes as the one of its rounds that drafts most.
+        alike = sum(count for other, count in others.items() if other.gamma == kind.gamma)
+        is_typical = alike >= (ALIKE if kind.gamma else 1) * others.total()
+        if kind == before and seen.seconds and is_typical:
             self.costs.add(load, kind, seen.seconds, seen.drafting, seen.step)
         self._advance_probe(pace, seen, load, others.total())
-        if self.probe is not None:
-            return pace.resumed(seen.committed) if self.probe.gamma and not pace.alone else pace
-        return self._decide(pace, seen, load)
+        if self.probe is None:
+            return self._decide(pace, seen, load)
+        if pace.alone and pace.is_paused(seen.committed):
+            return pace
+        # A draft that went on beside plain rounds would take its part of their time: for these it ends.
+        return pace.resumed(seen.committed) if self.probe.gamma else pace.paused_with_all(seen.committed)
 
     def _decide(self, pace: Pace, seen: RoundSeen, load: Load) -> Pace:
         is_odd = self._is_odd(pace)
@@ -171,26 +178,31 @@ class Controller:
         if self._plain[seen.announces] and not is_odd:
             self._counters["drafting_pauses"] += not pace.is_paused(seen.committed)
             return pace.paused_with_all(seen.committed)
-        if pace.is_paused(seen.committed):
-            return pace if pace.alone else pace.resumed(seen.committed)
+        if pace.is_paused(seen.committed) and pace.alone:
+            return pace
+        if not self._plain[seen.announces]:
+            pace = replace(pace.resumed(seen.committed), choice=self._choice[seen.announces])
         if pace.trial:
             return pace
-        rates = self._rates(load, pace.acceptance, seen.announces)
-        if not is_odd:
-            rates.pop(PLAIN, None)
-        choice = choose(pace.choice, rates)
-        if choice == PLAIN:
-            return self._pause(pace, seen.committed, self._least_pause(pace, load))
+        if is_odd:
+            rates = self._rates(load, pace.acceptance, seen.announces)
+            choices = rates if self._plain[seen.announces] else {pace.choice, PLAIN}
+            choice = choose(pace.choice, {each: rate for each, rate in rates.items() if each in choices})
+            if choice == PLAIN:
+                return self._pause(pace, seen.committed, self._least_pause(pace, load))
+            pace = replace(pace, choice=choice)
         settled = pace.acceptance.judged[0] > 2 * TRIAL
-        return replace(pace, choice=choice, next_pause=FIRST_PAUSE if settled else pace.next_pause)
+        return replace(pace, next_pause=FIRST_PAUSE if settled else pace.next_pause)
 
     def _decide_for_all(self, load: Load, announces: bool) -> None:
-        """Decide whether such sessions draft, where there are figures for both."""
+        """Decide whether such sessions draft, where there are figures for both, and how."""
         rates = self._rates(load, self._typical, announces)
         plain, drafted = rates.pop(PLAIN, 0.0), max(rates.values(), default=0.0)
         if plain and drafted:
             margin = MARGIN if self._plain[announces] else -PLAIN_MARGIN
             self._plain[announces] = drafted <= plain * (1 + margin)
+            self._in_vain = self._in_vain if self._plain[announces] else 0
+        self._choice[announces] = choose(self._choice[announces], rates)
 
     def _is_odd(self, pace: Pace) -> bool:
         """Return whether a session is known to differ much from the others."""
@@ -232,6 +244,8 @@ class Controller:
             if known < SETTLED and (present == PLAIN or self.costs.estimate(load, option) is not None):
                 continue  # sessions that come and go pass through many loads
             self._counters["drafting_probes"] += 1
+            if present == PLAIN:
+                self._in_vain, self._typical = self._in_vain + 1, self._typical.as_prior()
             rounds = (PROBED + 2) * sessions
             self.probe, self._probe_left, self._probe_load = option, rounds, load
             self._probe_limit = PROBE_LIMIT * rounds
@@ -260,5 +274,5 @@ class Controller:
         drafted, plain = (self.costs.seconds(load, each) for each in (choice, PLAIN))
         if not drafted or not plain or not self.costs.rounds(load, choice):
             return True
-        least = (PROBED + 2) * max(0.0, drafted / plain - 1) / TRIAL_SHARE
+        least = (PROBED + 2) * max(0.0, drafted / plain - 1) / TRIAL_SHARE * min(2**self._in_vain, LONGEST_WAIT)
         return self.costs.since(load, choice) >= max(SHORTEST_PAUSE, least)

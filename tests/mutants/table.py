@@ -321,6 +321,25 @@ MUTANTS: list[Mutant] = [
         ("a useless draft is never paused", "        if choice == PLAIN:\n", "        if False:\n"),
         ("a pause never ends", "return committed < self.paused_until", "return bool(self.paused_until)"),
         ("nothing unknown is tried", "        for option in self._unknown(", "        for option in () and self._unknown("),
+        ("an old text counts as much as a new one", "self._in_vain + 1, self._typical.as_prior()", "self._in_vain + 1, self._typical"),
+    ),
+    *_of(
+        "target_service/controller.py",
+        "test_never_a_loss",
+        ("the draft goes on beside plain rounds that are tried", "pace.resumed(seen.committed) if self.probe.gamma else", "pace.resumed(seen.committed) if True else"),
+        ("each session chooses how many tokens it drafts", "        if is_odd:\n", "        if True:\n"),
+        ("it is tried again as often, however often in vain", "* min(2**self._in_vain, LONGEST_WAIT)", ""),
+        ("rounds of exact and approximate sessions are no figures", "for other, count in others.items() if other.gamma == kind.gamma", "for other, count in others.items() if other == kind"),
+    ),
+    *_of(
+        "target_service/acceptance.py",
+        "test_controller test_never_a_loss",
+        ("what is not tried is never learnt of", "        for position in range(proposed, len(chances) if proposed else 0):", "        for position in ():"),
+    ),
+    *_of(
+        "target_service/verifier.py",
+        "test_never_a_loss",
+        ("a target is never idle", "next(self.admission.everyone(), None) is None", "False"),
     ),
     *_of(
         "draft_service/verdicts.py",

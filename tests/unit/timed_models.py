@@ -1,0 +1,199 @@
+"""A scripted pair on one device, on virtual time: what a target that runs its draft itself serves, without a GPU.
+
+Steps take what those of an 8B target and a 1B draft in 8 bits take on an H200 (docs/performance.md), as far as sizes
+tell; the host takes a time of its own, during which the device goes on with what is launched.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import models
+from benchmarks.scripted import KV_HEADS, LAYERS, VOCAB, ScriptedRunner, scripted_plan
+from config import TargetSettings
+from draft_service.drafter import Drafter
+from engine.inputs import SequenceInput, SequenceOutput
+from engine.passes.outputs import StepUnderWay
+from engine.rounds.behind_steps import Verdict
+from engine.rounds.requests import RoundOutput, RoundRequest
+from engine.rounds.under_way import RoundsUnderWay
+from engine.sampling import Sampling
+from target_service.draft_in_target import StepsByTurns
+from target_service.verifier import Verifier
+from tests.chaining import ChainingRunner, RoundsAtOnce, StepAtOnce
+from tests.unit.clock import Clock
+from wire import messages as m
+
+Launched = TypeVar("Launched")
+SETTLED = 5  # commits of a session before its tokens count
+HOST = 0.0003, 0.00002  # seconds between two steps, in any case and for each session
+
+
+@dataclass
+class Device:
+    """Runs what is launched, one after the other. free: when it has run all of it."""
+
+    clock: Clock
+    free: float = 0.0
+
+    def launch(self, seconds: float) -> float:
+        """Launch what takes so long; return when it will have ended."""
+        self.free = max(self.free, self.clock.now) + seconds
+        return self.free
+
+    def wait(self, until: float) -> None:
+        self.clock.now = max(self.clock.now, until)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a step: `always` or, of many, for each token that it runs; and besides for each of its sequences, and
+    for each token of KV that it reads."""
+
+    always: float
+    a_session: float
+    a_kv_token: float
+    a_token: float
+
+
+TARGET = Costs(0.0039, 3e-5, 3.25e-8, 2.7e-5)
+DRAFT_PASS = Costs(0.00095, 1e-5, 2e-9, 3.5e-6)
+
+
+class _TimedStep(StepAtOnce):
+    def __init__(self, device: Device, ends: float, given: list[SequenceOutput]) -> None:
+        super().__init__(given)
+        self._device, self._ends = device, ends
+
+    def outputs(self) -> list[SequenceOutput]:
+        self._device.wait(self._ends)
+        return super().outputs()
+
+
+@dataclass(frozen=True)
+class _TimedRounds(RoundsAtOnce):
+    device: Device | None = None
+    ends: float = 0.0
+
+    def outputs(self) -> list[RoundOutput]:
+        assert self.device is not None
+        self.device.wait(self.ends)
+        return super().outputs()
+
+
+class TimedRunner(ChainingRunner, ScriptedRunner):
+    """A scripted model whose steps take their time on a device. costs: of a step, or of a pass of a draft's round."""
+
+    def __init__(self, device: Device, costs: Costs, errs: bool, pages: int) -> None:
+        super().__init__(errs, pages)
+        self.goes_ahead = self.chains = True
+        self._device, self._costs = device, costs
+        self._launches = False  # what runs now is not waited for
+        self._ends = 0.0  # when what was launched last has ended
+
+    def _run(self, seconds: float) -> None:
+        self._ends = self._device.launch(seconds)
+        if not self._launches:
+            self._device.wait(self._ends)
+
+    def _launched(self, launch: Callable[[], Launched]) -> Launched:
+        self._launches = True
+        try:
+            return launch()
+        finally:
+            self._launches = False
+
+    def _step_seconds(self, inputs: list[SequenceInput], outputs: list[SequenceOutput]) -> float:
+        tokens = sum(len(item.tokens) for item in inputs)
+        rows = LAYERS * KV_HEADS
+        reads = [
+            item.kv.length if item.read is None else output.blocks_read * item.read.block_size / rows
+            for item, output in zip(inputs, outputs, strict=True)
+        ]
+        costs = self._costs
+        return max(costs.always, tokens * costs.a_token) + sum(reads) * costs.a_kv_token + len(inputs) * costs.a_session
+
+    def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        outputs = super().forward(inputs)
+        self._run(self._step_seconds(inputs, outputs))
+        return outputs
+
+    def launch(self, inputs: list[SequenceInput], imposed: Sequence[Verdict] | None = None) -> StepUnderWay:
+        def forward() -> list[SequenceOutput]:
+            is_behind = any(item.behind is not None for item in inputs)
+            return super(TimedRunner, self).launch(inputs, imposed).outputs() if is_behind else self.forward(inputs)
+
+        outputs = self._launched(forward)
+        return _TimedStep(self._device, self._ends, outputs)
+
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        outputs = super().draft_rounds(requests)
+        passes = max(item.gamma or self._gamma for item in requests) + self._runs_last
+        read = sum(item.kv.length for item in requests) * self._costs.a_kv_token
+        self._run(passes * (self._costs.always + read + len(requests) * self._costs.a_session))
+        return outputs
+
+    def launch_rounds(self, requests: list[RoundRequest]) -> RoundsUnderWay:
+        outputs = self._launched(lambda: ChainingRunner.launch_rounds(self, requests).outputs())
+        return _TimedRounds([], outputs, self._device, self._ends)
+
+
+class TimedTarget:
+    """A target with its draft in it, which the host runs step by step."""
+
+    def __init__(self, clock: Clock, sessions: int, context: int, acceptance: float, **settings: object) -> None:
+        self.clock, device = clock, Device(clock)
+        pages = sessions * (context // 16 + 40) + 1000
+        target, draft = (
+            TimedRunner(device, costs, errs, pages) for costs, errs in ((TARGET, False), (DRAFT_PASS, True))
+        )
+        limits = {"max_sessions": max(4, sessions), "max_context": context + 1000}
+        how = TargetSettings(
+            draft_in_target=True,
+            draft=str(models.DRAFT),
+            gamma=0,
+            synthetic_acceptance=acceptance,
+            prefill_chunk=8192,
+            **limits,
+            **settings,
+        )
+        plan = scripted_plan()
+        self.verifier = Verifier(target, plan, how)
+        self.steps = StepsByTurns(self.verifier, Drafter(draft, plan, how.own_draft))
+        self._commits: dict[str, list[tuple[float, int]]] = {}
+        self._opened = 0
+
+    def generate(self, sessions: Sequence[tuple[int, m.Exactness]], tokens: int) -> float:
+        """Have sessions of so many prompt tokens each generate at once; return the tokens a second of all while all of
+        them do.
+        """
+        names = [f"s{self._opened + index}" for index in range(len(sessions))]
+        for index, (name, (context, exactness)) in enumerate(zip(names, sessions, strict=True)):
+            prompt = [(index * 31 + i) % VOCAB for i in range(context)]
+            sampling = Sampling(temperature=0.0, seed=self._opened + index)
+            self._commits[name] = []
+            self.verifier.admission.open(m.Open(name, prompt, context, tokens, [], sampling, exactness), self._emit)
+        self._opened += len(sessions)
+        while not self.verifier.is_idle:
+            self._run_step()
+        times = [self._commits.pop(name) for name in names]
+        began, ended = max(each[SETTLED][0] for each in times), min(each[-1][0] for each in times)
+        counted = sum(count for each in times for at, count in each if began < at <= ended)
+        return counted / (ended - began)
+
+    def _emit(self, event: m.ServedEvent) -> None:
+        assert isinstance(event, m.Commit), event
+        self._commits[event.at.session].append((self.clock.now, len(event.tokens)))
+
+    def _run_step(self) -> None:
+        step = self.steps.plan_step()
+        if step is None and self.verifier.is_idle:
+            return
+        if step is None:
+            patience = self.steps.next_deadline()
+            assert patience is not None, "sessions are open, and nothing will ever happen again"
+            self.clock.now += patience
+            return
+        always, each = HOST
+        self.clock.now += always + each * len(self.verifier.admission.running)
+        self.steps.finish_step(step, self.steps.execute(step))
