@@ -1,4 +1,4 @@
-"""A scripted pair on one device, on virtual time: what a target that runs its draft itself serves, without a GPU.
+"""A scripted pair on virtual time: what a target serves that runs its draft itself, or has a draft service beside it.
 
 Steps take what those of an 8B target and a 1B draft in 8 bits take on an H200 (docs/performance.md), as far as sizes
 tell; the host takes a time of its own, during which the device goes on with what is launched.
@@ -6,19 +6,25 @@ tell; the host takes a time of its own, during which the device goes on with wha
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from heapq import heappop, heappush
+from typing import Any, TypeVar
 
 import models
 from benchmarks.scripted import KV_HEADS, LAYERS, VOCAB, ScriptedRunner, scripted_plan
-from config import TargetSettings
+from benchmarks.serving.controls import Controls
+from benchmarks.serving.service import ControlledDrafter
+from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
 from engine.inputs import SequenceInput, SequenceOutput
+from engine.kv.pages import PAGE_SIZE
 from engine.passes.outputs import StepUnderWay
 from engine.rounds.behind_steps import Verdict
 from engine.rounds.requests import RoundOutput, RoundRequest
 from engine.rounds.under_way import RoundsUnderWay
 from engine.sampling import Sampling
 from target_service.draft_in_target import StepsByTurns
+from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.chaining import ChainingRunner, RoundsAtOnce, StepAtOnce
 from tests.unit.clock import Clock
@@ -27,6 +33,8 @@ from wire import messages as m
 Launched = TypeVar("Launched")
 SETTLED = 5  # commits of a session before its tokens count
 HOST = 0.0003, 0.00002  # seconds between two steps, in any case and for each session
+WIRE = 0.0005  # seconds between draft and target
+PLAN = scripted_plan()
 
 
 @dataclass
@@ -130,7 +138,8 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
         outputs = super().draft_rounds(requests)
         passes = max(item.gamma or self._gamma for item in requests) + self._runs_last
         read = sum(item.kv.length for item in requests) * self._costs.a_kv_token
-        self._run(passes * (self._costs.always + read + len(requests) * self._costs.a_session))
+        rows = sum(max(1, len(item.branches)) for item in requests)
+        self._run(passes * (self._costs.always + read + rows * self._costs.a_session))
         return outputs
 
     def launch_rounds(self, requests: list[RoundRequest]) -> RoundsUnderWay:
@@ -138,30 +147,18 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
         return _TimedRounds([], outputs, self._device, self._ends)
 
 
-class TimedTarget:
-    """A target with its draft in it, which the host runs step by step."""
+class Timed:
+    """What serves, and its clients. clock: the time of all modules."""
 
-    def __init__(self, clock: Clock, sessions: int, context: int, acceptance: float, **settings: object) -> None:
-        self.clock, device = clock, Device(clock)
-        pages = sessions * (context // 16 + 40) + 1000
-        target, draft = (
-            TimedRunner(device, costs, errs, pages) for costs, errs in ((TARGET, False), (DRAFT_PASS, True))
-        )
-        limits = {"max_sessions": max(4, sessions), "max_context": context + 1000}
-        how = TargetSettings(
-            draft_in_target=True,
-            draft=str(models.DRAFT),
-            gamma=0,
-            synthetic_acceptance=acceptance,
-            prefill_chunk=8192,
-            **limits,
-            **settings,
-        )
-        plan = scripted_plan()
-        self.verifier = Verifier(target, plan, how)
-        self.steps = StepsByTurns(self.verifier, Drafter(draft, plan, how.own_draft))
+    clock: Clock
+    verifier: Verifier
+
+    def __init__(self) -> None:
         self._commits: dict[str, list[tuple[float, int]]] = {}
         self._opened = 0
+
+    def run_until_idle(self) -> None:
+        raise NotImplementedError
 
     def generate(self, sessions: Sequence[tuple[int, m.Exactness]], tokens: int) -> float:
         """Have sessions of so many prompt tokens each generate at once; return the tokens a second of all while all of
@@ -174,8 +171,7 @@ class TimedTarget:
             self._commits[name] = []
             self.verifier.admission.open(m.Open(name, prompt, context, tokens, [], sampling, exactness), self._emit)
         self._opened += len(sessions)
-        while not self.verifier.is_idle:
-            self._run_step()
+        self.run_until_idle()
         times = [self._commits.pop(name) for name in names]
         began, ended = max(each[SETTLED][0] for each in times), min(each[-1][0] for each in times)
         counted = sum(count for each in times for at, count in each if began < at <= ended)
@@ -185,15 +181,116 @@ class TimedTarget:
         assert isinstance(event, m.Commit), event
         self._commits[event.at.session].append((self.clock.now, len(event.tokens)))
 
-    def _run_step(self) -> None:
-        step = self.steps.plan_step()
-        if step is None and self.verifier.is_idle:
-            return
-        if step is None:
-            patience = self.steps.next_deadline()
-            assert patience is not None, "sessions are open, and nothing will ever happen again"
-            self.clock.now += patience
-            return
+    def take_host_time(self) -> None:
+        """Let the host's time between two steps pass."""
         always, each = HOST
         self.clock.now += always + each * len(self.verifier.admission.running)
-        self.steps.finish_step(step, self.steps.execute(step))
+
+
+def _target_settings(sessions: int, context: int, acceptance: float, **others: Any) -> TargetSettings:
+    limits = {"max_sessions": max(4, sessions), "max_context": context + 1000, "prefill_chunk": 8192}
+    return TargetSettings(draft=str(models.DRAFT), gamma=0, synthetic_acceptance=acceptance, **limits, **others)
+
+
+def _runners(devices: Sequence[Device], sessions: int, context: int) -> list[TimedRunner]:
+    """Return a target and a draft with room for so many sessions. devices: of each."""
+    pages = sessions * (context // PAGE_SIZE + 40) + 1000
+    return [
+        TimedRunner(device, costs, errs, pages)
+        for device, costs, errs in zip(devices, (TARGET, DRAFT_PASS), (False, True), strict=True)
+    ]
+
+
+class TimedTarget(Timed):
+    """A target with its draft in it, which the host runs step by step."""
+
+    def __init__(self, clock: Clock, sessions: int, context: int, acceptance: float) -> None:
+        super().__init__()
+        self.clock = clock
+        target, draft = _runners([Device(clock)] * 2, sessions, context)
+        settings = _target_settings(sessions, context, acceptance, draft_in_target=True)
+        self.verifier = Verifier(target, PLAN, settings)
+        self._steps = StepsByTurns(self.verifier, Drafter(draft, PLAN, settings.own_draft))
+
+    def run_until_idle(self) -> None:
+        while not self.verifier.is_idle:
+            step = self._steps.plan_step()
+            if step is not None:
+                self.take_host_time()
+                self._steps.finish_step(step, self._steps.execute(step))
+            elif not self.verifier.is_idle:
+                patience = self._steps.next_deadline()
+                assert patience is not None, "sessions are open, and nothing will ever happen again"
+                self.clock.now += patience
+
+
+@dataclass
+class _Side:
+    """A drafter or a verifier. step: that it is in."""
+
+    actor: Any
+    step: Any = None
+
+
+class TimedPair(Timed):
+    """A target and a draft service, each on a device and a host of its own.
+
+    foresight: share of the positions at which the draft's second choice is what is imposed where its first is refused.
+    """
+
+    def __init__(
+        self, clock: Clock, sessions: int, context: int, acceptance: float, branches: int = 8, foresight: float = 0.85
+    ) -> None:
+        super().__init__()
+        self.clock = clock
+        target, draft = _runners([Device(clock), Device(clock)], sessions, context)
+        settings = _target_settings(sessions, context, acceptance)
+        limits = {"max_sessions": settings.max_sessions, "max_context": settings.max_context, "prefill_chunk": 8192}
+        drafting = DraftSettings(gamma=0, max_gamma=settings.max_gamma, branches=branches, micro_batches=1, **limits)
+        self.verifier = Verifier(target, PLAN, settings)
+        drafter = ControlledDrafter(draft, PLAN, drafting)
+        drafter._controls = Controls(foresight=foresight)
+        self._target, self._draft = _Side(self.verifier), _Side(drafter)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, and which was asked for first
+        self._count = 0
+        self._at_target = DraftPeer("draft", lambda event: self._send(self._draft, event))
+        self._at_draft = TargetPeer(lambda event: self._send(self._target, event))
+        self.verifier.protocol.attach(self._at_target)
+        drafter.attach(self._at_draft)
+
+    def run_until_idle(self) -> None:
+        self._at(self.clock.now, lambda: self._advance(self._target))
+        while not self.verifier.is_idle:
+            self.clock.now, _, happen = heappop(self._events)
+            happen()
+
+    def _at(self, when: float, happen: Callable[[], None]) -> None:
+        self._count += 1
+        heappush(self._events, (when, self._count, happen))
+
+    def _send(self, side: _Side, event: Any) -> None:
+        self._at(self.clock.now + WIRE, lambda: self._receive(side, event))
+
+    def _receive(self, side: _Side, event: Any) -> None:
+        if side is self._draft:
+            side.actor.receive(self._at_draft, event)
+        else:
+            side.actor.protocol.receive(self._at_target, event)
+        self._advance(side)
+
+    def _advance(self, side: _Side) -> None:
+        """Begin a step of a side that is in none, if it finds one."""
+        if side.step is not None:
+            return
+        side.step = side.actor.plan_step()
+        if side.step is not None:
+            self.take_host_time()
+            result = side.actor.execute(side.step)
+            self._at(self.clock.now, lambda: self._finish(side, result))
+        elif (patience := side.actor.next_deadline()) is not None:
+            self._at(self.clock.now + patience, lambda: self._advance(side))
+
+    def _finish(self, side: _Side, result: Any) -> None:
+        step, side.step = side.step, None
+        side.actor.finish_step(step, result)
+        self._at(self.clock.now, lambda: self._advance(side))
