@@ -359,12 +359,14 @@ class DraftSettings(ServiceSettings):
         least=1,
     )
     branches: int = _rounds(
-        1,
-        "outcomes of a verdict that the next round is drafted for while the target verifies; 1: the likeliest alone",
+        0,
+        "outcomes of a verdict that the next round is drafted for while the target verifies, at most, fewer where many "
+        "sessions are drafted together; 1: the likeliest alone; auto (or 0): 8 on a GPU, 1 on a CPU",
         name="draft_branches",
         flag="branches",
-        least=1,
+        least=0,
         most=MAX_BRANCHES,
+        words={"auto": 0},
     )
     support: int = 64
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from config import DraftSettings
 from draft_service.admission import Admission
-from draft_service.outcomes import ALTERNATIVES
+from draft_service.outcomes import ALTERNATIVES, branches_for
 from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
 from draft_service.steps import (
     DraftStep,
@@ -59,7 +59,7 @@ class Drafter:
         settings = replace(
             settings,
             prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device),
-            branches=settings.branches if settings.ahead else 1,
+            branches=branches_for(settings, runner.kv.device),
         )
         self.runner = runner
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))

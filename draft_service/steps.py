@@ -15,7 +15,15 @@ from draft_service.sessions import BranchAhead, CodedSelection, DraftSession, Ro
 from engine.inputs import SequenceInput
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
-from engine.rounds.requests import AllowedTokens, AnnouncementRequest, Branch, RoundOutput, RoundRequest, StepBefore
+from engine.rounds.requests import (
+    AllowedTokens,
+    AnnouncementRequest,
+    Branch,
+    RoundOutput,
+    RoundRequest,
+    StepBefore,
+    branches_of,
+)
 from engine.sampling import USE_DRAFT, Sampling, uniforms
 from engine.step_loop import share_prefill
 from sparsity.plan import Plan
@@ -134,9 +142,9 @@ def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache
     for session in (*due, *(session for session, _ in parts)):
         if session.moved is not None and session.drafted is None:  # what a verdict cut short is not worth moving
             session.cut_kv(kv, session.moved.target)
-    refresh = _refresh_together(due, settings)
+    refresh, branches = _refresh_together(due, settings), branches_of(len(due), settings.branches)
     return DraftStep(
-        [_plan_round(session, plan, settings, gamma, refresh) for session in due],
+        [_plan_round(session, plan, gamma, branches, refresh) for session in due],
         [session for session, _ in parts],
         [SequenceInput(session.kv, session.pending[:share]) for session, share in parts],
     )
@@ -229,16 +237,17 @@ def _announcement_request(session: DraftSession, plan: Plan, base: int) -> Annou
     return announcement_request(session.method, plan, base, None if last is None else last[1])
 
 
-def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings, gamma: int, refresh: bool) -> PlannedRound:
+def _plan_round(session: DraftSession, plan: Plan, gamma: int, most_branches: int, refresh: bool) -> PlannedRound:
     """Return the request of a session's round, or of the one behind it if that is drafted already.
 
-    gamma: tokens that are drafted, of which the session may propose fewer.
+    gamma: tokens that are drafted, of which the session may propose fewer. most_branches: outcomes of the verdict that
+    are drafted for.
     """
     sampling, drafted = session.sampling, session.drafted
     tokens, base, branches = session.pending, session.committed, list[Branch]()
     rules = session.rules_behind(branches)
     if drafted is not None:
-        for accepted, token in likely_outcomes(drafted, session.acceptance, settings.branches):
+        for accepted, token in likely_outcomes(drafted, session.acceptance, most_branches):
             length = session.committed + accepted
             branches.append(Branch(length, token, _draws(sampling, length + 1, gamma + 1)))
         tokens, base = [], 1 + min(branch.length for branch in branches)

@@ -20,7 +20,7 @@ from engine.read_memories import ReadMemories
 from engine.rounds.behind_steps import LeftVerdicts
 from engine.rounds.buffers import RoundShape, bring_rules, lay_out_round, make_round_buffers
 from engine.rounds.launches import run_round
-from engine.rounds.requests import RoundMemory, RoundRequest, RoundSettings
+from engine.rounds.requests import RoundMemory, RoundRequest, RoundSettings, branches_of
 from engine.rounds.under_way import LaunchedRound, RoundsUnderWay
 from engine.runner import WARM_SESSIONS
 from engine.staging import Buffers
@@ -61,15 +61,15 @@ class RoundRunner:
         if not self._graphs.captures:
             return []
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
-        branches = sorted({1, self._settings.branches}, reverse=True)
         draws = {"sampled": False, "ruled": False}, {"sampled": True, "ruled": False}, {"sampled": True, "ruled": True}
         self._rules_of(sizes[0])  # all shapes share it, so it is made to fit the largest
         shapes = []
-        for draw, method, count, of_each in itertools.product(draws, ("", *methods), sizes, branches):
+        sized = [(count, most) for count in sizes for most in sorted({1, self._branches_of(count)}, reverse=True)]
+        for draw, method, (count, of_each) in itertools.product(draws, ("", *methods), sized):
             shape = RoundShape(count, ROUND_QUERIES, self._max_pages, method=method, branches=of_each, **draw)
             shape = replace(shape, behind=self._may_go_behind(of_each))
             shapes.append(shape)
-            if self._settings.refresh_every > 1 and of_each == self._settings.branches:
+            if self._settings.refresh_every > 1 and of_each == self._branches_of(count):
                 shapes.append(replace(shape, refreshes=False))
         with tell_captures(self._graphs, "rounds"):
             now = [shape for shape in shapes if shape.sequences <= WARM_SESSIONS]
@@ -127,10 +127,13 @@ class RoundRunner:
             branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
             behind = any(item.behind is not None for item in requests)
             return RoundShape(len(requests), queries, pages, sampled, method, branches, refreshes, ruled, behind=behind)
-        branches = self._settings.branches if branched else 1
+        branches = self._branches_of(len(requests)) if branched else 1
         sizes = power_of_two(len(requests)), ROUND_QUERIES, self._max_pages
         behind = self._may_go_behind(branches)
         return RoundShape(*sizes, sampled, method, branches, refreshes, ruled, behind=behind)
+
+    def _branches_of(self, sequences: int) -> int:
+        return branches_of(sequences, self._settings.branches)
 
     def _may_go_behind(self, branches: int) -> bool:
         """Return whether rounds of so many branches may be behind a step: one graph serves them and others."""

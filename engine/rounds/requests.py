@@ -9,6 +9,9 @@ import torch
 from engine.announcing import Announcer
 from engine.kv.pages import SequenceKV
 from engine.rounds.rules import RoundRules
+from kernels.backends import power_of_two
+
+MOST_ROWS = 128  # tokens that a pass drafts at once before its products take longer than reading the weights
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,9 @@ class RoundSettings:
     block. read_share: share of the blocks that later passes read; 1: they are dense. sink_blocks, window_blocks: always
     read by them. announcers: by the name of a method, how it announces. refresh_every: rounds from one dense first
     pass of a session to its next, at most; 1: every round has one. memories: sessions that are remembered where that is
-    more than 1. branches: that a round drafts at once, at most. alternatives: how many of the likeliest tokens are told
-    at each position. runs_last: whether a round also runs the last token that it proposes, which tells the next: who
-    drafts ahead goes on with it. Else it costs a pass less, and the next round begins with it.
+    more than 1. branches: that a round drafts at once, at most (`branches_of`). alternatives: how many of the likeliest
+    tokens are told at each position. runs_last: whether a round also runs the last token that it proposes, which tells
+    the next: who drafts ahead goes on with it. Else it costs a pass less, and the next round begins with it.
     """
 
     gamma: int
@@ -270,6 +273,13 @@ class RoundOutput:
     def tokens(self) -> list[int]:
         """The tokens drafted behind the first branch, or behind the pending tokens."""
         return self.branches[0].tokens
+
+
+def branches_of(sequences: int, most: int) -> int:
+    """Return how many branches each of so many sequences may have in a round: 1 if `most` is, else at least 2, and no
+    more than MOST_ROWS of all together.
+    """
+    return 1 if most == 1 else max(2, min(most, MOST_ROWS // power_of_two(sequences)))
 
 
 def gammas(most: int) -> list[int]:

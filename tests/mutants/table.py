@@ -332,6 +332,17 @@ MUTANTS: list[Mutant] = [
         ("rounds of exact and approximate sessions are no figures", "for other, count in others.items() if other.gamma == kind.gamma", "for other, count in others.items() if other == kind"),
     ),
     *_of(
+        "engine/rounds/requests.py",
+        "test_outcomes",
+        ("branches of many sessions are as many as of few", "max(2, min(most, MOST_ROWS // power_of_two(sequences)))", "most"),
+    ),
+    *_of(
+        "draft_service/outcomes.py",
+        "test_outcomes",
+        ("unlikely outcomes come first", "others.sort(key=itemgetter(0), reverse=True)", "others.sort(key=itemgetter(0))"),
+        ("the draft's own token is taken for another outcome", "if token != rejected", "if True"),
+    ),
+    *_of(
         "target_service/acceptance.py",
         "test_controller test_never_a_loss",
         ("what is not tried is never learnt of", "        for position in range(proposed, len(chances) if proposed else 0):", "        for position in ():"),

@@ -1,5 +1,6 @@
 """Fixed randomness for every unit test, one thread for their small tensors, and which files `make check` leaves out."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -51,3 +52,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     stopped = Clock()
     monkeypatch.setattr("target_service.verifier.time", stopped)
     return stopped
+
+
+@pytest.fixture
+def every_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of all modules, which passes as it is moved."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
+    return clock

@@ -127,10 +127,20 @@ def test_no_step_that_screens_or_confirms_is_captured_for_a_request() -> None:
 
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"branches": 3}, {"draft_read_share": 0.5, "draft_refresh_every": 2}, {"gamma": 0, "max_gamma": GAMMA}],
+    ("settings", "rows"),
+    [
+        ({}, 128),
+        ({"branches": 3}, 128),
+        ({"branches": 3}, 4),
+        ({"draft_read_share": 0.5, "draft_refresh_every": 2}, 128),
+        ({"gamma": 0, "max_gamma": GAMMA}, 128),
+    ],
 )
-def test_no_round_of_a_draft_is_captured_for_a_request(settings: dict[str, Any]) -> None:
+def test_no_round_of_a_draft_is_captured_for_a_request(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], rows: int
+) -> None:
+    """rows: of all branches in a step, at most."""
+    monkeypatch.setattr("engine.rounds.requests.MOST_ROWS", rows)
     plan, runner = load_plan(models.PLAN), runner_of(models.DRAFT)
     settings = {"gamma": GAMMA, **settings}
     drafter = Drafter(runner, plan, DraftSettings(max_sessions=SESSIONS, **settings))

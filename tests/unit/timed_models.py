@@ -248,15 +248,15 @@ class TimedPair(Timed):
         limits = {"max_sessions": settings.max_sessions, "max_context": settings.max_context, "prefill_chunk": 8192}
         drafting = DraftSettings(gamma=0, max_gamma=settings.max_gamma, branches=branches, micro_batches=1, **limits)
         self.verifier = Verifier(target, PLAN, settings)
-        drafter = ControlledDrafter(draft, PLAN, drafting)
-        drafter._controls = Controls(foresight=foresight)
-        self._target, self._draft = _Side(self.verifier), _Side(drafter)
+        self.drafter = ControlledDrafter(draft, PLAN, drafting)
+        self.drafter._controls = Controls(foresight=foresight)
+        self._target, self._draft = _Side(self.verifier), _Side(self.drafter)
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, and which was asked for first
         self._count = 0
         self._at_target = DraftPeer("draft", lambda event: self._send(self._draft, event))
         self._at_draft = TargetPeer(lambda event: self._send(self._target, event))
         self.verifier.protocol.attach(self._at_target)
-        drafter.attach(self._at_draft)
+        self.drafter.attach(self._at_draft)
 
     def run_until_idle(self) -> None:
         self._at(self.clock.now, lambda: self._advance(self._target))
