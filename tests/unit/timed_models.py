@@ -55,17 +55,18 @@ class Device:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step: `always` or, of many, for each token that it runs; and besides for each of its sequences, and
-    for each token of KV that it reads."""
+    """Seconds of a step: `always` or, of many, for each token that it runs; and besides for each of its sequences, for
+    each token of KV that it reads, and once for choosing what is read, if anything is."""
 
     always: float
+    choosing: float
     a_session: float
     a_kv_token: float
     a_token: float
 
 
-TARGET = Costs(0.0039, 3e-5, 3.25e-8, 2.7e-5)
-DRAFT_PASS = Costs(0.00095, 1e-5, 2e-9, 3.5e-6)
+TARGET = Costs(0.0039, 0.0017, 3e-5, 3.25e-8, 2.7e-5)
+DRAFT_PASS = Costs(0.00095, 0.0, 1e-5, 2e-9, 3.5e-6)
 
 
 class _TimedStep(StepAtOnce):
@@ -119,7 +120,9 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
             for item, output in zip(inputs, outputs, strict=True)
         ]
         costs = self._costs
-        return max(costs.always, tokens * costs.a_token) + sum(reads) * costs.a_kv_token + len(inputs) * costs.a_session
+        always = max(costs.always, tokens * costs.a_token)
+        always += costs.choosing if any(item.read is not None for item in inputs) else 0.0
+        return always + sum(reads) * costs.a_kv_token + len(inputs) * costs.a_session
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         outputs = super().forward(inputs)
