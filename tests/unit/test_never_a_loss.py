@@ -74,3 +74,16 @@ def test_a_draft_service_costs_no_more_than_it_brings(
     first, *others = gains(TimedPair(every_clock, sessions, 1024, acceptance), sessions, 1024, kinds)
     assert first >= 0.9
     assert sum(others) / len(others) >= (1.2 if acceptance == 0.8 else LEAST)
+
+
+@pytest.mark.parametrize(("sessions", "context", "least"), [(8, 1024, 0.98), (8, 32768, 1.05), (4, 102400, 1.15)])
+def test_three_levels_lose_nothing_and_gain_where_contexts_are_long(
+    every_clock: Clock, sessions: int, context: int, least: float
+) -> None:
+    """As many tokens are confirmed as with the bundled pair at W = 11 (docs/quality.md)."""
+    levels = {"confirm_every": -1, "synthetic_confirmation": 0.989}
+    three, two = (
+        gains(TimedTarget(every_clock, sessions, context, 0.8, **how), sessions, context, [EXACT])
+        for how in (levels, {})
+    )
+    assert sum(three[1:]) / sum(two[1:]) >= least

@@ -96,6 +96,7 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
     def __init__(self, device: Device, costs: Costs, errs: bool, pages: int) -> None:
         super().__init__(errs, pages)
         self.goes_ahead = self.chains = True
+        self.weight_tokens = costs.always / costs.a_kv_token
         self._device, self._costs = device, costs
         self._launches = False  # what runs now is not waited for
         self._ends = 0.0  # when what was launched last has ended
@@ -207,11 +208,11 @@ def _runners(devices: Sequence[Device], sessions: int, context: int) -> list[Tim
 class TimedTarget(Timed):
     """A target with its draft in it, which the host runs step by step."""
 
-    def __init__(self, clock: Clock, sessions: int, context: int, acceptance: float) -> None:
+    def __init__(self, clock: Clock, sessions: int, context: int, acceptance: float, **others: Any) -> None:
         super().__init__()
         self.clock = clock
         target, draft = _runners([Device(clock)] * 2, sessions, context)
-        settings = _target_settings(sessions, context, acceptance, draft_in_target=True)
+        settings = _target_settings(sessions, context, acceptance, draft_in_target=True, **others)
         self.verifier = Verifier(target, PLAN, settings)
         self._steps = StepsByTurns(self.verifier, Drafter(draft, PLAN, settings.own_draft))
 
