@@ -158,10 +158,12 @@ class Controller:
             gained, cost = pace.acceptance.tokens(kind.gamma) - 1, seen.cost or ASSUMED_COST * kind.gamma
             useless = kind.gamma and gained < cost and not pace.trial
             return self._pause(pace, seen.committed, 0) if useless else pace
-        # Beside others that are drafted a plain round takes longer than where nothing is, since then steps go ahead. A
-        # draft's step takes as many passes as the one of its rounds that drafts most.
+        # Beside others that are drafted a plain round takes longer than where nothing is, since then steps go ahead; so
+        # does one that is plain since its draft still reads. A draft's step takes as many passes as the one of its
+        # rounds that drafts most.
         alike = sum(count for other, count in others.items() if other.gamma == kind.gamma)
         is_typical = alike >= (ALIKE if kind.gamma else 1) * others.total()
+        is_typical &= bool(kind.gamma) or pace.is_paused(seen.committed)
         if kind == before and seen.seconds and is_typical:
             self.costs.add(load, kind, seen.seconds, seen.drafting, seen.step)
         self._advance_probe(pace, seen, load, others.total())
