@@ -67,7 +67,8 @@ class Drafter:
         self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
-        self._steps, self._round_seconds, self._put_off = 0, 0.0, 0.0
+        self._steps, self._put_off = 0, 0.0
+        self.round_seconds = 0.0  # of the last step that drafted rounds and read nothing
         rounds = round_settings(
             plan, settings.most_drafted, settings.support, settings.draft_read_share, settings.draft_refresh_every
         )
@@ -153,7 +154,7 @@ class Drafter:
         self._tell_load()
         self._put_off = 0.0
         while (work := self._find_work()) is not None:
-            self._put_off = put_off_until(work, self._round_seconds, self._settings)
+            self._put_off = put_off_until(work, self.round_seconds, self._settings)
             if self._put_off:
                 return None
             step = plan_draft_step(work, self._plan, self._settings, self.runner.kv, self._steps + 1)
@@ -199,7 +200,7 @@ class Drafter:
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
         """Take what a step gave, and send it in one frame: a target does not begin with a part of it."""
         if not step.inputs:
-            self._round_seconds = result.seconds
+            self.round_seconds = result.seconds
         self._trace(step, result.seconds)
         taken: list[tuple[DraftSession, RoundAhead | DraftedTokens | None]] = []
         for planned, output in zip(step.rounds, result.rounds, strict=True):

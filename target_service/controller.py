@@ -36,6 +36,8 @@ TYPICAL_ROUNDS = 6  # rounds that what is typical counts as in a session that be
 SETTLED = 8  # times as many are seen before what can be estimated is tried, or drafting where nothing is drafted
 SHORTEST_PAUSE = 128  # rounds of each session that draft nothing, before drafting is tried again
 LONGEST_WAIT = 8  # times as long, at most, before it is tried the next time without gain
+ANSWER_TOKENS = 256  # that are expected of each session still, for which a draft has read its prompt
+NEWEST_TOKENS = 4096  # committed ones, by which what a draft reads is told: of more, the earlier count half
 PROBE_LIMIT = 8  # times the rounds that a probe needs, after which it ends in any case
 
 
@@ -101,8 +103,9 @@ class RoundSeen:
 
     kind: how it was made; gamma is the number of proposed tokens. accepted: of these. committed: tokens of the session
     after it. seconds: since the commit before; None where something else than rounds lay between. drafting, step: what
-    its draft and its step took. announces: whether its session takes announcements. cost: plain rounds that
-    drafting adds to it, where that is known without measuring.
+    its draft and its step took. All of them for each time that weights and KV of its step are as large as the weights,
+    so that loads which count as the same compare. announces: whether its session takes announcements. cost: plain
+    rounds that drafting adds to it, where that is known without measuring.
     """
 
     kind: Choice
@@ -130,6 +133,10 @@ class Controller:
         self._choice = {announces: Choice(min(most, FIRST_GAMMA), announces) for announces in (False, True)}
         self._plain = {False: False, True: False}
         self._in_vain = 0  # how often drafting has been tried again since, without gain
+        # What a draft on the same device has read for lately, and the tokens that were committed meanwhile.
+        self._read_for = self._committed = 0.0
+        self._tried_for = 0.0  # of that, since it was tried again
+        self._rested = 0.0  # rounds of each session without a draft since
 
     def first_pace(self, committed: int, announces: bool) -> Pace:
         """Return how a session begins: as the others go on, by what is typical of them."""
@@ -143,6 +150,15 @@ class Controller:
         if pace.is_paused(committed):
             return PLAIN
         return pace.choice if self.probe is None else self.probe
+
+    def note_reading(self, seconds: float) -> None:
+        """Take note that a draft on the same device has read prompts for so long, in the measure of RoundSeen."""
+        self._read_for += max(0.0, seconds)
+        self._tried_for += max(0.0, seconds)
+
+    def _forget_reading(self) -> None:
+        """Have what was read so far count half."""
+        self._read_for, self._committed = self._read_for / 2, self._committed / 2
 
     def after_round(self, pace: Pace, seen: RoundSeen, load: Load, others: Counter[Choice]) -> Pace:
         """Return the pace after a round. others: how many sessions' last rounds were made in each way, its own among
@@ -165,7 +181,13 @@ class Controller:
         is_typical = alike >= (ALIKE if kind.gamma else 1) * others.total()
         is_typical &= bool(kind.gamma) or pace.is_paused(seen.committed)
         if kind == before and seen.seconds and is_typical:
-            self.costs.add(load, kind, seen.seconds, seen.drafting, seen.step)
+            # The sessions share their steps: what one chooses to read costs the others as well.
+            sparse = any(other.sparse for other in others)
+            self.costs.add(load, replace(kind, sparse=sparse), seen.seconds, seen.drafting, seen.step)
+        self._committed += seen.accepted + 1
+        if self._committed > NEWEST_TOKENS:
+            self._forget_reading()
+        self._rested = 0.0 if kind.gamma else self._rested + 1 / max(1, others.total())
         self._advance_probe(pace, seen, load, others.total())
         if self.probe is None:
             return self._decide(pace, seen, load)
@@ -177,7 +199,7 @@ class Controller:
     def _decide(self, pace: Pace, seen: RoundSeen, load: Load) -> Pace:
         is_odd = self._is_odd(pace)
         self._decide_for_all(load, seen.announces)
-        if self._plain[seen.announces] and not is_odd:
+        if self._plain[seen.announces] and not (is_odd and self._pays_alone(pace, load)):
             self._counters["drafting_pauses"] += not pace.is_paused(seen.committed)
             return pace.paused_with_all(seen.committed)
         if pace.is_paused(seen.committed) and pace.alone:
@@ -213,6 +235,16 @@ class Controller:
         own, typical = pace.acceptance.tokens(self._most), self._typical.tokens(self._most)
         return abs(own / typical - 1) > ODD
 
+    def _pays_alone(self, pace: Pace, load: Load) -> bool:
+        """Return whether all sessions together gain by one that is drafted while the others are not: these wait for it,
+        as their steps do not go ahead then.
+        """
+        plain, drafted = (self.costs.estimate(load, choice) for choice in (PLAIN, pace.choice))
+        if not plain or not drafted:
+            return False
+        sessions, own = sessions_of(load), pace.acceptance.tokens(pace.choice.gamma)
+        return (sessions - 1 + own) / drafted > (1 + MARGIN) * sessions / plain
+
     def _pause(self, pace: Pace, committed: int, least: int) -> Pace:
         self._counters["drafting_pauses"] += 1
         return pace.paused(committed, least)
@@ -223,10 +255,22 @@ class Controller:
         return round(TRIAL * max(0.0, drafted / plain - 1) / TRIAL_SHARE) if drafted and plain else 0
 
     def _rates(self, load: Load, acceptance: Acceptance, announces: bool) -> dict[Choice, float]:
-        """Return the tokens a second of each choice of which the seconds are known."""
+        """Return the tokens a second of each choice of which the seconds are known.
+
+        What a draft on the same device reads for a session it reads for each of its tokens, in part.
+        """
         options = [Choice(gamma, sparse) for gamma in gammas(self._most) for sparse in {False, announces}]
         seconds = {option: self.costs.estimate(load, option) for option in [PLAIN, *options]}
-        return {option: acceptance.tokens(option.gamma) / cost for option, cost in seconds.items() if cost}
+        for option in options if not announces else ():  # beside others that read sparsely
+            seconds[option] = seconds[option] or self.costs.estimate(load, replace(option, sparse=True))
+        sessions = sessions_of(load)
+        reading = sessions * self._read_for / (self._committed + ANSWER_TOKENS * sessions)
+        tokens = {option: acceptance.tokens(option.gamma) for option in seconds}
+        return {
+            option: tokens[option] / (cost + tokens[option] * reading * bool(option.gamma))
+            for option, cost in seconds.items()
+            if cost
+        }
 
     # What is tried.
 
@@ -248,6 +292,8 @@ class Controller:
             self._counters["drafting_probes"] += 1
             if present == PLAIN:
                 self._in_vain, self._typical = self._in_vain + 1, self._typical.as_prior()
+                self._tried_for = self._rested = 0.0
+                self._forget_reading()
             rounds = (PROBED + 2) * sessions
             self.probe, self._probe_left, self._probe_load = option, rounds, load
             self._probe_limit = PROBE_LIMIT * rounds
@@ -271,10 +317,12 @@ class Controller:
     def _is_due(self, load: Load, choice: Choice) -> bool:
         """Return whether sessions that draft nothing are to try it again, since what they say may have changed.
 
-        As seldom as trying it in vain costs TRIAL_SHARE of their time; the draft reads their texts beside them.
+        As seldom as trying it in vain costs TRIAL_SHARE of their time, what the draft reads for it included, and
+        seldomer each time in vain.
         """
-        drafted, plain = (self.costs.seconds(load, each) for each in (choice, PLAIN))
-        if not drafted or not plain or not self.costs.rounds(load, choice):
+        drafted, plain = self.costs.last(load, choice), self.costs.seconds(load, PLAIN)
+        if not drafted or not plain:
             return True
-        least = (PROBED + 2) * max(0.0, drafted / plain - 1) / TRIAL_SHARE * min(2**self._in_vain, LONGEST_WAIT)
-        return self.costs.since(load, choice) >= max(SHORTEST_PAUSE, least)
+        tried = (PROBED + 2) * max(0.0, drafted / plain - 1) + self._tried_for / plain
+        least = tried / TRIAL_SHARE * min(2**self._in_vain, LONGEST_WAIT)
+        return self._rested >= max(SHORTEST_PAUSE, least)

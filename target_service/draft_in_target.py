@@ -178,6 +178,8 @@ class StepsByTurns:
         """Take what a step gave."""
         match step, result:
             case DraftStep(), DraftStepResult():
+                if step.inputs:
+                    self.verifier.note_draft_reading(result.seconds - self.drafter.round_seconds * bool(step.rounds))
                 self.drafter.finish_step(step, result)
             case VerifyStep(), VerifyResult():
                 self.verifier.finish_step(step, result)

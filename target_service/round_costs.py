@@ -81,10 +81,10 @@ class RoundCosts:
         counts = figure.rounds > SETTLED * sessions_of(load) and here.rounds - figure.newest < lasts
         return figure.rounds if counts else 0
 
-    def since(self, load: Load, choice: Choice) -> int:
-        """Return how many rounds of each session there have been at a load since the last that was made so."""
-        here = self._loads[load]
-        return (here.rounds - here.figures[choice].newest) // sessions_of(load)
+    def last(self, load: Load, choice: Choice) -> float | None:
+        """Return what a round took when it was last made so at a load, however long ago; else as `estimate` does."""
+        figure = self._loads[load].figures.get(choice) if load in self._loads else None
+        return figure.seconds if figure is not None else self.estimate(load, choice)
 
     def seconds(self, load: Load, choice: Choice) -> float | None:
         """Return what a round takes: as measured, or for another γ than was measured by what a pass of the draft takes.

@@ -60,13 +60,15 @@ OnRound = Callable[[At, int, Tensor], None]
 
 
 class _Beside(NamedTuple):
-    """What is beside a round: the time, the load, how the sessions' last rounds were made, whether something else than
-    rounds took time in or before its step (prompts, or a graph that was captured), tokens of KV of its sessions, all
-    and such as it read, and how many tokens a step runs already that goes on behind it, by id() of the session.
+    """What is beside a round: the time, the load, about how long a step takes that reads everything for one that reads
+    the weights alone, how the sessions' last rounds were made, whether something else than rounds took time in or
+    before its step (prompts, or a graph that was captured), tokens of KV of its sessions, all and such as it read, and
+    how many tokens a step runs already that goes on behind it, by id() of the session.
     """
 
     now: float
     load: Load
+    size: float
     kinds: Counter[Choice]
     disturbed: bool
     tokens: int
@@ -106,6 +108,7 @@ class Verifier:
         self._under_way: VerifyStep | None = None  # the step that was left running
         self._ended = 0.0  # when the last one had ended, by time.perf_counter
         self._captures_seen = 0
+        self._draft_has_read = False  # in this process, prompts, since the last step
         self._drafting = self_drafting(settings, plan, runner.weight_tokens)
         self._lengths = confirm_lengths(settings, runner.weight_tokens)
         of_sessions = on_round is not None, grammars, self._drafting
@@ -345,21 +348,29 @@ class Verifier:
             self._close(session)
         return True
 
-    def _load(self) -> Load:
-        """How much the target has to do, by the sessions that generate, as the controller tells loads apart."""
-        generating = [session for session in self.admission.running.values() if session.unread <= 0]
-        return len(generating).bit_length(), sum(len(session.tokens) for session in generating).bit_length()
+    def _load(self) -> tuple[Load, float]:
+        """Return the load by the sessions that generate, and its size, as _Beside has them."""
+        generating = [len(session.tokens) for session in self.admission.running.values() if session.unread <= 0]
+        size = 1 + sum(generating) / self.runner.weight_tokens if self.runner.weight_tokens else 1.0
+        return (len(generating).bit_length(), sum(generating).bit_length()), size
+
+    def note_draft_reading(self, seconds: float) -> None:
+        """Take note that the draft in this process has read prompts for so long, on the same device."""
+        self._draft_has_read = True
+        self.controller.note_reading(seconds / self._load()[1])
 
     def _beside(self, step: VerifyStep) -> _Beside:
+        load, size = self._load()
         kinds = Counter(session.pace.kind for session in self.admission.running.values() if session.pace.kind)
         tokens = [len(item.session.tokens) for item in step.rounds]
         shares = (self.settings.self_read_share if item.screens else 1.0 for item in step.rounds)
         read = sum(share * count for share, count in zip(shares, tokens, strict=True))
         rounds = self._under_way.rounds if self._under_way is not None else []
         under_way = {id(item.session): len(item.input.tokens) for item in rounds}
-        disturbed = bool(step.prefills) or self.runner.captures_made != self._captures_seen
-        self._captures_seen = self.runner.captures_made
-        return _Beside(time.monotonic(), self._load(), kinds, disturbed, sum(tokens), read, under_way)
+        captured = self.runner.captures_made != self._captures_seen
+        disturbed = self._draft_has_read or bool(step.prefills) or captured
+        self._draft_has_read, self._captures_seen = False, self.runner.captures_made
+        return _Beside(time.monotonic(), load, size, kinds, disturbed, sum(tokens), read, under_way)
 
     def _finish_round(self, item: VerifyRound, output: SequenceOutput, seconds: float, beside: _Beside) -> None:
         session, key, verdict = item.session, item.session.key, output.verdict
@@ -445,9 +456,9 @@ class Verifier:
             kind=Choice(len(item.proposed), announces and item.input.read is not None),
             accepted=commit.accepted,
             committed=len(session.tokens),
-            seconds=None if before is None or beside.disturbed else beside.now - before,
-            drafting=commit.draft_seconds,
-            step=commit.verify_seconds,
+            seconds=None if before is None or beside.disturbed else (beside.now - before) / beside.size,
+            drafting=commit.draft_seconds / beside.size,
+            step=commit.verify_seconds / beside.size,
             announces=announces,
             cost=item.drafting_cost,
         )

@@ -168,18 +168,22 @@ class Timed:
         """Have sessions of so many prompt tokens each generate at once; return the tokens a second of all while all of
         them do.
         """
-        names = [f"s{self._opened + index}" for index in range(len(sessions))]
-        for index, (name, (context, exactness)) in enumerate(zip(names, sessions, strict=True)):
-            prompt = [(index * 31 + i) % VOCAB for i in range(context)]
-            sampling = Sampling(temperature=0.0, seed=self._opened + index)
-            self._commits[name] = []
-            self.verifier.admission.open(m.Open(name, prompt, context, tokens, [], sampling, exactness), self._emit)
-        self._opened += len(sessions)
+        prompts = [[(index * 31 + i) % VOCAB for i in range(context)] for index, (context, _) in enumerate(sessions)]
+        names = [self.open(prompt, tokens, kind) for prompt, (_, kind) in zip(prompts, sessions, strict=True)]
         self.run_until_idle()
         times = [self._commits.pop(name) for name in names]
         began, ended = max(each[SETTLED][0] for each in times), min(each[-1][0] for each in times)
         counted = sum(count for each in times for at, count in each if began < at <= ended)
         return counted / (ended - began)
+
+    def open(self, prompt: list[int], tokens: int, exactness: m.Exactness) -> str:
+        """Open a session; return its name."""
+        name, sampling = f"s{self._opened}", Sampling(temperature=0.0, seed=self._opened)
+        self._opened += 1
+        self._commits[name] = []
+        opened = m.Open(name, prompt, len(prompt), tokens, [], sampling, exactness)
+        self.verifier.admission.open(opened, self._emit)
+        return name
 
     def _emit(self, event: m.ServedEvent) -> None:
         assert isinstance(event, m.Commit), event
@@ -216,16 +220,39 @@ class TimedTarget(Timed):
         self.verifier = Verifier(target, PLAN, settings)
         self._steps = StepsByTurns(self.verifier, Drafter(draft, PLAN, settings.own_draft))
 
+    def leave_out_draft(self) -> None:
+        """Have nothing drafted any more."""
+        for draft in list(self.verifier.protocol.drafts):
+            self.verifier.protocol.detach(draft)
+
+    def answer(self, requests: Sequence[tuple[float, list[int], int, m.Exactness]]) -> float:
+        """Answer requests, each of which comes at a time with a prompt and how many tokens it wants; return the mean of
+        the seconds that they took.
+        """
+        began, waiting = self.clock.now, list(requests)
+        opened: dict[str, float] = {}
+        while waiting or not self.verifier.is_idle:
+            if self.verifier.is_idle:
+                self.clock.now = max(self.clock.now, began + waiting[0][0])
+            while waiting and began + waiting[0][0] <= self.clock.now:
+                at, *asked = waiting.pop(0)
+                opened[self.open(*asked)] = began + at
+            self._run_step()
+        return sum(self._commits.pop(name)[-1][0] - at for name, at in opened.items()) / len(opened)
+
     def run_until_idle(self) -> None:
         while not self.verifier.is_idle:
-            step = self._steps.plan_step()
-            if step is not None:
-                self.take_host_time()
-                self._steps.finish_step(step, self._steps.execute(step))
-            elif not self.verifier.is_idle:
-                patience = self._steps.next_deadline()
-                assert patience is not None, "sessions are open, and nothing will ever happen again"
-                self.clock.now += patience
+            self._run_step()
+
+    def _run_step(self) -> None:
+        step = self._steps.plan_step()
+        if step is not None:
+            self.take_host_time()
+            self._steps.finish_step(step, self._steps.execute(step))
+        elif not self.verifier.is_idle:
+            patience = self._steps.next_deadline()
+            assert patience is not None, "sessions are open, and nothing will ever happen again"
+            self.clock.now += patience
 
 
 @dataclass
