@@ -136,7 +136,7 @@ class Controller:
         # What a draft on the same device has read for lately, and the tokens that were committed meanwhile.
         self._read_for = self._committed = 0.0
         self._tried_for = 0.0  # of that, since it was tried again
-        self._rested = 0.0  # rounds of each session without a draft since
+        self._rested = {False: 0.0, True: 0.0}  # rounds of each such session without a draft since
 
     def first_pace(self, committed: int, announces: bool) -> Pace:
         """Return how a session begins: as the others go on, by what is typical of them."""
@@ -187,7 +187,8 @@ class Controller:
         self._committed += seen.accepted + 1
         if self._committed > NEWEST_TOKENS:
             self._forget_reading()
-        self._rested = 0.0 if kind.gamma else self._rested + 1 / max(1, others.total())
+        rested = self._rested[seen.announces]
+        self._rested[seen.announces] = 0.0 if kind.gamma else rested + 1 / max(1, others.total())
         self._advance_probe(pace, seen, load, others.total())
         if self.probe is None:
             return self._decide(pace, seen, load)
@@ -292,7 +293,7 @@ class Controller:
             self._counters["drafting_probes"] += 1
             if present == PLAIN:
                 self._in_vain, self._typical = self._in_vain + 1, self._typical.as_prior()
-                self._tried_for = self._rested = 0.0
+                self._tried_for, self._rested = 0.0, {False: 0.0, True: 0.0}
                 self._forget_reading()
             rounds = (PROBED + 2) * sessions
             self.probe, self._probe_left, self._probe_load = option, rounds, load
@@ -302,7 +303,7 @@ class Controller:
     def _unknown(self, pace: Pace, present: Choice, announces: bool, load: Load) -> Iterable[Choice]:
         """Yield the ways without a figure that could be faster than the present one."""
         if present == PLAIN:
-            if not pace.alone and self._is_due(load, pace.choice):
+            if not pace.alone and self._is_due(load, pace.choice, announces):
                 yield pace.choice
             return
         seconds = self.costs.seconds(load, present)
@@ -314,7 +315,7 @@ class Controller:
         if announces and self.costs.seconds(load, other) is None:
             yield other
 
-    def _is_due(self, load: Load, choice: Choice) -> bool:
+    def _is_due(self, load: Load, choice: Choice, announces: bool) -> bool:
         """Return whether sessions that draft nothing are to try it again, since what they say may have changed.
 
         As seldom as trying it in vain costs TRIAL_SHARE of their time, what the draft reads for it included, and
@@ -325,4 +326,4 @@ class Controller:
             return True
         tried = (PROBED + 2) * max(0.0, drafted / plain - 1) + self._tried_for / plain
         least = tried / TRIAL_SHARE * min(2**self._in_vain, LONGEST_WAIT)
-        return self._rested >= max(SHORTEST_PAUSE, least)
+        return self._rested[announces] >= max(SHORTEST_PAUSE, least)

@@ -307,7 +307,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/verifier.py",
         "test_round_costs",
-        ("a step beside a capture is a figure", "disturbed = bool(step.prefills) or self.runner", "disturbed = bool(step.prefills) or 0 * self.runner"),
+        ("a step beside a capture is a figure", "captured = self.runner.captures_made != self._captures_seen", "captured = False"),
     ),
     *_of(
         "target_service/round_costs.py",
@@ -334,7 +334,7 @@ MUTANTS: list[Mutant] = [
         ("one session is drafted beside many that wait for it", "not (is_odd and self._pays_alone(pace, load))", "not is_odd"),
         ("what sparse sessions cost the others is not told apart", "replace(kind, sparse=sparse), seen.seconds", "kind, seen.seconds"),
         ("what the draft reads costs nothing", "+ tokens[option] * reading * bool(option.gamma)", ""),
-        ("it is tried again however long that takes", "return self._rested >= max(SHORTEST_PAUSE, least)", "return self._rested >= SHORTEST_PAUSE"),
+        ("it is tried again however long that takes", "return self._rested[announces] >= max(SHORTEST_PAUSE, least)", "return self._rested[announces] >= SHORTEST_PAUSE"),
     ),
     *_of(
         "engine/rounds/requests.py",
