@@ -13,10 +13,14 @@ from sparsity.budgets import new_memory, shared_budget
 from sparsity.plan import Plan
 
 DECAY = 0.9  # of remembered weights, a round
-EXPECTED = 0.7  # of the drafted tokens: accepted, before any is tried; and how many of a fixed number must pay for it
-NEWEST = 1 / 256  # weight of the newest judged token
-FORGOTTEN = 1 / 4096  # of what has been seen, in a round of a session in which nothing is drafted
-MARGIN = 0.05  # by which drafting must be faster than going without
+LIKELY = (
+    0.9  # of the drafted tokens: accepted, before any is tried (0.84 to 0.98 with the bundled pair, docs/quality.md)
+)
+ENOUGH = 0.7  # of a fixed number of drafted tokens: must pay for it, if they are accepted
+NEWEST = 1 / 128  # weight of the newest judged token, once more are known,
+ASSUMED_TOKENS = 16  # as so many of which counts what is assumed
+FORGOTTEN = 1 / 8192  # of what has been seen, in a round of a session in which nothing is drafted
+MARGIN = 0.05  # by which drafting must be faster than going without, and another number of tokens than the present one
 BEYOND_BYTES = 0.12  # of a plain step on a GPU, that a drafting pass takes beyond what it reads (docs/performance.md)
 LINK = 60  # tokens of KV that a GPU reads from its own memory while one comes from the host's
 
@@ -28,7 +32,8 @@ class SelfDrafting:
     plan: its budget is the share that drafting passes read. gamma: tokens that a round drafts. weight_tokens: tokens of
     KV that take as long to read as the weights do. least_tokens: tokens of the sessions of a step from which on they
     draft; negative: where it pays. adaptive: whether rounds draft as many tokens, up to gamma, as are the fastest by
-    what has been accepted. chance: of a drafted token to be accepted, by all sessions.
+    what has been accepted. chance: of a drafted token to be accepted, by all sessions. judged: how many were since
+    something was decoded plainly. present: how many tokens were drafted last.
     """
 
     plan: Plan
@@ -36,7 +41,9 @@ class SelfDrafting:
     weight_tokens: float
     least_tokens: int
     adaptive: bool = False
-    chance: float = EXPECTED
+    chance: float = LIKELY
+    judged: int = 0
+    present: int = 0
 
     @property
     def gammas(self) -> list[int]:
@@ -55,15 +62,23 @@ class SelfDrafting:
         return gamma * pass_tokens / (step_tokens + LINK * away)
 
     def drafted_in_step(self, tokens: int, away: int = 0) -> int:
-        """Return how many tokens a step over so many tokens of KV drafts for each session; 0: drafting does not pay."""
+        """Return how many tokens a step over so many tokens of KV drafts for each session; 0: drafting does not pay.
+
+        As many as in the step before where another number is hardly faster, since a step of another number does not go
+        ahead.
+        """
         if self.least_tokens >= 0 and tokens < self.least_tokens:
             return 0
         rates = {gamma: self._committed(gamma) / (1 + self.cost(gamma, tokens, away)) for gamma in self.gammas}
         best = max(rates, key=rates.__getitem__)
+        if rates[best] <= (1 + MARGIN) * rates.get(self.present, 0.0):
+            best = self.present
         if self.least_tokens >= 0:
+            self.present = best
             return best
-        pays = rates[best] > 1 + MARGIN if self.adaptive else self.cost(best, tokens, away) < EXPECTED * best
-        return best if pays else 0
+        pays = rates[best] > 1 + MARGIN if self.adaptive else self.cost(best, tokens, away) < ENOUGH * best
+        self.present = best if pays else 0
+        return self.present
 
     def _committed(self, gamma: int) -> float:
         """Return how many tokens a round that drafts so many is expected to commit, the last one included."""
@@ -75,9 +90,12 @@ class SelfDrafting:
         """
         judged = min(drafted, accepted + 1)
         if judged:
-            self.chance += (1 - (1 - NEWEST) ** judged) * (accepted / judged - self.chance)
+            weight = max(NEWEST, 1 / (ASSUMED_TOKENS + self.judged))
+            self.chance += (1 - (1 - weight) ** judged) * (accepted / judged - self.chance)
+            self.judged += judged
         else:
-            self.chance += FORGOTTEN * max(0.0, EXPECTED - self.chance)
+            self.judged = 0
+            self.chance += FORGOTTEN * max(0.0, LIKELY - self.chance)
 
     def new_memory(self) -> ReadMemory:
         """Return what a session that drafts for itself begins with, where nothing was weighed."""

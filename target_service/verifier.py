@@ -415,8 +415,10 @@ class Verifier:
                 self.admission.close(session)
             return
         taken_back = commit.confirmed < commit.screened
-        # Verdicts that are imposed say nothing about who proposed, but are what auto is measured by.
-        if (imposed < 0 or self.settings.adaptive) and not taken_back:
+        # Sessions that draft for themselves decide together (SelfDrafting): one that paused would take part in their
+        # steps, for a token each. Imposed verdicts say nothing about who proposed, but auto is measured by them.
+        together = self._drafting is not None and self._drafting.adaptive and item.drafting_cost > 0
+        if (imposed < 0 or self.settings.adaptive) and not taken_back and not together:
             self._decide(item, commit, beside)
         if session.draft is not None and session.is_paused:
             self.protocol.end(session)

@@ -225,7 +225,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/self_drafting.py",
         "test_self_drafting",
-        ("what is seen of drafted tokens is never forgotten", "FORGOTTEN * max(0.0, EXPECTED - self.chance)", "0.0"),
+        ("what is seen of drafted tokens is never forgotten", "FORGOTTEN * max(0.0, LIKELY - self.chance)", "0.0"),
         ("a pass takes no more than its bytes", " + BEYOND_BYTES * step_tokens", ""),
         ("as many tokens as may be are drafted", "best = max(rates, key=rates.__getitem__)", "best = max(rates)"),
     ),
@@ -353,8 +353,15 @@ MUTANTS: list[Mutant] = [
         ("what is not tried is never learnt of", "        for position in range(proposed, len(chances) if proposed else 0):", "        for position in ():"),
     ),
     *_of(
+        "target_service/self_drafting.py",
+        "test_self_drafting",
+        ("the number of drafted tokens goes to and fro", "<= (1 + MARGIN) * rates.get(self.present, 0.0)", "< 0"),
+        ("what is learnt at first counts as little as later", "max(NEWEST, 1 / (ASSUMED_TOKENS + self.judged))", "NEWEST"),
+    ),
+    *_of(
         "target_service/verifier.py",
         "test_never_a_loss",
+        ("a session pauses beside others that draft for themselves", "not taken_back and not together", "not taken_back"),
         ("a target is never idle", "next(self.admission.everyone(), None) is None", "False"),
         ("what the draft reads disturbs no round", "self._draft_has_read = True", "pass"),
         ("rounds of small and large loads are taken for alike", "1 + sum(generating) / self.runner.weight_tokens if self.runner.weight_tokens else 1.0", "1.0"),

@@ -17,6 +17,7 @@ SLOW = {
     "test_bench_reads.py",
     "test_bench_stack.py",
     "test_evaluation.py",
+    "test_never_a_loss.py",
     "test_offload.py",
     "test_paged_attention_triton.py",
     "test_pass_shapes.py",

@@ -5,7 +5,7 @@ tell; the host takes a time of its own, during which the device goes on with wha
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ SETTLED = 5  # commits of a session before its tokens count
 HOST = 0.0003, 0.00002  # seconds between two steps, in any case and for each session
 WIRE = 0.0005  # seconds between draft and target
 PLAN = scripted_plan()
+SELF_READ = TargetSettings.self_read_share
 
 
 @dataclass
@@ -90,6 +91,14 @@ class _TimedRounds(RoundsAtOnce):
         return super().outputs()
 
 
+def _drafts(item: SequenceInput) -> bool:
+    return item.read is not None and item.read.drafts
+
+
+def _is_sparse(item: SequenceInput) -> bool:
+    return item.read is not None and not item.read.drafts
+
+
 class TimedRunner(ChainingRunner, ScriptedRunner):
     """A scripted model whose steps take their time on a device. costs: of a step, or of a pass of a draft's round."""
 
@@ -117,16 +126,21 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
         tokens = sum(len(item.tokens) for item in inputs)
         rows = LAYERS * KV_HEADS
         reads = [
-            item.kv.length if item.read is None else output.blocks_read * item.read.block_size / rows
+            output.blocks_read * item.read.block_size / rows if _is_sparse(item) else item.kv.length  # type: ignore[union-attr]
             for item, output in zip(inputs, outputs, strict=True)
         ]
         costs = self._costs
         always = max(costs.always, tokens * costs.a_token)
-        always += costs.choosing if any(item.read is not None for item in inputs) else 0.0
-        return always + sum(reads) * costs.a_kv_token + len(inputs) * costs.a_session
+        always += costs.choosing if any(map(_is_sparse, inputs)) else 0.0
+        dense = always + sum(reads) * costs.a_kv_token + len(inputs) * costs.a_session
+        drafted = max((len(item.tokens) - 1 for item in inputs if _drafts(item)), default=0)
+        read = SELF_READ * sum(item.kv.length for item in inputs)
+        return dense + drafted * (
+            costs.always + costs.choosing / 2 + read * costs.a_kv_token + len(inputs) * costs.a_session
+        )
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        outputs = super().forward(inputs)
+        outputs = super().forward([replace(item, read=None) if _drafts(item) else item for item in inputs])
         self._run(self._step_seconds(inputs, outputs))
         return outputs
 
@@ -197,7 +211,8 @@ class Timed:
 
 def _target_settings(sessions: int, context: int, acceptance: float, **others: Any) -> TargetSettings:
     limits = {"max_sessions": max(4, sessions), "max_context": context + 1000, "prefill_chunk": 8192}
-    return TargetSettings(draft=str(models.DRAFT), gamma=0, synthetic_acceptance=acceptance, **limits, **others)
+    how = {"draft": str(models.DRAFT), "gamma": 0, "synthetic_acceptance": acceptance}
+    return TargetSettings(**(how | limits | others))
 
 
 def _runners(devices: Sequence[Device], sessions: int, context: int) -> list[TimedRunner]:
@@ -325,3 +340,21 @@ class TimedPair(Timed):
         step, side.step = side.step, None
         side.actor.finish_step(step, result)
         self._at(self.clock.now, lambda: self._advance(side))
+
+
+class TimedAlone(Timed):
+    """A target that drafts for itself."""
+
+    def __init__(self, clock: Clock, sessions: int, context: int, acceptance: float) -> None:
+        super().__init__()
+        self.clock = clock
+        settings = _target_settings(sessions, context, acceptance, draft="self", max_gamma=8)
+        runner, _ = _runners([Device(clock)] * 2, sessions, context)
+        self.verifier = Verifier(runner, PLAN, settings)
+
+    def run_until_idle(self) -> None:
+        while not self.verifier.is_idle:
+            step = self.verifier.plan_step()
+            if step is not None:
+                self.take_host_time()
+                self.verifier.finish_step(step, self.verifier.execute(step))
