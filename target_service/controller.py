@@ -36,8 +36,6 @@ TYPICAL_ROUNDS = 6  # rounds that what is typical counts as in a session that be
 SETTLED = 8  # times as many are seen before what can be estimated is tried, or drafting where nothing is drafted
 SHORTEST_PAUSE = 128  # rounds of each session that draft nothing, before drafting is tried again
 LONGEST_WAIT = 8  # times as long, at most, before it is tried the next time without gain
-ANSWER_TOKENS = 256  # that are expected of each session still, for which a draft has read its prompt
-NEWEST_TOKENS = 4096  # committed ones, by which what a draft reads is told: of more, the earlier count half
 PROBE_LIMIT = 8  # times the rounds that a probe needs, after which it ends in any case
 
 
@@ -133,9 +131,7 @@ class Controller:
         self._choice = {announces: Choice(min(most, FIRST_GAMMA), announces) for announces in (False, True)}
         self._plain = {False: False, True: False}
         self._in_vain = 0  # how often drafting has been tried again since, without gain
-        # What a draft on the same device has read for lately, and the tokens that were committed meanwhile.
-        self._read_for = self._committed = 0.0
-        self._tried_for = 0.0  # of that, since it was tried again
+        self._read_for = 0.0  # what a draft on the same device has read for since it was tried again
         self._rested = {False: 0.0, True: 0.0}  # rounds of each such session without a draft since
 
     def first_pace(self, committed: int, announces: bool) -> Pace:
@@ -154,11 +150,6 @@ class Controller:
     def note_reading(self, seconds: float) -> None:
         """Take note that a draft on the same device has read prompts for so long, in the measure of RoundSeen."""
         self._read_for += max(0.0, seconds)
-        self._tried_for += max(0.0, seconds)
-
-    def _forget_reading(self) -> None:
-        """Have what was read so far count half."""
-        self._read_for, self._committed = self._read_for / 2, self._committed / 2
 
     def after_round(self, pace: Pace, seen: RoundSeen, load: Load, others: Counter[Choice]) -> Pace:
         """Return the pace after a round. others: how many sessions' last rounds were made in each way, its own among
@@ -174,19 +165,14 @@ class Controller:
             gained, cost = pace.acceptance.tokens(kind.gamma) - 1, seen.cost or ASSUMED_COST * kind.gamma
             useless = kind.gamma and gained < cost and not pace.trial
             return self._pause(pace, seen.committed, 0) if useless else pace
-        # Beside others that are drafted a plain round takes longer than where nothing is, since then steps go ahead; so
-        # does one that is plain since its draft still reads. A draft's step takes as many passes as the one of its
-        # rounds that drafts most.
+        # Beside others that are drafted a plain round takes longer than where nothing is, since then steps go ahead. A
+        # draft's step takes as many passes as the one of its rounds that drafts most.
         alike = sum(count for other, count in others.items() if other.gamma == kind.gamma)
         is_typical = alike >= (ALIKE if kind.gamma else 1) * others.total()
-        is_typical &= bool(kind.gamma) or pace.is_paused(seen.committed)
         if kind == before and seen.seconds and is_typical:
             # The sessions share their steps: what one chooses to read costs the others as well.
             sparse = any(other.sparse for other in others)
             self.costs.add(load, replace(kind, sparse=sparse), seen.seconds, seen.drafting, seen.step)
-        self._committed += seen.accepted + 1
-        if self._committed > NEWEST_TOKENS:
-            self._forget_reading()
         rested = self._rested[seen.announces]
         self._rested[seen.announces] = 0.0 if kind.gamma else rested + 1 / max(1, others.total())
         self._advance_probe(pace, seen, load, others.total())
@@ -256,22 +242,12 @@ class Controller:
         return round(TRIAL * max(0.0, drafted / plain - 1) / TRIAL_SHARE) if drafted and plain else 0
 
     def _rates(self, load: Load, acceptance: Acceptance, announces: bool) -> dict[Choice, float]:
-        """Return the tokens a second of each choice of which the seconds are known.
-
-        What a draft on the same device reads for a session it reads for each of its tokens, in part.
-        """
+        """Return the tokens a second of each choice of which the seconds are known."""
         options = [Choice(gamma, sparse) for gamma in gammas(self._most) for sparse in {False, announces}]
         seconds = {option: self.costs.estimate(load, option) for option in [PLAIN, *options]}
         for option in options if not announces else ():  # beside others that read sparsely
             seconds[option] = seconds[option] or self.costs.estimate(load, replace(option, sparse=True))
-        sessions = sessions_of(load)
-        reading = sessions * self._read_for / (self._committed + ANSWER_TOKENS * sessions)
-        tokens = {option: acceptance.tokens(option.gamma) for option in seconds}
-        return {
-            option: tokens[option] / (cost + tokens[option] * reading * bool(option.gamma))
-            for option, cost in seconds.items()
-            if cost
-        }
+        return {option: acceptance.tokens(option.gamma) / cost for option, cost in seconds.items() if cost}
 
     # What is tried.
 
@@ -293,8 +269,7 @@ class Controller:
             self._counters["drafting_probes"] += 1
             if present == PLAIN:
                 self._in_vain, self._typical = self._in_vain + 1, self._typical.as_prior()
-                self._tried_for, self._rested = 0.0, {False: 0.0, True: 0.0}
-                self._forget_reading()
+                self._read_for, self._rested = 0.0, {False: 0.0, True: 0.0}
             rounds = (PROBED + 2) * sessions
             self.probe, self._probe_left, self._probe_load = option, rounds, load
             self._probe_limit = PROBE_LIMIT * rounds
@@ -324,6 +299,6 @@ class Controller:
         drafted, plain = self.costs.last(load, choice), self.costs.seconds(load, PLAIN)
         if not drafted or not plain:
             return True
-        tried = (PROBED + 2) * max(0.0, drafted / plain - 1) + self._tried_for / plain
+        tried = (PROBED + 2) * max(0.0, drafted / plain - 1) + self._read_for / plain
         least = tried / TRIAL_SHARE * min(2**self._in_vain, LONGEST_WAIT)
         return self._rested[announces] >= max(SHORTEST_PAUSE, least)

@@ -330,10 +330,8 @@ MUTANTS: list[Mutant] = [
         ("each session chooses how many tokens it drafts", "        if is_odd:\n", "        if True:\n"),
         ("it is tried again as often, however often in vain", "* min(2**self._in_vain, LONGEST_WAIT)", ""),
         ("rounds of exact and approximate sessions are no figures", "for other, count in others.items() if other.gamma == kind.gamma", "for other, count in others.items() if other == kind"),
-        ("rounds beside a draft that reads are figures of plain ones", "is_typical &= bool(kind.gamma) or pace.is_paused(seen.committed)", "pass"),
         ("one session is drafted beside many that wait for it", "not (is_odd and self._pays_alone(pace, load))", "not is_odd"),
         ("what sparse sessions cost the others is not told apart", "replace(kind, sparse=sparse), seen.seconds", "kind, seen.seconds"),
-        ("what the draft reads costs nothing", "+ tokens[option] * reading * bool(option.gamma)", ""),
         ("it is tried again however long that takes", "return self._rested[announces] >= max(SHORTEST_PAUSE, least)", "return self._rested[announces] >= SHORTEST_PAUSE"),
     ),
     *_of(

@@ -116,6 +116,17 @@ def test_chances_come_near_what_they_are(chance: float) -> None:
     assert sum(seen) / len(seen) == pytest.approx(chance, abs=0.06)
 
 
+def test_tokens_that_are_not_drafted_are_taken_for_such_as_the_last_that_are() -> None:
+    """So a round of few tokens tells whether more would pay."""
+    known = Acceptance.assumed(4)
+    for _ in range(100):
+        known = known.after_round(4, 0)
+    assert known.chances[0] < 0.1
+    for _ in range(300):
+        known = known.after_round(1, 1)
+    assert all(chance > 0.8 for chance in known.chances) and known.judged[1] == 0
+
+
 def note_enough(costs: RoundCosts, load: Load, choice: Choice, seconds: float, drafting: float, step: float) -> None:
     """Take note of just as many rounds as a figure needs to count."""
     for _ in range(SETTLED * sessions_of(load) + 1):
