@@ -276,7 +276,8 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
         breakdown = None
         if run.flags.breakdown:
             with _noted_failure(run, f"{shape}, {way}, breakdown"):
-                draft = "" if way.mode in _ALONE else "draft"
+                drafted = way.mode not in _ALONE and kept.plain_share < 1  # the target may decide against it
+                draft = "draft" if drafted else ""
                 breakdown = deployment.breakdown(kept.name, deployment.targets[0], draft)
         row = _row(run, shape, way, rates, kept)
         run.results.add(replace(row, breakdown=breakdown, drafted_after=drafted_after))

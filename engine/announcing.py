@@ -4,13 +4,16 @@ Every method that announces is a linear map from the draft's heads to the rows o
 chooses blocks. The same functions run inside a round's CUDA graph and, by the torch references, on a CPU.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kernels.backends import Backend
+from kernels.announced_scores import favour_announced
+from kernels.backends import Backend, default_backend
 from kernels.selection import select_nucleus, select_top_k
 from kernels.shared_top_k import WORD, mark_top_k_over_all
 
@@ -42,14 +45,20 @@ def predict_weights(announcer: Announcer, evidence: Tensor, before: Tensor, limi
     words] int64, a bit for each block that was announced last round. limits: [3, sequences] int32: blocks are chosen
     from the first number up to, but not including, the second one; the third is how many.
     """
-    blocks = evidence.shape[3]
-    scores = torch.matmul(announcer.projection, evidence.flatten(1, 2))
-    if announcer.stickiness != 1:
-        scores = scores * (1 + (announcer.stickiness - 1) * unpack_bits(before, blocks))
-    column = torch.arange(blocks, device=evidence.device)
-    first, last, _ = limits
-    outside = (column < first[:, None]) | (column >= last[:, None])
-    return scores.masked_fill(outside[:, None], 0)
+    with _tensor_cores():
+        scores = torch.matmul(announcer.projection, evidence.flatten(1, 2))
+    return favour_announced(scores, before, limits, announcer.stickiness, default_backend(scores.device))
+
+
+@contextlib.contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """Let matrix products of float32 round their factors to TF32 on a GPU: of weights that are only compared."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def choose_blocks(announcer: Announcer, scores: Tensor, limits: Tensor, backend: Backend) -> Tensor:
@@ -77,9 +86,3 @@ def _bits_of_lists(lists: Tensor, counts: Tensor, blocks: int) -> Tensor:
     chosen.scatter_(1, lists.long().where(valid, width * WORD), 1)
     bits = chosen[:, :-1].view(len(lists), width, WORD)
     return (bits << torch.arange(WORD, device=lists.device)).sum(2)
-
-
-def unpack_bits(bitmap: Tensor, blocks: int) -> Tensor:
-    """Return a bitmap, int64 [..., words], as 0 or 1, int64 [..., blocks]."""
-    column = torch.arange(blocks, device=bitmap.device)
-    return (bitmap[..., column // WORD] >> (column % WORD)) & 1

@@ -25,14 +25,16 @@ Attend = Callable[[int, Tensor], Tensor]
 AttendToQkv = Callable[[int, Tensor], Tensor]
 
 
-# Stretches of inputs that layers with 8-bit weights are cut into: of attention's output and of the MLP's second one.
-OUT_PARTS, DOWN_PARTS = 4, 8
+# Stretches of inputs that layers with 8-bit weights are cut into: of queries, keys and values, of attention's output
+# and of the MLP's second one.
+QKV_PARTS, OUT_PARTS, DOWN_PARTS = 2, 4, 8
 
 
 @dataclass(frozen=True)
 class EightBitLayer:
     """Weights of a layer once more, in 8 bits, for passes of few rows."""
 
+    qkv: EightBitWeight
     out: EightBitWeight
     gate_up: EightBitWeight
     down: EightBitWeight
@@ -135,6 +137,7 @@ class Decoder:
                 kernels,
                 layer.head_norms,
                 self.epsilon,
+                layer.qkv_bias if qkv.dim() == 3 else None,
             )
             return attend(index, queries).flatten(1)
 
@@ -171,10 +174,11 @@ def _run_wide(
     for index, layer in enumerate(decoder.layers):
         weights = layer.eight_bit if few else None
         normed, residual = _add_and_norm(decoder, hidden, residual, layer.input_norm, backend)
-        attended = attention(index, F.linear(normed, layer.qkv, layer.qkv_bias))
         if weights is None:
+            attended = attention(index, F.linear(normed, layer.qkv, layer.qkv_bias))
             hidden = F.linear(attended, layer.out, layer.out_bias)
         else:
+            attended = attention(index, eight_bit_linear(normed, weights.qkv, QKV_PARTS, backend=backend))
             hidden = eight_bit_linear(attended, weights.out, OUT_PARTS, backend=backend)
         if layer.attention_out_norm is not None:
             hidden, _ = add_rms_norm(hidden, None, layer.attention_out_norm, decoder.epsilon, backend)

@@ -15,6 +15,7 @@ from kernels.paged_attention import (
     Batch,
     BlockLists,
     GroupMeans,
+    LayersEvidence,
     Tuning,
     Work,
     add_listed_weights,
@@ -128,6 +129,7 @@ class LayerAttention:
     tables_of: Callable[[int], Tensor] | None = None
     prompts: PromptsOfLayer | None = None
     dense_work: Work | None = None
+    _all_layers: LayersEvidence | None = None
 
     def __call__(self, layer: int, queries: Tensor) -> Tensor:
         at = None if self.listed is None else self.listed.index.get(layer)
@@ -140,9 +142,18 @@ class LayerAttention:
         of_rows = tables, rows.lengths, rows.starts, self.heads.scale, rows.most, rows.visible
         return Batch(queries, keys, values, *of_rows)
 
+    def _evidence(self, to: Evidence) -> LayersEvidence:
+        """Return what adds the weights of all layers to evidence: all layers read lists, or none does."""
+        if self._all_layers is None:
+            listed = None if self.listed is None else self.listed.blocks
+            self._all_layers = LayersEvidence(to.sums, to.share, to.block_size, to.queries, listed)
+        return self._all_layers
+
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         batch, weights = self._batch(layer, queries), self.weights
         how: dict[str, Any] = {"backend": self.backend, "work": self.dense_work}
+        if isinstance(weights, Evidence) and self.backend == "triton":
+            return self._evidence(weights).attend(layer, batch, None, self.dense_work)
         if isinstance(weights, Evidence):
             width = weights.sums.shape[3]
             emitting = weights.queries
@@ -170,6 +181,8 @@ class LayerAttention:
         work = None if self.listed.work is None else self.listed.work.layer(at)
         means = None if self.listed.means is None else self.listed.means[layer]
         how: dict[str, Any] = {"backend": self.backend, "work": work}
+        if isinstance(weights, Evidence) and self.backend == "triton":
+            return self._evidence(weights).attend(layer, batch, blocks, work)
         if isinstance(weights, Evidence):
             sums = weights.sums[:, layer]
             return add_listed_weights(batch, blocks, sums, weights.share, emitting=weights.queries, **how)

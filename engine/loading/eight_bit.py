@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from engine.decoder import DOWN_PARTS, OUT_PARTS, Decoder, EightBitLayer
+from engine.decoder import DOWN_PARTS, OUT_PARTS, QKV_PARTS, Decoder, EightBitLayer
 from engine.modules import ModulesDecoder
 from kernels.eight_bit_linear import LEAST_DEPTH, quantize
 
 
 def with_eight_bit_weights(decoder: Decoder | ModulesDecoder) -> Decoder:
-    """Return a decoder that also holds its weights in 8 bits, but those of queries, keys and values.
+    """Return a decoder that also holds its weights in 8 bits.
 
     Raises NotImplementedError for a model whose layers are more than passes over 8-bit weights are built for.
     """
@@ -16,15 +16,17 @@ def with_eight_bit_weights(decoder: Decoder | ModulesDecoder) -> Decoder:
         raise NotImplementedError("8-bit weights are built for the fused decoder: leave --enforce-eager out")
     for layer in decoder.layers:
         if None in (layer.input_norm, layer.mlp_norm) or any(
-            part is not None for part in (layer.out_bias, layer.attention_out_norm, layer.mlp_out_norm)
+            part is not None
+            for part in (layer.out_bias, layer.full_norms, layer.attention_out_norm, layer.mlp_out_norm)
         ):
             raise NotImplementedError("8-bit weights are built for layers that norm what attention and MLP read, alone")
-        for weight, parts in ((layer.out, OUT_PARTS), (layer.down, DOWN_PARTS), (layer.gate_up, 1)):
+        parts_of = (layer.qkv, QKV_PARTS), (layer.out, OUT_PARTS), (layer.gate_up, 1), (layer.down, DOWN_PARTS)
+        for weight, parts in parts_of:
             if decoder.lm_head.is_cuda and weight.shape[1] % (parts * LEAST_DEPTH):
                 raise NotImplementedError(
                     f"8-bit weights are built for layers of a multiple of {parts * LEAST_DEPTH} inputs, got "
                     f"{weight.shape[1]}"
                 )
-    held = [EightBitLayer(*map(quantize, (each.out, each.gate_up, each.down))) for each in decoder.layers]
+    held = [EightBitLayer(*map(quantize, (each.qkv, each.out, each.gate_up, each.down))) for each in decoder.layers]
     layers = [replace(layer, eight_bit=weights) for layer, weights in zip(decoder.layers, held, strict=True)]
     return replace(decoder, layers=layers, eight_bit_head=quantize(decoder.lm_head))

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from engine.rounds.requests import RoundSettings
 from engine.rounds.rules import ChangedLogits
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
+from kernels.draft_reads import keep_unread, score_own_blocks
 from kernels.kv_write import move_kv
 from kernels.paged_attention import BlockLists
 from kernels.selection import select_top_k
@@ -62,6 +63,15 @@ class _Round:
         return given["totals"] if self.shape.branches > 1 else given["lengths"] + self.shape.passes(self.settings) - 1
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """Where the tokens of a pass stand that runs one of each branch. positions, slots: [rows] int64."""
+
+    rows: Rows
+    positions: Tensor
+    slots: Tensor
+
+
 def run_round(
     decoder: Decoder | ModulesDecoder,
     kv: KVCache,
@@ -81,21 +91,29 @@ def run_round(
         given = take_left_verdicts(given)
         place = given["behind"].long().clamp(min=0)
         results["began_behind"].copy_(torch.stack((given["left_accepted"][place], given["left_following"][place])))
-    round_ = _Round(decoder, kv, settings, shape, given, attention, _zero_evidence(decoder, kv, settings, shape))
+    round_ = _Round(decoder, kv, settings, shape, given, attention, None)
     if shape.branches > 1:
         for keys, values in zip(kv.k_pages, kv.v_pages, strict=True):
             move_kv(keys, values, given["source"], given["target"], default_backend(kv.device))
-    first = None if shape.refreshes else _lists_of_first_pass(round_)
-    logits = _run_first_pass(round_, first)
+    if shape.refreshes:
+        first, evidence = None, _zero_evidence(decoder, kv, settings, shape)
+    else:
+        first, evidence = _lists_of_first_pass(round_)
+    round_ = replace(round_, evidence=evidence)
+    tokens, branched = _plan_passes(round_), shape.branches > 1
+    if branched:
+        logits = _run_tokens(round_, given["token_ids"], tokens[0], first, round_.evidence_of_pass())
+    else:
+        logits = _run_first_pass(round_, first)
     if "memory" in given and round_.evidence is not None and shape.refreshes:
         weights = round_.evidence.flatten(1, 2)
         given["memory"][..., : weights.shape[2]].index_copy_(0, given["places"], weights)
     later = None
     if settings.read_share < 1:
         assert round_.evidence is not None
-        later = _own_lists(round_, round_.evidence, max_queries=shape.branches)
+        later = _own_lists(round_, round_.evidence.flatten(1, 2), None, None, shape.branches)
         results["blocks_read"].copy_(_count_blocks(round_, first, later))
-    for name, drawn in _draw_tokens(round_, logits, later, forbid).items():
+    for name, drawn in _draw_tokens(round_, logits, tokens[branched:], later, forbid).items():
         results[name].copy_(torch.stack(drawn))
     if shape.method:
         bitmaps = _announce(round_)
@@ -117,12 +135,17 @@ def _zero_evidence(
 
 
 def _draw_tokens(
-    round_: _Round, logits: Tensor, later: ListedReads | None, forbid: Callable[[Tensor, list[Tensor]], None] | None
+    round_: _Round,
+    logits: Tensor,
+    tokens: list[_Tokens],
+    later: ListedReads | None,
+    forbid: Callable[[Tensor, list[Tensor]], None] | None,
 ) -> dict[str, list[Tensor]]:
-    """Draw a token from the logits of the first pass, and run it and draw the next in each of the others.
+    """Draw a token from the logits of the first pass, and run it and draw the next in each of the others, `tokens`.
 
     Returns for each result what each of the draws gives it, one a pass.
     """
+    evidence = round_.evidence_of_pass() if round_.shape.method else None
     drawn: dict[str, list[Tensor]] = defaultdict(list)
     settings, passes = round_.settings, round_.shape.passes(round_.settings)
     rules = ChangedLogits(round_.given, round_.shape.branches) if round_.shape.ruled else None
@@ -141,7 +164,7 @@ def _draw_tokens(
             drawn["ids"].append(support[0])
             drawn["probs"].append(support[1])
         if index < passes - 1:
-            logits = _run_later_pass(round_, token, index, later)
+            logits = _run_tokens(round_, token, tokens[index], later, evidence)
     return drawn
 
 
@@ -156,50 +179,51 @@ def _announce(round_: _Round) -> Tensor:
 # The passes.
 
 
+def _plan_passes(round_: _Round) -> list[_Tokens]:
+    """Return where each of the passes stands that run one token of each branch: made at once, in few launches."""
+    given, shape, tables = round_.given, round_.shape, round_.given["block_tables"]
+    branched, passes = shape.branches > 1, shape.passes(round_.settings)
+    before = given["before"] if branched else given["lengths"]
+    own, present = given["own"] if branched else before, before > 0
+    index = torch.arange(passes if branched else passes - 1, dtype=torch.int32, device=before.device)[:, None]
+    starts = torch.arange(0, shape.rows + 1, shape.branches, dtype=torch.int32, device=before.device)
+    kept, of_rows = (
+        (given["kept_own"] > 0, tables.repeat_interleave(shape.branches, 0)) if branched else (present, tables)
+    )
+    slots = _slots_of(of_rows, own + index).where(kept, -1)
+    positions = (before.long() + index).where(present, 0)
+    ends = (own + index + 1).where(present, 0)
+    if not branched:
+        return [
+            _Tokens(Rows(starts, *each[:1], tables, 1), *each[1:]) for each in zip(ends, positions, slots, strict=True)
+        ]
+    visible = torch.stack((before.expand_as(ends), own.expand_as(ends), ends), 2)
+    return [
+        _Tokens(Rows(starts, given["totals"], tables, shape.branches, sees), *each)
+        for sees, *each in zip(visible, positions, slots, strict=True)
+    ]
+
+
+def _slots_of(tables: Tensor, positions: Tensor) -> Tensor:
+    """Return where positions of each row lie in the pages, int64 [passes, rows]. tables: [rows, pages] int32."""
+    page = tables[torch.arange(len(tables), device=tables.device), positions // PAGE_SIZE].long()
+    return page * PAGE_SIZE + positions % PAGE_SIZE
+
+
 def _run_first_pass(round_: _Round, lists: ListedReads | None) -> Tensor:
-    """Run what is pending, or each branch's first token; return the logits [rows, vocab] of what is drafted next."""
+    """Run what is pending of each session; return the logits [rows, vocab] of what is drafted next."""
     given = round_.given
-    if round_.shape.branches > 1:
-        return _run_branches(round_, given["token_ids"], 0, lists, round_.evidence_of_pass())
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], round_.shape.queries)
     ends = (given["query_starts"][1:].long() - 1).clamp(min=0)
     tokens = given["token_ids"], given["positions"], given["slots"]
     return _run_pass(round_, rows, tokens, lists, round_.evidence_of_pass(), ends)
 
 
-def _run_later_pass(round_: _Round, token: Tensor, index: int, lists: ListedReads | None) -> Tensor:
-    """Run the tokens drafted last, with `index` tokens of the round before them; return logits [rows, vocab]."""
-    evidence = round_.evidence_of_pass() if round_.shape.method else None
-    if round_.shape.branches > 1:
-        return _run_branches(round_, token, index + 1, lists, evidence)
-    before, tables, sequences = round_.given["lengths"], round_.given["block_tables"], round_.shape.sequences
-    present = before > 0
-    position = before.long() + index
-    slot = _slots_of(tables, position).where(present, -1)
-    lengths = (before + index + 1).where(present, 0)
-    starts = torch.arange(sequences + 1, dtype=torch.int32, device=lengths.device)
-    rows = Rows(starts, lengths, tables, 1)
-    return _run_pass(round_, rows, (token, position.where(present, 0), slot), lists, evidence, None)
-
-
-def _run_branches(
-    round_: _Round, token: Tensor, index: int, lists: ListedReads | None, evidence: Evidence | None
+def _run_tokens(
+    round_: _Round, token: Tensor, at: _Tokens, lists: ListedReads | None, evidence: Evidence | None
 ) -> Tensor:
-    """Run a token of each branch, with `index` tokens of the branch before it; return logits [rows, vocab]."""
-    given, shape = round_.given, round_.shape
-    before, own = given["before"], given["own"]
-    tables = given["block_tables"].repeat_interleave(shape.branches, 0)
-    slots = _slots_of(tables, own.long() + index).where(given["kept_own"] > 0, -1)
-    visible = torch.stack((before, own, (own + index + 1).where(before > 0, 0)), 1)
-    starts = torch.arange(0, shape.rows + 1, shape.branches, dtype=torch.int32, device=own.device)
-    rows = Rows(starts, given["totals"], given["block_tables"], shape.branches, visible)
-    return _run_pass(round_, rows, (token, before.long() + index, slots), lists, evidence, None)
-
-
-def _slots_of(tables: Tensor, positions: Tensor) -> Tensor:
-    """Return where a position of each row lies in the pages, int64 [rows]. tables: [rows, pages] int32."""
-    page = tables.gather(1, (positions // PAGE_SIZE)[:, None]).long()[:, 0]
-    return page * PAGE_SIZE + positions % PAGE_SIZE
+    """Run a token of each branch; return logits [rows, vocab]. token: [rows] int64"""
+    return _run_pass(round_, at.rows, (token, at.positions, at.slots), lists, evidence, None)
 
 
 def _run_pass(
@@ -221,27 +245,13 @@ def _run_pass(
 # What passes read that are not dense.
 
 
-def _lists_of_first_pass(round_: _Round) -> ListedReads:
-    """Return what the first pass reads; the evidence takes the remembered weights of what it does not read."""
-    given, evidence, kv_heads = round_.given, round_.evidence, round_.kv.kv_heads
-    assert evidence is not None
-    known = given["known"] // round_.settings.block_size
-    column = torch.arange(evidence.shape[3], device=evidence.device)
-    kept = given["memory"].index_select(0, given["places"])[..., : evidence.shape[3]].view_as(evidence)
-    # What lies beyond may be of tokens that were taken back, or of another session.
-    kept = kept.masked_fill((column >= known[:, None])[:, None, None], 0)
-    lists = _own_lists(round_, kept, known, max(round_.shape.queries, round_.shape.branches))
-    unread = ~_listed(lists.blocks).transpose(0, 1)[:, :, :, None]  # [sequences, layers, kv_heads, 1, blocks]
-    evidence.unflatten(2, (kv_heads, -1)).copy_(kept.unflatten(2, (kv_heads, -1)) * unread)
-    return lists
-
-
-def _listed(blocks: BlockLists) -> Tensor:
-    """Lists as bools [layers, sequences, kv_heads, blocks]; entries beyond a list's count may be anything."""
-    valid = torch.arange(blocks.lists.shape[-1], device=blocks.lists.device) < blocks.counts[..., None]
-    times = torch.zeros_like(blocks.lists)
-    times.scatter_add_(-1, blocks.lists.where(valid, 0).long(), valid.to(times.dtype))
-    return times > 0
+def _lists_of_first_pass(round_: _Round) -> tuple[ListedReads, Tensor]:
+    """Return what the first pass reads, and evidence of the remembered weights of what it does not read."""
+    given, settings = round_.given, round_.settings
+    remembered = given["memory"], given["places"], given["known"]
+    lists = _own_lists(round_, *remembered, max(round_.shape.queries, round_.shape.branches))
+    listed, size = (lists.blocks.lists, lists.blocks.counts), (round_.shape.blocks(settings), settings.block_size)
+    return lists, keep_unread(*remembered, *listed, *size, default_backend(round_.kv.device))
 
 
 def _count_blocks(round_: _Round, first: ListedReads | None, later: ListedReads) -> Tensor:
@@ -254,32 +264,20 @@ def _count_blocks(round_: _Round, first: ListedReads | None, later: ListedReads)
     return read + (round_.shape.passes(round_.settings) - 1) * later.blocks.counts.sum((0, 2))
 
 
-def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, max_queries: int = 1) -> ListedReads:
+def _own_lists(
+    round_: _Round, weights: Tensor, places: Tensor | None, known: Tensor | None, max_queries: int
+) -> ListedReads:
     """Return what passes read: of each KV head the blocks that were weighed most, sinks, window, new ones.
 
-    known: [sequences] int32, the blocks from there on were not weighed and are all read; None: all were weighed.
-    max_queries: of a sequence in such a pass.
+    weights, places, known: as of `score_own_blocks`. max_queries: of a sequence in such a pass.
     """
-    settings, lengths, kv_heads = round_.settings, round_.given["lengths"], round_.kv.kv_heads
-    sequences, layers, _, n = evidence.shape
-    scores = evidence.unflatten(2, (kv_heads, -1)).sum(3).transpose(0, 1)  # [layers, sequences, kv_heads, n]
-    ends = -(-round_.ends // settings.block_size)  # blocks once the round has run
-    recent = -(-lengths // settings.block_size) - settings.window_blocks
-    if known is not None:
-        recent = torch.minimum(recent, known)
-    column = torch.arange(n, device=evidence.device)
-    always = (column < settings.sink_blocks) | (column >= recent[:, None])
-    valid = ends.where(lengths > 0, 0)
-    forced = (always & (column < valid[:, None])).sum(1)
-    weights = scores.masked_fill(always[:, None], torch.inf).reshape(-1, n)
-
-    def of_heads(values: Tensor) -> Tensor:
-        return values.int()[None, :, None].expand(layers, -1, kv_heads).flatten()
-
-    count = torch.maximum((valid * settings.read_share).int(), forced)
-    backend = default_backend(evidence.device)
-    lists, counts = select_top_k(weights, of_heads(valid), of_heads(count), backend, n)
-    shape = layers, sequences, kv_heads
+    settings, lengths = round_.settings, round_.given["lengths"]
+    layers, kv_heads = round_.decoder.num_layers, round_.kv.kv_heads
+    n, backend = round_.shape.blocks(settings), default_backend(lengths.device)
+    sizes, kept = (layers, kv_heads, n, settings.block_size), (settings.sink_blocks, settings.window_blocks)
+    of_rows = score_own_blocks(weights, places, known, lengths, round_.ends, sizes, kept, settings.read_share, backend)
+    lists, counts = select_top_k(*of_rows, backend, n)
+    shape = layers, len(lengths), kv_heads
     blocks = BlockLists(lists.view(*shape, n), counts.view(shape), settings.block_size)
     rows = Rows(round_.given["query_starts"], lengths, round_.given["block_tables"], max_queries)
     work = plan_reads(round_.heads, rows, round_.attention, blocks=blocks)

@@ -25,7 +25,12 @@ from kernels.paged_attention.reference import (
     remember_weights_of_all_in_torch,
     weights_of_last_queries_in_torch,
 )
-from kernels.paged_attention.weights import remember_weights_of_all, weigh_last_queries, weights_of_listed
+from kernels.paged_attention.weights import (
+    LayersEvidence,
+    remember_weights_of_all,
+    weigh_last_queries,
+    weights_of_listed,
+)
 from kernels.paged_attention.work import MAX_ROWS, Tuning, Work, pinned_tuning, plan_work
 
 __all__ = [
@@ -34,6 +39,7 @@ __all__ = [
     "Batch",
     "BlockLists",
     "GroupMeans",
+    "LayersEvidence",
     "Tuning",
     "Work",
     "add_listed_weights",
@@ -168,8 +174,8 @@ def add_listed_weights(
     check_backend("add_listed_weights", backend)
     check_batch(batch, blocks)
     if backend == "triton":
-        out, block_sums = attend_in_triton(batch, blocks, None, work, blocks.block_size)
-        weigh_last_queries(batch, block_sums, sums, emitting, blocks, share)
-        return out
+        of_all = BlockLists(blocks.lists[None], blocks.counts[None], blocks.block_size)
+        evidence = LayersEvidence(sums[:, None], share, blocks.block_size, emitting, of_all)
+        return evidence.attend(0, batch, blocks, work)
     add_weights_of_listed_in_torch(batch, blocks, sums, share, emitting)
     return attend_in_torch(batch, blocks)[0]

@@ -1,5 +1,6 @@
 """Launching the Triton attention kernel: partial results of all programs, then their merging."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +33,22 @@ class BlockSums:
     layout: dict[str, int]
 
 
+# Returns room for `blocks` and `total` of BlockSums, given rows and width.
+MakeRoom = Callable[[int, int], tuple[Tensor, Tensor]]
+
+
 def attend_in_triton(
-    batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, work: Work | None, emit_block_size: int = 0
+    batch: Batch,
+    blocks: BlockLists | None,
+    means: GroupMeans | None,
+    work: Work | None,
+    emit_block_size: int = 0,
+    make_room: MakeRoom | None = None,
 ) -> tuple[Tensor, BlockSums]:
     """Return the output [tokens, heads, dim], and the sums of the weights on blocks, of all or of those listed.
 
-    emit_block_size: tokens of a block whose weights are summed; 0: none are. The others: as for `paged_attention`.
+    emit_block_size: tokens of a block whose weights are summed; 0: none are. make_room: where the sums go; None: to new
+    tensors. The others: as for `paged_attention`.
     Raises NotImplementedError for a head dimension that is no power of two from 16 and for an emit_block_size that is
     no power of two up to MAX_EMITTED, ValueError without max_queries or for queries or pages that are not contiguous.
     """
@@ -52,11 +63,15 @@ def attend_in_triton(
     if emit_block_size:
         whole = tables.shape[1] * batch.page_size // emit_block_size + 1
         width = max(1, whole if blocks is None else blocks.lists.shape[2])
-    block_sums = torch.empty(items * rows, width, dtype=torch.float32, device=device)
-    total = torch.empty(items * rows, dtype=torch.float32, device=device)
-    sums = BlockSums(block_sums, total, emit_block_size, layout)
+    make_room = make_room or (lambda rows, width: _make_room(rows, width, device))
+    sums = BlockSums(*make_room(items * rows, width), emit_block_size, layout)
     partial = _attend_in_parts(batch, blocks, means, work, items, rows, sums)
     return _merge(batch, work, items, rows, partial, sums), sums
+
+
+def _make_room(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    block_sums = torch.empty(rows, width, dtype=torch.float32, device=device)
+    return block_sums, torch.empty(rows, dtype=torch.float32, device=device)
 
 
 def _check(batch: Batch, emit_block_size: int) -> None:

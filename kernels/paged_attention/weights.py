@@ -1,31 +1,93 @@
 """From the sums that the attention kernel leaves (`BlockSums`) to the weights that blocks got, in Triton."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from kernels.backends import follow, jit, overlapping_launch, tl
 from kernels.paged_attention.inputs import Batch, BlockLists
-from kernels.paged_attention.launch import BlockSums
+from kernels.paged_attention.launch import BlockSums, attend_in_triton
+from kernels.paged_attention.work import Work
+
+MOST_LEFT = 2**28  # bytes that the layers of a pass leave before their weights are added to evidence
 
 
-def weigh_last_queries(
-    batch: Batch, sums: BlockSums, out: Tensor, emitting: int = 1, blocks: BlockLists | None = None, share: float = 1.0
-) -> None:
+class LayersEvidence:
+    """Adds the weights that the layers of one pass give blocks to evidence, those of many layers in one launch.
+
+    evidence: [sequences, layers, heads, n] float32, its last dimension contiguous. share: of the mean weight of each
+    sequence's last `emitting` queries that is added. listed: the lists of all layers, with a leading dimension for
+    them, if the pass reads lists. Layers attend in their order, and after the last one all weights are added.
+    """
+
+    def __init__(
+        self, evidence: Tensor, share: float, block_size: int, emitting: int, listed: BlockLists | None
+    ) -> None:
+        self._evidence, self._share, self._block_size = evidence, share, block_size
+        self._emitting, self._listed = emitting, listed
+        self._room: tuple[Tensor, Tensor] | None = None  # of several layers
+        self._first = 0  # layer in that room
+
+    def attend(self, layer: int, batch: Batch, blocks: BlockLists | None, work: Work | None) -> Tensor:
+        """Return the output of a layer. blocks: those of its lists, if it reads lists."""
+        out, sums = attend_in_triton(
+            batch, blocks, None, work, self._block_size, lambda *size: self._room_of(layer, *size)
+        )
+        assert self._room is not None
+        last, room = self._evidence.shape[1] - 1, len(self._room[0])
+        if layer == last or layer + 1 - self._first == room:
+            self._add(batch, sums, layer + 1)
+            self._first = layer + 1
+        return out
+
+    def _room_of(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return where a layer leaves its sums, [rows, width] and [rows]."""
+        if self._room is None:
+            layers = max(1, min(self._evidence.shape[1], MOST_LEFT // (4 * rows * max(1, width))))
+            device = self._evidence.device
+            sums = torch.empty(layers, rows, width, dtype=torch.float32, device=device)
+            self._room = sums, torch.empty(layers, rows, dtype=torch.float32, device=device)
+        return self._room[0][layer - self._first], self._room[1][layer - self._first]
+
+    def _add(self, batch: Batch, sums: BlockSums, stop: int) -> None:
+        """Add the weights of the layers up to, but not including, `stop` that are in the room."""
+        assert self._room is not None
+        layers, listed = slice(self._first, stop), None
+        if self._listed is not None:
+            listed = BlockLists(self._listed.lists[layers], self._listed.counts[layers], self._block_size)
+        of_layers = replace(sums, blocks=self._room[0], total=self._room[1])
+        _weigh(batch, of_layers, self._evidence[:, layers], self._emitting, listed, self._share)
+
+
+def weigh_last_queries(batch: Batch, sums: BlockSums, out: Tensor, emitting: int = 1) -> None:
     """Write the weights of each sequence's last queries on all blocks to `out` [sequences, emitting, heads, width].
 
-    With lists: add `share` of their mean weight on each listed block to `out` [sequences, heads, n]. `out` is float32,
-    its last dimension contiguous.
+    `out` is float32 and contiguous.
     """
-    lengths = batch.kv_lengths  # also for lists, where there are none, just so that something is given
+    _weigh(batch, sums, out[:, None].flatten(2, 3), emitting, None, None)
+
+
+def _weigh(
+    batch: Batch, sums: BlockSums, out: Tensor, emitting: int, blocks: BlockLists | None, share: float | None
+) -> None:
+    """Add `share` of the last queries' mean weights on blocks to `out` [sequences, layers, heads, n] float32, its last
+    dimension contiguous; without a share store the weights of each, [sequences, 1, emitting * heads, n].
+
+    sums: of one layer, or of several with a leading dimension; blocks: likewise, if they are of lists.
+    """
+    lengths, (sequences, layers, _, n) = batch.kv_lengths, out.shape
     listed = (lengths, lengths) if blocks is None else (blocks.lists, blocks.counts)
-    width = out.shape[-1] if blocks is None else blocks.lists.shape[2]
-    rows = len(lengths) * batch.heads * (emitting if blocks is None else 1)
-    _query_weights_kernel[(rows, -(-width // 1024) or 1)](
-        *(sums.blocks, sums.total, *listed, batch.query_starts, out),
-        *(width, sums.blocks.shape[1], emitting, out.stride(0), share / emitting, out.shape[-1]),
+    width = n if blocks is None else blocks.lists.shape[-1]
+    rows = sequences * batch.heads * (emitting if share is None else 1)
+    _query_weights_kernel[(rows, -(-width // 1024) or 1, layers)](
+        *(sums.blocks, sums.total, lengths, *listed, batch.query_starts, out),
+        *(width, sums.blocks.shape[-1], emitting, out.stride(0), out.stride(1), out.stride(2)),
+        *(1.0 if share is None else share / emitting, sequences, sums.total.shape[-1]),
         **sums.layout,
         UNIT=sums.block_size,
         LISTED=blocks is not None,
+        ADDED=share is not None,
         CHUNK=1024,
         **overlapping_launch(out.device),
     )
@@ -72,6 +134,7 @@ def _row_of(item, query, head, QUERIES: tl.constexpr, GROUP: tl.constexpr):
 def _query_weights_kernel(
     block_sums_ptr,
     log_sums_ptr,
+    lengths_ptr,
     lists_ptr,
     counts_ptr,
     starts_ptr,
@@ -80,47 +143,58 @@ def _query_weights_kernel(
     block_sums_stride: tl.constexpr,
     emitting: tl.constexpr,
     out_stride,
+    layer_stride,
+    head_stride,
     share,
-    n: tl.constexpr,
+    sequences,
+    sums_rows,
     row_tiles,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     LISTED: tl.constexpr,
+    ADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The weights of one head of the last `emitting` queries.
+    """The weights of one head of the last `emitting` queries in one layer, on blocks of UNIT tokens or of lists.
 
-    Dense: those of one query, stored to out [sequences, emitting, heads, n]; counts: tokens, UNIT a block.
-    LISTED: `share` of those of all, added to out [sequences, heads, n]; counts: blocks of a list.
+    ADDED: `share` of those of all, added to out [sequences, layers, heads, n]; else those of one query, stored to out
+    [sequences, emitting, heads, n].
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    TOGETHER: tl.constexpr = emitting if LISTED else 1
-    row = tl.program_id(0)
+    TOGETHER: tl.constexpr = emitting if ADDED else 1
+    row, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     head = row % HEADS
     sequence = row // (HEADS * (emitting // TOGETHER))
+    of_out = head
     first = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - emitting
-    if not LISTED:
+    if not ADDED:
         first += row // HEADS % emitting
+        of_out = row % (HEADS * emitting)
     list_row = sequence * KV_HEADS + head // GROUP
+    of_lists = layer * sequences * KV_HEADS + list_row
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    inside = place < (tl.load(counts_ptr + list_row) if LISTED else tl.cdiv(tl.load(counts_ptr + sequence), UNIT))
+    if LISTED:
+        inside = place < tl.load(counts_ptr + of_lists)
+        block = tl.load(lists_ptr + of_lists * width + place, mask=inside, other=0)
+    else:
+        inside = place < tl.cdiv(tl.load(lengths_ptr + sequence), UNIT)
+        block = place
+    target = out_ptr + sequence.to(tl.int64) * out_stride + layer * layer_stride + of_out * head_stride + block
     weights = tl.zeros([CHUNK], tl.float32)
     follow(PDL)
     for index in tl.static_range(TOGETHER):
         query = tl.maximum(first + index, 0)  # an empty place of a batch has none
-        at = _row_of(list_row * row_tiles, query, head % GROUP, QUERIES, GROUP)
-        sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + place, mask=inside, other=-float("inf"))
+        at = layer * sums_rows + _row_of(list_row * row_tiles, query, head % GROUP, QUERIES, GROUP)
+        sums = tl.load(block_sums_ptr + at * block_sums_stride + place, mask=inside, other=-float("inf"))
         weights += tl.exp2(sums - tl.load(log_sums_ptr + at))
-    if LISTED:
-        block = tl.load(lists_ptr + list_row * width + place, mask=inside, other=0)
-        target = out_ptr + sequence.to(tl.int64) * out_stride + head * n + block
+    if ADDED:
         before = tl.load(target, mask=inside, other=0.0)
         tl.store(target, before + share * weights, mask=inside)
     else:
-        tl.store(out_ptr + row.to(tl.int64) * n + place, tl.where(inside, weights, 0.0), mask=place < n)
+        tl.store(target, tl.where(inside, weights, 0.0), mask=place < width)
 
 
 @jit

@@ -23,6 +23,7 @@ from engine.rounds.buffers import RoundShape, make_round_buffers
 from engine.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings
 from engine.sampling import Sampling
 from evaluation.rounds import prefill
+from kernels.paged_attention import BlockLists
 from sparsity.methods import method_named
 from sparsity.plan import load_plan
 from sparsity.rounds import announcement_request, round_settings
@@ -150,7 +151,7 @@ def test_what_is_not_read_keeps_the_weights_of_the_last_refresh(
 
     def look(*arguments: Any, **keywords: Any) -> Any:
         lists = own(*arguments, **keywords)
-        made.append(engine.rounds.launches._listed(lists.blocks)[:, 0])
+        made.append(listed_blocks(lists.blocks)[:, 0])
         return lists
 
     monkeypatch.setattr(engine.rounds.launches, "_own_lists", look)
@@ -172,6 +173,14 @@ def test_what_is_not_read_keeps_the_weights_of_the_last_refresh(
         assert session.memory.rounds == round_
         assert torch.equal(weights_of(runner, session.memory)[..., :n], before)
     session.release()
+
+
+def listed_blocks(blocks: BlockLists) -> Tensor:
+    """Return lists as bools [layers, sequences, kv_heads, blocks]."""
+    listed = torch.zeros_like(blocks.lists, dtype=torch.bool)
+    for place in np.ndindex(*blocks.counts.shape):
+        listed[place][blocks.lists[place][: blocks.counts[place]].long()] = True
+    return listed
 
 
 def weights_of(runner: ModelRunner, memory: RoundMemory) -> Tensor:

@@ -81,7 +81,8 @@ class Side:
 
     def __init__(self, runner: ModelRunner, grammars: Grammars | None = None, **settings: Any) -> None:
         self.sent: list[DraftEvent] = []
-        drafter_settings = DraftSettings(gamma=GAMMA, **settings)
+        # A branch is looked up by its place, so there is one, also on a GPU.
+        drafter_settings = DraftSettings(gamma=GAMMA, **{"branches": 1} | settings)
         self.ahead = drafter_settings.ahead
         self.drafter = Drafter(runner, PLAN, drafter_settings, grammars=grammars)
         self.peer = TargetPeer(self.sent.append)

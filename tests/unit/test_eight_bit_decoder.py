@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> str:
 def round_weights(decoder: Decoder) -> None:
     """Round, in place, what passes of few rows read in 8 bits."""
     for layer in decoder.layers:
-        for weight in (layer.out, layer.gate_up, layer.down):
+        for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
             rounded = quantize(weight)
             weight.copy_(rounded.values.float() * rounded.scales[:, None])
     rounded = quantize(decoder.lm_head)

@@ -20,6 +20,7 @@ from kernels.paged_attention import (
     pinned_tuning,
     plan_work,
     pool_blocks,
+    weights,
 )
 from tests.unit.test_paged_attention import (
     SCALE,
@@ -254,6 +255,32 @@ def test_weights_of_listed_blocks_are_added(group: int, counts: list[int], block
     got = in_triton(case, blocks, sums, 0.25, kernel=add_listed_weights)
     torch.testing.assert_close(got, out, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(sums.cpu(), wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("most", [1, 1_500, 2**28])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_weights_of_several_layers_are_added_together(sparse: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three layers with lists of their own: as many at once as there is room for, which is one, two or all."""
+    monkeypatch.setattr(weights, "MOST_LEFT", most)
+    layers = [in_blocks(ragged(seed, 2, [2, 2]), 16, 4) for seed in (3, 4, 5)]
+    batches = [replace(layers[0].batch, queries=layers[0].queries * factor) for factor in (1.0, -0.5, 2.0)]
+    packed = [case.packed_lists(16) for case in (layers[0],) * 3]
+    for drop, blocks in enumerate(packed):
+        blocks.counts.sub_(drop).clamp_(min=1)
+    lists = BlockLists(torch.stack([x.lists for x in packed]), torch.stack([x.counts for x in packed]), 16)
+    heads, n = layers[0].queries.shape[1], 11
+    evidence = torch.rand(2, 3, heads, n).to(DEVICE)
+    wanted = evidence.cpu().clone()
+    together = weights.LayersEvidence(evidence, 0.25, 16, 1, on_device(lists) if sparse else None)
+    for layer, (batch, blocks) in enumerate(zip(batches, packed, strict=True)):
+        out = together.attend(layer, on_device(batch), on_device(blocks) if sparse else None, None).cpu()
+        if sparse:
+            expected = add_listed_weights(batch, blocks, wanted[:, layer], 0.25)
+        else:
+            expected, given = paged_attention_with_block_weights(batch, 16, width=n)
+            wanted[:, layer] += 0.25 * given[:, 0]
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(evidence.cpu(), wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
