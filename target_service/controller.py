@@ -130,6 +130,7 @@ class Controller:
         # Of sessions that take announcements, and of those that do not: how they are drafted, and whether none is.
         self._choice = {announces: Choice(min(most, FIRST_GAMMA), announces) for announces in (False, True)}
         self._plain = {False: False, True: False}
+        self._until_decided = {False: 0, True: 0}  # rounds of such sessions until that is decided again, once a step
         self._in_vain = 0  # how often drafting has been tried again since, without gain
         self._read_for = 0.0  # what a draft on the same device has read for since it was tried again
         self._rested = {False: 0.0, True: 0.0}  # rounds of each such session without a draft since
@@ -177,15 +178,18 @@ class Controller:
         self._rested[seen.announces] = 0.0 if kind.gamma else rested + 1 / max(1, others.total())
         self._advance_probe(pace, seen, load, others.total())
         if self.probe is None:
-            return self._decide(pace, seen, load)
+            return self._decide(pace, seen, load, others.total())
         if pace.alone and pace.is_paused(seen.committed):
             return pace
         # A draft that went on beside plain rounds would take its part of their time: for these it ends.
         return pace.resumed(seen.committed) if self.probe.gamma else pace.paused_with_all(seen.committed)
 
-    def _decide(self, pace: Pace, seen: RoundSeen, load: Load) -> Pace:
+    def _decide(self, pace: Pace, seen: RoundSeen, load: Load, sessions: int) -> Pace:
         is_odd = self._is_odd(pace)
-        self._decide_for_all(load, seen.announces)
+        self._until_decided[seen.announces] -= 1
+        if self._until_decided[seen.announces] <= 0:
+            self._decide_for_all(load, seen.announces)
+            self._until_decided[seen.announces] = sessions
         if self._plain[seen.announces] and not (is_odd and self._pays_alone(pace, load)):
             self._counters["drafting_pauses"] += not pace.is_paused(seen.committed)
             return pace.paused_with_all(seen.committed)

@@ -28,6 +28,52 @@ def _of(file: str, tests: str, *faults: tuple[str, str, str]) -> list[Mutant]:
 
 MUTANTS: list[Mutant] = [
     *_of(
+        "target_service/controller.py",
+        "test_controller",
+        (
+            "it decides after the round of each session",
+            "            self._until_decided[seen.announces] = sessions\n",
+            "            self._until_decided[seen.announces] = 0\n",
+        ),
+    ),
+    *_of(
+        "kernels/draft_reads.py",
+        "test_draft_reads",
+        (
+            "a draft's scores ignore what nobody has weighed",
+            "        recent = tl.minimum(recent, tl.load(known_ptr + sequence) // BLOCK)\n",
+            "        pass\n",
+        ),
+        (
+            "a draft reads fewer blocks than it must",
+            "tl.maximum((valid.to(tl.float32) * share).to(tl.int32), valid - chosen)",
+            "(valid.to(tl.float32) * share).to(tl.int32)",
+        ),
+        (
+            "evidence keeps weights of tokens that were taken back",
+            "mask=(column < blocks) & (column < known), other=0.0)",
+            "mask=column < blocks, other=0.0)",
+        ),
+    ),
+    *_of(
+        "kernels/paged_attention/weights.py",
+        "test_paged_attention_triton",
+        (
+            "layers that have no room together are added to the first ones",
+            "        layers, listed = slice(self._first, stop), None\n",
+            "        layers, listed = slice(0, stop - self._first), None\n",
+        ),
+    ),
+    *_of(
+        "kernels/rotary.py",
+        "test_rotary",
+        (
+            "of queries in parts only the first part counts",
+            "    for part in tl.static_range(1, PARTS):\n        total += tl.load(qkv_ptr",
+            "    for part in tl.static_range(1, 1):\n        total += tl.load(qkv_ptr",
+        ),
+    ),
+    *_of(
         "orchestrator/generation.py",
         "test_frontend",
         ("text held for a stop string is lost at the end", "text + shown.rest()", "text"),

@@ -76,6 +76,22 @@ class Machine:
         return generated * self.plain / (self.now - began)
 
 
+def test_a_step_of_many_sessions_is_decided_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a decision takes grows with all that is known, so the rounds of a step share one."""
+    machine = Machine(plain=1.0, dense=1.1, sparse=1.1, a_pass=0.05, chance=lambda _: 0.8, sessions=16)
+    decided: list[Load] = []
+    decide = Controller._decide_for_all
+
+    def count(controller: Controller, load: Load, announces: bool) -> None:
+        decided.append(load)
+        decide(controller, load, announces)
+
+    monkeypatch.setattr(Controller, "_decide_for_all", count)
+    machine.generate(200)
+    # In the first step no session is known to be beside another.
+    assert 0.25 * len(machine.kinds) < len(decided) <= len(machine.kinds) + machine.sessions
+
+
 rates = st.dictionaries(st.sampled_from(CHOICES), st.floats(0.1, 1000), min_size=1)
 
 
