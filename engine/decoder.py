@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import Backend, default_backend
+from kernels.compiling import compiles_only
 from kernels.eight_bit_linear import MAX_ROWS, EightBitWeight, eight_bit_linear
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm, add_scaled
@@ -103,6 +104,14 @@ class Decoder:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def numbered_layers(self) -> list[tuple[int, DecoderLayer]]:
+        """The layers that a pass runs: all; of one whose launches are compiled alone, the first and the last, since
+        those between launch the same.
+        """
+        numbered = list(enumerate(self.layers))
+        return numbered[:: max(1, len(numbered) - 1)] if compiles_only() else numbered
+
     def run(
         self,
         token_ids: Tensor,
@@ -171,7 +180,7 @@ def _run_wide(
     """
     residual: Tensor | None = None
     few = len(hidden) <= MAX_ROWS
-    for index, layer in enumerate(decoder.layers):
+    for index, layer in decoder.numbered_layers:
         weights = layer.eight_bit if few else None
         normed, residual = _add_and_norm(decoder, hidden, residual, layer.input_norm, backend)
         if weights is None:
@@ -212,7 +221,7 @@ def _add_and_norm(
 def _run_skinny(decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits_rows: Tensor | None) -> Tensor:
     """Return the logits of a few rows, of a decoder that norms no outputs. hidden: [rows, hidden], the embeddings"""
     epsilon, scale = decoder.epsilon, decoder.residual_scale
-    for index, layer in enumerate(decoder.layers):
+    for index, layer in decoder.numbered_layers:
         qkv = skinny_linear(hidden, layer.qkv, layer.qkv_bias, layer.input_norm, epsilon, backend="triton")
         attended = attention(index, qkv)
         hidden = skinny_linear(attended, layer.out, layer.out_bias, residual=hidden, scale=scale, backend="triton")

@@ -38,6 +38,7 @@ from engine.ruled_judging import judge_by_rules
 from engine.runner import WARM_SESSIONS, Runner
 from engine.sampling import Sampling, Support
 from kernels.backends import Backend, default_backend, power_of_two
+from kernels.compiling import compiling_ahead
 from kernels.shared_budget import WORD
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
@@ -316,6 +317,9 @@ class ModelRunner(Runner):
             return
         counts = [1 << i for i in range(power_of_two(sequences).bit_length())]
         now = [(item, count) for item in kinds for count in counts if count <= WARM_SESSIONS]
+        with compiling_ahead() as foresee:
+            for shape in (shape for item, count in now for shape in self._shapes_of(item, count)):
+                foresee(self._passes.launches_of(shape))
         with tell_captures(self._passes.graphs, "steps"):
             for item, count in tqdm(now, desc="capturing CUDA graphs of steps", disable=None):
                 self._capture_step(item, count)
@@ -324,18 +328,23 @@ class ModelRunner(Runner):
 
     def _capture_step(self, item: SequenceInput, count: int) -> None:
         """Capture the steps of so many inputs like this one."""
+        for shape in self._shapes_of(item, count):
+            self._passes.step_of(shape)
+        if item.drafted and item.read is None:
+            logits = torch.zeros(count, len(item.tokens), self.vocab_size, device=self.device)
+            judge_by_rules(logits, [item.drafted] * count, self.deterministic)
+
+    def _shapes_of(self, item: SequenceInput, count: int) -> list[PassShape]:
+        """Return the shapes of the steps of so many inputs like this one."""
         shape = self._of_step([item] * count)
-        for turn in self._turns_of(item, shape):
-            self._passes.step_of(replace(shape, turn=turn))
+        shapes = [replace(shape, turn=turn) for turn in self._turns_of(item, shape)]
         if (
             item.drafted
             and (shape.drafts or not shape.weighs)
             and self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size)
         ):
-            self._passes.step_of(replace(shape, fetches=True))
-        if item.drafted and item.read is None:
-            logits = torch.zeros(count, len(item.tokens), self.vocab_size, device=self.device)
-            judge_by_rules(logits, [item.drafted] * count, self.deterministic)
+            shapes.append(replace(shape, fetches=True))
+        return shapes
 
     @torch.inference_mode()
     def warm_up_more(self) -> None:

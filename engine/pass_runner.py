@@ -1,6 +1,8 @@
 """Running passes of given shapes: captured once and replayed on a GPU, or launched one by one at their exact size."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -58,10 +60,14 @@ class PassRunner:
     def step_of(self, shape: PassShape) -> Captured:
         """Return the captured step of a shape; without graphs, one for this time."""
 
-        def launch(buffers: Buffers) -> None:
-            run_pass(self._decoder, self._kv, shape, buffers, self._attention)
+        return self.graphs.of(shape, partial(self._make_buffers, shape, None), partial(self._launch, shape))
 
-        return self.graphs.of(shape, lambda: self._make_buffers(shape, None), launch)
+    def launches_of(self, shape: PassShape) -> Callable[[], None]:
+        """Return what launches the step of a shape once, in buffers of its own."""
+        return partial(self._launch, shape, self._make_buffers(shape, None))
+
+    def _launch(self, shape: PassShape, buffers: Buffers) -> None:
+        run_pass(self._decoder, self._kv, shape, buffers, self._attention)
 
     def run_step(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
         """Run the captured step of a shape. Return None if it fetches and the GPU has no room for all that is listed.

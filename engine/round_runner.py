@@ -25,6 +25,7 @@ from engine.rounds.under_way import LaunchedRound, RoundsUnderWay
 from engine.runner import WARM_SESSIONS
 from engine.staging import Buffers
 from kernels.backends import Backend, power_of_two
+from kernels.compiling import compiling_ahead
 
 ROUND_QUERIES = 2  # tokens that a round begins with: one, or two where the target's own was not foreseen
 
@@ -71,8 +72,13 @@ class RoundRunner:
             shapes.append(shape)
             if self._settings.refresh_every > 1 and of_each == self._branches_of(count):
                 shapes.append(replace(shape, refreshes=False))
+        now = [shape for shape in shapes if shape.sequences <= WARM_SESSIONS]
+        with compiling_ahead() as foresee:
+            for shape in now:
+                # All passes behind the second launch what that one does.
+                make_buffers, launch = self._ways_of(replace(shape, gamma=min(2, self._settings.gamma)))
+                foresee(partial(launch, make_buffers()))
         with tell_captures(self._graphs, "rounds"):
-            now = [shape for shape in shapes if shape.sequences <= WARM_SESSIONS]
             for shape in tqdm(now, desc="capturing CUDA graphs of rounds", disable=None):
                 self._round_of(shape)
         fewer = [replace(shape, gamma=gamma) for gamma in gammas for shape in shapes]
@@ -141,6 +147,13 @@ class RoundRunner:
 
     def _round_of(self, shape: RoundShape, asking: list[RoundRequest] | None = None) -> Captured:
         """Return what runs a shape. asking: the requests, where the host is asked which tokens they allow."""
+        graphs = self._graphs if asking is None else self._one_by_one
+        return graphs.of(shape, *self._ways_of(shape, asking))
+
+    def _ways_of(
+        self, shape: RoundShape, asking: list[RoundRequest] | None = None
+    ) -> tuple[Callable[[], Buffers], Callable[[Buffers], None]]:
+        """Return what makes the buffers of a shape, and what launches its rounds."""
 
         def make_buffers() -> Buffers:
             nobody = self._memories.index_of(self._nobody)
@@ -158,8 +171,7 @@ class RoundRunner:
             forbid = None if asking is None else partial(_forbid, asking, shape.branches)
             run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention, forbid)
 
-        graphs = self._graphs if asking is None else self._one_by_one
-        return graphs.of(shape, make_buffers, launch)
+        return make_buffers, launch
 
     def _rules_of(self, sequences: int) -> Tensor:
         """Return room for what changes logits, [3, sequences, vocab] float32: the same for all shapes that fit."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from kernels.compiling import compiles_only, placeless
+
 if TYPE_CHECKING:
     triton: Any = None
     tl: Any = None
@@ -34,7 +36,20 @@ def jit(function: Callable[..., Any]) -> Any:
         return _Missing(function.__name__)
     parameters = inspect.signature(function).parameters.values()
     plain = [p.name for p in parameters if p.annotation is inspect.Parameter.empty and not p.name.endswith("_ptr")]
-    return triton.jit(function, do_not_specialize=plain)
+    make = triton.jit if triton.knobs.runtime.interpret else _Kernel
+    return make(function, do_not_specialize=plain)
+
+
+class _Kernel(object if triton is None else triton.JITFunction):  # type: ignore[misc]
+    """A kernel that is compiled where it is launched, or ahead of that (kernels.compiling)."""
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not compiles_only():
+            return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+        args_to_compile = placeless(self, args, kwargs)
+        if args_to_compile is not None:
+            super().run(*args_to_compile, grid=grid, warmup=True, **kwargs)
+        return None
 
 
 class _Missing:

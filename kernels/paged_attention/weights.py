@@ -27,28 +27,27 @@ class LayersEvidence:
         self._evidence, self._share, self._block_size = evidence, share, block_size
         self._emitting, self._listed = emitting, listed
         self._room: tuple[Tensor, Tensor] | None = None  # of several layers
-        self._first = 0  # layer in that room
+        self._first = self._left = 0  # layer in that room, and how many have left theirs
 
     def attend(self, layer: int, batch: Batch, blocks: BlockLists | None, work: Work | None) -> Tensor:
         """Return the output of a layer. blocks: those of its lists, if it reads lists."""
-        out, sums = attend_in_triton(
-            batch, blocks, None, work, self._block_size, lambda *size: self._room_of(layer, *size)
-        )
+        out, sums = attend_in_triton(batch, blocks, None, work, self._block_size, self._room_of)
         assert self._room is not None
         last, room = self._evidence.shape[1] - 1, len(self._room[0])
-        if layer == last or layer + 1 - self._first == room:
+        self._left += 1
+        if layer == last or self._left == room:
             self._add(batch, sums, layer + 1)
-            self._first = layer + 1
+            self._first, self._left = layer + 1, 0
         return out
 
-    def _room_of(self, layer: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    def _room_of(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
         """Return where a layer leaves its sums, [rows, width] and [rows]."""
         if self._room is None:
             layers = max(1, min(self._evidence.shape[1], MOST_LEFT // (4 * rows * max(1, width))))
             device = self._evidence.device
             sums = torch.empty(layers, rows, width, dtype=torch.float32, device=device)
             self._room = sums, torch.empty(layers, rows, dtype=torch.float32, device=device)
-        return self._room[0][layer - self._first], self._room[1][layer - self._first]
+        return self._room[0][self._left], self._room[1][self._left]
 
     def _add(self, batch: Batch, sums: BlockSums, stop: int) -> None:
         """Add the weights of the layers up to, but not including, `stop` that are in the room."""
