@@ -1,9 +1,9 @@
 """Causal dense attention of prompts over paged KV by cuDNN, which torch brings along.
 
 A part of a prompt attends to all keys before it, and causally to its own. Keys and values are copied out of their
-pages, a piece of the sequence at a time, and the pieces' results are merged by their log-sum-exp (FlashAttention-2,
-arXiv 2307.08691, section 3.1). The copies are a hundredth of the arithmetic, at which cuDNN is three times as fast as
-our Triton kernel on an H200 (docs/performance.md). cuDNN plans each new shape for some 50 ms: pieces have few sizes.
+pages, a piece of the sequence at a time, and the pieces' results are merged (kernels/merged_attention.py). The copies
+are a hundredth of the arithmetic, at which cuDNN is three times as fast as our Triton kernel on an H200
+(docs/performance.md). cuDNN plans each new shape for some 50 ms: pieces have few sizes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.backends import default_backend
+from kernels.merged_attention import merge_attended
 
 PIECE = 65536  # tokens whose keys are copied at once, at most
 STEP = 4096  # tokens; what longer pieces are a multiple of
@@ -36,9 +39,10 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class PromptReads:
-    """What a pass over prompts reads. room: [2, elements], where keys and values are copied to, of every layer.
+    """What a pass over prompts reads. parts: in the order of their rows.
 
-    cudnn: whether cuDNN attends; else torch does, anywhere.
+    room: [2, elements], where keys and values are copied to, of every layer. cudnn: whether cuDNN attends; else torch
+    does, anywhere.
     """
 
     parts: list[PromptPart]
@@ -138,7 +142,7 @@ def attend_to_prompts(reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pa
 
     queries: [rows, heads, dim]. k_pages, v_pages: [pages, kv_heads, page_size, dim].
     """
-    out = torch.zeros_like(queries)
+    out, end, backend = torch.empty_like(queries), 0, default_backend(queries.device)
     for part in reads.parts:
         own = filled_up(queries[part.rows], part.skipped, part.size).transpose(0, 1)[None]
 
@@ -147,14 +151,21 @@ def attend_to_prompts(reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pa
             return attend_to_piece(own, keys[None], values[None], causal, scale, reads.cudnn)
 
         attended, total = attend(part.own, True)
+        for piece in part.before[:-1]:
+            merged = torch.empty_like(attended, dtype=torch.float32)
+            total = merge_attended(attended, total, *attend(piece, False), merged, backend=backend)
+            attended = merged
+        here = out[part.rows].transpose(0, 1)[None]
         if part.before:
-            attended = attended.float()
-        for piece in part.before:
-            of_piece, weight = attend(piece, False)
-            attended.lerp_(of_piece.float(), torch.sigmoid(weight - total))
-            total = torch.logaddexp(total, weight)
-        count = part.rows.stop - part.rows.start
-        out[part.rows] = attended[0, :, part.skipped : part.skipped + count].transpose(0, 1)
+            merge_attended(attended, total, *attend(part.before[-1], False), here, part.skipped, backend)
+        else:
+            rows = attended[0, :, part.skipped : part.skipped + here.shape[2]].transpose(0, 1)
+            if len(rows) == len(out):
+                return rows.contiguous()  # as cuDNN's output is in memory: nothing is copied
+            out[part.rows] = rows
+        out[end : part.rows.start].zero_()
+        end = part.rows.stop
+    out[end:].zero_()
     return out
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backends import power_of_two
+from kernels.backends import default_backend, power_of_two
+from kernels.merged_attention import merge_attended
 from kernels.prompt_attention import (
     PIECE,
     UNIT,
@@ -154,21 +155,20 @@ def _block_means(part: SparsePart, k_pages: Tensor, room: Tensor) -> Tensor:
 def _attend_to_chosen(
     part: SparsePart, chosen: Tensor, queries: Tensor, pages: tuple[Tensor, Tensor], reads: PromptReads, scale: float
 ) -> Tensor:
-    """Return the output of all units, [units, heads, UNIT, dim] float32, over their own tokens and what they chose."""
+    """Return the output of all units, [units, heads, UNIT, dim], over their own tokens and what they chose."""
     _, kv_heads, page_size, dim = pages[0].shape
     heads = torch.arange(kv_heads, device=chosen.device)[:, None]
     places = part.pages[part.first // page_size :] * kv_heads + heads
     own = (each.unflatten(1, (part.units, UNIT)) for each in copy_places(pages, places.flatten(), reads.room))
     keys, values = (each.transpose(0, 1) for each in own)
     attended, total = attend_to_piece(queries, keys, values, True, scale, reads.cudnn)
-    attended = attended.float()
     at_once = power_of_two(max(1, reads.room.shape[1] // (part.chosen * BLOCK * kv_heads * dim)) + 1) // 2
-    of_blocks = part.pages.view(-1, BLOCK // page_size)
+    of_blocks, backend = part.pages.view(-1, BLOCK // page_size), default_backend(queries.device)
     for start in range(0, part.units, at_once):
         here = slice(start, start + at_once)
         places = of_blocks[chosen[here]].flatten(2) * kv_heads + heads
         copies = copy_places(pages, places.flatten(), reads.room)
         keys, values = (each.view(-1, kv_heads, part.chosen * BLOCK, dim) for each in copies)
         of_chosen, weight = attend_to_piece(queries[here], keys, values, False, scale, reads.cudnn)
-        attended[here].lerp_(of_chosen.float(), torch.sigmoid(weight - total[here]))
+        merge_attended(attended[here], total[here], of_chosen, weight, attended[here], backend=backend)
     return attended

@@ -37,6 +37,32 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "kernels/merged_attention.py",
+        "test_merged_attention",
+        (
+            "a merge of pieces forgets how much the lighter one weighs",
+            "tl.maximum(total, weight) + tl.log(1.0 + tl.exp(-tl.abs(apart)))",
+            "tl.maximum(total, weight)",
+        ),
+        ("rows before a part's own are merged into its output", "source = row + skipped", "source = row"),
+        (
+            "two pieces of which a query saw nothing give it no number",
+            "tl.where(weight == total, 0.0, weight - total)",
+            "weight - total",
+        ),
+    ),
+    *_of(
+        "kernels/prompt_attention.py",
+        "test_prompt_attention",
+        (
+            "rows between the parts of prompts are whatever memory had",
+            "        out[end : part.rows.start].zero_()\n",
+            "",
+        ),
+        ("rows behind the parts of prompts are whatever memory had", "    out[end:].zero_()\n", ""),
+        ("of many pieces of a prompt each merge is rounded", "dtype=torch.float32)", "dtype=queries.dtype)"),
+    ),
+    *_of(
         "kernels/draft_reads.py",
         "test_draft_reads",
         (

@@ -1,16 +1,23 @@
 """Prompts in pieces, merged, against plain paged attention; by cuDNN where there is a GPU."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from kernels import prompt_attention
+from kernels.merged_attention import merge_attended
 from kernels.prompt_attention import (
     PIECE,
     UNIT,
+    PromptReads,
+    attend_to_piece,
     attend_to_prompts,
     cudnn_attends,
     make_room,
@@ -35,26 +42,87 @@ def ragged(lengths: list[int], counts: list[int], group: int, dim: int) -> Case:
     return shuffled_case(np.random.default_rng(group), lengths, counts, PAGE, KV_HEADS, dim, group)
 
 
-def attend(case: Case, cudnn: bool) -> torch.Tensor:
-    queries, k_pages, v_pages, tables, lengths, starts = case.arguments
+def plan(case: Case, cudnn: bool = False) -> PromptReads:
+    queries, _, _, tables, lengths, starts = case.arguments
     room = make_room(int(lengths.max()), KV_HEADS, queries.shape[2], queries.dtype, queries.device)
-    reads = plan_prompts(starts.tolist(), lengths.tolist(), tables, KV_HEADS, PAGE, room, cudnn)
-    return attend_to_prompts(reads, queries, k_pages, v_pages, SCALE)
+    return plan_prompts(starts.tolist(), lengths.tolist(), tables, KV_HEADS, PAGE, room, cudnn)
+
+
+def attend(case: Case, reads: PromptReads) -> Tensor:
+    return attend_to_prompts(reads, case.queries, case.k_pages, case.v_pages, SCALE)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("group", [1, 4])
 def test_pieces_give_what_the_reference_gives(batch: str, group: int) -> None:
     case = ragged(*BATCHES[batch], group, dim=16)
-    torch.testing.assert_close(attend(case, cudnn=False), case.dense(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(attend(case, plan(case)), case.dense(), atol=1e-5, rtol=1e-4)
 
 
-def test_rows_behind_the_last_sequence_are_zeros() -> None:
-    case = ragged([300], [20], 2, dim=16)
+@pytest.fixture
+def empty_is_nan() -> Iterator[None]:
+    """Memory that is not written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_rows_of_no_part_are_zeros(empty_is_nan: None) -> None:
+    """Behind the last sequence, and where another kind of part lies between two."""
+    case = ragged([300, 700, 90], [20, 30, 10], 2, dim=16)
     filled = replace(case, queries=torch.cat([case.queries, case.queries[:3]]))
-    out = attend(filled, cudnn=False)
-    assert (out[20:] == 0).all()
-    torch.testing.assert_close(out[:20], case.dense(), atol=1e-5, rtol=1e-4)
+    reads = plan(filled)
+    out = attend(filled, replace(reads, parts=[reads.parts[0], reads.parts[2]]))
+    wanted = torch.cat([case.dense(), torch.zeros_like(case.queries[:3])])
+    wanted[20:50] = 0
+    assert (out[wanted == 0] == 0).all()
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def as_queries_lie(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Have torch's outputs lie in memory as the queries do, like cuDNN's; return the list that they come to."""
+    outputs = []
+
+    def attend(queries: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        out, total = attend_to_piece(queries, *others)
+        outputs.append(torch.empty_like(queries).copy_(out))
+        return outputs[-1], total
+
+    monkeypatch.setattr(prompt_attention, "attend_to_piece", attend)
+    return outputs
+
+
+def test_each_piece_before_is_one_merge_and_the_last_is_written_where_it_belongs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    merges, outputs = [], as_queries_lie(monkeypatch)
+
+    def merge(*arguments: Any, **rest: Any) -> Tensor:
+        merges.append(arguments)
+        return merge_attended(*arguments, **rest)
+
+    monkeypatch.setattr(prompt_attention, "merge_attended", merge)
+    case = ragged([1024 + 512 + 50, 512 + 30, 40], [50, 20, 40], 2, dim=16)
+    queries = case.queries.bfloat16()
+    case = replace(case, queries=queries.float())
+    rounded = replace(case, queries=queries, k_pages=case.k_pages.bfloat16(), v_pages=case.v_pages.bfloat16())
+    out = attend(rounded, plan(rounded))
+    assert [merge[4].dtype for merge in merges] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert [same_memory(merge[4], out) for merge in merges] == [False, True, True]
+    assert len(outputs) == 6
+    torch.testing.assert_close(out.float(), case.dense(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("length", "count"), [(512, 512), (300, 300), (500, 40)])
+def test_one_part_with_nothing_before_is_not_copied(monkeypatch: pytest.MonkeyPatch, length: int, count: int) -> None:
+    outputs, case = as_queries_lie(monkeypatch), ragged([length], [count], 2, dim=16)
+    out = attend(case, plan(case))
+    assert out.is_contiguous() and same_memory(out, outputs[0])
+    torch.testing.assert_close(out, case.dense(), atol=1e-5, rtol=1e-4)
 
 
 @given(st.integers(0, 5000).map(lambda n: n * UNIT))
@@ -93,4 +161,6 @@ def test_cudnn_gives_what_the_reference_gives(batch: str, dim: int) -> None:
         block_tables=case.block_tables.cuda(),
     )
     rounded = replace(case, **{name: getattr(case, name).bfloat16().float() for name in names})
-    torch.testing.assert_close(attend(there, cudnn=True).float().cpu(), rounded.dense(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        attend(there, plan(there, cudnn=True)).float().cpu(), rounded.dense(), atol=2e-2, rtol=2e-2
+    )

@@ -1,0 +1,90 @@
+"""Merging what the same queries gave over two pieces of a sequence, by their log-sum-exp, in one launch.
+
+FlashAttention-2 (arXiv 2307.08691, section 3.1). What each piece gave is read once, and the merged rows are written
+where they belong, in the dtype that they are wanted in: on a GPU memory is all that a merge costs.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.backends import check_backend, jit, power_of_two, tl
+
+
+def merge_attended(
+    running: Tensor, total: Tensor, piece: Tensor, weight: Tensor, out: Tensor, skipped: int = 0, backend: str = "torch"
+) -> Tensor:
+    """Merge the rows of two partial attentions from `skipped` on into `out`, as many as it has.
+
+    Returns the log-sum-exp of the scores of both, [batch, heads, rows of out, 1] float32. Arithmetic is in float32.
+    Where nothing was seen (a log-sum-exp of -inf), an output counts for nothing, but must be a number.
+
+    running, piece: [batch, heads, rows, dim], of any strides and dtype; total, weight: the log-sum-exp of their scores,
+        [batch, heads, rows, 1] float32
+    out: [batch, heads, at most rows - skipped, dim], of any strides and dtype; without `skipped` it may be `running`
+    """
+    check_backend("merge_attended", backend)
+    batch, heads, rows, dim = out.shape
+    if backend == "torch":
+        here = slice(skipped, skipped + rows)
+        running, total, piece, weight = (each[:, :, here] for each in (running, total, piece, weight))
+        apart = (weight - total).masked_fill(weight == total, 0)  # both may be -inf
+        out.copy_(running.float().lerp(piece.float(), apart.sigmoid()))
+        return torch.logaddexp(total, weight)
+    merged = torch.empty(batch, heads, rows, 1, dtype=torch.float32, device=out.device)
+    if out.numel():
+        tile = power_of_two(heads) * power_of_two(dim)
+        _merge_attended_kernel[(rows, batch)](
+            *(running, total.contiguous(), piece, weight.contiguous(), out, merged, total.shape[2], skipped),
+            *(_strides(each) for each in (running, piece, out)),
+            *(heads, dim),
+            HEADS=power_of_two(heads),
+            DIM=power_of_two(dim),
+            num_warps=8 if tile > 4096 else 4,
+        )
+    return merged
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor, 0 where it has one element: others would only be kernels to compile."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@jit
+def _merge_attended_kernel(
+    running_ptr,
+    total_ptr,
+    piece_ptr,
+    weight_ptr,
+    out_ptr,
+    merged_ptr,
+    size,
+    skipped,
+    RUNNING: tl.constexpr,
+    PIECE: tl.constexpr,
+    OUT: tl.constexpr,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """All heads of one row: cuDNN's outputs lie in memory as [rows, heads, dim]. RUNNING, PIECE, OUT: strides, known
+    when it is compiled, so that neighbours are loaded together; they do not depend on how many rows there are.
+    """
+    row, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    source = row + skipped
+    head, at = tl.arange(0, HEADS).to(tl.int64)[:, None], tl.arange(0, DIM)[None, :]
+    there = head < heads
+    inside = there & (at < dim)
+    first = batch * heads + head
+    total = tl.load(total_ptr + first * size + source, mask=there, other=0.0)
+    weight = tl.load(weight_ptr + first * size + source, mask=there, other=0.0)
+    running_at = batch * RUNNING[0] + head * RUNNING[1] + source * RUNNING[2] + at * RUNNING[3]
+    running = tl.load(running_ptr + running_at, mask=inside, other=0.0).to(tl.float32)
+    piece_at = batch * PIECE[0] + head * PIECE[1] + source * PIECE[2] + at * PIECE[3]
+    piece = tl.load(piece_ptr + piece_at, mask=inside, other=0.0).to(tl.float32)
+    apart = tl.where(weight == total, 0.0, weight - total)  # both may be -inf
+    merged = tl.maximum(total, weight) + tl.log(1.0 + tl.exp(-tl.abs(apart)))
+    tl.store(merged_ptr + first * tl.num_programs(0) + row, merged, mask=there)
+    out_at = batch * OUT[0] + head * OUT[1] + row * OUT[2] + at * OUT[3]
+    out = running + (piece - running) * tl.sigmoid(apart)
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=inside)
