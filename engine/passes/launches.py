@@ -66,8 +66,8 @@ def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> Non
     backend = default_backend(memory.device)
     limits = given["first"], given["last"], given["blocks"]
     remembered = memory, given["indices"], given["importance"]
-    forced, scores = score_blocks(given["bitmaps"], *remembered, *limits, backend)
-    room = room_left(given["room"], forced, *limits)
+    forced, scores, chosen = score_blocks(given["bitmaps"], *remembered, *limits, backend)
+    room = room_left(given["room"], chosen, backend)
     given["lists"], given["counts"] = select_top_k_over_all(scores, room, forced, backend, kv_heads)
 
 

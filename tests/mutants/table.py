@@ -281,7 +281,13 @@ MUTANTS: list[Mutant] = [
     *_of(
         "kernels/shared_budget.py",
         "test_shared_budget",
-        ("what is read in any case takes room", "(forced.sum((1, 2)) - outside)", "forced.sum((1, 2))"),
+        ("what is read in any case takes room", "(forced & ~outside).sum(2, dtype", "forced.sum(2, dtype"),
+        ("by Triton, what is read in any case takes room", "tl.sum((forced & ~outside).to(", "tl.sum(forced.to("),
+        (
+            "of what is chosen only the first rows take room",
+            "for start in tl.range(0, parts, CHUNK):",
+            "for start in tl.range(0, CHUNK, CHUNK):",
+        ),
     ),
     *_of(
         "target_service/self_drafting.py",

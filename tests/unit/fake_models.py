@@ -292,8 +292,8 @@ class FakeRunner(ChainingRunner):
             torch.tensor([n], dtype=torch.int32) for n in (budget.first, budget.last, blocks, max(0, budget.room))
         )
         memory, at = self._remembered(budget.memory, blocks)[None], torch.zeros(1, dtype=torch.int32)
-        forced, scores = score_blocks(words, memory, at, budget.memory.importance, first, last, count)
-        chosen, counts = select_top_k_over_all(scores, room_left(room, forced, first, last, count), forced)
+        forced, scores, known = score_blocks(words, memory, at, budget.memory.importance, first, last, count)
+        chosen, counts = select_top_k_over_all(scores, room_left(room, known), forced)
         rows = [blocks_[:n].numpy() for blocks_, n in zip(chosen[0], counts[0], strict=True)]
         lists: Lists = [None] * self.kv.num_layers
         sparse = [layer for layer in range(self.kv.num_layers) if layer not in budget.dense_layers]
