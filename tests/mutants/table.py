@@ -264,6 +264,17 @@ MUTANTS: list[Mutant] = [
         ("the first round of a session that is screened is sparse", "(everything or not self._has_weighed)", "everything"),
     ),
     *_of(
+        "kernels/finite_rows.py",
+        "test_finite_rows",
+        (
+            "logits that are no numbers pass for the largest of the others",
+            "tl.where(logits == logits, logits, float(\"inf\"))",
+            "tl.where(logits == logits, logits, -float(\"inf\"))",
+        ),
+        ("a row is judged by its first position alone", "tl.load(counts_ptr + row))", "0 * tl.load(counts_ptr + row))"),
+        ("a row of nothing but -inf is judged", "(largest > -float(\"inf\")) & (", "("),
+    ),
+    *_of(
         "kernels/selection_difference.py",
         "test_selection_difference",
         (
