@@ -164,13 +164,3 @@ def _draw_own(logits: Tensor, drafted: DraftedRows, backend: Backend) -> Tensor:
         draw_uniforms=drafted.draw_uniforms.reshape(-1, 1),
     )
     return judge_sampled(logits.reshape(rows * places, 1, vocab), alone, backend)[1].view(rows, places).long()
-
-
-def are_finite(logits: Tensor, counts: Tensor) -> Tensor:
-    """Return which rows have a finite largest logit at each position that counts, int32 [rows].
-
-    logits: [rows, γ + 1, vocab]. counts: [rows], the drafted tokens; positions behind them are not looked at. A row
-    with a NaN or +inf, or with nothing but -inf, is none of these.
-    """
-    beyond = torch.arange(logits.shape[1], device=logits.device) > counts[:, None]
-    return (logits.amax(2).isfinite() | beyond).all(1).int()

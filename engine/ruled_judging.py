@@ -13,7 +13,6 @@ from torch import Tensor
 from engine.judging import (
     WIDE_SUPPORT,
     Drafted,
-    are_finite,
     cut_logits,
     cuts_of,
     judge,
@@ -25,6 +24,7 @@ from engine.logprobs import TokenLogprobs, token_logprobs
 from engine.sampling import Support
 from engine.staging import Staging
 from kernels.backends import default_backend
+from kernels.finite_rows import are_finite
 from kernels.rejection import truncated_probs
 
 Verdict = tuple[int, int]  # tokens accepted, and the next token
@@ -56,8 +56,9 @@ def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: b
             rule.apply(of_round[: len(item.tokens) + 1], item.committed, item.tokens)
         if item.tells_supports:
             _keep_likeliest(of_round)
-    finite = are_finite(ruled, staging.device["draft_counts"])
-    accepted, following = judge(ruled, staging.device, default_backend(logits.device), whatever_is_drafted, cuts)
+    backend = default_backend(logits.device)
+    finite = are_finite(ruled, staging.device["draft_counts"], backend)
+    accepted, following = judge(ruled, staging.device, backend, whatever_is_drafted, cuts)
     found = torch.stack((accepted, following, finite), 1).tolist()  # one wait for the device
     told = _logprobs(logits, rounds, [(a, b) if is_finite else None for a, b, is_finite in found])
     verdicts = [RuledVerdict((a, b), bool(is_finite), of) for (a, b, is_finite), of in zip(found, told, strict=True)]

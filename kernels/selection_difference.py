@@ -5,7 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+
 _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # of the checksum (wire/selection_codec.py), as a signed number
+_CHUNK = 512  # words of a row that a program takes at once, at most
 
 
 @dataclass(frozen=True)
@@ -13,8 +16,8 @@ class CodedDifferences:
     """Differences of several sequences.
 
     flags: [sequences, rows, words] uint8, a bit for each byte of a word, least significant first: whether it is not
-    zero. values: [sequences, rows * words * 8] uint8, these bytes in their order. counts: [sequences] int32, how many.
-    checksums: [sequences] int64, of the new selections.
+    zero. values: [sequences, rows * words * 8] uint8, these bytes in their order; what lies behind them is not defined.
+    counts: [sequences] int32, how many they are. checksums: [sequences] int64, of the new selections.
     """
 
     flags: Tensor
@@ -23,12 +26,54 @@ class CodedDifferences:
     checksums: Tensor
 
 
-def code_difference(bitmaps: Tensor, before: Tensor, widths: Tensor) -> CodedDifferences:
+def code_difference(
+    bitmaps: Tensor, before: Tensor, widths: Tensor, into: CodedDifferences | None = None, backend: str = "torch"
+) -> CodedDifferences:
     """Code what selections are different in from earlier ones. Launches only.
 
-    bitmaps, before: int64 [sequences, rows, words], a bit for each block, zero in words from a sequence's width on.
-    widths: [sequences] int32, words of a row that count.
+    bitmaps, before: int64 [sequences, rows, words], contiguous, a bit for each block, zero in words from a sequence's
+    width on. widths: [sequences] int32, words of a row that count. into: contiguous tensors that are written and
+    returned; None: new ones are.
     """
+    check_backend("code_difference", backend)
+    if backend == "torch":
+        return _write(_code_in_torch(bitmaps, before, widths), into)
+    sequences, rows, words = bitmaps.shape
+    into = into or _make_room(bitmaps)
+    row_counts = torch.empty(sequences, rows, dtype=torch.int32, device=bitmaps.device)
+    row_checksums = torch.empty(sequences, rows, dtype=torch.int64, device=bitmaps.device)
+    of_rows, chunk = (row_counts, row_checksums), min(_CHUNK, max(32, power_of_two(words)))
+    how = {"CHUNK": chunk, "num_warps": max(1, chunk // 128), **overlapping_launch(bitmaps.device)}
+    _flags_kernel[(sequences * rows,)](
+        *(bitmaps, before, widths, into.flags, *of_rows, rows, words), WEIGHT=_WEIGHT, **how
+    )
+    _values_kernel[(sequences * rows,)](
+        *(bitmaps, before, *of_rows, into.values, into.counts, into.checksums, rows, words),
+        ROWS=power_of_two(rows),
+        **how,
+    )
+    return into
+
+
+def _make_room(bitmaps: Tensor) -> CodedDifferences:
+    (sequences, rows, words), device = bitmaps.shape, bitmaps.device
+    return CodedDifferences(
+        flags=torch.empty(sequences, rows, words, dtype=torch.uint8, device=device),
+        values=torch.empty(sequences, rows * words * 8, dtype=torch.uint8, device=device),
+        counts=torch.empty(sequences, dtype=torch.int32, device=device),
+        checksums=torch.empty(sequences, dtype=torch.int64, device=device),
+    )
+
+
+def _write(coded: CodedDifferences, into: CodedDifferences | None) -> CodedDifferences:
+    if into is None:
+        return coded
+    for name, tensor in vars(coded).items():
+        getattr(into, name).copy_(tensor)
+    return into
+
+
+def _code_in_torch(bitmaps: Tensor, before: Tensor, widths: Tensor) -> CodedDifferences:
     sequences, rows, words = bitmaps.shape
     parts = (bitmaps ^ before).view(torch.uint8).view(sequences, rows, words, 8)
     differs = parts != 0
@@ -55,3 +100,80 @@ def _ranks(bit: Tensor) -> Tensor:
     flags = torch.arange(256, device=bit.device)[:, None]
     set_ = (flags >> bit) & 1
     return (set_.cumsum(1) - set_).int()
+
+
+@jit
+def _flags_kernel(
+    bitmaps_ptr,
+    before_ptr,
+    widths_ptr,
+    flags_ptr,
+    row_counts_ptr,
+    row_checksums_ptr,
+    rows,
+    words,
+    WEIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The flags of one row, how many are set, and what it adds to its sequence's checksum."""
+    follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    index = row % rows * tl.load(widths_ptr + row // rows)  # of the row's first word among those that count
+    count = tl.zeros([CHUNK], tl.int32)
+    checksum = tl.zeros([CHUNK], tl.int64)
+    for start in tl.range(0, words, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        bitmap = tl.load(bitmaps_ptr + row * words + column, mask=column < words, other=0)
+        difference = bitmap ^ tl.load(before_ptr + row * words + column, mask=column < words, other=0)
+        flags = tl.zeros([CHUNK], tl.int32)
+        for place in tl.static_range(8):
+            differs = (((difference >> (8 * place)) & 255) != 0).to(tl.int32)
+            flags = flags | (differs << place)
+            count += differs
+        tl.store(flags_ptr + row * words + column, flags.to(tl.uint8), mask=column < words)
+        checksum += bitmap * ((index + column) * WEIGHT | 1)
+    tl.store(row_counts_ptr + row, tl.sum(count, 0))
+    tl.store(row_checksums_ptr + row, tl.sum(checksum, 0))
+
+
+@jit
+def _values_kernel(
+    bitmaps_ptr,
+    before_ptr,
+    row_counts_ptr,
+    row_checksums_ptr,
+    values_ptr,
+    counts_ptr,
+    checksums_ptr,
+    rows,
+    words,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The bytes of one row, behind those of the rows before it; a sequence's first program adds up all its rows."""
+    follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    sequence, number = row // rows, row % rows
+    other = tl.arange(0, ROWS)
+    counts = tl.load(row_counts_ptr + sequence * rows + other, mask=other < rows, other=0)
+    if number == 0:
+        checksums = tl.load(row_checksums_ptr + sequence * rows + other, mask=other < rows, other=0)
+        tl.store(counts_ptr + sequence, tl.sum(counts, 0))
+        tl.store(checksums_ptr + sequence, tl.sum(checksums, 0))
+    values_ptr += sequence * rows * words * 8
+    begin = tl.sum(tl.where(other < number, counts, 0), 0)
+    for start in tl.range(0, words, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        bitmap = tl.load(bitmaps_ptr + row * words + column, mask=column < words, other=0)
+        difference = bitmap ^ tl.load(before_ptr + row * words + column, mask=column < words, other=0)
+        of_word = tl.zeros([CHUNK], tl.int32)
+        for place in tl.static_range(8):
+            of_word += (((difference >> (8 * place)) & 255) != 0).to(tl.int32)
+        at = begin + tl.cumsum(of_word, 0) - of_word
+        for place in tl.static_range(8):
+            byte = (difference >> (8 * place)) & 255
+            tl.store(values_ptr + at, byte.to(tl.uint8), mask=byte != 0)
+            at += (byte != 0).to(tl.int32)
+        begin += tl.sum(of_word, 0)

@@ -7,7 +7,7 @@ are (layer, KV head); a group is a sequence.
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 
 WORD = 64  # bits
 
@@ -21,15 +21,16 @@ def score_blocks(
     last: Tensor,
     blocks: Tensor,
     backend: str = "torch",
-) -> tuple[Tensor, Tensor]:
-    """Return which blocks are read whatever they score, and the scores of the others.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which blocks are read whatever they score, the scores of the others, and how many are chosen already.
 
     words: [groups, rows, words] int64, a bit a block, lowest first: chosen already
     memory: [places, rows, n] float32, remembered weights; importance: [rows] float32, a factor of each row
     places: [groups] int32, where in `memory` each group's are; negative for a group without any, all of whose blocks
         are read whatever they score
     first, last, blocks: [groups] int32; of `blocks` those before `first` and from `last` on are read everywhere
-    Returns forced [groups, rows, n] uint8 and scores [groups, rows, n] float32, 0 where forced and beyond `blocks`.
+    Returns forced [groups, rows, n] uint8, scores [groups, rows, n] float32, 0 where forced and beyond `blocks`, and
+    chosen [groups, parts] int32, which add up to the forced blocks from `first` up to, but not including, `last`.
     """
     check_backend("score_blocks", backend)
     groups, (rows, n) = len(places), memory.shape[1:]
@@ -41,26 +42,33 @@ def score_blocks(
         forced = (bits.bool() | outside) & inside
         own = memory[places.clamp(min=0).long()]
         scores = (own * importance[:, None]).masked_fill(forced | ~inside, 0)
-        return forced.to(torch.uint8), scores
+        return forced.to(torch.uint8), scores, (forced & ~outside).sum(2, dtype=torch.int32)
     forced = torch.empty(groups, rows, n, dtype=torch.uint8, device=memory.device)
     scores = torch.empty(groups, rows, n, dtype=torch.float32, device=memory.device)
-    _score_blocks_kernel[(groups * rows, -(-n // 1024))](
-        *(words, memory, places, importance, first, last, blocks, forced, scores),
+    chunks = -(-n // 1024)
+    chosen = torch.empty(groups, rows * chunks, dtype=torch.int32, device=memory.device)
+    _score_blocks_kernel[(groups * rows, chunks)](
+        *(words, memory, places, importance, first, last, blocks, forced, scores, chosen),
         *(n, words.shape[2], rows),
         CHUNK=1024,
     )
-    return forced, scores
+    return forced, scores, chosen
 
 
-def room_left(room: Tensor, forced: Tensor, first: Tensor, last: Tensor, blocks: Tensor) -> Tensor:
+def room_left(room: Tensor, chosen: Tensor, backend: str = "torch") -> Tensor:
     """Return how many blocks each group may read beside those that are read whatever they score: [groups] int32.
 
-    room: [groups] int32, blocks from `first` up to, but not including, `last` that it may read over all rows; the
-    others as of `score_blocks`. Of those between `first` and `last` the forced ones count.
+    room: [groups] int32, blocks from `first` up to, but not including, `last` that it may read over all rows; chosen:
+    as `score_blocks` returns it, contiguous.
     """
-    rows = forced.shape[1]
-    outside = rows * (first + blocks - last)
-    return (room - (forced.sum((1, 2)) - outside)).clamp(min=0).int()
+    check_backend("room_left", backend)
+    if backend == "torch":
+        return (room - chosen.sum(1)).clamp(min=0).int()
+    left = torch.empty_like(room)
+    _room_left_kernel[(len(room),)](
+        *(room, chosen, left, chosen.shape[1]), CHUNK=2048, num_warps=8, **overlapping_launch(room.device)
+    )
+    return left
 
 
 def remember_weights(
@@ -108,6 +116,7 @@ def _score_blocks_kernel(
     blocks_ptr,
     forced_ptr,
     scores_ptr,
+    chosen_ptr,
     n: tl.constexpr,
     word_count: tl.constexpr,
     rows: tl.constexpr,
@@ -128,6 +137,19 @@ def _score_blocks_kernel(
     score = tl.load(memory_ptr + own, mask=there, other=0.0) * tl.load(importance_ptr + row % rows)
     tl.store(forced_ptr + at, forced.to(tl.uint8), mask=inside)
     tl.store(scores_ptr + at, tl.where(forced | (column >= tl.load(blocks_ptr + group)), 0.0, score), mask=inside)
+    chosen = tl.sum((forced & ~outside).to(tl.int32), 0)
+    tl.store(chosen_ptr + row * tl.num_programs(1) + tl.program_id(1), chosen)
+
+
+@jit
+def _room_left_kernel(room_ptr, chosen_ptr, left_ptr, parts, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    follow(PDL)
+    group = tl.program_id(0)
+    chosen = tl.zeros([CHUNK], tl.int32)
+    for start in tl.range(0, parts, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        chosen += tl.load(chosen_ptr + group.to(tl.int64) * parts + part, mask=part < parts, other=0)
+    tl.store(left_ptr + group, tl.maximum(tl.load(room_ptr + group) - tl.sum(chosen, 0), 0))
 
 
 @jit

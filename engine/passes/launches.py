@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.decoder import Decoder
-from engine.judging import are_finite, judge
+from engine.judging import judge
 from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
 from engine.layer_attention import BlockMemory, Heads, LayerAttention, LayerPages, PromptsOfLayer, Rows, plan_reads
@@ -16,6 +16,7 @@ from engine.passes.reads import heads_of, listed_layers, listed_reads, slots_of_
 from engine.passes.shape import PassShape
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
+from kernels.finite_rows import are_finite
 from kernels.paged_attention import pinned_tuning
 from kernels.shared_budget import remember_weights, room_left, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
@@ -66,8 +67,8 @@ def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> Non
     backend = default_backend(memory.device)
     limits = given["first"], given["last"], given["blocks"]
     remembered = memory, given["indices"], given["importance"]
-    forced, scores = score_blocks(given["bitmaps"], *remembered, *limits, backend)
-    room = room_left(given["room"], forced, *limits)
+    forced, scores, chosen = score_blocks(given["bitmaps"], *remembered, *limits, backend)
+    room = room_left(given["room"], chosen, backend)
     given["lists"], given["counts"] = select_top_k_over_all(scores, room, forced, backend, kv_heads)
 
 
@@ -109,9 +110,10 @@ def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None
     if shape.judged:
         by_sequence = given["logits"].view(shape.sequences, shape.queries, -1)
         accepted, following = judge(by_sequence, given, backend, whatever_is_drafted=shape.pinned, cuts=shape.cuts)
+        finite = are_finite(by_sequence, given["draft_counts"], backend)
         results["accepted"].copy_(accepted)
         results["following"].copy_(following)
-        results["finite"].copy_(are_finite(by_sequence, given["draft_counts"]))
+        results["finite"].copy_(finite)
         if shape.turn:
             leave_step(given, accepted, following)
     if not shape.shares_out:

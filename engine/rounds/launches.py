@@ -25,7 +25,7 @@ from kernels.draft_reads import keep_unread, score_own_blocks
 from kernels.kv_write import move_kv
 from kernels.paged_attention import BlockLists
 from kernels.selection import select_top_k
-from kernels.selection_difference import code_difference
+from kernels.selection_difference import CodedDifferences, code_difference
 from kernels.top_few import top_few
 
 
@@ -117,12 +117,9 @@ def run_round(
         results[name].copy_(torch.stack(drawn))
     if shape.method:
         bitmaps = _announce(round_)
-        coded = code_difference(bitmaps, given["announced"], given["words"])
+        coded = CodedDifferences(*(results[name] for name in ("flags", "values", "value_counts", "checksums")))
+        code_difference(bitmaps, given["announced"], given["words"], coded, default_backend(bitmaps.device))
         results["bitmaps"].copy_(bitmaps)
-        results["flags"].copy_(coded.flags)
-        results["values"].copy_(coded.values)
-        results["value_counts"].copy_(coded.counts)
-        results["checksums"].copy_(coded.checksums)
 
 
 def _zero_evidence(

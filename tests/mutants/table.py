@@ -290,9 +290,41 @@ MUTANTS: list[Mutant] = [
         ("the first round of a session that is screened is sparse", "(everything or not self._has_weighed)", "everything"),
     ),
     *_of(
+        "kernels/finite_rows.py",
+        "test_finite_rows",
+        (
+            "logits that are no numbers pass for the largest of the others",
+            "tl.where(logits == logits, logits, float(\"inf\"))",
+            "tl.where(logits == logits, logits, -float(\"inf\"))",
+        ),
+        ("a row is judged by its first position alone", "tl.load(counts_ptr + row))", "0 * tl.load(counts_ptr + row))"),
+        ("a row of nothing but -inf is judged", "(largest > -float(\"inf\")) & (", "("),
+    ),
+    *_of(
+        "kernels/selection_difference.py",
+        "test_selection_difference",
+        (
+            "a row's bytes overwrite those of the rows before it",
+            "begin = tl.sum(tl.where(other < number, counts, 0), 0)",
+            "begin = tl.sum(tl.where(other < number, 0, 0), 0)",
+        ),
+        (
+            "a row's words are placed by the room for them, not by how many count",
+            "index = row % rows * tl.load(widths_ptr + row // rows)",
+            "index = row % rows * words + 0 * tl.load(widths_ptr)",
+        ),
+        ("words beyond a row's first piece overwrite its bytes", "        begin += tl.sum(of_word, 0)\n", ""),
+    ),
+    *_of(
         "kernels/shared_budget.py",
         "test_shared_budget",
-        ("what is read in any case takes room", "(forced.sum((1, 2)) - outside)", "forced.sum((1, 2))"),
+        ("what is read in any case takes room", "(forced & ~outside).sum(2, dtype", "forced.sum(2, dtype"),
+        ("by Triton, what is read in any case takes room", "tl.sum((forced & ~outside).to(", "tl.sum(forced.to("),
+        (
+            "of what is chosen only the first rows take room",
+            "for start in tl.range(0, parts, CHUNK):",
+            "for start in tl.range(0, CHUNK, CHUNK):",
+        ),
     ),
     *_of(
         "target_service/self_drafting.py",

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.announcing import choose_blocks, predict_weights
 from engine.grammars import unpack_mask
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
-from engine.judging import Drafted, are_finite, cut_logits, cuts_of, judge, lay_out_verdicts, support_of, verdict_layout
+from engine.judging import Drafted, cut_logits, cuts_of, judge, lay_out_verdicts, support_of, verdict_layout
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.logit_rules import rules_of
@@ -33,6 +33,7 @@ from engine.ruled_judging import judge_by_rules
 from engine.sampling import USE_DRAFT, Sampling, Support, uniforms
 from engine.staging import Staging
 from kernels.backends import default_backend
+from kernels.finite_rows import are_finite
 from kernels.rejection import draw, truncated_probs
 from kernels.shared_budget import room_left, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
@@ -292,8 +293,8 @@ class FakeRunner(ChainingRunner):
             torch.tensor([n], dtype=torch.int32) for n in (budget.first, budget.last, blocks, max(0, budget.room))
         )
         memory, at = self._remembered(budget.memory, blocks)[None], torch.zeros(1, dtype=torch.int32)
-        forced, scores = score_blocks(words, memory, at, budget.memory.importance, first, last, count)
-        chosen, counts = select_top_k_over_all(scores, room_left(room, forced, first, last, count), forced)
+        forced, scores, known = score_blocks(words, memory, at, budget.memory.importance, first, last, count)
+        chosen, counts = select_top_k_over_all(scores, room_left(room, known), forced)
         rows = [blocks_[:n].numpy() for blocks_, n in zip(chosen[0], counts[0], strict=True)]
         lists: Lists = [None] * self.kv.num_layers
         sparse = [layer for layer in range(self.kv.num_layers) if layer not in budget.dense_layers]

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.eight_bit_linear import MAX_ROWS, EightBitWeight, Tuning, eight_bit_linear, quantize
-from tests.unit.compiled import run_without_interpreter
+from kernels.eight_bit_linear import MAX_ROWS, EightBitWeight, Tuning, asked_ahead, eight_bit_linear, quantize
+from tests.unit.compiling import Variant, compile_for_gpu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,18 +62,12 @@ def test_what_is_not_built_is_refused() -> None:
         eight_bit_linear(x.repeat(40, 1), weight, backend="triton", tuning=SMALL)
 
 
-COMPILED = """
-from kernels.eight_bit_linear import _eight_bit_linear_kernel as kernel, asked_ahead
-from tests.unit.compiled import compile_for_gpu
-
-types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*fp32", "rows": "i32"}
-for length in (128, 256, 384, 640):
-    sizes = dict(outputs=64, inputs=2 * length, ROWS=16, COLUMNS=64, DEPTH=128, PARTS=2)
-    fixed = sizes | dict(GATED=False, AHEAD=asked_ahead(length), STAGES=3, PDL=True)
-    assert "griddepcontrol.wait" in compile_for_gpu(kernel, types, fixed, launch_pdl=True)
-"""
-
-
 def test_it_compiles_for_a_gpu_whatever_the_length_of_a_part(tmp_path: Path) -> None:
     """Also where the weights that are asked for first are no power of two."""
-    run_without_interpreter(COMPILED, tmp_path)
+    types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*fp32", "rows": "i32"}
+    variants = []
+    for length in (128, 256, 384, 640):
+        sizes = {"outputs": 64, "inputs": 2 * length, "ROWS": 16, "COLUMNS": 64, "DEPTH": 128, "PARTS": 2}
+        fixed = sizes | {"GATED": False, "AHEAD": asked_ahead(length), "STAGES": 3, "PDL": True}
+        variants.append(Variant("kernels.eight_bit_linear", "_eight_bit_linear_kernel", types, fixed))
+    compile_for_gpu(variants, tmp_path)

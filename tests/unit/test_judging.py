@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.judging import Drafted, are_finite
+from engine.judging import Drafted
 from engine.ruled_judging import judge_by_rules
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
 from tests.unit.fake_models import GREEDY, TABLE, VOCAB, judge_rounds
@@ -93,17 +93,6 @@ def test_tokens_whatever_is_drafted_are_those_of_plain_decoding() -> None:
 def own(logits: Tensor, sampling: Sampling, at: int) -> int:
     """What the target decodes at a position of which nothing is drafted."""
     return judge_rounds([logits[at : at + 1]], [Drafted([], [], sampling, at)])[0][1]
-
-
-def test_logits_that_are_no_numbers_are_found_in_their_row() -> None:
-    logits = torch.randn(6, 3, 8)
-    logits[1, 0, 3] = float("nan")
-    logits[2, 1, 0] = float("inf")
-    logits[3, 2] = float("-inf")
-    logits[4, 0, :7] = float("-inf")  # a vocabulary may be masked
-    logits[5, 2, 1] = float("nan")  # behind what is drafted
-    counts = torch.tensor([2, 2, 2, 2, 2, 1])
-    assert are_finite(logits, counts).tolist() == [1, 0, 0, 0, 1, 1]
 
 
 # Levels of verification

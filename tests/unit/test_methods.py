@@ -179,8 +179,8 @@ def read_of_ahead(plan: Plan, announced: Tensor, memory: Tensor) -> Tensor:
     bitmap = torch.from_numpy(budget.bitmap.view("int64").copy())[None]
     importance, index = budget.memory.importance, torch.zeros(1, dtype=torch.int32)
     limits = [torch.tensor([n], dtype=torch.int32) for n in (budget.first, budget.last, 50)]
-    forced, scores = score_blocks(bitmap, memory.flatten(0, 1)[None], index, importance, *limits)
-    room = room_left(torch.tensor([budget.room], dtype=torch.int32), forced, *limits)
+    forced, scores, known = score_blocks(bitmap, memory.flatten(0, 1)[None], index, importance, *limits)
+    room = room_left(torch.tensor([budget.room], dtype=torch.int32), known)
     lists, counts = select_top_k_over_all(scores, room, forced, "torch", KV_HEADS)
     chosen = torch.zeros(LAYERS, KV_HEADS, 50, dtype=torch.bool)
     for layer in range(LAYERS):

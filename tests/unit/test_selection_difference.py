@@ -1,16 +1,23 @@
 """What the device codes of a selection is what the codec sends, byte for byte."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.selection_difference import code_difference
+from kernels import selection_difference
+from kernels.selection_difference import CodedDifferences, code_difference
 from sparsity.selection import BlockSelection, row_words
+from tests.unit.compiling import Variant, compile_for_gpu
 from wire.selection_codec import decode_selection, encode_selection, with_header
 
+pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MODULE = "kernels.selection_difference"
+SHAPES = [(1, 1, [1]), (3, 33, [33, 0]), (7, 100, [99, 100, 1]), (2, 1030, [1030, 700])]
 
 
 def random_selection(random: np.random.Generator, heads: int, blocks: int) -> BlockSelection:
@@ -48,9 +55,61 @@ def test_the_bytes_are_those_of_the_codec(seed: int, heads: int, lengths: list[i
         assert (decode_selection(data, held, heads, selection.num_blocks).words == selection.words).all()
 
 
+def random_words(shape: tuple[int, ...], widths: list[int], random: np.random.Generator) -> torch.Tensor:
+    """Of each sequence words with few bits or many, or none or all of them; zero behind its width."""
+    words = np.zeros(shape, np.uint64)
+    for of_sequence, width in zip(words, widths, strict=True):
+        part = of_sequence[:, :width]
+        part[:] = random.integers(0, 2**64, part.shape, np.uint64)
+        for _ in range(random.integers(3)):
+            part &= random.integers(0, 2**64, part.shape, np.uint64)
+        part[random.random(part.shape) < random.random()] = random.choice(np.array([0, 2**64 - 1], np.uint64))
+    return torch.from_numpy(words.view(np.int64)).to(DEVICE)
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize(("rows", "words", "widths"), SHAPES)
+def test_triton_codes_as_torch_does(rows: int, words: int, widths: list[int], same: bool) -> None:
+    """same: nothing is different. What is written over was not zero."""
+    random = np.random.default_rng(rows + words)
+    shape = len(widths), rows, words
+    bitmaps = random_words(shape, widths, random)
+    before = bitmaps.clone() if same else random_words(shape, widths, random)
+    given = bitmaps, before, torch.tensor(widths, dtype=torch.int32, device=DEVICE)
+    wanted = code_difference(*given)
+    into = CodedDifferences(*(torch.full_like(tensor, 77).contiguous() for tensor in vars(wanted).values()))
+    assert code_difference(*given, into, "triton") is into
+    for name in ("flags", "counts", "checksums"):
+        assert torch.equal(getattr(into, name), getattr(wanted, name)), name
+        assert getattr(into, name).dtype == getattr(wanted, name).dtype
+    for got, values, count in zip(into.values, wanted.values, wanted.counts.tolist(), strict=True):
+        assert torch.equal(got[:count], values[:count]) and (got[count:] == 77).all()
+    assert not same or not wanted.counts.any()
+
+
+def test_torch_writes_into_tensors_that_are_there() -> None:
+    random = np.random.default_rng(2)
+    given = *(random_words((2, 3, 4), [4, 3], random) for _ in range(2)), torch.tensor([4, 3], device=DEVICE).int()
+    wanted = code_difference(*given)
+    into = CodedDifferences(*(torch.full_like(tensor, 77) for tensor in vars(wanted).values()))
+    assert code_difference(*given, into) is into
+    for name, tensor in vars(wanted).items():
+        assert torch.equal(getattr(into, name), tensor), name
+
+
+def test_both_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    names = ("bitmaps_ptr", "before_ptr", "row_checksums_ptr", "checksums_ptr")
+    types = dict.fromkeys(names, "*i64") | dict.fromkeys(("flags_ptr", "values_ptr"), "*u8")
+    types |= dict.fromkeys(("widths_ptr", "row_counts_ptr", "counts_ptr"), "*i32") | {"rows": "i32", "words": "i32"}
+    fixed = {"CHUNK": 128, "PDL": True}
+    flags = Variant(MODULE, "_flags_kernel", types, fixed | {"WEIGHT": selection_difference._WEIGHT})
+    compile_for_gpu([flags, Variant(MODULE, "_values_kernel", types, fixed | {"ROWS": 256})], tmp_path)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_it_can_be_captured() -> None:
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_it_can_be_captured(backend: str) -> None:
     random = np.random.default_rng(1)
     shape = 2, 3, 4
     bitmaps, before = (torch.from_numpy(random.integers(0, 2**62, shape)).cuda() for _ in range(2))
@@ -58,7 +117,9 @@ def test_it_can_be_captured() -> None:
     wanted = code_difference(bitmaps, before, widths)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        coded = code_difference(bitmaps, before, widths)
+        coded = code_difference(bitmaps, before, widths, backend=backend)
     graph.replay()
-    for name in ("flags", "values", "counts", "checksums"):
+    for name in ("flags", "counts", "checksums"):
         assert torch.equal(getattr(coded, name), getattr(wanted, name)), name
+    for got, values, count in zip(coded.values, wanted.values, wanted.counts.tolist(), strict=True):
+        assert torch.equal(got[:count], values[:count])

@@ -1,11 +1,14 @@
 """The kernels around a shared budget: Triton (on a GPU, or interpreted) against the torch references."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.shared_budget import remember_weights, room_left, score_blocks
 from sparsity.selection import BlockSelection
+from tests.unit.compiling import Variant, compile_for_gpu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,9 +43,10 @@ def test_scores(groups: int, rows: int, n: int) -> None:
     if groups > 2:  # one reads everything, and nothing is remembered of it
         first[2], last[2], blocks[2], places[2] = 0, 0, n, -1
     arguments = (words, memory, places, importance, first, last, blocks)
-    forced, scores = score_blocks(*arguments)
-    got_forced, got = score_blocks(*(x.to(DEVICE) for x in arguments), backend="triton")
+    forced, scores, chosen = score_blocks(*arguments)
+    got_forced, got, got_chosen = score_blocks(*(x.to(DEVICE) for x in arguments), backend="triton")
     assert torch.equal(got_forced.cpu(), forced)
+    assert torch.equal(got_chosen.cpu().sum(1), chosen.sum(1)) and got_chosen.dtype == chosen.dtype == torch.int32
     torch.testing.assert_close(got.cpu(), scores)
     for group in range(groups):  # the reference itself, bit by bit
         own = memory[places[group]] * importance[:, None]
@@ -57,20 +61,49 @@ def test_scores(groups: int, rows: int, n: int) -> None:
                     assert scores[group, row, column] == own[row, column]
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("every", [None, 0, -1])
 @pytest.mark.parametrize(("groups", "rows", "n"), SHAPES)
-def test_what_is_chosen_already_counts_between_first_and_last(groups: int, rows: int, n: int) -> None:
+def test_what_is_chosen_already_counts_between_first_and_last(
+    groups: int, rows: int, n: int, every: int | None, backend: str
+) -> None:
+    """every: a word that all of them are, of no bits or of all; None: they are random."""
     generator = torch.Generator().manual_seed(n)
     words = torch.randint(-(2**63), 2**63 - 1, (groups, rows, -(-n // 64)), generator=generator)
+    if every is not None:
+        words.fill_(every)
     first, last, blocks = ragged(groups, n, generator)
     memory, places = torch.zeros(groups, rows, n), torch.arange(groups).int()
-    forced, _ = score_blocks(words, memory, places, torch.ones(rows), first, last, blocks)
+    given = words, memory, places, torch.ones(rows), first, last, blocks
+    _, _, counted = score_blocks(*(x.to(DEVICE) for x in given), backend)
     chosen = [
         BlockSelection(rows, n, words[group].numpy().view("<u8")).count(int(first[group]), int(last[group]))
         for group in range(groups)
     ]
+    assert counted.sum(1).tolist() == chosen
     room = torch.tensor([count + 5 * (group - 1) for group, count in enumerate(chosen)], dtype=torch.int32)
-    left = room_left(room.to(DEVICE), forced.to(DEVICE), *(each.to(DEVICE) for each in (first, last, blocks)))
+    left = room_left(room.to(DEVICE), counted, backend)
     assert left.dtype == torch.int32 and left.tolist() == [max(0, 5 * (group - 1)) for group in range(groups)]
+
+
+@pytest.mark.parametrize("parts", [1, 7, 2048, 4999])
+def test_room_left_by_triton_is_that_by_torch(parts: int) -> None:
+    generator = torch.Generator().manual_seed(parts)
+    chosen = torch.randint(0, 1025, (5, parts), generator=generator, dtype=torch.int32)
+    chosen[1] = 0
+    room = chosen.sum(1).int() + torch.tensor([1, 0, -1, 2**20, -(2**20)], dtype=torch.int32)
+    left = room_left(room.to(DEVICE), chosen.to(DEVICE), "triton")
+    assert torch.equal(left.cpu(), room_left(room, chosen)) and left.tolist() == [1, 0, 0, 2**20, 0]
+
+
+def test_kernels_of_a_pass_that_shares_out_compile_for_a_gpu(tmp_path: Path) -> None:
+    integers = ("places_ptr", "first_ptr", "last_ptr", "blocks_ptr", "chosen_ptr", "room_ptr", "left_ptr")
+    types = dict.fromkeys(integers, "*i32") | {"words_ptr": "*i64", "forced_ptr": "*u8", "parts": "i32"}
+    types |= dict.fromkeys(("memory_ptr", "importance_ptr", "scores_ptr"), "*fp32")
+    sizes = {"n": 6400, "word_count": 100, "rows": 256, "CHUNK": 1024}
+    scores = Variant("kernels.shared_budget", "_score_blocks_kernel", types, sizes)
+    left = Variant("kernels.shared_budget", "_room_left_kernel", types, {"CHUNK": 2048, "PDL": True})
+    compile_for_gpu([scores, left], tmp_path)
 
 
 @pytest.mark.parametrize(("groups", "rows", "n"), SHAPES)
