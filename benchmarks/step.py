@@ -23,6 +23,7 @@ from engine.rounds.requests import RoundSettings
 from engine.staging import Buffers
 
 CONTEXTS, BATCHES = (10240, 32768, 102400), (1, 8)
+BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as of a calibrated plan
 
 
 class Bench:
@@ -128,7 +129,8 @@ class Bench:
         """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
         rows = 256
         heads = self.shape.num_hidden_layers * self.shape.num_attention_heads
-        announcer = Announcer(torch.rand(rows, heads, device=_CUDA), "over_all", stickiness=1.3)
+        blends = torch.randint(heads, (rows, BLENDED), dtype=torch.int32), torch.rand(rows, BLENDED)
+        announcer = Announcer(*blends, "over_all", stickiness=1.3)
         settings = RoundSettings(
             gamma, 64, PAGE_SIZE, share, 1, 4, {"ahead": announcer}, branches=branches, alternatives=4 * (branches > 1)
         )

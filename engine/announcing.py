@@ -1,18 +1,16 @@
 """What a draft's round announces: each block's weight is predicted for every row, and blocks are chosen by it.
 
-Every method that announces is a linear map from the draft's heads to the rows of an announcement, and a rule that
-chooses blocks. The same functions run inside a round's CUDA graph and, by the torch references, on a CPU.
+Every method that announces has rows that are weighted sums of a few of the draft's heads, and a rule that chooses
+blocks. The same functions run inside a round's CUDA graph and, by the torch references, on a CPU.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kernels.announced_scores import favour_announced
+from kernels.announced_scores import score_announced
 from kernels.backends import Backend, default_backend
 from kernels.selection import select_nucleus, select_top_k
 from kernels.shared_top_k import WORD, mark_top_k_over_all
@@ -25,17 +23,19 @@ Choice = Literal["over_all", "by_row", "nucleus"]
 class Announcer:
     """How one method announces.
 
-    projection: [rows, layers * heads] float32, from the draft's heads to the rows of an announcement. mass: the share
-    of a row's weight that a nucleus holds. stickiness: a block that was announced last round counts this many times.
+    heads, weights: [rows, width] int32 and float32, of each row of an announcement the draft's heads (layer * heads of
+    a layer + head) whose weighted sum it is, weights of 0 behind the last. mass: the share of a row's weight that a
+    nucleus holds. stickiness: a block that was announced last round counts this many times.
     """
 
-    projection: Tensor
+    heads: Tensor
+    weights: Tensor
     choice: Choice
     mass: float = 1.0
     stickiness: float = 1.0
 
     def to(self, device: torch.device) -> "Announcer":
-        return replace(self, projection=self.projection.to(device))
+        return replace(self, heads=self.heads.to(device), weights=self.weights.to(device))
 
 
 def predict_weights(announcer: Announcer, evidence: Tensor, before: Tensor, limits: Tensor) -> Tensor:
@@ -45,20 +45,10 @@ def predict_weights(announcer: Announcer, evidence: Tensor, before: Tensor, limi
     words] int64, a bit for each block that was announced last round. limits: [3, sequences] int32: blocks are chosen
     from the first number up to, but not including, the second one; the third is how many.
     """
-    with _tensor_cores():
-        scores = torch.matmul(announcer.projection, evidence.flatten(1, 2))
-    return favour_announced(scores, before, limits, announcer.stickiness, default_backend(scores.device))
-
-
-@contextlib.contextmanager
-def _tensor_cores() -> Iterator[None]:
-    """Let matrix products of float32 round their factors to TF32 on a GPU: of weights that are only compared."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    blends = announcer.heads, announcer.weights
+    return score_announced(
+        evidence.flatten(1, 2), *blends, before, limits, announcer.stickiness, default_backend(evidence.device)
+    )
 
 
 def choose_blocks(announcer: Announcer, scores: Tensor, limits: Tensor, backend: Backend) -> Tensor:

@@ -1,4 +1,7 @@
-"""Scores by which blocks are announced: those announced last round count more, those outside of limits not at all."""
+"""Scores by which blocks are announced: what rows are predicted to weigh by blends of a draft's heads.
+
+Blocks that were announced last round count more, those outside of limits not at all.
+"""
 
 import torch
 from torch import Tensor
@@ -6,24 +9,41 @@ from torch import Tensor
 from kernels.backends import check_backend, jit, tl
 from kernels.shared_budget import WORD
 
+_CHUNK = 1024  # blocks that a program scores
 
-def favour_announced(
-    scores: Tensor, before: Tensor, limits: Tensor, stickiness: float, backend: str = "torch"
+
+def score_announced(
+    evidence: Tensor,
+    heads: Tensor,
+    weights: Tensor,
+    before: Tensor,
+    limits: Tensor,
+    stickiness: float,
+    backend: str = "torch",
 ) -> Tensor:
-    """Return scores times `stickiness` for what was announced before, and 0 outside the limits; for Triton in place.
+    """Return the score of each block in each row: [sequences, rows, blocks] float32.
 
-    scores: [sequences, rows, blocks] float32, contiguous; before: [sequences, rows, words] int64, a bit a block, lowest
-    first; limits: [at least 2, sequences] int32: the first block that counts, and the one behind the last that does
+    It is the weighted sum of the evidence of the row's heads, times `stickiness` for what was announced before, and 0
+    outside the limits.
+
+    evidence: [sequences, heads, blocks] float32, contiguous; heads, weights: [rows, width] int32 and float32, a blend
+    of heads each, weights of 0 behind its last; before: [sequences, rows, words] int64, a bit a block, lowest first;
+    limits: [at least 2, sequences] int32: the first block that counts, and the one behind the last that does
     """
-    check_backend("favour_announced", backend)
-    _, rows, blocks = scores.shape
+    check_backend("score_announced", backend)
+    (sequences, of_all, blocks), (rows, width) = evidence.shape, heads.shape
     if backend == "torch":
-        column = torch.arange(blocks, device=scores.device)
+        projection = evidence.new_zeros(rows, of_all).scatter_add_(1, heads.long(), weights)
+        column = torch.arange(blocks, device=evidence.device)
         outside = (column < limits[0][:, None]) | (column >= limits[1][:, None])
-        return (scores * (1 + (stickiness - 1) * unpack_bits(before, blocks))).masked_fill(outside[:, None], 0)
+        favour = 1 + (stickiness - 1) * unpack_bits(before, blocks)
+        return (torch.matmul(projection, evidence) * favour).masked_fill(outside[:, None], 0)
+    scores = torch.empty(sequences, rows, blocks, dtype=torch.float32, device=evidence.device)
     if scores.numel():
-        _favour_announced_kernel[(scores.shape[0] * rows, -(-blocks // 2048))](
-            *(scores, before, limits, blocks, before.shape[2], rows, limits.stride(0), stickiness), CHUNK=2048
+        _score_announced_kernel[(sequences * rows, -(-blocks // _CHUNK))](
+            *(evidence, heads, weights, before, limits, scores),
+            *(of_all, width, blocks, before.shape[2], rows, limits.stride(0), stickiness),
+            CHUNK=_CHUNK,
         )
     return scores
 
@@ -35,16 +55,33 @@ def unpack_bits(bitmap: Tensor, blocks: int) -> Tensor:
 
 
 @jit
-def _favour_announced_kernel(
-    scores_ptr, before_ptr, limits_ptr, blocks, words, rows, limit_stride, stickiness, CHUNK: tl.constexpr
+def _score_announced_kernel(
+    evidence_ptr,
+    heads_ptr,
+    weights_ptr,
+    before_ptr,
+    limits_ptr,
+    scores_ptr,
+    of_all,
+    width: tl.constexpr,
+    blocks,
+    words,
+    rows,
+    limit_stride,
+    stickiness,
+    CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    sequence = row // rows
+    sequence, blend = row // rows, row % rows * width
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = column < blocks
     counts = column >= tl.load(limits_ptr + sequence)
-    counts = counts & (column < tl.load(limits_ptr + limit_stride + sequence))
+    counts = inside & counts & (column < tl.load(limits_ptr + limit_stride + sequence))
     word = tl.load(before_ptr + row * words + column // 64, mask=inside, other=0)
     bit = (word >> (column % 64).to(tl.int64)) & 1
-    score = tl.load(scores_ptr + row * blocks + column, mask=inside & counts, other=0.0)
+    score = tl.zeros([CHUNK], tl.float32)
+    for i in tl.static_range(width):
+        head = sequence * of_all + tl.load(heads_ptr + blend + i)
+        of_head = tl.load(evidence_ptr + head * blocks + column, mask=counts, other=0.0)
+        score += of_head * tl.load(weights_ptr + blend + i)
     tl.store(scores_ptr + row * blocks + column, tl.where(bit != 0, score * stickiness, score), mask=inside)

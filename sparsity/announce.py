@@ -33,14 +33,16 @@ class Announcing:
         """Return how many rows an announcement has."""
         return len(plan.sparse_layers) * plan.target_kv_heads if self.over_all else len(set(self.blends(plan)))
 
-    def projection(self, plan: Plan) -> Tensor:
-        """Return the map from draft heads to rows: [rows, draft_layers * draft_heads] float32."""
-        matrix = torch.zeros(self.rows(plan), plan.draft_layers, plan.draft_heads)
+    def blends_of_rows(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Return which draft heads each row is the sum of, and their weights, as an `Announcer` has them."""
         blends = self.blends(plan)
-        for row, blend in enumerate(blends if self.over_all else sorted(set(blends))):
-            for layer, head, weight in blend:
-                matrix[row, layer, head] = weight
-        return matrix.flatten(1)
+        rows = blends if self.over_all else sorted(set(blends))
+        heads = torch.zeros(len(rows), max(1, *map(len, rows), 1), dtype=torch.int32)
+        weights = torch.zeros(heads.shape)
+        for row, blend in enumerate(rows):
+            for place, (layer, head, weight) in enumerate(blend):
+                heads[row, place], weights[row, place] = layer * plan.draft_heads + head, weight
+        return heads, weights
 
     def expand(self, plan: Plan) -> Tensor:
         """Return the row that each target head listens to: [sparse layers, kv_heads] int64."""
@@ -52,10 +54,10 @@ class Announcing:
 
     def announcer(self, plan: Plan, rule: Rule) -> Announcer:
         """Return how the engine announces by this method."""
-        projection = self.projection(plan)
+        blends = self.blends_of_rows(plan)
         if self.over_all:
-            return Announcer(projection, "over_all", stickiness=plan.stickiness)
-        return Announcer(projection, "nucleus" if rule == "top_p" else "by_row", plan.mass)
+            return Announcer(*blends, "over_all", stickiness=plan.stickiness)
+        return Announcer(*blends, "nucleus" if rule == "top_p" else "by_row", plan.mass)
 
     def limits(self, plan: Plan, rule: Rule, base: int) -> tuple[int, int, int]:
         """Return the first block, the last block + 1 and how many blocks a round on `base` tokens chooses from.
@@ -81,7 +83,7 @@ def announce(
     """
     blocks = plan.num_blocks(base)
     announcer = method.announcer(plan, rule)
-    before = torch.zeros(1, len(announcer.projection), row_words(blocks), dtype=torch.int64)
+    before = torch.zeros(1, len(announcer.heads), row_words(blocks), dtype=torch.int64)
     if last is not None:
         before[0] = torch.from_numpy(last.resized(blocks).words.view(np.int64).copy())
     limits = torch.tensor(method.limits(plan, rule, base), dtype=torch.int32)[:, None]

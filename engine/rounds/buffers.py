@@ -94,7 +94,7 @@ def make_round_buffers(
         results["ids"] = (passes, rows, support), torch.int32
         results["probs"] = (passes, rows, support), torch.float32
     if shape.method:
-        rows = len(settings.announcers[shape.method].projection)
+        rows = len(settings.announcers[shape.method].heads)
         words = -(-shape.blocks(settings) // WORD)
         layout["announced"] = results["bitmaps"] = (count, rows, words), torch.int64
         layout["words"] = (count,), torch.int32

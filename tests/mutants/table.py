@@ -28,6 +28,20 @@ def _of(file: str, tests: str, *faults: tuple[str, str, str]) -> list[Mutant]:
 
 MUTANTS: list[Mutant] = [
     *_of(
+        "kernels/announced_scores.py",
+        "test_announced_scores",
+        (
+            "a row is scored by its first head alone",
+            "for i in tl.static_range(width):",
+            "for i in tl.static_range(1):",
+        ),
+        (
+            "scores are rounded to TF32",
+            "score += of_head * tl.load",
+            "score += ((of_head.to(tl.int32, bitcast=True) >> 13) << 13).to(tl.float32, bitcast=True) * tl.load",
+        ),
+    ),
+    *_of(
         "target_service/controller.py",
         "test_controller",
         (

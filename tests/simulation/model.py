@@ -203,7 +203,7 @@ class ScriptedRunner(ChainingRunner):
 
 def _selection(request: AnnouncementRequest, settings: RoundSettings, base: int, token: int) -> np.ndarray:
     """Return any blocks of `base` tokens, others from round to round: uint64 [rows, words]."""
-    rows, blocks = len(settings.announcers[request.method].projection), -(-base // PAGE_SIZE)
+    rows, blocks = len(settings.announcers[request.method].heads), -(-base // PAGE_SIZE)
     bitmap = np.full((rows, row_words(blocks)), token * 0x9E3779B97F4A7C15 % 2**64, np.uint64)
     bitmap[:, -1] &= last_word_mask(blocks)
     return bitmap

@@ -436,7 +436,7 @@ def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Te
     """weights: [queries, layers, heads, blocks], of each query"""
     announcer = settings.announcers[request.method]
     evidence = weights.mean(0)[None]
-    before = torch.zeros(1, len(announcer.projection), -(-evidence.shape[-1] // 64), dtype=torch.int64)
+    before = torch.zeros(1, len(announcer.heads), -(-evidence.shape[-1] // 64), dtype=torch.int64)
     if request.before is not None:
         before[0] = torch.tensor(request.before.view(np.int64))
     limits = torch.tensor([[request.first], [request.last], [max(0, request.count)]], dtype=torch.int32)

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.announced_scores import favour_announced
 from kernels.draft_reads import keep_unread, score_own_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,22 +81,3 @@ def test_what_is_not_read_stays_known(backend: str, sizes: tuple[int, ...]) -> N
                 read = lists[layer, sequence, head // group, : counts[layer, sequence, head // group]]
                 wanted[sequence, layer, head, read.long()] = 0
     assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 150), st.integers(0, 99))
-def test_announced_blocks_are_favoured(backend: str, sequences: int, rows: int, blocks: int, seed: int) -> None:
-    if backend == "triton":
-        pytest.importorskip("triton")
-    random = torch.Generator().manual_seed(seed)
-    scores = torch.rand(sequences, rows, blocks, generator=random)
-    announced = torch.rand(sequences, rows, -(-blocks // 64) * 64, generator=random) < 0.4
-    bits = (announced.view(sequences, rows, -1, 64).long() << torch.arange(64)).sum(3)
-    limits = torch.randint(0, blocks + 1, (3, sequences), generator=random, dtype=torch.int32)
-    got = favour_announced(*(x.to(DEVICE) for x in (scores.clone(), bits, limits)), 1.5, backend).cpu()
-    wanted = torch.where(announced[..., :blocks], scores * 1.5, scores)
-    for sequence in range(sequences):
-        wanted[sequence, :, : limits[0, sequence]] = 0
-        wanted[sequence, :, limits[1, sequence] :] = 0
-    torch.testing.assert_close(got, wanted)
