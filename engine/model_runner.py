@@ -39,6 +39,7 @@ from engine.runner import WARM_SESSIONS, Runner
 from engine.sampling import Sampling, Support
 from kernels.backends import Backend, default_backend, power_of_two
 from kernels.compiling import compiling_ahead
+from kernels.prompt_attention import merge_in_all_ways
 from kernels.shared_budget import WORD
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
@@ -371,6 +372,9 @@ class ModelRunner(Runner):
         if self.device.type != "cuda":
             return
         log.info("reading a prompt to be ready", extra={"tokens": tokens})
+        with compiling_ahead() as foresee:
+            dim, dtype = self.kv.k_pages[0].shape[3], self.kv.k_pages[0].dtype
+            foresee(partial(merge_in_all_ways, self.decoder.heads, dim, dtype, self.device))
         scratch = SequenceKV()
         room = min(tokens, self.kv.pool.available * PAGE_SIZE, (self._limits.pages * PAGE_SIZE) - MAX_OVERHANG)
         self.forward([SequenceInput(scratch, [0] * room)])

@@ -6,6 +6,7 @@ are a hundredth of the arithmetic, at which cuDNN is three times as fast as our 
 (docs/performance.md). cuDNN plans each new shape for some 50 ms: pieces have few sizes.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -167,6 +168,15 @@ def attend_to_prompts(reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pa
         end = part.rows.stop
     out[end:].zero_()
     return out
+
+
+def merge_in_all_ways(heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Launch a merge of each kind that prompts take: of one piece, and of the first, of others and of the last."""
+    piece = torch.zeros(1, UNIT, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+    total = torch.zeros(1, heads, UNIT, 1, device=device)
+    for running, into in itertools.product((dtype, torch.float32), repeat=2):
+        out = torch.empty_like(piece, dtype=into)
+        merge_attended(piece.to(running), total, piece, total, out, backend=default_backend(device))
 
 
 def filled_up(queries: Tensor, skipped: int, size: int) -> Tensor:
