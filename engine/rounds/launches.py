@@ -89,8 +89,7 @@ def run_round(
     given, results = buffers.tensors, buffers.results.device
     if shape.behind:
         given = take_left_verdicts(given)
-        place = given["behind"].long().clamp(min=0)
-        results["began_behind"].copy_(torch.stack((given["left_accepted"][place], given["left_following"][place])))
+        results["began_behind"].copy_(given["began"])
     round_ = _Round(decoder, kv, settings, shape, given, attention, None)
     if shape.branches > 1:
         for keys, values in zip(kv.k_pages, kv.v_pages, strict=True):

@@ -1,8 +1,5 @@
 """Linear layers with 8-bit weights: Triton (on a GPU, or interpreted) and torch against float64."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.eight_bit_linear import MAX_ROWS, EightBitWeight, Tuning, eight_bit_linear, quantize
+from kernels.eight_bit_linear import MAX_ROWS, EightBitWeight, Tuning, asked_ahead, eight_bit_linear, quantize
+from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,27 +62,12 @@ def test_what_is_not_built_is_refused() -> None:
         eight_bit_linear(x.repeat(40, 1), weight, backend="triton", tuning=SMALL)
 
 
-COMPILED = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from kernels.eight_bit_linear import _eight_bit_linear_kernel as kernel, asked_ahead
-
-types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*fp32", "rows": "i32"}
-for length in (128, 256, 384, 640):
-    sizes = dict(outputs=64, inputs=2 * length, ROWS=16, COLUMNS=64, DEPTH=128, PARTS=2)
-    ahead = asked_ahead(length)
-    fixed = sizes | dict(GATED=False, AHEAD=ahead, STAGES=3, PDL=True)
-    names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": True})
-    assert "griddepcontrol.wait" in compiled.asm["ptx"]
-"""
-
-
 def test_it_compiles_for_a_gpu_whatever_the_length_of_a_part(tmp_path: Path) -> None:
     """Also where the weights that are asked for first are no power of two."""
-    given = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", COMPILED], env=given, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*fp32", "rows": "i32"}
+    variants = []
+    for length in (128, 256, 384, 640):
+        sizes = {"outputs": 64, "inputs": 2 * length, "ROWS": 16, "COLUMNS": 64, "DEPTH": 128, "PARTS": 2}
+        variants.append(sizes | {"GATED": False, "AHEAD": asked_ahead(length), "STAGES": 3, "PDL": True})
+    compiled = compile_for_a_gpu("kernels.eight_bit_linear", "_eight_bit_linear_kernel", types, variants, tmp_path)
+    assert all("griddepcontrol.wait" in ptx for ptx in compiled)
