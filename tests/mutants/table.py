@@ -50,6 +50,11 @@ MUTANTS: list[Mutant] = [
             "(valid.to(tl.float32) * share).to(tl.int32)",
         ),
         (
+            "blocks of a dense first pass are counted as those of one layer",
+            "tl.load(lengths_ptr + sequence).to(tl.int64), BLOCK) * (LAYERS * KV_HEADS)",
+            "tl.load(lengths_ptr + sequence).to(tl.int64), BLOCK) * KV_HEADS",
+        ),
+        (
             "evidence keeps weights of tokens that were taken back",
             "mask=(column < blocks) & (column < known), other=0.0)",
             "mask=column < blocks, other=0.0)",
@@ -243,6 +248,12 @@ MUTANTS: list[Mutant] = [
         ("on a GPU more tokens are rejected than were judged", "tl.maximum(judged - accepted, 0)", "judged - accepted"),
         ("rows of no sequence are lost", "stop = tl.where(sequence == sequences - 1, rows, end)", "stop = end"),
         ("a round is cut by one token less", "(rejected - 1).to(tl.int64) * size", "tl.maximum(rejected - 2, 0).to(tl.int64) * size"),
+    ),
+    *_of(
+        "kernels/pass_places.py",
+        "test_pass_places",
+        ("branches that repeat others write their KV", "slots_ptr + at, tl.where(kept, slot, -1)", "slots_ptr + at, tl.where(before > 0, slot, -1)"),
+        ("a branch's KV goes to the pages of another sequence", "(row // each).to(tl.int64)", "row.to(tl.int64)"),
     ),
     *_of(
         "engine/rounds/behind_steps.py",
