@@ -7,7 +7,7 @@ what it does not read, and the new ones of what it does.
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from kernels.backends import check_backend, jit, power_of_two, tl
 
 
 def score_own_blocks(
@@ -99,6 +99,30 @@ def keep_unread(
         KV_HEADS=kv_heads,
         LAYERS=layers,
         CHUNK=512,
+    )
+    return out
+
+
+def count_reads(
+    first: Tensor | None, lengths: Tensor, later: Tensor, passes: int, block_size: int, backend: str = "torch"
+) -> Tensor:
+    """Return how many blocks are read of each sequence, over the layers and KV heads of all passes: [sequences] int64.
+
+    first, later: [layers, sequences, kv_heads] int32 blocks that the first pass reads, contiguous, and each of the
+        `passes` behind it; first may be None: all that lengths [sequences] int32, tokens, have
+    """
+    check_backend("count_reads", backend)
+    layers, sequences, kv_heads = later.shape
+    if backend == "torch":
+        everything = -(-lengths.long() // block_size) * (layers * kv_heads)
+        return (everything if first is None else first.sum((0, 2))) + passes * later.sum((0, 2))
+    out = torch.empty(sequences, dtype=torch.int64, device=later.device)
+    _count_reads_kernel[(sequences,)](
+        *(first, lengths, later, out, passes, sequences),
+        KV_HEADS=kv_heads,
+        LAYERS=layers,
+        BLOCK=block_size,
+        LISTS=power_of_two(layers * kv_heads),
     )
     return out
 
@@ -196,3 +220,29 @@ def _zero_listed_kernel(
         block = tl.load(lists_ptr + row.to(tl.int64) * width + entry, mask=entry < count, other=0)
         for head in tl.static_range(GROUP):
             tl.store(at + head * blocks + block, tl.zeros([CHUNK], tl.float32), mask=entry < count)
+
+
+@jit
+def _count_reads_kernel(
+    first_ptr,
+    lengths_ptr,
+    later_ptr,
+    out_ptr,
+    passes,
+    sequences,
+    KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LISTS: tl.constexpr,
+):
+    """All lists of one sequence."""
+    sequence = tl.program_id(0)
+    row = tl.arange(0, LISTS)
+    at = (row // KV_HEADS * sequences + sequence) * KV_HEADS + row % KV_HEADS
+    inside = row < LAYERS * KV_HEADS
+    read = tl.sum(tl.load(later_ptr + at, mask=inside, other=0).to(tl.int64), 0) * passes
+    if first_ptr is None:
+        read += tl.cdiv(tl.load(lengths_ptr + sequence).to(tl.int64), BLOCK) * (LAYERS * KV_HEADS)
+    else:
+        read += tl.sum(tl.load(first_ptr + at, mask=inside, other=0).to(tl.int64), 0)
+    tl.store(out_ptr + sequence, read)

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.backends import default_backend
+from kernels.left_rounds import Drafted, PassRows, take_drafted
+
 
 @dataclass(frozen=True)
 class LeftRounds:
@@ -44,25 +47,7 @@ def take_left_rounds(given: dict[str, Tensor]) -> None:
 
     given: the buffers of the pass. It launches only.
     """
-    place, taken = given["behind"].long().clamp(min=0), given["behind"] >= 0
-    if "bitmaps" in given:
-        bitmaps, left = given["bitmaps"], given["left_bitmaps"]
-        words = min(bitmaps.shape[2], left.shape[2])
-        here = bitmaps[..., :words]
-        here.copy_(left[place, :, :words].where(taken[:, None, None], here))
-    known, left = given["draft_tokens"], given["left_tokens"]
-    of_round = torch.arange(known.shape[1], device=known.device) - given["held"][:, None]  # of each token of the pass
-    drawn = taken[:, None] & (of_round >= 0) & (of_round < left.shape[1])
-    of_round = of_round.clamp(0, left.shape[1] - 1)
-    known.copy_(left[place[:, None], of_round].where(drawn, known))
-    if "support_ids" in given:
-        for name in ("ids", "probs"):
-            of_pass, left = given[f"support_{name}"], given[f"left_{name}"]
-            here = of_pass[..., : min(of_pass.shape[2], left.shape[2])]
-            here.copy_(left[place[:, None], of_round, : here.shape[2]].where(drawn[..., None], here))
-    tokens, starts = given["token_ids"], given["query_starts"].long()
-    row = torch.arange(len(tokens), device=tokens.device)
-    sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=len(taken) - 1)
-    number = row - starts[sequence] - 1  # of the row's token among the drafted ones
-    drafted = taken[sequence] & (number >= 0) & (number < given["draft_counts"][sequence])
-    tokens.copy_(known[sequence, number.clamp(0, known.shape[1] - 1)].to(tokens.dtype).where(drafted, tokens))
+    rows = PassRows(*(given[name] for name in ("behind", "held", "draft_counts", "query_starts")))
+    drafted = Drafted(given["draft_tokens"], *(given.get(name) for name in ("support_ids", "support_probs", "bitmaps")))
+    left = Drafted(*(given[f"left_{name}"] for name in ("tokens", "ids", "probs", "bitmaps")))
+    take_drafted(rows, given["token_ids"], drafted, left, default_backend(left.tokens.device))

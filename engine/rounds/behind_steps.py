@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.kv.pages import PAGE_SIZE
+from kernels.backends import default_backend
+from kernels.cut_rounds import RoundsRows, StepsVerdicts, cut_rounds
 
 Verdict = tuple[int, int]  # drafted tokens that are accepted, and the token that follows them
 
@@ -44,28 +46,14 @@ def take_left_verdicts(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
     What the host gives is right where all tokens are accepted: sequences that are behind a step are cut by those that
     it rejects, and begin with two tokens, of which it adds the second. The first may have run before: its KV is written
-    once more. rejected: how many tokens are, int64 [sequences].
+    once more. Added are rejected: how many tokens are, int64 [sequences]; began: what of a step each round began
+    behind, int32 [2, sequences].
     """
-    taken, place = given["behind"] >= 0, given["behind"].long().clamp(min=0)
-    starts, tables, positions = given["query_starts"].long(), given["block_tables"], given["positions"]
-    judged = given["judged"]
-    rejected = torch.minimum((judged - given["left_accepted"][place]).clamp(min=0), judged).where(taken, 0).long()
-    row = torch.arange(len(positions), device=positions.device)
-    sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=len(taken) - 1)
-    number = row - starts[sequence]
-    begins = taken[sequence] & (number >= 0) & (number < 2)
-    positions = positions - rejected[sequence].where(begins, 0)
-    page = tables[sequence, positions // PAGE_SIZE].long()
-    behind = {
-        "lengths": given["lengths"] - rejected.int(),
-        "positions": positions,
-        "slots": (page * PAGE_SIZE + positions % PAGE_SIZE).where(begins, given["slots"]),
-        "rejected": rejected,
-    }
-    for name in ("previous", "uniforms", "limits", "words"):
-        if name in given:
-            of_all = torch.cat((given[name][None], given[f"{name}_cut"]))
-            behind[name] = of_all.gather(0, rejected.expand_as(given[name])[None])[0]
-    following = given["left_following"][place].long()
-    begin = torch.where(number == 0, behind["previous"][sequence], following[sequence])
-    return given | behind | {"token_ids": begin.where(begins, given["token_ids"])}
+    left = StepsVerdicts(*(given[name] for name in ("behind", "judged", "left_accepted", "left_following")))
+    of_rows = "lengths", "token_ids", "positions", "slots"
+    rows = RoundsRows(given["query_starts"], tables=given["block_tables"], **{name: given[name] for name in of_rows})
+    names = [name for name in ("previous", "uniforms", "limits", "words") if name in given]
+    pairs = [(given[name], given[f"{name}_cut"]) for name in names]
+    cut = cut_rounds(left, rows, pairs, PAGE_SIZE, default_backend(rows.slots.device))
+    behind = {name: getattr(cut, name) for name in (*of_rows, "rejected", "began")}
+    return given | behind | dict(zip(names, cut.numbers, strict=True))

@@ -21,9 +21,10 @@ from engine.rounds.requests import RoundSettings
 from engine.rounds.rules import ChangedLogits
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
-from kernels.draft_reads import keep_unread, score_own_blocks
+from kernels.draft_reads import count_reads, keep_unread, score_own_blocks
 from kernels.kv_write import move_kv
 from kernels.paged_attention import BlockLists
+from kernels.pass_places import Branches, place_passes
 from kernels.selection import select_top_k
 from kernels.selection_difference import CodedDifferences, code_difference
 from kernels.top_few import top_few
@@ -89,8 +90,7 @@ def run_round(
     given, results = buffers.tensors, buffers.results.device
     if shape.behind:
         given = take_left_verdicts(given)
-        place = given["behind"].long().clamp(min=0)
-        results["began_behind"].copy_(torch.stack((given["left_accepted"][place], given["left_following"][place])))
+        results["began_behind"].copy_(given["began"])
     round_ = _Round(decoder, kv, settings, shape, given, attention, None)
     if shape.branches > 1:
         for keys, values in zip(kv.k_pages, kv.v_pages, strict=True):
@@ -177,34 +177,19 @@ def _announce(round_: _Round) -> Tensor:
 
 
 def _plan_passes(round_: _Round) -> list[_Tokens]:
-    """Return where each of the passes stands that run one token of each branch: made at once, in few launches."""
+    """Return where each of the passes stands that run one token of each branch: made at once, by one launch."""
     given, shape, tables = round_.given, round_.shape, round_.given["block_tables"]
     branched, passes = shape.branches > 1, shape.passes(round_.settings)
-    before = given["before"] if branched else given["lengths"]
-    own, present = given["own"] if branched else before, before > 0
-    index = torch.arange(passes if branched else passes - 1, dtype=torch.int32, device=before.device)[:, None]
-    starts = torch.arange(0, shape.rows + 1, shape.branches, dtype=torch.int32, device=before.device)
-    kept, of_rows = (
-        (given["kept_own"] > 0, tables.repeat_interleave(shape.branches, 0)) if branched else (present, tables)
-    )
-    slots = _slots_of(of_rows, own + index).where(kept, -1)
-    positions = (before.long() + index).where(present, 0)
-    ends = (own + index + 1).where(present, 0)
-    if not branched:
-        return [
-            _Tokens(Rows(starts, *each[:1], tables, 1), *each[1:]) for each in zip(ends, positions, slots, strict=True)
-        ]
-    visible = torch.stack((before.expand_as(ends), own.expand_as(ends), ends), 2)
-    return [
-        _Tokens(Rows(starts, given["totals"], tables, shape.branches, sees), *each)
-        for sees, *each in zip(visible, positions, slots, strict=True)
-    ]
-
-
-def _slots_of(tables: Tensor, positions: Tensor) -> Tensor:
-    """Return where positions of each row lie in the pages, int64 [passes, rows]. tables: [rows, pages] int32."""
-    page = tables[torch.arange(len(tables), device=tables.device), positions // PAGE_SIZE].long()
-    return page * PAGE_SIZE + positions % PAGE_SIZE
+    lengths, backend = given["lengths"], default_backend(tables.device)
+    if not branched:  # KV is written wherever there are tokens
+        places = place_passes(Branches(lengths, lengths, lengths, tables, 1), passes - 1, PAGE_SIZE, backend)
+        each = zip(places.ends, places.positions, places.slots, strict=True)
+        return [_Tokens(Rows(places.starts, ends, tables, 1), *at) for ends, *at in each]
+    branches = Branches(given["before"], given["own"], given["kept_own"], tables, shape.branches)
+    places = place_passes(branches, passes, PAGE_SIZE, backend)
+    assert places.visible is not None
+    each = zip(places.visible, places.positions, places.slots, strict=True)
+    return [_Tokens(Rows(places.starts, given["totals"], tables, shape.branches, sees), *at) for sees, *at in each]
 
 
 def _run_first_pass(round_: _Round, lists: ListedReads | None) -> Tensor:
@@ -253,12 +238,10 @@ def _lists_of_first_pass(round_: _Round) -> tuple[ListedReads, Tensor]:
 
 def _count_blocks(round_: _Round, first: ListedReads | None, later: ListedReads) -> Tensor:
     """Count the blocks read over a round's passes, layers and KV heads: [sequences] int64."""
-    if first is None:
-        present = -(-round_.given["lengths"].long() // round_.settings.block_size)
-        read = present * round_.decoder.num_layers * round_.kv.kv_heads
-    else:
-        read = first.blocks.counts.sum((0, 2))
-    return read + (round_.shape.passes(round_.settings) - 1) * later.blocks.counts.sum((0, 2))
+    counts = None if first is None else first.blocks.counts
+    sizes = round_.shape.passes(round_.settings) - 1, round_.settings.block_size
+    backend = default_backend(round_.kv.device)
+    return count_reads(counts, round_.given["lengths"], later.blocks.counts, *sizes, backend)
 
 
 def _own_lists(

@@ -162,9 +162,9 @@ def test_only_sequences_behind_a_step_take_what_it_has_left() -> None:
         "previous": torch.tensor([10, 0, 20, 0]),
         "previous_cut": torch.tensor([[11, 0, 21, 0], [12, 0, 22, 0], [13, 0, 23, 0]]),
         "uniforms": torch.zeros(2, 4),
-        "uniforms_cut": torch.arange(1.0, 4)[:, None, None].expand(3, 2, 4),
+        "uniforms_cut": torch.arange(1.0, 4)[:, None, None].repeat(1, 2, 4),
         "limits": torch.zeros(3, 4),
-        "limits_cut": torch.arange(1.0, 4)[:, None, None].expand(3, 3, 4),
+        "limits_cut": torch.arange(1.0, 4)[:, None, None].repeat(1, 3, 4),
     }
     given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
     taken = take_left_verdicts(given | {f"left_{name}": tensor for name, tensor in vars(left).items()})

@@ -1,12 +1,15 @@
 """What a draft reads by its own weights: Triton (on a GPU, or interpreted) against torch, and torch against loops."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.draft_reads import keep_unread, score_own_blocks
+from kernels.draft_reads import count_reads, keep_unread, score_own_blocks
+from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = st.tuples(
@@ -81,3 +84,34 @@ def test_what_is_not_read_stays_known(backend: str, sizes: tuple[int, ...]) -> N
                 read = lists[layer, sequence, head // group, : counts[layer, sequence, head // group]]
                 wanted[sequence, layer, head, read.long()] = 0
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@settings(max_examples=40, deadline=None)
+@given(SIZES, st.integers(0, 5), st.booleans())
+def test_blocks_that_are_read_are_counted(backend: str, sizes: tuple[int, ...], passes: int, dense: bool) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    layers, sequences, kv_heads, _, blocks, seed = sizes
+    random = torch.Generator().manual_seed(seed)
+    first, later = torch.randint(
+        0, blocks + 1, (2, layers, sequences, kv_heads), generator=random, dtype=torch.int32
+    ).unbind()
+    lengths = torch.randint(0, 4 * blocks + 1, (sequences,), generator=random, dtype=torch.int32)
+    of_passes = None if dense else first.to(DEVICE), lengths.to(DEVICE), later.to(DEVICE)
+    got = count_reads(*of_passes, passes, 4, backend)
+    assert got.dtype == torch.int64
+    for sequence, count in enumerate(got.tolist()):
+        everything = -(-int(lengths[sequence]) // 4) * layers * kv_heads
+        before = everything if dense else int(first[:, sequence].sum())
+        assert count == before + passes * int(later[:, sequence].sum())
+
+
+def test_counting_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """Behind a first pass that reads lists, and behind a dense one."""
+    pytest.importorskip("triton")
+    types = dict.fromkeys(("first_ptr", "lengths_ptr", "later_ptr"), "*i32") | {"out_ptr": "*i64"}
+    types |= dict.fromkeys(("passes", "sequences"), "i32")
+    fixed: dict[str, object] = {"KV_HEADS": 4, "LAYERS": 6, "BLOCK": 16, "LISTS": 32}
+    variants = [fixed, fixed | {"first_ptr": None}]
+    assert len(compile_for_a_gpu("kernels.draft_reads", "_count_reads_kernel", types, variants, tmp_path)) == 2

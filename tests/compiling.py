@@ -1,0 +1,43 @@
+"""Compiling Triton kernels for a GPU where there is none: what the interpreter allows, the compiler may not."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# In a process of its own: in this one kernels may have been imported for the interpreter.
+_COMPILE = """
+import importlib, json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+module, name, types, variants = json.loads(sys.argv[1])
+kernel = getattr(importlib.import_module(module), name)
+names, compiled = kernel.arg_names, []
+for fixed in variants:
+    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
+    options = {"launch_pdl": True} if fixed.get("PDL") else {}
+    compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+print(json.dumps(compiled))
+"""
+
+
+def compile_for_a_gpu(
+    module: str, kernel: str, types: Mapping[str, str], variants: Sequence[Mapping[str, object]], cache: Path
+) -> list[str]:
+    """Compile a kernel of a module for a Hopper GPU; return the PTX of each variant.
+
+    types: Triton's names for the types of what is passed at a launch. variants: the values of everything else, None of
+    tensors that are not there, which may have a type. cache: a folder for what Triton keeps.
+    """
+    given = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    asked = json.dumps([module, kernel, dict(types), [dict(each) for each in variants]])
+    command = [sys.executable, "-c", _COMPILE, asked]
+    run = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    compiled: list[str] = json.loads(run.stdout)
+    return compiled

@@ -1,0 +1,70 @@
+"""Where the tokens of a round's passes stand: Triton (on a GPU, or interpreted) and torch against a loop."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.pass_places import Branches, place_passes
+from tests.compiling import compile_for_a_gpu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGE, PAGES = 4, 8
+
+
+def branches_of(random: torch.Generator, sequences: int, each: int, passes: int) -> Branches:
+    """Return branches of sequences of which some have no tokens; some branches repeat others, and keep no KV."""
+    tables = torch.randint(0, 1000, (sequences, PAGES), generator=random, dtype=torch.int32)
+    room = PAGE * PAGES - passes
+    before, own = torch.randint(1, room, (2, sequences * each), generator=random, dtype=torch.int32).unbind()
+    kept = (torch.rand(sequences * each, generator=random) < 0.7).int()
+    absent = (torch.rand(sequences, generator=random) < 0.3).repeat_interleave(each)
+    before[absent], own[absent], kept[absent] = 0, 0, 0
+    if each == 1:
+        own, kept = before, before
+    return Branches(before, own, kept, tables, each)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 9), st.integers(0, 999))
+def test_places_of_all_passes(backend: str, sequences: int, each: int, passes: int, seed: int) -> None:
+    """A round of one pass has none that runs one token of each branch."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    branches = branches_of(torch.Generator().manual_seed(seed), sequences, each, passes)
+    before, own, kept, tables = (tensor for tensor in vars(branches).values() if isinstance(tensor, torch.Tensor))
+    places = place_passes(
+        Branches(*(tensor.to(DEVICE) for tensor in (before, own, kept, tables)), each), passes, PAGE, backend
+    )
+    assert places.starts.tolist() == [each * i for i in range(sequences + 1)]
+    assert (places.visible is None) == (each == 1)
+    assert len(places.positions) == len(places.slots) == len(places.ends) == passes
+    for index in range(passes):
+        for row in range(sequences * each):
+            own_first, own_last = int(own[row]), int(own[row]) + index
+            slot = int(tables[row // each, own_last // PAGE]) * PAGE + own_last % PAGE
+            there = int(before[row]) > 0
+            assert places.positions[index, row] == (int(before[row]) + index if there else 0)
+            assert places.slots[index, row] == (slot if kept[row] else -1)
+            assert places.ends[index, row] == (own_last + 1 if there else 0)
+            if places.visible is not None:
+                seen = [int(before[row]), own_first, own_last + 1 if there else 0]
+                assert places.visible[index, row].tolist() == seen
+    of_rows = places.starts, places.ends, places.positions, places.slots
+    assert [tensor.dtype for tensor in of_rows] == [torch.int32] * 2 + [torch.int64] * 2
+
+
+def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """For branches, and for sequences that do not branch."""
+    pytest.importorskip("triton")
+    types = dict.fromkeys(
+        (f"{name}_ptr" for name in ("before", "own", "kept", "tables", "starts", "ends", "visible")), "*i32"
+    )
+    types |= dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64")
+    types |= dict.fromkeys(("passes", "rows", "pages", "each"), "i32")
+    fixed: dict[str, object] = {"PAGE": 16, "CHUNK": 128}
+    variants = [fixed, fixed | {"visible_ptr": None}]
+    assert len(compile_for_a_gpu("kernels.pass_places", "_place_passes_kernel", types, variants, tmp_path)) == 2
