@@ -380,6 +380,7 @@ class ModelRunner(Runner):
         self.forward([SequenceInput(scratch, [0] * room)])
         torch.cuda.synchronize()
         self.kv.release(scratch)
+        self._later += self._passes.shapes_of_prompts(tokens)
 
     # Rounds of a draft.
 

@@ -22,11 +22,12 @@ from engine.passes.grouping import StepLimits
 from engine.passes.launches import run_pass
 from engine.passes.layout import lay_out_pass
 from engine.passes.outputs import StepUnderWay, read_outputs
+from engine.passes.reads import heads_of
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
-from kernels.prompt_attention import PromptReads, cudnn_attends, make_room, plan_prompts
+from kernels.prompt_attention import PromptReads, attend_once, cudnn_attends, make_room, plan_prompts, shapes_of_parts
 from kernels.sparse_prompt_attention import SparsePromptReads, plan_sparse_prompts
 
 
@@ -144,15 +145,32 @@ class PassRunner:
     def _is_read_by_cudnn(self, shape: PassShape) -> bool:
         return self._cudnn and not shape.pinned and not shape.width and shape.queries > self._limits.queries
 
-    def _plan_prompts(self, buffers: Buffers, shape: PassShape, sparse: SparsePrompt | None) -> PromptsOfLayer:
-        """Return what each layer reads of prompts; all inputs of a pass read alike."""
-        pages, host, given = self._kv.k_pages[0], buffers.inputs.host, buffers.tensors
+    def shapes_of_prompts(self, tokens: int) -> list[Callable[[], None]]:
+        """Return what has cuDNN plan each shape of prompts of which so many tokens are read at once.
+
+        It keeps its plans for each thread: call them in the one that runs the model.
+        """
+        if not self._cudnn:
+            return []
+        longest, room = self._limits.pages * PAGE_SIZE, self._room_for_prompts()
+        heads = heads_of(self._decoder, self._kv)
+        how = {"heads": heads.kv * heads.group, "kv_heads": heads.kv, "dim": heads.dim, "scale": heads.scale}
+        shapes = [(own, before) for own, before in shapes_of_parts(min(tokens, longest)) if own + before <= longest]
+        return [partial(attend_once, *shape, **how, room=room) for shape in shapes]
+
+    def _room_for_prompts(self) -> Tensor:
         if self._room is None:
+            pages = self._kv.k_pages[0]
             sizes = self._limits.pages * PAGE_SIZE, self._kv.kv_heads, pages.shape[3]
             self._room = make_room(*sizes, pages.dtype, pages.device)
+        return self._room
+
+    def _plan_prompts(self, buffers: Buffers, shape: PassShape, sparse: SparsePrompt | None) -> PromptsOfLayer:
+        """Return what each layer reads of prompts; all inputs of a pass read alike."""
+        host, given = buffers.inputs.host, buffers.tensors
         starts, lengths = host["query_starts"].tolist(), host["lengths"].tolist()
         tables, whole = given["block_tables"], self._kv.kept_layers if sparse is None else sparse.dense_layers
-        how = self._kv.kv_heads, PAGE_SIZE, self._room, self._cudnn
+        how = self._kv.kv_heads, PAGE_SIZE, self._room_for_prompts(), self._cudnn
         others: PromptReads | SparsePromptReads
         if sparse is None:
             others = plan_prompts(starts, lengths, tables, *how)

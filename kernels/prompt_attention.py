@@ -170,6 +170,27 @@ def attend_to_prompts(reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pa
     return out
 
 
+def shapes_of_parts(most: int) -> Iterator[tuple[int, int]]:
+    """Yield the sizes of a part's own piece, where no more than `most` tokens are read at once, each with those of the
+    pieces before it, 0 for none: the largest parts first.
+    """
+    own = sorted({size_of_own(tokens) for tokens in range(UNIT, size_of_own(most) + 1, UNIT)}, reverse=True)
+    before = sorted({b - a for tokens in range(0, PIECE + 1, UNIT) for a, b in pieces_before(tokens)})
+    yield from itertools.product(own, (0, *before))
+
+
+def attend_once(own: int, before: int, heads: int, kv_heads: int, dim: int, scale: float, room: Tensor) -> None:
+    """Attend with queries of one shape, so that cuDNN has planned it.
+
+    own, before: tokens of a part's own piece, and of one before it, which is attended to; 0: its own is. room: as of
+    PromptReads.
+    """
+    tokens = before or own
+    queries = torch.zeros(own, heads, dim, dtype=room.dtype, device=room.device).transpose(0, 1)[None]
+    keys, values = (each[: kv_heads * tokens * dim].view(1, kv_heads, tokens, dim) for each in room)
+    attend_to_piece(queries, keys, values, not before, scale, True)
+
+
 def merge_in_all_ways(heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     """Launch a merge of each kind that prompts take: of one piece, and of the first, of others and of the last."""
     piece = torch.zeros(1, UNIT, heads, dim, dtype=dtype, device=device).transpose(1, 2)

@@ -100,6 +100,8 @@ def imposed_verdict(item: VerifyRound, settings: TargetSettings, vocab_size: int
     """
     session, held, count = item.session, item.held, len(item.proposed)
     base = len(session.tokens) - held
+    if not held + count:
+        return 0, imposed_token(base, vocab_size)
     rates = np.repeat([settings.synthetic_confirmation, settings.synthetic_acceptance], [held, count])
     use = USE_ACCEPT if not item.screens else USE_SCREEN_ACCEPT
     rejected = uniforms(session.sampling.seed, base, held + count, use) >= rates

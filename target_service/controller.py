@@ -157,7 +157,7 @@ class Controller:
         them.
         """
         kind, before = seen.kind, pace.kind
-        pace = replace(pace, kind=kind)
+        pace = pace if kind == before else replace(pace, kind=kind)
         if kind.gamma:
             known = pace.acceptance.after_round(kind.gamma, seen.accepted)
             self._typical = self._typical.after_round(kind.gamma, seen.accepted, TYPICAL_NEWEST)
@@ -173,7 +173,8 @@ class Controller:
         if kind == before and seen.seconds and is_typical:
             # The sessions share their steps: what one chooses to read costs the others as well.
             sparse = any(other.sparse for other in others)
-            self.costs.add(load, replace(kind, sparse=sparse), seen.seconds, seen.drafting, seen.step)
+            read = kind if kind.sparse == sparse else replace(kind, sparse=sparse)
+            self.costs.add(load, read, seen.seconds, seen.drafting, seen.step)
         rested = self._rested[seen.announces]
         self._rested[seen.announces] = 0.0 if kind.gamma else rested + 1 / max(1, others.total())
         self._advance_probe(pace, seen, load, others.total())

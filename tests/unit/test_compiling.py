@@ -113,7 +113,14 @@ def test_a_round_and_a_step_compile_and_write_nothing(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     names = {file.stem for file in tmp_path.glob("*/*.cubin")}
     expected = "partial_attention_kernel merge_kernel _eight_bit_linear_kernel _rotate_and_write_kv_kernel emit_kernel"
-    assert names >= {*expected.split(), "_remember_weights_kernel", "_score_own_blocks_kernel", "threshold_kernel"}
+    assert names >= {
+        *expected.split(),
+        "_remember_weights_kernel",
+        "_score_own_blocks_kernel",
+        "threshold_kernel",
+        "_cut_rounds_kernel",
+        "_take_drafted_kernel",
+    }
 
 
 def test_what_is_compiled_ahead_is_found_where_it_is_launched(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -164,3 +164,25 @@ def test_cudnn_gives_what_the_reference_gives(batch: str, dim: int) -> None:
     torch.testing.assert_close(
         attend(there, plan(there, cudnn=True)).float().cpu(), rounded.dense(), atol=2e-2, rtol=2e-2
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8192), st.integers(0, 200_000))
+def test_all_shapes_of_parts_are_known_before(tokens: int, before: int) -> None:
+    """Whatever is read of a prompt behind whatever was, so that cuDNN can have planned it."""
+    length = before + tokens
+    part = prompt_attention.plan_part(slice(0, tokens), length, torch.zeros(-(-length // 16), dtype=torch.int32), 1, 16)
+    if part.size <= 8192:  # a part that begins between two units may fill up more
+        shapes = {*prompt_attention.shapes_of_parts(8192)}
+        assert shapes >= {(part.size, 0), *((part.size, 16 * len(piece)) for piece in part.before)}
+
+
+def test_a_shape_is_planned_with_the_sizes_that_a_part_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(prompt_attention, "attend_to_piece", lambda *given: seen.append(given))
+    room = prompt_attention.make_room(4096, 2, 16, torch.float32, torch.device("cpu"))
+    prompt_attention.attend_once(1024, 2048, 4, 2, 16, 0.25, room)
+    prompt_attention.attend_once(512, 0, 4, 2, 16, 0.25, room)
+    shapes = [(tuple(q.shape), tuple(k.shape), causal) for q, k, _, causal, *_ in seen]
+    assert shapes == [((1, 4, 1024, 16), (1, 2, 2048, 16), False), ((1, 4, 512, 16), (1, 2, 512, 16), True)]
+    assert seen[0][0].stride()[1:] == (16, 64, 1)  # as queries lie: a token's heads side by side
