@@ -154,9 +154,9 @@ class PassRunner:
             return []
         longest, room = self._limits.pages * PAGE_SIZE, self._room_for_prompts()
         heads = heads_of(self._decoder, self._kv)
-        how = {"heads": heads.kv * heads.group, "kv_heads": heads.kv, "dim": heads.dim, "scale": heads.scale}
+        attend = partial(attend_once, heads=heads.kv * heads.group, kv_heads=heads.kv, dim=heads.dim)
         shapes = [(own, before) for own, before in shapes_of_parts(min(tokens, longest)) if own + before <= longest]
-        return [partial(attend_once, *shape, **how, room=room) for shape in shapes]
+        return [partial(attend, *shape, scale=heads.scale, room=room) for shape in shapes]
 
     def _room_for_prompts(self) -> Tensor:
         if self._room is None:

@@ -173,8 +173,7 @@ class Controller:
         if kind == before and seen.seconds and is_typical:
             # The sessions share their steps: what one chooses to read costs the others as well.
             sparse = any(other.sparse for other in others)
-            read = kind if kind.sparse == sparse else replace(kind, sparse=sparse)
-            self.costs.add(load, read, seen.seconds, seen.drafting, seen.step)
+            self.costs.add(load, Choice(kind.gamma, sparse), seen.seconds, seen.drafting, seen.step)
         rested = self._rested[seen.announces]
         self._rested[seen.announces] = 0.0 if kind.gamma else rested + 1 / max(1, others.total())
         self._advance_probe(pace, seen, load, others.total())

@@ -474,7 +474,7 @@ MUTANTS: list[Mutant] = [
         ("it is tried again as often, however often in vain", "* min(2**self._in_vain, LONGEST_WAIT)", ""),
         ("rounds of exact and approximate sessions are no figures", "for other, count in others.items() if other.gamma == kind.gamma", "for other, count in others.items() if other == kind"),
         ("one session is drafted beside many that wait for it", "not (is_odd and self._pays_alone(pace, load))", "not is_odd"),
-        ("what sparse sessions cost the others is not told apart", "replace(kind, sparse=sparse), seen.seconds", "kind, seen.seconds"),
+        ("what sparse sessions cost the others is not told apart", "Choice(kind.gamma, sparse), seen.seconds", "kind, seen.seconds"),
         ("it is tried again however long that takes", "return self._rested[announces] >= max(SHORTEST_PAUSE, least)", "return self._rested[announces] >= SHORTEST_PAUSE"),
     ),
     *_of(

@@ -123,19 +123,7 @@ def test_grpc_and_ray_stay_above(package: str) -> None:
 
 
 def test_kernels_know_torch_and_triton_alone() -> None:
-    allowed = {
-        "kernels",
-        "torch",
-        "triton",
-        "typing",
-        "collections",
-        "dataclasses",
-        "functools",
-        "inspect",
-        "math",
-        "time",
-        "types",
-    }
+    allowed = {"kernels", "torch", "triton", *sys.stdlib_module_names}
     for name, names in FILES.items():
         if name.startswith("kernels/"):
             assert names <= allowed | FLASHINFER.get(name, set()), name
