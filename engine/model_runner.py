@@ -38,7 +38,7 @@ from engine.ruled_judging import judge_by_rules
 from engine.runner import WARM_SESSIONS, Runner
 from engine.sampling import Sampling, Support
 from kernels.backends import Backend, default_backend, power_of_two
-from kernels.compiling import compiling_ahead
+from kernels.compiling import compile_ahead
 from kernels.prompt_attention import merge_in_all_ways
 from kernels.shared_budget import WORD
 
@@ -318,9 +318,8 @@ class ModelRunner(Runner):
             return
         counts = [1 << i for i in range(power_of_two(sequences).bit_length())]
         now = [(item, count) for item in kinds for count in counts if count <= WARM_SESSIONS]
-        with compiling_ahead() as foresee:
-            for shape in (shape for item, count in now for shape in self._shapes_of(item, count)):
-                foresee(self._passes.launches_of(shape))
+        shapes = [shape for item, count in now for shape in self._shapes_of(item, count)]
+        compile_ahead([partial(self._passes.launches_of, shape) for shape in shapes])
         with tell_captures(self._passes.graphs, "steps"):
             for item, count in tqdm(now, desc="capturing CUDA graphs of steps", disable=None):
                 self._capture_step(item, count)
@@ -372,9 +371,9 @@ class ModelRunner(Runner):
         if self.device.type != "cuda":
             return
         log.info("reading a prompt to be ready", extra={"tokens": tokens})
-        with compiling_ahead() as foresee:
-            dim, dtype = self.kv.k_pages[0].shape[3], self.kv.k_pages[0].dtype
-            foresee(partial(merge_in_all_ways, self.decoder.heads, dim, dtype, self.device))
+        pages = self.kv.k_pages[0]
+        merges = partial(merge_in_all_ways, self.decoder.heads, pages.shape[3], pages.dtype, self.device)
+        compile_ahead([lambda: merges])
         scratch = SequenceKV()
         room = min(tokens, self.kv.pool.available * PAGE_SIZE, (self._limits.pages * PAGE_SIZE) - MAX_OVERHANG)
         self.forward([SequenceInput(scratch, [0] * room)])

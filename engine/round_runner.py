@@ -25,7 +25,7 @@ from engine.rounds.under_way import LaunchedRound, RoundsUnderWay
 from engine.runner import WARM_SESSIONS
 from engine.staging import Buffers
 from kernels.backends import Backend, power_of_two
-from kernels.compiling import compiling_ahead
+from kernels.compiling import compile_ahead
 
 ROUND_QUERIES = 2  # tokens that a round begins with: one, or two where the target's own was not foreseen
 
@@ -73,11 +73,7 @@ class RoundRunner:
             if self._settings.refresh_every > 1 and of_each == self._branches_of(count):
                 shapes.append(replace(shape, refreshes=False))
         now = [shape for shape in shapes if shape.sequences <= WARM_SESSIONS]
-        with compiling_ahead() as foresee:
-            for shape in now:
-                # All passes behind the second launch what that one does.
-                make_buffers, launch = self._ways_of(replace(shape, gamma=min(2, self._settings.gamma)))
-                foresee(partial(launch, make_buffers()))
+        compile_ahead([partial(self._launches_of, shape) for shape in now])
         with tell_captures(self._graphs, "rounds"):
             for shape in tqdm(now, desc="capturing CUDA graphs of rounds", disable=None):
                 self._round_of(shape)
@@ -172,6 +168,13 @@ class RoundRunner:
             run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention, forbid)
 
         return make_buffers, launch
+
+    def _launches_of(self, shape: RoundShape) -> Callable[[], None]:
+        """Return what launches all that a round of a shape does, in buffers of its own: of passes behind the second,
+        which launch what that one does, none.
+        """
+        make_buffers, launch = self._ways_of(replace(shape, gamma=min(2, self._settings.gamma)))
+        return partial(launch, make_buffers())
 
     def _rules_of(self, sequences: int) -> Tensor:
         """Return room for what changes logits, [3, sequences, vocab] float32: the same for all shapes that fit."""

@@ -6,14 +6,14 @@ runs, and what they would launch is compiled by threads meanwhile. What was not 
 launched.
 """
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +27,8 @@ else:
     except ImportError:
         triton = None
 
-Foresee = Callable[[Callable[[], None]], None]  # goes through what a function launches
-
 MOST_THREADS = 32
+SAMPLED = 6  # launches that are gone through in any case, about
 log = logging.getLogger(__name__)
 # The launches that were gone through, by all that kernels are specialised for; None: launches run.
 _foreseen: ContextVar[set[Hashable] | None] = ContextVar("launches that were gone through", default=None)
@@ -49,33 +48,45 @@ class _Placeless:
         return 0
 
 
-@contextlib.contextmanager
-def compiling_ahead() -> Iterator[Foresee]:
-    """Give a function that goes through launches: what it is called with launches nothing, but has its kernels compiled
-    beside. At the end of the context they all are.
+def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
+    """Compile what functions launch, and launch nothing. makers: each makes one of them, with what it takes.
 
-    In a function that is gone through, tensors that are made have no memory, and others are not written. Raises what a
-    compilation raises.
+    Some of them are gone through first. Where all that these launch was compiled by an earlier process, so were the
+    others, which are left out: going through hundreds takes seconds. In a function that is gone through, tensors that
+    are made have no memory, and others are not written. Raises what a compilation raises.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # it takes a second to load
 
-    foreseen: set[Hashable] = set()
+    began, before, foreseen = time.monotonic(), _compiled(), set[Hashable]()
     without_memory = FakeTensorMode(allow_non_fake_inputs=True)
+    some = set(range(0, len(makers), max(1, len(makers) // SAMPLED)))
+    for part in (some, {*range(len(makers))} - some):
+        if part is not some and _compiled() == before:
+            break
+        with ThreadPoolExecutor(_threads(), "compiling") as pool, triton.AsyncCompileMode(pool):
+            for index in sorted(part):
+                _go_through(makers[index](), foreseen, without_memory)
+    extra = {"launches": len(foreseen), "seconds": round(time.monotonic() - began, 1), "threads": _threads()}
+    log.info("kernels are compiled", extra=extra)
 
-    def foresee(launch: Callable[[], None]) -> None:
-        token = _foreseen.set(foreseen)
-        try:
-            with without_memory:
-                launch()
-        finally:
-            _foreseen.reset(token)
 
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-    began = time.monotonic()
-    with ThreadPoolExecutor(threads, "compiling") as pool, triton.AsyncCompileMode(pool):
-        yield foresee
-    seconds = round(time.monotonic() - began, 1)
-    log.info("kernels are compiled", extra={"launches": len(foreseen), "seconds": seconds, "threads": threads})
+def _go_through(launch: Callable[[], None], foreseen: set[Hashable], without_memory: Any) -> None:
+    token = _foreseen.set(foreseen)
+    try:
+        with without_memory:
+            launch()
+    finally:
+        _foreseen.reset(token)
+
+
+def _threads() -> int:
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _compiled() -> int:
+    """Return how many kernels and other results of compilations Triton keeps for later processes."""
+    folder = Path(triton.knobs.cache.dir)
+    return sum(1 for _ in folder.iterdir()) if folder.exists() else 0
 
 
 def compiles_only() -> bool:

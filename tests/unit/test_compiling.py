@@ -22,7 +22,7 @@ driver.set_active(SimpleNamespace(
 backends.default_backend = lambda device: "triton"
 backends.overlapping_launch = lambda device: {"PDL": True, "launch_pdl": True}
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
-from kernels.compiling import compiling_ahead
+from kernels.compiling import compile_ahead
 """
 
 A_ROUND_AND_A_STEP = """
@@ -57,9 +57,8 @@ step = PassShape(
 round_ = RoundShape(2, 2, 400, sampled=False, method="ahead", refreshes=False, behind=True)
 make_buffers, launch = rounds._ways_of(round_)
 buffers = make_buffers()
-with torch.inference_mode(), compiling_ahead() as foresee:
-    foresee(partial(launch, buffers))
-    foresee(steps.launches_of(step))
+with torch.inference_mode():
+    compile_ahead([lambda: partial(launch, buffers), partial(steps.launches_of, step)])
 assert not any(part.any() for part in (*kv.k_pages, *kv.v_pages, buffers.results._device))
 """
 
@@ -68,9 +67,8 @@ from kernels.rms_norm import _add_rms_norm_kernel, add_rms_norm
 
 hidden, weight = torch.rand(4, 64), torch.rand(64)
 before = hidden.clone()
-with compiling_ahead() as foresee:
-    foresee(lambda: add_rms_norm(hidden, hidden, weight, 1e-5, "triton"))
-    foresee(lambda: add_rms_norm(hidden, hidden, weight, 1e-5, "triton"))
+launch = lambda: add_rms_norm(hidden, hidden, weight, 1e-5, "triton")
+compile_ahead([lambda: launch, lambda: launch])
 compiled = _add_rms_norm_kernel.device_caches[0][0]
 (first,) = compiled
 _add_rms_norm_kernel.warmup(
@@ -81,6 +79,19 @@ assert list(compiled) == [first], list(compiled)
 assert torch.equal(hidden, before)
 """
 
+MANY = """
+from kernels.rms_norm import add_rms_norm
+
+made = []
+
+def maker(size):
+    made.append(size)
+    return lambda: add_rms_norm(torch.rand(4, 16 * size), None, torch.rand(16 * size), 1e-5, "triton")
+
+compile_ahead([lambda size=size: maker(size) for size in range(1, 21)])
+print(len(made))
+"""
+
 A_FAULT = """
 from kernels.backends import jit, tl
 
@@ -89,8 +100,7 @@ def kernel(x_ptr, SIZE: tl.constexpr):
     tl.static_assert(SIZE < 8, "too many")
     tl.store(x_ptr, SIZE)
 
-with compiling_ahead() as foresee:
-    foresee(lambda: kernel[(1,)](torch.zeros(1), SIZE=9))
+compile_ahead([lambda: lambda: kernel[(1,)](torch.zeros(1), SIZE=9)])
 """
 
 
@@ -126,6 +136,10 @@ def test_a_round_and_a_step_compile_and_write_nothing(tmp_path: Path) -> None:
 def test_what_is_compiled_ahead_is_found_where_it_is_launched(tmp_path: Path) -> None:
     run = run_on_a_gpu(ONE_LAUNCH, tmp_path)
     assert run.returncode == 0, run.stderr
+
+
+def test_what_an_earlier_process_has_compiled_is_hardly_gone_through(tmp_path: Path) -> None:
+    assert [run_on_a_gpu(MANY, tmp_path).stdout for _ in range(2)] == ["20\n", "7\n"]
 
 
 def test_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
