@@ -19,8 +19,11 @@ kernel = getattr(importlib.import_module(module), name)
 names, compiled = kernel.arg_names, []
 for fixed in variants:
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
-    options = {"launch_pdl": True} if fixed.get("PDL") else {}
+    fixed = {(names.index(name),): tuple(value) if isinstance(value, list) else value for name, value in fixed.items()}
+    pointers = [(index,) for index, name in enumerate(names) if signature[name].startswith("*")]
+    aligned = {at: [["tt.divisibility", 16]] for at in pointers}
+    source = ASTSource(kernel, signature, fixed, aligned)
+    options = {"launch_pdl": True} if "PDL" in names and fixed.get((names.index("PDL"),)) else {}
     compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 print(json.dumps(compiled))
 """
@@ -31,8 +34,9 @@ def compile_for_a_gpu(
 ) -> list[str]:
     """Compile a kernel of a module for a Hopper GPU; return the PTX of each variant.
 
-    types: Triton's names for the types of what is passed at a launch. variants: the values of everything else, None of
-    tensors that are not there, which may have a type. cache: a folder for what Triton keeps.
+    types: Triton's names for the types of what is passed at a launch, pointers to multiples of 16 as tensors' are.
+    variants: the values of everything else, None of tensors that are not there, which may have a type. cache: a folder
+    for what Triton keeps.
     """
     given = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     asked = json.dumps([module, kernel, dict(types), [dict(each) for each in variants]])

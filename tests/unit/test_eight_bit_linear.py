@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.eight_bit_linear import MAX_ROWS, EightBitWeight, Tuning, asked_ahead, eight_bit_linear, quantize
-from tests.unit.compiling import Variant, compile_for_gpu
+from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,5 +69,5 @@ def test_it_compiles_for_a_gpu_whatever_the_length_of_a_part(tmp_path: Path) -> 
     for length in (128, 256, 384, 640):
         sizes = {"outputs": 64, "inputs": 2 * length, "ROWS": 16, "COLUMNS": 64, "DEPTH": 128, "PARTS": 2}
         fixed = sizes | {"GATED": False, "AHEAD": asked_ahead(length), "STAGES": 3, "PDL": True}
-        variants.append(Variant("kernels.eight_bit_linear", "_eight_bit_linear_kernel", types, fixed))
-    compile_for_gpu(variants, tmp_path)
+        variants.append(fixed)
+    compile_for_a_gpu("kernels.eight_bit_linear", "_eight_bit_linear_kernel", types, variants, tmp_path)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.finite_rows import are_finite
-from tests.unit.compiling import Variant, compile_for_gpu
+from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,6 +67,6 @@ def test_no_rows_are_none(backend: str) -> None:
 def test_both_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     types = {"logits_ptr": "*bf16", "counts_ptr": "*i32", "largest_ptr": "*fp32", "finite_ptr": "*i32"}
     types |= dict.fromkeys(("vocab", "places", "splits"), "i32")
-    largest = Variant("kernels.finite_rows", "_largest_kernel", types, {"CHUNK": 4096, "PDL": True})
-    fixed = {"PLACES": 8, "SPLITS": 64, "PDL": True}
-    compile_for_gpu([largest, Variant("kernels.finite_rows", "_are_finite_kernel", types, fixed)], tmp_path)
+    of_kernels = {"_largest_kernel": {"CHUNK": 4096}, "_are_finite_kernel": {"PLACES": 8, "SPLITS": 64}}
+    for kernel, fixed in of_kernels.items():
+        compile_for_a_gpu("kernels.finite_rows", kernel, types, [fixed | {"PDL": True}], tmp_path)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.merged_attention import merge_attended
 from kernels.prompt_attention import attend_to_piece
-from tests.unit.compiled import run_without_interpreter
+from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -114,21 +114,17 @@ def test_what_is_not_built_is_refused() -> None:
         merge_attended(*[torch.zeros(1, 1, 1, 1)] * 5, backend="cudnn")
 
 
-COMPILED = """
-from kernels.merged_attention import _merge_attended_kernel as kernel
-from tests.unit.compiled import compile_for_gpu
-
-for running, out in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")):
-    pointers = dict(running=running, total="fp32", piece="bf16", weight="fp32", out=out, merged="fp32")
-    types = {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()} | dict(size="i32", skipped="i32")
-    strides = (0, 128, 32 * 128, 1)
-    fixed = dict(RUNNING=strides, PIECE=strides, OUT=strides, heads=32, dim=128, HEADS=32, DIM=128)
-    ptx = compile_for_gpu(kernel, types, fixed)
-    for name in ("ld", "st"):
-        assert f"{name}.global.v4.b32" in ptx and f"{name}.global.b16" not in ptx
-"""
-
-
 def test_it_compiles_for_a_gpu_and_moves_sixteen_bytes_at_once(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    run_without_interpreter(COMPILED, tmp_path)
+    strides = (0, 128, 32 * 128, 1)
+    fixed = dict.fromkeys(("RUNNING", "PIECE", "OUT"), strides) | {"heads": 32, "dim": 128, "HEADS": 32, "DIM": 128}
+    for running, out in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")):
+        numbers = {"running": running, "piece": "bf16", "out": out} | dict.fromkeys(
+            ("total", "weight", "merged"), "fp32"
+        )
+        types = {f"{name}_ptr": f"*{kind}" for name, kind in numbers.items()} | dict.fromkeys(
+            ("size", "skipped"), "i32"
+        )
+        (ptx,) = compile_for_a_gpu("kernels.merged_attention", "_merge_attended_kernel", types, [fixed], tmp_path)
+        for name in ("ld", "st"):
+            assert f"{name}.global.v4.b32" in ptx and f"{name}.global.b16" not in ptx

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels import selection_difference
 from kernels.selection_difference import CodedDifferences, code_difference
 from sparsity.selection import BlockSelection, row_words
-from tests.unit.compiling import Variant, compile_for_gpu
+from tests.compiling import compile_for_a_gpu
 from wire.selection_codec import decode_selection, encode_selection, with_header
 
 pytest.importorskip("triton")
@@ -102,8 +102,9 @@ def test_both_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     types = dict.fromkeys(names, "*i64") | dict.fromkeys(("flags_ptr", "values_ptr"), "*u8")
     types |= dict.fromkeys(("widths_ptr", "row_counts_ptr", "counts_ptr"), "*i32") | {"rows": "i32", "words": "i32"}
     fixed = {"CHUNK": 128, "PDL": True}
-    flags = Variant(MODULE, "_flags_kernel", types, fixed | {"WEIGHT": selection_difference._WEIGHT})
-    compile_for_gpu([flags, Variant(MODULE, "_values_kernel", types, fixed | {"ROWS": 256})], tmp_path)
+    own = {"_flags_kernel": {"WEIGHT": selection_difference._WEIGHT}, "_values_kernel": {"ROWS": 256}}
+    for kernel, others in own.items():
+        compile_for_a_gpu(MODULE, kernel, types, [fixed | others], tmp_path)
 
 
 @pytest.mark.gpu

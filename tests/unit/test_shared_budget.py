@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.shared_budget import remember_weights, room_left, score_blocks
 from sparsity.selection import BlockSelection
-from tests.unit.compiling import Variant, compile_for_gpu
+from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,9 +101,8 @@ def test_kernels_of_a_pass_that_shares_out_compile_for_a_gpu(tmp_path: Path) -> 
     types = dict.fromkeys(integers, "*i32") | {"words_ptr": "*i64", "forced_ptr": "*u8", "parts": "i32"}
     types |= dict.fromkeys(("memory_ptr", "importance_ptr", "scores_ptr"), "*fp32")
     sizes = {"n": 6400, "word_count": 100, "rows": 256, "CHUNK": 1024}
-    scores = Variant("kernels.shared_budget", "_score_blocks_kernel", types, sizes)
-    left = Variant("kernels.shared_budget", "_room_left_kernel", types, {"CHUNK": 2048, "PDL": True})
-    compile_for_gpu([scores, left], tmp_path)
+    for kernel, fixed in {"_score_blocks_kernel": sizes, "_room_left_kernel": {"CHUNK": 2048, "PDL": True}}.items():
+        compile_for_a_gpu("kernels.shared_budget", kernel, types, [fixed], tmp_path)
 
 
 @pytest.mark.parametrize(("groups", "rows", "n"), SHAPES)
