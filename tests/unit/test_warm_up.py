@@ -5,6 +5,7 @@ Without a GPU a stand-in for graphs runs the launches one by one, in the shapes 
 
 import itertools
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +55,25 @@ class Launches:
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have runners on a CPU capture, before they serve only what single sessions take."""
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have runners on a CPU capture, before they serve only what single sessions take.
+
+    Returns how many launches were to be compiled ahead, each time; the references that run here have no kernels.
+    """
+    compiled: list[int] = []
+
+    def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
+        assert all(callable(make()) for make in makers)
+        compiled.append(len(makers))
+
     for module in ("engine.model_runner", "engine.round_runner"):
         monkeypatch.setattr(f"{module}.WARM_SESSIONS", 1)
+        if not torch.cuda.is_available():
+            monkeypatch.setattr(f"{module}.compile_ahead", compile_ahead)
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(Graphs, "_capture", lambda self, captured: Launches(captured))
+    return compiled
 
 
 def runner_of(folder: Any, most_queries: int = 0) -> ModelRunner:
@@ -71,8 +84,7 @@ def runner_of(folder: Any, most_queries: int = 0) -> ModelRunner:
     return runner
 
 
-@pytest.mark.usefixtures("captures")
-def test_no_step_of_a_target_is_captured_for_a_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], caplog: pytest.LogCaptureFixture) -> None:
     runner = runner_of(models.TARGET)
     with caplog.at_level(logging.INFO):
         runner.warm_up([None], SESSIONS)
@@ -80,6 +92,7 @@ def test_no_step_of_a_target_is_captured_for_a_request(caplog: pytest.LogCapture
     told = next(record for record in caplog.records if record.message == "CUDA graphs are captured")
     assert (vars(told)["of"], vars(told)["graphs"]) == ("steps", len(now)) and vars(told)["seconds"] >= 0
     assert {shape.sequences for shape in now} == {1}  # type: ignore[attr-defined]
+    assert captures == ([] if torch.cuda.is_available() else [len(now)])  # the kernels of each are compiled before
     prepare(runner)
     shapes = set(runner._passes.graphs.by_shape)
     assert len(shapes) == 2 * len(now)
