@@ -103,6 +103,13 @@ def _ranks(bit: Tensor) -> Tensor:
 
 
 @jit
+def _load_words(bitmaps_ptr, before_ptr, at, inside):
+    """New words, and where they differ from the old ones."""
+    bitmap = tl.load(bitmaps_ptr + at, mask=inside, other=0)
+    return bitmap, bitmap ^ tl.load(before_ptr + at, mask=inside, other=0)
+
+
+@jit
 def _flags_kernel(
     bitmaps_ptr,
     before_ptr,
@@ -124,8 +131,7 @@ def _flags_kernel(
     checksum = tl.zeros([CHUNK], tl.int64)
     for start in tl.range(0, words, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        bitmap = tl.load(bitmaps_ptr + row * words + column, mask=column < words, other=0)
-        difference = bitmap ^ tl.load(before_ptr + row * words + column, mask=column < words, other=0)
+        bitmap, difference = _load_words(bitmaps_ptr, before_ptr, row * words + column, column < words)
         flags = tl.zeros([CHUNK], tl.int32)
         for place in tl.static_range(8):
             differs = (((difference >> (8 * place)) & 255) != 0).to(tl.int32)
@@ -166,8 +172,7 @@ def _values_kernel(
     begin = tl.sum(tl.where(other < number, counts, 0), 0)
     for start in tl.range(0, words, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        bitmap = tl.load(bitmaps_ptr + row * words + column, mask=column < words, other=0)
-        difference = bitmap ^ tl.load(before_ptr + row * words + column, mask=column < words, other=0)
+        _, difference = _load_words(bitmaps_ptr, before_ptr, row * words + column, column < words)
         of_word = tl.zeros([CHUNK], tl.int32)
         for place in tl.static_range(8):
             of_word += (((difference >> (8 * place)) & 255) != 0).to(tl.int32)
