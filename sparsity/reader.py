@@ -19,15 +19,13 @@ from sparsity.selection import BlockSelection
 class Reader:
     """What one session reads. Call `read` before a pass and `finish` after it, once a round.
 
-    report_blocks: whether `chosen` is wanted, for measurements. chosen: the blocks that the last round read, bool
-    [layers, kv_heads, blocks]; None where they are known on the device only and were not wanted. summary_tokens: tokens
-    of KV that each sparse head read beside its blocks.
+    report_blocks: whether `chosen` is wanted, for measurements. summary_tokens: tokens of KV that each sparse head read
+    beside its blocks.
     """
 
     method: Method
     plan: Plan
     report_blocks: bool = False
-    chosen: Tensor | None = None
     summary_tokens: float = 0.0
     _memory: Tensor | None = None  # weights of what was read, faded, [layers, kv_heads, blocks], where lists are made
     _read_memory: ReadMemory | None = field(default=None, repr=False)  # where the pass shares a budget out
@@ -36,6 +34,7 @@ class Reader:
     _reads_all: bool = True
     _planned: Tensor | None = None  # the lists of the last round, bool [sparse layers, kv_heads, blocks]
     _blocks_read: int | None = None  # in sparse layers, where the pass shared a budget out
+    _chosen: Tensor | None = None  # the blocks that the last round read, where it did not read all
 
     def __post_init__(self) -> None:
         check_method(self.method, self.plan)
@@ -128,17 +127,26 @@ class Reader:
         plan, blocks = self.plan, self.plan.num_blocks(self._length)
         self._has_weighed |= self._reads_all
         self._blocks_read = None if self._reads_all else output.blocks_read
-        self.chosen = output.blocks
-        if self._planned is not None or self._reads_all:
-            self.chosen = torch.ones(plan.target_layers, plan.target_kv_heads, blocks, dtype=torch.bool)
+        self._chosen = output.blocks
         if self._planned is not None:
-            assert self.chosen is not None
-            self.chosen[plan.sparse_layers] = self._planned
+            self._chosen = torch.ones(plan.target_layers, plan.target_kv_heads, blocks, dtype=torch.bool)
+            self._chosen[plan.sparse_layers] = self._planned
         if output.read_weights is not None:
             faded = torch.zeros_like(output.read_weights)
             if self._memory is not None:
                 faded = plan.memory_decay * _fit(self._memory, blocks)
             self._memory = torch.maximum(output.read_weights, faded)
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """The blocks that the last round read, bool [layers, kv_heads, blocks]; None where they are known on the device
+        only and were not wanted.
+        """
+        if not self._reads_all:
+            return self._chosen
+        plan = self.plan
+        sizes = plan.target_layers, plan.target_kv_heads, plan.num_blocks(self._length)
+        return torch.ones(sizes, dtype=torch.bool)
 
     @property
     def is_sparse(self) -> bool:
@@ -157,8 +165,8 @@ class Reader:
             dense = layers - len(plan.sparse_layers)
             read = float(self._blocks_read + dense * kv_heads * blocks) * plan.block_size
         else:
-            assert self.chosen is not None
-            read = float(self.chosen.sum()) * plan.block_size
+            assert self._chosen is not None
+            read = float(self._chosen.sum()) * plan.block_size
         return read + self.summary_tokens * len(plan.sparse_layers) * kv_heads, everything
 
 

@@ -15,6 +15,7 @@ as many, up to 512; with measured costs for so many more that trying again costs
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from engine.rounds.requests import gammas
 from target_service.acceptance import Acceptance
@@ -65,11 +66,14 @@ class Pace:
 
     def paused_with_all(self, committed: int) -> "Pace":
         """Return the pace in a pause of all sessions, which lasts on as long as this is said after each round."""
-        return replace(self, trial=0, paused_until=committed + FIRST_PAUSE, alone=False)
+        # Said of each session in each step: replace() takes several times as long.
+        until = committed + FIRST_PAUSE
+        return Pace(self.choice, self.acceptance, 0, self.next_pause, until, alone=False, kind=self.kind)
 
     def resumed(self, committed: int) -> "Pace":
         """Return the pace at the end of a pause."""
-        return replace(self, trial=0, paused_until=min(self.paused_until, committed))
+        goes_on = not self.trial and self.paused_until <= committed
+        return self if goes_on else replace(self, trial=0, paused_until=min(self.paused_until, committed))
 
     def is_paused(self, committed: int) -> bool:
         """Return whether a session of so many committed tokens goes without a draft."""
@@ -95,8 +99,7 @@ def choose(present: Choice, rates: Mapping[Choice, float]) -> Choice:
     return max(faster, key=faster.__getitem__, default=present)
 
 
-@dataclass(frozen=True)
-class RoundSeen:
+class RoundSeen(NamedTuple):
     """What the controller is told of a round.
 
     kind: how it was made; gamma is the number of proposed tokens. accepted: of these. committed: tokens of the session
@@ -168,17 +171,18 @@ class Controller:
             return self._pause(pace, seen.committed, 0) if useless else pace
         # Beside others that are drafted a plain round takes longer than where nothing is, since then steps go ahead. A
         # draft's step takes as many passes as the one of its rounds that drafts most.
+        sessions = others.total()
         alike = sum(count for other, count in others.items() if other.gamma == kind.gamma)
-        is_typical = alike >= (ALIKE if kind.gamma else 1) * others.total()
+        is_typical = alike >= (ALIKE if kind.gamma else 1) * sessions
         if kind == before and seen.seconds and is_typical:
             # The sessions share their steps: what one chooses to read costs the others as well.
             sparse = any(other.sparse for other in others)
             self.costs.add(load, Choice(kind.gamma, sparse), seen.seconds, seen.drafting, seen.step)
         rested = self._rested[seen.announces]
-        self._rested[seen.announces] = 0.0 if kind.gamma else rested + 1 / max(1, others.total())
-        self._advance_probe(pace, seen, load, others.total())
+        self._rested[seen.announces] = 0.0 if kind.gamma else rested + 1 / max(1, sessions)
+        self._advance_probe(pace, seen, load, sessions)
         if self.probe is None:
-            return self._decide(pace, seen, load, others.total())
+            return self._decide(pace, seen, load, sessions)
         if pace.alone and pace.is_paused(seen.committed):
             return pace
         # A draft that went on beside plain rounds would take its part of their time: for these it ends.
@@ -196,7 +200,8 @@ class Controller:
         if pace.is_paused(seen.committed) and pace.alone:
             return pace
         if not self._plain[seen.announces]:
-            pace = replace(pace.resumed(seen.committed), choice=self._choice[seen.announces])
+            pace, choice = pace.resumed(seen.committed), self._choice[seen.announces]
+            pace = pace if choice == pace.choice else replace(pace, choice=choice)
         if pace.trial:
             return pace
         if is_odd:
@@ -206,8 +211,8 @@ class Controller:
             if choice == PLAIN:
                 return self._pause(pace, seen.committed, self._least_pause(pace, load))
             pace = replace(pace, choice=choice)
-        settled = pace.acceptance.judged[0] > 2 * TRIAL
-        return replace(pace, next_pause=FIRST_PAUSE if settled else pace.next_pause)
+        is_settled = pace.acceptance.judged[0] > 2 * TRIAL and pace.next_pause != FIRST_PAUSE
+        return replace(pace, next_pause=FIRST_PAUSE) if is_settled else pace
 
     def _decide_for_all(self, load: Load, announces: bool) -> None:
         """Decide whether such sessions draft, where there are figures for both, and how."""
@@ -250,7 +255,7 @@ class Controller:
         options = [Choice(gamma, sparse) for gamma in gammas(self._most) for sparse in {False, announces}]
         seconds = {option: self.costs.estimate(load, option) for option in [PLAIN, *options]}
         for option in options if not announces else ():  # beside others that read sparsely
-            seconds[option] = seconds[option] or self.costs.estimate(load, replace(option, sparse=True))
+            seconds[option] = seconds[option] or self.costs.estimate(load, option._replace(sparse=True))
         return {option: acceptance.tokens(option.gamma) / cost for option, cost in seconds.items() if cost}
 
     # What is tried.
@@ -263,7 +268,10 @@ class Controller:
             if min(self._probe_left, self._probe_limit) <= 0 or load != self._probe_load:
                 self.probe = None
             return
-        present = PLAIN if pace.is_paused(seen.committed) else pace.choice
+        is_paused = pace.is_paused(seen.committed)
+        if is_paused and not pace.alone and self._until_decided[seen.announces] > 1:
+            return  # one of the step's sessions says it for all that pause
+        present = PLAIN if is_paused else pace.choice
         known = self.costs.rounds(load, present) / (PROBED * sessions_of(load))
         if known < 1 or seen.kind != present:
             return

@@ -8,7 +8,6 @@ pages of its own.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from engine.inputs import SequenceInput
 from engine.judging import Drafted
@@ -65,8 +64,7 @@ def plan_behind(
     if alike and all(waits(session) for session in sessions if id(session) not in places):
         going_on = [session for session in going_on if len(session.tokens) + 1 < session.max_length]
         for session in going_on:
-            item = _plan_round(session, places[id(session)], drafting, drafted)
-            ahead.rounds.append(replace(item, drafting_cost=cost if drafted else 0.0))
+            ahead.rounds.append(_plan_round(session, places[id(session)], drafting, drafted, cost))
         ahead.left_running = bool(ahead.rounds)
     return ahead
 
@@ -79,7 +77,9 @@ def _needs_no_host(session: TargetSession) -> bool:
     return not drafted and not looked_at and not chooses and session.screening is None
 
 
-def _plan_round(session: TargetSession, place: int, drafting: SelfDrafting | None, count: int) -> VerifyRound:
+def _plan_round(
+    session: TargetSession, place: int, drafting: SelfDrafting | None, count: int, cost: float
+) -> VerifyRound:
     """Return a session's part of a step behind the one in which it had this place, and drafted as many tokens.
 
     What it reads to draft is chosen as if none of those were accepted.
@@ -90,4 +90,4 @@ def _plan_round(session: TargetSession, place: int, drafting: SelfDrafting | Non
         assert drafting is not None and session.memory is not None
         read = drafting.read(session.memory, base, count)
     item = SequenceInput(session.kv, [0] * (count + 1), "all", read, drafted, follows=place)
-    return VerifyRound(session, None, item, 0.0)
+    return VerifyRound(session, None, item, 0.0, drafting_cost=cost if count else 0.0)

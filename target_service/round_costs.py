@@ -6,6 +6,7 @@ alike; one session that is decoded plainly beside others that are drafted says l
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Load = tuple[int, int]  # powers of two: sessions that generate, and tokens of all of them
 
@@ -17,8 +18,7 @@ TRIED_IN = 600  # or as many of each session that trying it again, six rounds ea
 LEAST_OF_STEP = 0.6  # of what a round that reads everything takes to verify: a plain one takes no less
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """How rounds are made. gamma: tokens drafted, 0: none. sparse: whether only what the draft announces is read."""
 
     gamma: int
@@ -53,8 +53,11 @@ class _Figure:
 
 @dataclass
 class _AtLoad:
+    """Figures at one load. fastest: seconds of the one that takes least."""
+
     rounds: int = 0
     figures: dict[Choice, _Figure] = field(default_factory=dict)
+    fastest: float = 0.0
 
 
 class RoundCosts:
@@ -69,6 +72,7 @@ class RoundCosts:
         here.rounds += 1
         of_round = seconds, drafting, step, here.rounds, sessions_of(load)
         here.figures.setdefault(choice, _Figure()).add(*of_round)
+        here.fastest = min(each.seconds for each in here.figures.values())
 
     def rounds(self, load: Load, choice: Choice) -> int:
         """Return how many rounds a figure rests on; 0 where there is none, or one that is too new or stale."""
@@ -76,9 +80,9 @@ class RoundCosts:
         figure = here.figures.get(choice) if here else None
         if here is None or figure is None:
             return 0
-        slower = figure.seconds / min(each.seconds for each in here.figures.values())
-        lasts = max(STALE, TRIED_IN * sessions_of(load) * slower)
-        counts = figure.rounds > SETTLED * sessions_of(load) and here.rounds - figure.newest < lasts
+        sessions = sessions_of(load)
+        lasts = max(STALE, TRIED_IN * sessions * figure.seconds / here.fastest)
+        counts = figure.rounds > SETTLED * sessions and here.rounds - figure.newest < lasts
         return figure.rounds if counts else 0
 
     def last(self, load: Load, choice: Choice) -> float | None:
@@ -109,7 +113,7 @@ class RoundCosts:
         seconds = self.seconds(load, choice)
         if seconds is not None:
             return seconds
-        for other in _beside(load):
+        for other in filter(self._loads.__contains__, _beside(load)):
             there = self.seconds(other, choice)
             both = [known for known in self._known(load) if self.rounds(other, known)]
             if there is not None and both:
@@ -134,5 +138,9 @@ def sessions_of(load: Load) -> int:
 def _beside(load: Load) -> list[Load]:
     """Return the loads with about as many sessions and tokens, the nearest first."""
     sessions, tokens = load
-    near = [(a, b) for a in (0, -1, 1) for b in (0, -1, 1) if (a, b) != (0, 0)]
-    return [(sessions + a, tokens + b) for a, b in sorted(near, key=lambda each: abs(each[0]) + abs(each[1]))]
+    return [(sessions + a, tokens + b) for a, b in _NEAR]
+
+
+_NEAR = sorted(
+    ((a, b) for a in (0, -1, 1) for b in (0, -1, 1) if (a, b) != (0, 0)), key=lambda each: abs(each[0]) + abs(each[1])
+)
