@@ -35,7 +35,7 @@ from engine.rounds.behind_steps import LeftVerdicts, Verdict
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.under_way import RoundsUnderWay
 from engine.ruled_judging import judge_by_rules
-from engine.runner import WARM_SESSIONS, Runner
+from engine.runner import COMPILED_SESSIONS, WARM_SESSIONS, Runner
 from engine.sampling import Sampling, Support
 from kernels.backends import Backend, default_backend, power_of_two
 from kernels.compiling import compile_ahead
@@ -313,18 +313,22 @@ class ModelRunner(Runner):
         return [item for item in ends if not self._limits.is_prompt(item)]
 
     def _capture(self, kinds: list[SequenceInput], sequences: int) -> None:
-        """Capture the steps of inputs of these kinds, in batches of up to `sequences`, the large ones later."""
+        """Capture the steps of inputs of these kinds, in batches of up to `sequences`: the large ones later, and those
+        that few requests take.
+        """
         if not self._captures:
             return
         counts = [1 << i for i in range(power_of_two(sequences).bit_length())]
-        now = [(item, count) for item in kinds for count in counts if count <= WARM_SESSIONS]
-        shapes = [shape for item, count in now for shape in self._shapes_of(item, count)]
+        sized = [(item, count) for item in kinds for count in counts]
+        shapes = [shape for item, count in sized if count <= COMPILED_SESSIONS for shape in self._shapes_of(item, count)]
         compile_ahead([partial(self._passes.launches_of, shape) for shape in shapes])
+        now = [(item, count) for item, count in sized if count <= WARM_SESSIONS and not _is_rare(item)]
         with tell_captures(self._passes.graphs, "steps"):
             for item, count in tqdm(now, desc="capturing CUDA graphs of steps", disable=None):
                 self._capture_step(item, count)
-        large = [count for count in counts if count > WARM_SESSIONS]
-        self._later += [partial(self._capture_step, item, count) for count in large for item in kinds]
+        later = [(item, count) for item, count in sized if count > WARM_SESSIONS or _is_rare(item)]
+        later.sort(key=lambda each: (_is_rare(each[0]), each[1]))
+        self._later += [partial(self._capture_step, item, count) for item, count in later]
 
     def _capture_step(self, item: SequenceInput, count: int) -> None:
         """Capture the steps of so many inputs like this one."""
@@ -420,3 +424,8 @@ class ModelRunner(Runner):
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
         return self._rounds.launch(requests)
+
+
+def _is_rare(item: SequenceInput) -> bool:
+    """Return whether few requests take such a step: tokens are cut by top_k or min_p."""
+    return item.drafted is not None and item.drafted.sampling.cuts

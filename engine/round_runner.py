@@ -22,7 +22,7 @@ from engine.rounds.buffers import RoundShape, bring_rules, lay_out_round, make_r
 from engine.rounds.launches import run_round
 from engine.rounds.requests import RoundMemory, RoundRequest, RoundSettings, branches_of
 from engine.rounds.under_way import LaunchedRound, RoundsUnderWay
-from engine.runner import WARM_SESSIONS
+from engine.runner import COMPILED_SESSIONS, WARM_SESSIONS
 from engine.staging import Buffers
 from kernels.backends import Backend, power_of_two
 from kernels.compiling import compile_ahead
@@ -55,9 +55,9 @@ class RoundRunner:
         self.left_verdicts: LeftVerdicts | None = None  # of the last step that rounds may be launched behind
 
     def warm_up(self, sequences: int, methods: Sequence[str], gammas: Sequence[int]) -> list[Callable[[], object]]:
-        """Capture rounds that announce nothing or by `methods`: greedy and sampled ones, and those whose logits are
-        changed, of up to WARM_SESSIONS sessions. Return what captures those of up to `sequences`, and of fewer tokens,
-        `gammas` of them.
+        """Capture rounds that announce nothing or by `methods`: greedy and sampled ones, of up to WARM_SESSIONS
+        sessions. Return what captures those of up to `sequences`, those whose logits are changed, and those of fewer
+        tokens, `gammas` of them.
         """
         if not self._graphs.captures:
             return []
@@ -72,14 +72,16 @@ class RoundRunner:
             shapes.append(shape)
             if self._settings.refresh_every > 1 and of_each == self._branches_of(count):
                 shapes.append(replace(shape, refreshes=False))
-        now = [shape for shape in shapes if shape.sequences <= WARM_SESSIONS]
-        compile_ahead([partial(self._launches_of, shape) for shape in now])
+        compiled = [shape for shape in shapes if shape.sequences <= COMPILED_SESSIONS]
+        compile_ahead([partial(self._launches_of, shape) for shape in compiled])
+        now = [shape for shape in shapes if shape.sequences <= WARM_SESSIONS and not shape.ruled]
         with tell_captures(self._graphs, "rounds"):
             for shape in tqdm(now, desc="capturing CUDA graphs of rounds", disable=None):
                 self._round_of(shape)
         fewer = [replace(shape, gamma=gamma) for gamma in gammas for shape in shapes]
-        later = [shape for shape in shapes if shape.sequences > WARM_SESSIONS]
-        return [partial(self._round_of, shape) for shape in sorted([*later, *fewer], key=lambda each: each.sequences)]
+        later = [shape for shape in shapes if shape not in now]
+        later = sorted([*later, *fewer], key=lambda shape: (shape.ruled, shape.sequences))
+        return [partial(self._round_of, shape) for shape in later]
 
     def launch(self, requests: list[RoundRequest]) -> RoundsUnderWay:
         """Draft a round of each, those of one method and one γ that refresh, or do not, together. Raises OutOfPages.

@@ -9,7 +9,8 @@ from engine.rounds.behind_steps import Verdict
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.under_way import RoundsUnderWay
 
-WARM_SESSIONS = 32  # steps of up to so many sessions are made ready before the first request, the others behind it
+WARM_SESSIONS = 8  # steps of up to so many sessions are made ready before the first request, the others behind it
+COMPILED_SESSIONS = 32  # of up to so many, their kernels are compiled before it: to capture them takes a tenth of a second
 
 
 class Runner:
@@ -62,8 +63,8 @@ class Runner:
         raise NotImplementedError(f"{type(self).__name__} runs no steps behind rounds")
 
     def warm_up(self, reads: list[SparseRead | None], sequences: int, gammas: Sequence[int] = ()) -> None:
-        """Make ready for steps that read so, of up to so many sequences: now for up to WARM_SESSIONS of them, for more
-        by `warm_up_more`. There may be nothing to do.
+        """Make ready for steps that read so, of up to so many sequences: now for up to WARM_SESSIONS of them, for more,
+        and for what few requests ask for, by `warm_up_more`. There may be nothing to do.
 
         gammas: the numbers of tokens that steps may draft by themselves.
         """
