@@ -259,6 +259,9 @@ class TargetSettings(ServiceSettings):
     synthetic_confirmation: float = _rounds(
         1.0, "of tokens that are to be confirmed (confirm_every), with synthetic_acceptance", least=0, most=1
     )
+    synthetic_alternatives: float = _rounds(
+        0.56, "how often an alternative to a rejected token is right, with synthetic_acceptance", least=0, most=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

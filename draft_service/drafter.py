@@ -10,7 +10,7 @@ import numpy as np
 
 from config import DraftSettings
 from draft_service.admission import Admission
-from draft_service.outcomes import ALTERNATIVES, branches_for
+from draft_service.outcomes import ALTERNATIVES, BESIDE, branches_for
 from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
 from draft_service.steps import (
     DraftStep,
@@ -72,10 +72,10 @@ class Drafter:
         rounds = round_settings(
             plan, settings.most_drafted, settings.support, settings.draft_read_share, settings.draft_refresh_every
         )
-        alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
+        alternatives = ALTERNATIVES if settings.branches > 1 else 0 if settings.ahead else BESIDE
         memories = settings.max_sessions + 1  # a session may end in the step that runs
         rounds = replace(rounds, memories=memories, branches=settings.branches, runs_last=settings.ahead)
-        runner.prepare_rounds(replace(rounds, alternatives=alternatives))
+        runner.prepare_rounds(replace(rounds, alternatives=min(alternatives, runner.vocab_size)))
 
     def warm_up(self) -> None:
         """Make the runner ready for prompts, and for the rounds of sessions that announce nothing or by the plan."""

@@ -10,6 +10,7 @@ from engine.rounds.requests import DraftedTokens
 Outcome = tuple[int, int]  # drafted tokens that are accepted, and the token that the target adds
 
 ALTERNATIVES = 4  # of the draft's likeliest tokens at a position, so many come into question
+BESIDE = 2  # of the likeliest, so many, one of which was not drafted, where alternatives run beside drafted tokens
 SUITED = 8  # branches on a GPU, whose passes take their time for reading memory (docs/performance.md)
 # How often the target's own token is the draft's first, second ... choice among those that are left, measured on the
 # bundled pair (docs/performance.md, which also says what share of verdicts is met).

@@ -47,13 +47,15 @@ class BranchAhead:
     """An outcome of the verdict to come, and what was drafted for the round behind it.
 
     The outcome ends with `token` at position base - 1; the round begins at `base`. source: the position at which the KV
-    of `token` lies, and behind it that of the drafted tokens.
+    of `token` lies, and behind it that of the drafted tokens. alternative: the token before `token`, if it is another
+    than was drafted there.
     """
 
     base: int
     token: int
     drafted: DraftedTokens
     source: int
+    alternative: int | None = None
 
 
 @dataclass(frozen=True)
@@ -239,17 +241,24 @@ class DraftSession:
 
     def _branch_met(self, tokens: list[int]) -> tuple[RoundAhead, BranchAhead] | None:
         """Return the branch whose outcome a verdict's tokens are, and the round that it belongs to."""
-        kept, end = tokens[:-1], self.committed + len(tokens)
-        if self.ahead is None or self.tokens[self.committed : end - 1] != kept:
+        end = self.committed + len(tokens)
+        if self.ahead is None:
             return None
         for branch in self.ahead.branches:
-            if branch.base == end and branch.token == tokens[-1]:
+            if branch.base != end or branch.token != tokens[-1]:
+                continue
+            assumed = self.tokens[self.committed : end - 1]
+            if branch.alternative is not None:
+                assumed[-1:] = [branch.alternative]
+            if assumed == tokens[:-1]:
                 return self.ahead, branch
         return None
 
     def _go_on(self, ahead: RoundAhead, branch: BranchAhead) -> None:
         """Stand in the round that a branch has drafted; the committed tokens end with the branch's first token."""
         drafted = branch.drafted
+        if branch.alternative is not None:
+            self.tokens[branch.base - 2] = branch.alternative
         self.tokens[branch.base - 1 :] = [branch.token, *drafted.tokens[: drafted.proposed]]
         self.drafted, self.seconds = branch.drafted, ahead.seconds
         self.selection, self.selection_base, self.coded = ahead.selection, ahead.base, ahead.coded

@@ -303,7 +303,9 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
         coded = CodedSelection(output.coded, None if planned.reference is None else planned.reference[0])
     if planned.ahead:
         branches = [
-            BranchAhead(length + 1, token, drafted.first(session.tokens_to_propose(length + 1)), source)
+            BranchAhead(
+                length + 1, token, drafted.first(session.tokens_to_propose(length + 1)), source, output.alternative
+            )
             for (length, token, source), drafted in zip(starts, output.branches, strict=True)
         ]
         session.ahead = RoundAhead(base, selection, coded, branches, seconds)

@@ -113,7 +113,9 @@ class SequenceInput:
     given. It had as many tokens there, and may begin before kv.length: behind those which that step accepts.
     behind: its place in a draft's rounds, which still run (Runner.take_rounds): its last tokens, and the bitmap of its
     budget if it has one, are those that its round leaves, not those given. held: how many tokens behind the first come
-    before these.
+    before these. alternatives: beside how many of the drafted tokens, the first ones, runs what else its round found
+    likeliest there, if it is behind one. Where the token that follows those accepted is such an alternative, it counts
+    as accepted, and the one behind it follows.
     """
 
     kv: SequenceKV
@@ -125,6 +127,12 @@ class SequenceInput:
     follows: int | None = None
     behind: int | None = None
     held: int = 0
+    alternatives: int = 0
+
+    @property
+    def rows(self) -> int:
+        """How many tokens run, alternatives included; behind `tokens` their KV lies for this pass alone."""
+        return len(self.tokens) + self.alternatives
 
     @property
     def logits_rows(self) -> int:
@@ -147,8 +155,8 @@ class SequenceOutput:
     budget was shared out. blocks: bool [layers, kv_heads, blocks] on the CPU, those that were read, if asked for.
     tokens_fetched: (layer, KV head, token) triples that came from the backing store. verdict: tokens accepted and the
     next token, where the input was drafted and the runner judges; then there are no logits. finite: whether
-    the logits of the verdict were numbers; if not, it means nothing. logprobs, supports: of the tokens of the verdict,
-    if asked for.
+    the logits of the verdict were numbers; if not, it means nothing. alternative: the last accepted token, if it is
+    none of those drafted but an alternative to one. logprobs, supports: of the tokens of the verdict, if asked for.
     """
 
     logits: Tensor | None = None
@@ -158,5 +166,6 @@ class SequenceOutput:
     tokens_fetched: int = 0
     verdict: tuple[int, int] | None = None
     finite: bool = True
+    alternative: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     supports: list[Support] = field(default_factory=list)

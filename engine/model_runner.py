@@ -26,12 +26,20 @@ from engine.modules import ModulesDecoder
 from engine.pass_runner import PassRunner
 from engine.passes.behind_rounds import LeftRounds
 from engine.passes.behind_steps import MOST_UNDER_WAY
-from engine.passes.grouping import StepLimits, exact_shape, join_rounds, kind_of, step_shape
+from engine.passes.grouping import (
+    StepLimits,
+    alternatives_beside,
+    exact_shape,
+    join_rounds,
+    kind_of,
+    step_shape,
+    with_alternatives,
+)
 from engine.passes.outputs import StepUnderWay
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.round_runner import ROUND_QUERIES, RoundRunner
-from engine.rounds.behind_steps import LeftVerdicts, Verdict
+from engine.rounds.behind_steps import Imposed, LeftVerdicts, Verdict
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.under_way import RoundsUnderWay
 from engine.ruled_judging import judge_by_rules
@@ -133,7 +141,7 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def launch(self, inputs: list[SequenceInput], imposed: Sequence[Verdict] | None = None) -> StepUnderWay:
-        self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
+        self.kv.begin_pass([(item.kv, item.rows) for item in inputs])
         if imposed is not None:
             self._passes.left_step.impose(imposed)
         if all(item.behind is None for item in inputs):
@@ -155,7 +163,19 @@ class ModelRunner(Runner):
         judges = (
             shape.judged and shape.queries > 1 and not shape.drafts and (not shape.width or shape.decay is not None)
         )
-        return replace(shape, behind=judges and self._passes.left_rounds is not None)
+        if not judges or self._passes.left_rounds is None:
+            return shape
+        shape = replace(shape, behind=True)
+        return with_alternatives(shape, self._group) if shape.queries == self._limits.step_queries else shape
+
+    @property
+    def _group(self) -> int:
+        """Query heads of a KV head."""
+        return self.decoder.heads // self.kv.kv_heads
+
+    def alternatives_beside(self, gamma: int) -> int:
+        queries = self._limits.step_queries
+        return alternatives_beside(gamma, queries, self._group) if gamma < queries else 0
 
     def make_room_for_rounds(self, sequences: int, gamma: int, support: int, rows: int, block_size: int) -> None:
         words = -(-self._limits.pages * PAGE_SIZE // (block_size * WORD))
@@ -320,7 +340,9 @@ class ModelRunner(Runner):
             return
         counts = [1 << i for i in range(power_of_two(sequences).bit_length())]
         sized = [(item, count) for item in kinds for count in counts]
-        shapes = [shape for item, count in sized if count <= COMPILED_SESSIONS for shape in self._shapes_of(item, count)]
+        shapes = [
+            shape for item, count in sized if count <= COMPILED_SESSIONS for shape in self._shapes_of(item, count)
+        ]
         compile_ahead([partial(self._passes.launches_of, shape) for shape in shapes])
         now = [(item, count) for item, count in sized if count <= WARM_SESSIONS and not _is_rare(item)]
         with tell_captures(self._passes.graphs, "steps"):
@@ -402,7 +424,7 @@ class ModelRunner(Runner):
         self._rounds.left_verdicts = LeftVerdicts.make(sequences, self.device)
 
     @torch.inference_mode()
-    def take_verdicts(self, step: StepUnderWay, held: Sequence[int], imposed: Sequence[Verdict] | None = None) -> None:
+    def take_verdicts(self, step: StepUnderWay, held: Sequence[int], imposed: Sequence[Imposed] | None = None) -> None:
         assert self._rounds is not None
         assert self._rounds.left_verdicts is not None
         self._rounds.left_verdicts.take(step.left(), held, imposed)

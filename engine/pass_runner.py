@@ -90,7 +90,7 @@ class PassRunner:
         step.run()
         done = step.buffers.results.send_back()
         for item in inputs:
-            item.kv.length += len(item.tokens)
+            item.kv.length += item.rows
         return StepUnderWay(step.buffers.results, inputs, done)
 
     def run_exact(

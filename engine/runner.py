@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.kv.cache import KVCache
 from engine.passes.outputs import StepUnderWay
-from engine.rounds.behind_steps import Verdict
+from engine.rounds.behind_steps import Imposed, Verdict
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.under_way import RoundsUnderWay
 
 WARM_SESSIONS = 8  # steps of up to so many sessions are made ready before the first request, the others behind it
-COMPILED_SESSIONS = 32  # of up to so many, their kernels are compiled before it: to capture them takes a tenth of a second
+COMPILED_SESSIONS = (
+    32  # of up to so many, their kernels are compiled before it: to capture them takes a tenth of a second
+)
 
 
 class Runner:
@@ -58,6 +60,10 @@ class Runner:
         """
         raise NotImplementedError(f"{type(self).__name__} runs no steps behind rounds")
 
+    def alternatives_beside(self, gamma: int) -> int:
+        """Return how many alternatives run beside γ drafted tokens in a step behind rounds, at next to no cost."""
+        return 0
+
     def take_rounds(self, rounds: RoundsUnderWay) -> None:
         """Have the next step that is launched judge what these rounds of one branch leave, without waiting for them."""
         raise NotImplementedError(f"{type(self).__name__} runs no steps behind rounds")
@@ -102,7 +108,7 @@ class Runner:
         """
         raise NotImplementedError(f"{type(self).__name__} drafts no rounds behind steps")
 
-    def take_verdicts(self, step: StepUnderWay, held: Sequence[int], imposed: Sequence[Verdict] | None = None) -> None:
+    def take_verdicts(self, step: StepUnderWay, held: Sequence[int], imposed: Sequence[Imposed] | None = None) -> None:
         """Have the next rounds that are launched go on behind this step, without waiting for it (RoundRequest.behind).
 
         held: of each sequence of the step, the tokens that it judges before those of the last round. imposed: verdicts

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 USE_DRAFT, USE_ACCEPT, USE_TARGET = 0, 1, 2
+USE_ALTERNATIVE = 5  # where verdicts are imposed
 USE_SCREEN_ACCEPT, USE_SCREEN_DRAW = 3, 4  # of a level whose tokens are judged once more
 LEAST_TEMPERATURE = 0.01  # of what is sampled; far below it the softmax overflows
 

@@ -18,13 +18,14 @@ class StepsVerdicts:
 
     behind: [sequences] int32, the place of each in the step; negative: it is behind none. judged: [sequences] int32,
     tokens that the step judges. accepted, following: [places] int32 each, how many of them it accepts, and the token
-    that it adds.
+    that it adds. alternative: the same, the last accepted token where it is another than was judged; else negative.
     """
 
     behind: Tensor
     judged: Tensor
     accepted: Tensor
     following: Tensor
+    alternative: Tensor
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class RoundsRows:
 class CutRounds:
     """Rounds behind what was accepted, in new tensors.
 
-    rejected: [sequences] int64, tokens that are. began: [2, sequences] int32, what was accepted and what follows; of
-    sequences behind no step those of the first place. lengths, token_ids, positions, slots: as of RoundsRows. numbers:
-    as many as there are pairs.
+    rejected: [sequences] int64, tokens that are. began: [3, sequences] int32, what was accepted, what follows, and the
+    alternative; of sequences behind no step those of the first place. lengths, token_ids, positions, slots: as of
+    RoundsRows. numbers: as many as there are pairs.
     """
 
     rejected: Tensor
@@ -79,7 +80,7 @@ def _cut_by_torch(
 ) -> CutRounds:
     taken, place = left.behind >= 0, left.behind.long().clamp(min=0)
     starts, judged = rows.starts.long(), left.judged
-    began = torch.stack((left.accepted[place], left.following[place]))
+    began = torch.stack((left.accepted[place], left.following[place], left.alternative[place]))
     rejected = torch.minimum((judged - began[0]).clamp(min=0), judged).where(taken, 0).long()
     row = torch.arange(len(rows.positions), device=starts.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=len(taken) - 1)
@@ -89,6 +90,7 @@ def _cut_by_torch(
     page = rows.tables[sequence, positions // page_size].long()
     slots = (page * page_size + positions % page_size).where(begins, rows.slots)
     numbers = [torch.cat((now[None], cut)).gather(0, rejected.expand_as(now)[None])[0] for now, cut in pairs]
+    numbers[0] = began[2].long().where(taken & (began[2] >= 0), numbers[0])
     begin = torch.where(number == 0, numbers[0][sequence], began[1].long()[sequence])
     lengths, token_ids = rows.lengths - rejected.int(), begin.where(begins, rows.token_ids)
     return CutRounds(rejected, began, lengths, token_ids, positions, slots, numbers)
@@ -97,7 +99,7 @@ def _cut_by_torch(
 def _cut(left: StepsVerdicts, rows: RoundsRows, pairs: list[tuple[Tensor, Tensor]], page_size: int) -> CutRounds:
     sequences = len(left.behind)
     rejected = torch.empty(sequences, dtype=torch.int64, device=left.behind.device)
-    began = torch.empty(2, sequences, dtype=torch.int32, device=left.behind.device)
+    began = torch.empty(3, sequences, dtype=torch.int32, device=left.behind.device)
     lengths, token_ids, positions, slots = (
         torch.empty_like(each) for each in (rows.lengths, rows.token_ids, rows.positions, rows.slots)
     )
@@ -107,7 +109,7 @@ def _cut(left: StepsVerdicts, rows: RoundsRows, pairs: list[tuple[Tensor, Tensor
         cut += [now, where_rejected, out, now.numel() // sequences]
     cut += [None, None, None, 0] * (_MOST_CUT - len(pairs))
     _cut_rounds_kernel[(sequences,)](
-        *(left.behind, left.judged, left.accepted, left.following),
+        *(left.behind, left.judged, left.accepted, left.following, left.alternative),
         *(rows.starts, rows.lengths, rows.tables, rows.token_ids, rows.positions, rows.slots),
         *(rejected, began, lengths, token_ids, positions, slots),
         *cut,
@@ -125,6 +127,7 @@ def _cut_rounds_kernel(
     judged_ptr,
     accepted_ptr,
     following_ptr,
+    alternative_ptr,
     starts_ptr,
     lengths_ptr,
     tables_ptr,
@@ -165,14 +168,17 @@ def _cut_rounds_kernel(
     behind = tl.load(behind_ptr + sequence)
     place = tl.maximum(behind, 0)
     accepted, following = tl.load(accepted_ptr + place), tl.load(following_ptr + place)
+    alternative = tl.load(alternative_ptr + place)
     tl.store(began_ptr + sequence, accepted)
     tl.store(began_ptr + sequences + sequence, following)
+    tl.store(began_ptr + 2 * sequences + sequence, alternative)
     judged = tl.load(judged_ptr + sequence)
     rejected = tl.where(behind >= 0, tl.minimum(tl.maximum(judged - accepted, 0), judged), 0)
     tl.store(rejected_ptr + sequence, rejected.to(tl.int64))
     tl.store(new_lengths_ptr + sequence, tl.load(lengths_ptr + sequence) - rejected)
 
     previous = _choose(previous_ptr, previous_cut_ptr, sequence, sequences, rejected, sequence >= 0)
+    previous = tl.where((behind >= 0) & (alternative >= 0), alternative.to(tl.int64), previous)
     tl.store(new_previous_ptr + sequence, previous)
     if second_ptr is not None:
         _cut_numbers(second_ptr, second_cut_ptr, new_second_ptr, second_count, sequence, sequences, rejected, CHUNK)

@@ -39,15 +39,38 @@ class Drafted:
     bitmaps: Tensor | None
 
 
-def take_drafted(rows: PassRows, token_ids: Tensor, drafted: Drafted, left: Drafted, backend: str = "torch") -> None:
+@dataclass(frozen=True)
+class Beside:
+    """Alternatives, which run behind all drafted tokens of their sequence; contiguous.
+
+    tokens: [sequences, alternatives] int32, of the pass. counts: [sequences] int32, how many there are. likeliest:
+    [places, γ, 2] int32, of the rounds: the likeliest tokens, of which the first that was not drafted is taken.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    likeliest: Tensor
+
+
+def take_drafted(
+    rows: PassRows,
+    token_ids: Tensor,
+    drafted: Drafted,
+    left: Drafted,
+    beside: Beside | None = None,
+    backend: str = "torch",
+) -> None:
     """Put what rounds have left in the place of what the host gave, in place, of sequences that go on behind them.
 
     token_ids: [rows] int64, what the pass runs. drafted: of the pass. left: of the rounds, which may have another γ,
-    support or number of words: what there is no room for is left out.
+    support or number of words: what there is no room for is left out. beside: None: no alternatives run. Sequences that
+    have some hold no tokens.
     """
     check_backend("take_drafted", backend)
     if backend == "torch":
         _take_by_torch(rows, token_ids, drafted, left)
+        if beside is not None:
+            _take_beside_by_torch(rows, token_ids, left, beside)
         return
     sequences, gamma = drafted.tokens.shape
     support, left_support, entries = _widths(drafted.ids, left.ids)
@@ -61,6 +84,7 @@ def take_drafted(rows: PassRows, token_ids: Tensor, drafted: Drafted, left: Draf
         *(support, left_support, entries),
         *((drafted.bitmaps, left.bitmaps) if both else [None] * 2),
         *(bitmap_rows, words, left_words, both),
+        *((None, None, None, 0) if beside is None else (*vars(beside).values(), beside.tokens.shape[1])),
         TOKENS=power_of_two(gamma),
         CHUNK=_CHUNK,
     )
@@ -95,6 +119,16 @@ def _take_by_torch(rows: PassRows, token_ids: Tensor, drafted: Drafted, left: Dr
     token_ids.copy_(of_row.where(runs, token_ids))
 
 
+def _take_beside_by_torch(rows: PassRows, token_ids: Tensor, left: Drafted, beside: Beside) -> None:
+    place, most = rows.behind.long().clamp(min=0), min(beside.tokens.shape[1], left.tokens.shape[1])
+    drawn, (first, second) = left.tokens[place, :most], beside.likeliest[place, :most].unbind(2)
+    column = torch.arange(most, device=drawn.device)
+    there = (rows.behind >= 0)[:, None] & (column < beside.counts[:, None])
+    beside.tokens[:, :most] = first.where(first != drawn, second).where(there, beside.tokens[:, :most])
+    row = (rows.starts[:-1] + 1 + rows.counts).long()[:, None] + column
+    token_ids[row[there]] = beside.tokens[:, :most][there].to(token_ids.dtype)
+
+
 @jit
 def _take_drafted_kernel(
     behind_ptr,
@@ -119,6 +153,10 @@ def _take_drafted_kernel(
     words,
     left_words,
     both,
+    beside_ptr,
+    beside_counts_ptr,
+    likeliest_ptr,
+    most_beside,
     TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -140,6 +178,13 @@ def _take_drafted_kernel(
             tl.store(tokens_ptr + sequence * gamma + token, known, mask=drawn)
             row = first + 1 + token
             tl.store(token_ids_ptr + row, known.to(tl.int64), mask=inside & (token < count) & (row < after))
+            if beside_ptr is not None:
+                there = drawn & (token < most_beside) & (token < tl.load(beside_counts_ptr + sequence))
+                likeliest = likeliest_ptr + (place * left_gamma + token) * 2
+                other = tl.load(likeliest, mask=there, other=0)
+                other = tl.where(other != known, other, tl.load(likeliest + 1, mask=there, other=0))
+                tl.store(beside_ptr + sequence * most_beside + token, other, mask=there)
+                tl.store(token_ids_ptr + row + count, other.to(tl.int64), mask=there)
         if ids_ptr is not None:
             of_pass, entry = at // entries, at % entries
             from_ = of_pass - held

@@ -16,11 +16,13 @@ COUNTED = (
     *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
     *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
     *("screening_rounds", "screened_tokens", "confirmed_tokens"),
+    "accepted_alternatives",
 )
 
 
-def count_round(counters: Counter[str], item: VerifyRound, commit: Commit) -> None:
+def count_round(counters: Counter[str], item: VerifyRound, commit: Commit, accepts_alternative: bool) -> None:
     """Count a round, with those who proposed in it."""
+    counters["accepted_alternatives"] += accepts_alternative
     counters["committed_tokens"] += 0 if item.screens else len(commit.tokens)
     counters["screening_rounds"] += item.screens
     counters["screened_tokens"] += commit.screened

@@ -30,11 +30,13 @@ def plan_behind_rounds(
     rounds: Mapping[str, DraftedRound],
     plan: Plan,
     waits: Callable[[TargetSession], bool],
+    beside: Callable[[int], int],
     now: float,
 ) -> VerifyStep | None:
     """Return the step that judges these rounds, by session; None where one of the sessions would take part otherwise.
 
-    waits: says of a session that it would not take part in a step now.
+    waits: says of a session that it would not take part in a step now. beside: how many alternatives run beside so many
+    drafted tokens (Runner.alternatives_beside).
     """
     step = VerifyStep(left_running=True)
     ours = {
@@ -50,10 +52,12 @@ def plan_behind_rounds(
                 return None
             item = plan_round(session, None, [0] * drafted.gamma, now, confirms)
             item.input.behind = drafted.place
+            if session.screening is None:
+                item.input.alternatives = beside(drafted.gamma)
             if session.reader is not None and session.announced_by and drafted.announces:
                 base = len(session.tokens)
                 nothing = BlockSelection.of_nothing(session.reader.announced_rows, plan.num_blocks(base))
-                item.input.read = session.reader.read(nothing, base, base + drafted.gamma)
+                item.input.read = session.reader.read(nothing, base, base - 1 + item.input.rows)
             step.rounds.append(item)
         elif not waits(session):
             return None

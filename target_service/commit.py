@@ -7,7 +7,8 @@ import numpy as np
 from config import TargetSettings
 from engine.inputs import SequenceOutput
 from engine.kv.cache import KVCache
-from engine.sampling import USE_ACCEPT, USE_SCREEN_ACCEPT, uniforms
+from engine.rounds.behind_steps import NO_ALTERNATIVE, Imposed
+from engine.sampling import USE_ACCEPT, USE_ALTERNATIVE, USE_SCREEN_ACCEPT, uniforms
 from sparsity.plan import Plan
 from target_service.planning import VerifyRound
 from target_service.session import TargetSession
@@ -30,6 +31,10 @@ def commit_round(
     that a step runs which goes on behind this round already.
     """
     session, proposal, (accepted, following) = item.session, item.proposal, verdict
+    if output.alternative is not None:
+        item.input.tokens[accepted] = (
+            output.alternative
+        )  # which the first of the tokens are not: the last committed one
     base, proposed, confirmed = len(session.tokens) - item.held, item.proposed, min(accepted, item.held)
     if confirmed < item.held:
         del session.tokens[base + confirmed :]
@@ -94,19 +99,24 @@ def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -
     return everything, everything
 
 
-def imposed_verdict(item: VerifyRound, settings: TargetSettings, vocab_size: int) -> tuple[int, int]:
+def imposed_verdict(item: VerifyRound, settings: TargetSettings, vocab_size: int) -> Imposed:
     """Return a verdict by chance, for measurements with random weights: drafted tokens are kept at the rate of
-    synthetic_acceptance, and held ones at that of synthetic_confirmation.
+    synthetic_acceptance, and held ones at that of synthetic_confirmation; where an alternative runs, it is the token
+    that follows instead at the rate of synthetic_alternatives.
     """
     session, held, count = item.session, item.held, len(item.proposed)
     base = len(session.tokens) - held
     if not held + count:
-        return 0, imposed_token(base, vocab_size)
+        return 0, imposed_token(base, vocab_size), NO_ALTERNATIVE
     rates = np.repeat([settings.synthetic_confirmation, settings.synthetic_acceptance], [held, count])
     use = USE_ACCEPT if not item.screens else USE_SCREEN_ACCEPT
     rejected = uniforms(session.sampling.seed, base, held + count, use) >= rates
     kept = int(rejected.argmax()) if rejected.any() else held + count
-    return kept, imposed_token(base + kept, vocab_size)
+    if kept < item.input.alternatives:
+        (chance,) = uniforms(session.sampling.seed, base + kept, 1, USE_ALTERNATIVE)
+        if chance < settings.synthetic_alternatives:
+            return kept + 1, imposed_token(base + kept + 1, vocab_size), imposed_token(base + kept, vocab_size)
+    return kept, imposed_token(base + kept, vocab_size), NO_ALTERNATIVE
 
 
 def imposed_token(position: Any, vocab_size: int) -> Any:

@@ -81,7 +81,7 @@ class VerifyStep:
     @property
     def work(self) -> list[tuple[SequenceKV, int]]:
         """How many tokens the pass adds to each sequence."""
-        return [(item.kv, len(item.tokens)) for item in self.inputs]
+        return [(item.kv, item.rows) for item in self.inputs]
 
     @property
     def sessions(self) -> Iterator[TargetSession]:

@@ -18,6 +18,7 @@ from engine.grammars import Grammars
 from engine.inputs import SequenceOutput, SparseRead
 from engine.kv.pages import pages_for
 from engine.logprobs import TokenLogprobs, token_logprobs
+from engine.rounds.behind_steps import Imposed, Verdict
 from engine.rounds.requests import gammas
 from engine.runner import Runner
 from engine.sampling import Support
@@ -230,23 +231,25 @@ class Verifier:
         """The step that was left running, which the next one waits for."""
         return self._under_way
 
-    def imposed_verdicts(self, step: VerifyStep) -> list[tuple[int, int]] | None:
+    def imposed_verdicts(self, step: VerifyStep) -> list[Imposed] | None:
         """Return what will be committed of a step whatever it gives; None: what it gives."""
         if self.settings.synthetic_acceptance < 0:
             return None
         return [imposed_verdict(item, self.settings, self.runner.vocab_size) for item in step.rounds]
 
-    def _imposed_before(self, step: VerifyStep) -> list[tuple[int, int]] | None:
+    def _imposed_before(self, step: VerifyStep) -> list[Verdict] | None:
         """Return what will be committed of the step that this one follows, where it is not what that gives."""
         if step.before is None or all(item.input.follows is None for item in step.rounds):
             return None
-        return self.imposed_verdicts(step.before)
+        imposed = self.imposed_verdicts(step.before)
+        return None if imposed is None else [(accepted, following) for accepted, following, _ in imposed]
 
     def plan_behind_rounds(self, rounds: Mapping[str, DraftedRound]) -> VerifyStep | None:
         """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
         running, now = list(self.admission.running.values()), time.monotonic()
         plan, how = self.plan, (self.settings, self.counters, now)
-        step = plan_behind_rounds(running, rounds, plan, lambda each: waits(each, *how), now)
+        beside = self.runner.alternatives_beside
+        step = plan_behind_rounds(running, rounds, plan, lambda each: waits(each, *how), beside, now)
         self._cut_held(step)
         if step is None or not self.runner.kv.reserve(step.work):
             return None
@@ -366,7 +369,7 @@ class Verifier:
         shares = (self.settings.self_read_share if item.screens else 1.0 for item in step.rounds)
         read = sum(share * count for share, count in zip(shares, tokens, strict=True))
         rounds = self._under_way.rounds if self._under_way is not None else []
-        under_way = {id(item.session): len(item.input.tokens) for item in rounds}
+        under_way = {id(item.session): item.input.rows for item in rounds}
         captured = self.runner.captures_made != self._captures_seen
         disturbed = self._draft_has_read or bool(step.prefills) or captured
         self._draft_has_read, self._captures_seen = False, self.runner.captures_made
@@ -394,12 +397,13 @@ class Verifier:
         take_reads(session, self.plan, self.runner.kv)
         imposed = self.settings.synthetic_acceptance
         if imposed >= 0:
-            verdict = imposed_verdict(item, self.settings, self.runner.vocab_size)
+            *of_chain, alternative = imposed_verdict(item, self.settings, self.runner.vocab_size)
+            verdict, output.alternative = (of_chain[0], of_chain[1]), alternative if alternative >= 0 else None
         under_way = beside.under_way.get(id(session), 0)
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv, under_way)
         self._report(session, commit)
         trace_round(self._spans, session, commit)
-        count_round(self.counters, item, commit)
+        count_round(self.counters, item, commit, output.alternative is not None)
         if item.drafting_cost:
             session.weighed = commit.at.base
         if self._drafting is not None and (item.drafting_cost or not commit.drafted):

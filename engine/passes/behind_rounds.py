@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends import default_backend
-from kernels.left_rounds import Drafted, PassRows, take_drafted
+from kernels.left_rounds import Beside, Drafted, PassRows, take_drafted
 
 
 @dataclass(frozen=True)
@@ -14,21 +14,24 @@ class LeftRounds:
     """What the last rounds of a draft on the same device have left, one a place.
 
     tokens: [places, γ] int32; ids: [places, γ, support] int32 and probs: the same float32, what each was drawn from.
+    likeliest: [places, γ, 2] int32, the two likeliest tokens there.
     bitmaps: [places, rows, words] int64, the blocks that were announced, a bit each; nothing where nothing was.
     """
 
     tokens: Tensor
     ids: Tensor
     probs: Tensor
+    likeliest: Tensor
     bitmaps: Tensor
 
     @staticmethod
     def make(places: int, gamma: int, support: int, bitmap: tuple[int, int], device: torch.device) -> "LeftRounds":
         """Return room for so many rounds of up to so many tokens. bitmap: rows and words of an announcement."""
         sizes = places, gamma, support
-        tokens, ids = (torch.zeros(size, dtype=torch.int32, device=device) for size in (sizes[:2], sizes))
+        of_tokens = (sizes[:2], sizes, (places, gamma, 2))
+        tokens, ids, likeliest = (torch.zeros(size, dtype=torch.int32, device=device) for size in of_tokens)
         bitmaps = torch.zeros(places, *bitmap, dtype=torch.int64, device=device)
-        return LeftRounds(tokens, ids, torch.zeros(sizes, device=device), bitmaps)
+        return LeftRounds(tokens, ids, torch.zeros(sizes, device=device), likeliest, bitmaps)
 
     def take(self, left: dict[str, Tensor]) -> None:
         """Copy what rounds leave (RoundsUnderWay.left), in the order of the device's stream."""
@@ -50,4 +53,7 @@ def take_left_rounds(given: dict[str, Tensor]) -> None:
     rows = PassRows(*(given[name] for name in ("behind", "held", "draft_counts", "query_starts")))
     drafted = Drafted(given["draft_tokens"], *(given.get(name) for name in ("support_ids", "support_probs", "bitmaps")))
     left = Drafted(*(given[f"left_{name}"] for name in ("tokens", "ids", "probs", "bitmaps")))
-    take_drafted(rows, given["token_ids"], drafted, left, default_backend(left.tokens.device))
+    beside = None
+    if "alternatives" in given:
+        beside = Beside(given["alternatives"], given["alternative_counts"], given["left_likeliest"])
+    take_drafted(rows, given["token_ids"], drafted, left, beside, default_backend(left.tokens.device))

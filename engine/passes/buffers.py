@@ -40,6 +40,10 @@ def make_buffers(
     if shape.behind:
         layout["behind"] = (shape.sequences,), torch.int32  # places in a draft's rounds; -1: the host gives the tokens
         layout["held"] = (shape.sequences,), torch.int32  # drafted tokens that come before those of the rounds
+    if shape.alternatives:
+        layout["visible"] = (shape.rows, 3), torch.int32
+        layout["alternatives"] = (shape.sequences, shape.alternatives), torch.int32  # -1: there is none
+        layout["alternative_counts"] = (shape.sequences,), torch.int32
     if shape.fetches:
         layout["round"] = (1,), torch.int32  # of the residency tables
     drawn_from = {
@@ -111,7 +115,7 @@ def _logits_layout(shape: PassShape, logits_rows: int | None) -> Layout:
             if shape.turn and shape.drafts and name in layout:
                 (rows, columns), dtype = layout.pop(name)
                 layout[name + AHEAD] = (rows, columns + shape.queries - 1), dtype
-        logits_rows = shape.sequences * shape.queries
+        logits_rows = shape.sequences * (shape.queries + shape.alternatives)
     if logits_rows is not None:
         layout["logits_rows"] = (logits_rows,), torch.int64
     return layout
@@ -124,6 +128,8 @@ def _results_layout(shape: PassShape) -> Layout:
         layout["blocks_read"] = of_sequence
     if shape.judged:
         layout |= dict.fromkeys(("accepted", "following", "finite"), of_sequence)
+    if shape.alternatives:
+        layout["alternative"] = of_sequence
     if shape.drafts:
         layout["drafted"] = (shape.sequences, shape.queries - 1), torch.int32
     if shape.fetches:  # as engine.kv.fetch.FetchPlan has them, summed

@@ -9,7 +9,7 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
 from engine.passes.shape import PassShape
 from kernels.backends import power_of_two
-from kernels.paged_attention import MAX_ROWS
+from kernels.paged_attention import LEAST_ROWS, MAX_ROWS
 
 SUPPORT = 64  # entries of a drafted token's distribution that graphs are made for; more take one of WIDE_SUPPORT
 CUTS = 64  # a top_k that graphs are made for; larger ones take another graph
@@ -39,6 +39,25 @@ class StepLimits:
         # difference.
         plain = item.drafted is None and item.read is None
         return item.prompt is not None or len(item.tokens) > self.queries or (self.pinned and plain)
+
+
+def alternatives_beside(gamma: int, queries: int, group: int) -> int:
+    """Return beside how many of γ drafted tokens an alternative runs, in steps of up to so many queries a sequence.
+
+    As many as fit into the tile of rows that attention takes for such a step anyway: they cost next to nothing.
+    group: query heads of a KV head.
+    """
+    if group * queries > MAX_ROWS:
+        return 0
+    tile = max(LEAST_ROWS, power_of_two(group * queries))
+    return max(0, min(gamma, tile // group - 1 - gamma))
+
+
+def with_alternatives(shape: PassShape, group: int) -> PassShape:
+    """Return the shape of a captured step with room for the alternatives of all numbers of drafted tokens."""
+    beside = [alternatives_beside(gamma, shape.queries, group) for gamma in range(shape.queries)]
+    longest = max([1 + gamma + count for gamma, count in enumerate(beside)] + [shape.queries])
+    return replace(shape, rows=shape.sequences * longest, alternatives=max(beside), longest=longest)
 
 
 def join_rounds(inputs: list[SequenceInput]) -> list[SequenceInput]:
@@ -98,13 +117,17 @@ def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits, ro
     rows: that the pass has in any case, with splits of attention pinned; 0: as many as there are tokens.
     """
     longest = max(rows, *(len(item.tokens) for item in inputs))
+    alternatives = max(item.alternatives for item in inputs)
     if kv.device.type == "cuda" and longest > limits.queries:
         longest = max(longest, MAX_ROWS)  # so that tiles of queries have one size, whatever the chunks
     pages = max(len(item.kv.pages) for item in inputs)
     if kv.device.type == "cuda" and inputs[0].read is not None:
         pages = limits.pages  # kernels take what is remembered of whole contexts
-    count = rows or sum(len(item.tokens) for item in inputs)
-    return _complete(PassShape(len(inputs), count, longest, pages, pinned=rows > 0), inputs, kv)
+    count = rows or sum(item.rows for item in inputs)
+    shape = PassShape(len(inputs), count, longest, pages, pinned=rows > 0)
+    if alternatives:
+        shape = replace(shape, alternatives=alternatives, longest=max(item.rows for item in inputs))
+    return _complete(shape, inputs, kv)
 
 
 def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> PassShape:

@@ -9,6 +9,7 @@ from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
 from engine.layer_attention import BlockMemory, Heads, LayerAttention, LayerPages, PromptsOfLayer, Rows, plan_reads
 from engine.modules import ModulesDecoder
+from engine.passes.alternatives import Judged, drafted_logits, go_on_behind_alternatives
 from engine.passes.behind_rounds import take_left_rounds
 from engine.passes.behind_steps import leave_step, take_left_step
 from engine.passes.drafting import draft_tokens
@@ -58,7 +59,7 @@ def run_pass(
     attend.prompts, attend.pages = prompts, layer_pages or kv.layer_pages
     tokens = given["token_ids"], given["positions"], slots_of_layers(shape, kv, given)
     given["logits"] = decoder.run(*tokens, kv.k_pages, kv.v_pages, attend, given.get("logits_rows"))
-    _leave_results(shape, buffers, fetched)
+    _leave_results(shape, buffers, fetched, kv)
 
 
 def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> None:
@@ -76,7 +77,8 @@ def _attention_of(
     heads: Heads, kv: KVCache, shape: PassShape, given: dict[str, Tensor], attention: Backend, fetched: FetchPlan | None
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
-    rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], shape.queries)
+    of_sequences = given["query_starts"], given["lengths"], given["block_tables"]
+    rows = Rows(*of_sequences, shape.most_rows, given.get("visible"))
     tuning = pinned_tuning(heads.dim) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention)
     if not shape.width or shape.dense_layers or shape.weighs:
@@ -103,19 +105,21 @@ def _leave_fetched(buffers: Buffers, fetched: FetchPlan) -> None:
     results["missed"].copy_(fetched.missed)
 
 
-def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None) -> None:
+def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None, kv: KVCache) -> None:
     """Leave what the host is to know, and remember the weights that were read."""
     given, results = buffers.tensors, buffers.results.device
     backend = default_backend(given["logits"].device)
     if shape.judged:
-        by_sequence = given["logits"].view(shape.sequences, shape.queries, -1)
-        accepted, following = judge(by_sequence, given, backend, whatever_is_drafted=shape.pinned, cuts=shape.cuts)
-        finite = are_finite(by_sequence, given["draft_counts"], backend)
-        results["accepted"].copy_(accepted)
-        results["following"].copy_(following)
-        results["finite"].copy_(finite)
+        by_sequence = drafted_logits(given["logits"], shape)
+        verdicts = judge(by_sequence, given, backend, whatever_is_drafted=shape.pinned, cuts=shape.cuts)
+        judged = Judged(*verdicts, are_finite(by_sequence, given["draft_counts"], backend))
+        if shape.alternatives:
+            judged, alternative = go_on_behind_alternatives(judged, given, shape, kv)
+            results["alternative"].copy_(alternative)
+        for name, tensor in vars(judged).items():
+            results[name].copy_(tensor)
         if shape.turn:
-            leave_step(given, accepted, following)
+            leave_step(given, judged.accepted, judged.following)
     if not shape.shares_out:
         return
     results["blocks_read"].copy_(given["counts"].sum((0, 2)))

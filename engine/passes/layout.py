@@ -36,8 +36,10 @@ def lay_out_pass(
     staging.begin()
     host = staging.host
     gpu_pages = [kv.gpu_pages(item.kv) for item in inputs]
-    items = [(item.kv, item.tokens) for item in inputs]
+    items = [(item.kv, item.tokens + [0] * item.alternatives) for item in inputs]
     lay_out_rows(host, items, gpu_pages, tables, [item.first_position for item in inputs])
+    if shape.alternatives:
+        _lay_out_alternatives(host, inputs)
     if shape.turn:
         host["follows"][:] = -1
         for i, item in enumerate(inputs):
@@ -63,13 +65,36 @@ def lay_out_pass(
             if (array := host.get(name)) is not None:
                 for i, drafted in enumerate(rounds):
                     array[i] = uniforms(drafted.sampling.seed, drafted.base, array.shape[1], use)
-        rows = host["logits_rows"].reshape(shape.sequences, shape.queries)
+        rows = host["logits_rows"][: shape.sequences * shape.queries].reshape(shape.sequences, shape.queries)
         starts = host["query_starts"]
         # Rows behind a sequence's last one are not looked at: any will do.
-        rows[:] = np.minimum(starts[:-1, None] + np.arange(shape.queries), max(0, int(starts[-1]) - 1))
+        most = max(0, int(starts[-1]) - 1)
+        rows[:] = np.minimum(starts[:-1, None] + np.arange(shape.queries), most)
+        if shape.alternatives:
+            rows = host["logits_rows"][shape.sequences * shape.queries :].reshape(shape.sequences, shape.alternatives)
+            beside = starts[:-1] + 1 + host["draft_counts"]
+            rows[:] = np.minimum(beside[:, None] + np.arange(shape.alternatives), most)
     elif "logits_rows" in host:
         host["logits_rows"][:] = logits_rows_of(inputs)
     staging.send()
+
+
+def _lay_out_alternatives(host: dict[str, np.ndarray], inputs: list[SequenceInput]) -> None:
+    """Write what each row sees, and where alternatives stand: each where the token is that it is an alternative to.
+
+    Their KV lies behind that of the sequence's tokens.
+    """
+    host["visible"][:], host["alternative_counts"][:], host["alternatives"][:] = 0, 0, -1
+    row = 0
+    for i, item in enumerate(inputs):
+        chain, beside = len(item.tokens), item.alternatives
+        at = item.first_position + np.arange(item.rows)
+        here, others = slice(row, row + chain), slice(row + chain, row + item.rows)
+        host["visible"][here, 0] = at[:chain] + 1
+        host["visible"][others, 0] = host["positions"][others] = at[1 : 1 + beside]
+        host["visible"][others, 1], host["visible"][others, 2] = at[chain:], at[chain:] + 1
+        host["alternative_counts"][i] = beside
+        row += item.rows
 
 
 def logits_rows_of(inputs: list[SequenceInput]) -> np.ndarray:
@@ -140,7 +165,7 @@ def _lay_out_budget(
         budget = item.read.budget
         bitmaps[i, :, : budget.bitmap.shape[1]] = budget.bitmap
         host["first"][i], host["last"][i], host["indices"][i] = budget.first, budget.last, index
-        host["blocks"][i] = -(-(item.first_position + len(item.tokens)) // shape.block_size)
+        host["blocks"][i] = -(-(item.first_position + item.rows) // shape.block_size)
         host["room"][i] = max(0, budget.room)
         if not i:  # the same for all inputs of a pass
             host["importance"][:] = budget.memory.importance

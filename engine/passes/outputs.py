@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.cache import KVCache
+from engine.passes.alternatives import drafted_logits
 from engine.passes.shape import PassShape
 from engine.ruled_judging import judge_by_rules
 from engine.sampling import Support
@@ -24,8 +25,11 @@ class StepUnderWay:
         self._results, self._inputs, self._done = results, inputs, done
 
     def left(self) -> dict[str, Tensor]:
-        """Return the verdicts that the step leaves on the device: accepted and following, int32 [sequences] each."""
-        return {name: self._results.device[name][: len(self._inputs)] for name in ("accepted", "following")}
+        """Return the verdicts that the step leaves on the device: accepted and following, int32 [sequences] each, and
+        where alternatives ran, alternative: the last accepted token if it is one, else -1.
+        """
+        names = [name for name in ("accepted", "following", "alternative") if name in self._results.device]
+        return {name: self._results.device[name][: len(self._inputs)] for name in names}
 
     def outputs(self) -> list[SequenceOutput]:
         """Wait for the step and return what it gave each sequence. To be called once, before the next but one."""
@@ -35,6 +39,8 @@ class StepUnderWay:
         outputs = read_verdicts(results, len(self._inputs))
         for output, read in zip(outputs, results.get("blocks_read", ()), strict=False):
             output.blocks_read = int(read)
+        for output, token in zip(outputs, results.get("alternative", ()), strict=False):
+            output.alternative = int(token) if token >= 0 else None
         if "drafted" in results:
             _tell_drafted(self._inputs, results["drafted"])
         return outputs
@@ -60,7 +66,7 @@ def read_outputs(
     if shape.drafts_alone:
         return outputs
     for item in inputs:
-        item.kv.length += len(item.tokens)
+        item.kv.length += item.rows
     if shape.judged:
         _judge_by_rules(buffers, shape, inputs, outputs)
     else:
@@ -118,7 +124,7 @@ def _judge_by_rules(
     ruled = [(i, item.drafted) for i, item in enumerate(inputs) if item.drafted and not item.drafted.is_plain]
     if not ruled:
         return
-    logits = buffers.tensors["logits"].view(shape.sequences, shape.queries, -1)[[i for i, _ in ruled]]
+    logits = drafted_logits(buffers.tensors["logits"], shape)[[i for i, _ in ruled]]
     judged = judge_by_rules(logits, [drafted for _, drafted in ruled], whatever_is_drafted=shape.pinned)
     for (i, _), item in zip(ruled, judged, strict=True):
         outputs[i].verdict, outputs[i].logprobs, outputs[i].supports = item.verdict, item.logprobs, item.supports

@@ -24,7 +24,8 @@ class PassShape:
     sequence, or one that drafts, which may begin before the host has seen the last one: it takes what the last one has
     left on the device, and leaves its own (engine.passes.behind_steps). Such steps take turns between two sets of
     buffers. 0: for all others. behind: whether drafted tokens may be those that a draft's rounds have left on the
-    device.
+    device. alternatives: rows of a sequence, at most, that run beside its drafted tokens (SequenceInput.alternatives);
+    longest: all rows of one sequence, at most, where there are such.
     """
 
     sequences: int
@@ -47,6 +48,13 @@ class PassShape:
     weighs: bool = False
     turn: int = 0
     behind: bool = False
+    alternatives: int = 0
+    longest: int = 0
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of one sequence, at most."""
+        return self.longest or self.queries
 
     @property
     def shares_out(self) -> bool:

@@ -109,7 +109,7 @@ def make_round_buffers(
         for name in ("previous", "uniforms", "limits", "words"):
             if name in layout:
                 layout[f"{name}_cut"] = (settings.gamma, *layout[name][0]), layout[name][1]
-        results["began_behind"] = (2, count), torch.int32
+        results["began_behind"] = (3, count), torch.int32
     if settings.refresh_every > 1:
         layout["places"] = (count,), torch.int64
     if not shape.refreshes:
@@ -264,9 +264,10 @@ def read_round(
     began = results["began_behind"].T.tolist() if "began_behind" in results else []
     outputs = []
     for i, item in enumerate(requests):
-        first, announce, behind = i * shape.branches, item.announce, None
+        first, announce, behind, alternative = i * shape.branches, item.announce, None, None
         if item.behind is not None:
             behind = (began[i][0], began[i][1])
+            alternative = began[i][2] if began[i][2] >= 0 else None
             assert 0 <= behind[0] <= item.behind.judged, "the step accepted more tokens than it judged"
             announce = item.behind.announce[item.behind.judged - behind[0]]
         outputs.append(
@@ -276,6 +277,7 @@ def read_round(
                 int(results["blocks_read"][i]) if "blocks_read" in results else None,
                 None if announce is None else coded(i, announce.words),
                 behind,
+                alternative,
             )
         )
     return outputs

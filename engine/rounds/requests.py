@@ -260,7 +260,8 @@ class RoundOutput:
     branches: what was drafted behind each branch, or behind the pending tokens. bitmap: uint64 [rows, words] of the
     blocks to announce, if asked for. coded: the same in the form that is sent, if the runner made it. blocks_read: over
     passes, layers and KV heads; None where all passes are dense. began_behind: of a round behind a step, the
-    tokens that this accepted, and the one that it added.
+    tokens that this accepted, and the one that it added. alternative: the last of those that it accepted, if it is
+    another than was drafted there.
     """
 
     branches: list[DraftedTokens]
@@ -268,6 +269,7 @@ class RoundOutput:
     blocks_read: int | None = None
     coded: CodedBitmap | None = None
     began_behind: tuple[int, int] | None = None
+    alternative: int | None = None
 
     @property
     def tokens(self) -> list[int]:

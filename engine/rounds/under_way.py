@@ -51,12 +51,15 @@ class RoundsUnderWay:
         """Return what rounds of one branch leave on the device.
 
         tokens: [requests, γ] int32; ids, probs: [requests, γ, support], of what they were drawn from, unless all are
-        greedy; bitmaps: [requests, rows, words] int64, the blocks that they announce, if they do.
+        greedy; likeliest: [requests, γ, alternatives] int32, the likeliest tokens at each position, if they give some;
+        bitmaps: [requests, rows, words] int64, the blocks that they announce, if they do.
         """
         if not self.of_one_branch:
             raise ValueError("rounds of several parts or branches leave nothing that a step could take: wait for them")
         (part,) = self.parts
         results, count = part.results.device, len(part.requests)
-        drawn = [name for name in ("tokens", "ids", "probs") if name in results]
-        left = {name: results[name][: -1 if part.runs_last else None, :count].transpose(0, 1) for name in drawn}
+        drawn = {"tokens": "tokens", "ids": "ids", "probs": "probs", "likeliest": "alternatives"}
+        drawn = {name: result for name, result in drawn.items() if result in results}
+        proposed = slice(-1 if part.runs_last else None)
+        left = {name: results[result][proposed, :count].transpose(0, 1) for name, result in drawn.items()}
         return left | ({"bitmaps": results["bitmaps"][:count]} if "bitmaps" in results else {})

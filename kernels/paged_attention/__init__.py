@@ -31,9 +31,10 @@ from kernels.paged_attention.weights import (
     weigh_last_queries,
     weights_of_listed,
 )
-from kernels.paged_attention.work import MAX_ROWS, Tuning, Work, pinned_tuning, plan_work
+from kernels.paged_attention.work import LEAST_ROWS, MAX_ROWS, Tuning, Work, pinned_tuning, plan_work
 
 __all__ = [
+    "LEAST_ROWS",
     "MAX_ROWS",
     "MAX_VARIANCE_TERM",
     "Batch",

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.backends import overlapping_launch, power_of_two
 from kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans
 from kernels.paged_attention.kernel import merge_kernel, partial_attention_kernel
-from kernels.paged_attention.work import GROUP_TILE, Work, plan_work, row_tiles_of
+from kernels.paged_attention.work import GROUP_TILE, LEAST_ROWS, Work, plan_work, row_tiles_of
 
 LOG2_E = 1.4426950408889634
 MAX_EMITTED = 128  # tokens of a block whose weights are emitted: a tile
@@ -120,7 +120,7 @@ def _attend_in_parts(
         0 if means is None else max(1, means.tables.shape[1]),
         sums.blocks.shape[1],
         **sums.layout,
-        ROWS=max(16, power_of_two(rows)),
+        ROWS=max(LEAST_ROWS, power_of_two(rows)),
         DIM=batch.dim,
         PAGE=batch.page_size,
         BLOCK=sums.block_size or (1 if blocks is None else blocks.block_size),

@@ -15,6 +15,7 @@ from kernels.paged_attention.inputs import BlockLists, GroupMeans
 from kernels.paged_attention.kernel import first_tile
 
 MAX_ROWS = 64  # of a tile of queries: heads of a group times queries
+LEAST_ROWS = 16  # that a tile has in any case
 GROUP_TILE = 32  # group means that the kernel takes at once
 # So many programs fewer than a GPU holds at once attend over lists. Beside eight that copy KV (engine.kv.tiered), each
 # in the place of two, none has to wait until another has ended, which would take a layer's attention nearly twice its

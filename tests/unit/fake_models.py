@@ -73,11 +73,14 @@ def ends_view(tokens: list[int], recent: int) -> list[int]:
 
 @dataclass(frozen=True)
 class FakeModel:
-    """Next-token logits as a function of the tokens so far. `ends`: of the first and `recent` last ones alone."""
+    """Next-token logits as a function of the tokens so far. `ends`: of the first and `recent` last ones alone. `swaps`:
+    whether the draft's second best token is the target's where its best is not.
+    """
 
     ends: bool = False
     agreement: int = 4  # quarters of all contexts in which the draft's best token is the target's
     recent: int = RECENT
+    swaps: bool = False
 
     def view(self, tokens: list[int]) -> list[int]:
         return ends_view(tokens, self.recent) if self.ends else tokens
@@ -87,7 +90,13 @@ class FakeModel:
 
     def draft(self, tokens: list[int]) -> np.ndarray:
         agrees = hashed(self.view(tokens), salt=1) % 4 < self.agreement
-        return self.target(tokens) if agrees else np.roll(self.target(tokens), 1)
+        right = self.target(tokens)
+        if agrees or not self.swaps:
+            return right if agrees else np.roll(right, 1)
+        first, second = np.argsort(-right, kind="stable")[:2]
+        swapped = right.copy()
+        swapped[[first, second]] = right[[second, first]]
+        return swapped
 
     def plain(self, prompt: list[int], max_tokens: int, stop: list[int]) -> tuple[list[int], m.FinishReason]:
         """Greedy decoding by the target alone."""

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import models
-from engine.inputs import SequenceInput
+from engine.inputs import SequenceInput, SequenceOutput
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.passes.behind_rounds import LeftRounds, take_left_rounds
+from engine.passes.grouping import alternatives_beside
 from engine.rounds.requests import Branch, RoundRequest, RoundSettings
 from engine.sampling import USE_DRAFT, Sampling, Support, uniforms
 from sparsity.methods import METHODS
@@ -191,3 +192,132 @@ def test_only_sequences_behind_rounds_take_what_these_have_left() -> None:
     left.take({"tokens": torch.zeros(2, 3, dtype=torch.int32)})
     assert not left.bitmaps.any(), "these rounds announced nothing"
     assert given["bitmaps"].tolist() == [[[6, 0]], [[2, 2]], [[5, 0]]]
+
+
+class Judging:
+    """Texts of which a target judges drafted tokens that rounds leave. reads: whether by a budget, else densely."""
+
+    def __init__(self, samplings: list[Sampling], reads: bool) -> None:
+        model = load_model(str(models.TARGET), torch.float32, DEVICE)
+        target = make_runner(model, 4096, max_context=400, step_queries=GAMMA + 1)
+        self.target, self.reads = target, reads
+        self.plan, self.method = replace(load_plan(models.PLAN), budget=0.25, group_size=0), METHODS["ahead"]
+        self.rows = Reader(self.method, self.plan).announced_rows
+        target.make_room_for_rounds(8, GAMMA, SUPPORT, self.rows, self.plan.block_size)
+        random = torch.Generator().manual_seed(3)
+        self.texts = [torch.randint(0, 4000, (length,), generator=random).tolist() for length in (90, 41, 137, 60, 75)]
+        self.samplings = [samplings[i % len(samplings)] for i in range(len(self.texts))]
+        self.kvs: list[SequenceKV] = []
+
+    def begin(self) -> None:
+        """Have KV of all tokens of each text but the last."""
+        for kv in self.kvs:
+            self.target.kv.release(kv)
+        self.kvs = [SequenceKV() for _ in self.texts]
+        for kv, text in zip(self.kvs, self.texts, strict=True):
+            self.target.forward([SequenceInput(kv, text[:-1])])
+
+    def go_on(self, tokens: list[list[int]]) -> list[int]:
+        """Return the token that follows these of each text, of which the last has no KV yet."""
+        inputs = []
+        for kv, text, sampling, behind in zip(self.kvs, self.texts, self.samplings, tokens, strict=True):
+            judged = Drafted([], [], sampling, len(text) + len(behind))
+            inputs.append(SequenceInput(kv, [*text, *behind][-1:], "all", drafted=judged))
+        return [output.verdict[1] for output in self.target.forward(inputs) if output.verdict]
+
+    def judge(self, tokens: list[list[int]], likeliest: list[list[list[int]]]) -> list[SequenceOutput]:
+        """Return what a step gives behind rounds that leave so many tokens, and what was likeliest beside each."""
+        self.begin()
+        drafted, beside = torch.tensor(tokens, dtype=torch.int32), self.target.alternatives_beside(GAMMA)
+        left = {"tokens": drafted, "ids": drafted[..., None], "probs": torch.ones(*drafted.shape, 1)}
+        assert self.target._passes.left_rounds is not None
+        self.target._passes.left_rounds.take(left | {"likeliest": torch.tensor(likeliest, dtype=torch.int32)})
+        inputs = []
+        for i, (kv, text) in enumerate(zip(self.kvs, self.texts, strict=True)):
+            judged, read = Drafted([0] * GAMMA, [], self.samplings[i], len(text)), None
+            if self.reads:
+                nothing = BlockSelection.of_nothing(self.rows, self.plan.num_blocks(len(text)))
+                read = Reader(self.method, self.plan).read(nothing, len(text), len(text) + GAMMA + beside)
+            behind = SequenceInput(kv, [text[-1], *judged.tokens], "all", read, judged, behind=i, alternatives=beside)
+            inputs.append(behind)
+        outputs = self.target.launch(inputs).outputs()
+        assert [kv.length for kv in self.kvs] == [len(text) + GAMMA + beside for text in self.texts]
+        return outputs
+
+
+@pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_what_follows_an_alternative_is_what_a_step_of_its_own_gives(samplings: list[Sampling]) -> None:
+    """Token by token, also behind the round, by the KV that it has left; where there are no more, as without."""
+    of = Judging(samplings, reads=False)
+    beside, nobody = of.target.alternatives_beside(GAMMA), [[4095, 4094]] * GAMMA
+    assert beside == 3
+    of.begin()
+    says: list[list[int]] = [[] for _ in of.texts]
+    for _ in range(GAMMA):
+        for told, token in zip(says, of.go_on(says), strict=True):
+            told.append(token)
+    right = [0, 2, 1, 3, 2]
+    proposed = [[*told[:n], (told[n] + 1) % 4096, 5, 5, 5][:GAMMA] for told, n in zip(says, right, strict=True)]
+    without = of.judge(proposed, [nobody] * len(of.texts))
+    verdicts = [output.verdict for output in without if output.verdict]
+    likeliest = [
+        [[told, following] if n == accepted else [told, 4095] for n, told in enumerate(tokens)]
+        for tokens, (accepted, following) in zip(proposed, verdicts, strict=True)
+    ]
+    given = of.judge(proposed, likeliest)
+    texts = []
+    for i, (output, (accepted, following)) in enumerate(zip(given, verdicts, strict=True)):
+        assert output.verdict is not None and output.finite and without[i].alternative is None
+        hit = accepted < beside
+        assert output.alternative == (following if hit else None)
+        assert output.verdict[0] == accepted + hit
+        assert hit or output.verdict[1] == following
+        texts.append([*proposed[i][:accepted], following, *([output.verdict[1]] if hit else [])])
+        of.target.kv.truncate(of.kvs[i], len(of.texts[i]) + len(texts[i]) - 1)
+    assert sum(output.alternative is not None for output in given) >= 3
+    behind = [list(text) for text in texts]
+    for _ in range(3):
+        for text, token in zip(behind, of.go_on(behind), strict=True):
+            text.append(token)
+    of.begin()
+    plain: list[list[int]] = [[] for _ in texts]
+    for at in range(max(map(len, behind))):
+        known = [text[:at] + told[at:] for text, told in zip(behind, plain, strict=True)]
+        drawn = of.go_on([each[:at] for each in known])
+        for i, (told, token, (accepted, _)) in enumerate(zip(plain, drawn, verdicts, strict=True)):
+            decided = at <= accepted  # by the step: what it accepts and adds need not be what plain decoding draws
+            told.append(behind[i][at] if decided and at < len(behind[i]) else token)
+    for text, told in zip(behind, plain, strict=True):
+        assert told[: len(text)] == text
+
+
+def test_an_alternative_reads_what_the_drafted_tokens_read() -> None:
+    """By a budget: what follows it is what follows where it was drafted itself."""
+    of = Judging(SAMPLINGS["greedy"], reads=True)
+    nobody, proposed = [[4095, 4094]] * GAMMA, [[7, 8, 9, 10] for _ in of.texts]
+    verdicts = [output.verdict for output in of.judge(proposed, [nobody] * len(of.texts)) if output.verdict]
+    chains = [
+        [*tokens[:accepted], following, *tokens[accepted + 1 :]][:GAMMA]
+        for tokens, (accepted, following) in zip(proposed, verdicts, strict=True)
+    ]
+    likeliest = [[[token, 4095] for token in chain] for chain in chains]
+    given = of.judge(proposed, likeliest)
+    for output, (accepted, following) in zip(given, verdicts, strict=True):
+        assert output.alternative == (following if accepted < 3 else None)
+    expected = of.judge(chains, [nobody] * len(of.texts))
+    pairs = zip(given, expected, verdicts, strict=True)
+    alike = [
+        output.verdict == other.verdict
+        for output, other, (accepted, _) in pairs
+        if other.verdict and other.verdict[0] == accepted + 1
+    ]
+    assert len(alike) >= 3 and all(alike)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "queries", "group", "beside"),
+    [(4, 5, 4, 3), (4, 7, 4, 3), (6, 7, 4, 1), (1, 7, 4, 1), (4, 5, 1, 4), (4, 5, 3, 0), (4, 5, 7, 4), (8, 9, 8, 0)],
+)
+def test_as_many_alternatives_run_as_fit_into_a_steps_tile(gamma: int, queries: int, group: int, beside: int) -> None:
+    """7 heads x 5 queries take 64 rows, which is room for 9 queries; 72 rows would take more than one tile."""
+    assert alternatives_beside(gamma, queries, group) == beside

@@ -16,7 +16,7 @@ from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
-from engine.rounds.behind_steps import LeftVerdicts, Verdict, take_left_verdicts
+from engine.rounds.behind_steps import Imposed, LeftVerdicts, take_left_verdicts
 from engine.rounds.buffers import RoundShape
 from engine.rounds.requests import Branch, RoundMemory, RoundOutput, RoundRequest, StepBefore
 from engine.sampling import USE_DRAFT, Sampling, uniforms
@@ -91,11 +91,15 @@ def check_same(given: RoundOutput, expected: RoundOutput) -> None:
 
 @pytest.mark.parametrize("refresh_every", [1, 3])
 @pytest.mark.parametrize("announces", [False, True])
-@pytest.mark.parametrize("imposed", [None, [(4, 17), (0, 18), (2, 19), (1, 20)]], ids=["judged", "imposed"])
+@pytest.mark.parametrize(
+    "imposed", [None, [(4, 17, -1), (0, 18, -1), (2, 19, 7), (2, 20, 8)]], ids=["judged", "imposed"]
+)
 def test_they_go_on_behind_what_the_step_accepts(
-    refresh_every: int, announces: bool, imposed: list[Verdict] | None
+    refresh_every: int, announces: bool, imposed: list[Imposed] | None
 ) -> None:
-    """Steps and rounds hold their sequences in other orders, and judge as many tokens as were proposed of each."""
+    """Steps and rounds hold their sequences in other orders, and judge as many tokens as were proposed of each. Of two
+    of the imposed verdicts the last accepted token is an alternative.
+    """
     target, draft = made_pair(refresh_every)
     random = torch.Generator().manual_seed(refresh_every)
     texts = [torch.randint(0, 4000, (length,), generator=random).tolist() for length in (300, 47, 217, 126)]
@@ -130,15 +134,16 @@ def test_they_go_on_behind_what_the_step_accepts(
     kept = [(memory.length, memory.rounds) for memory in memories]
     given = draft.launch_rounds(requests).outputs()
 
-    verdicts = [step.outputs()[order.index(i)].verdict if imposed is None else imposed[i] for i in range(len(texts))]
+    judged_as = [step.outputs()[order.index(i)].verdict for i in range(len(texts))]
+    verdicts = [(*verdict, -1) for verdict in judged_as if verdict] if imposed is None else imposed
     seen = []
     for i, (text, verdict) in enumerate(zip(texts, verdicts, strict=True)):
-        assert verdict is not None
-        accepted, token = verdict
-        assert given[i].began_behind == verdict
+        accepted, token, alternative = verdict
+        assert given[i].began_behind == (accepted, token)
+        assert given[i].alternative == (alternative if alternative >= 0 else None)
         memories[i].length, memories[i].rounds = kept[i]
         kvs[draft][i].length = len(text) + accepted - 1
-        before = [*text, *drafted[i].tokens][kvs[draft][i].length]
+        before = [*text, *drafted[i].tokens][kvs[draft][i].length] if alternative < 0 else alternative
         seen.append(request_of(kvs[draft][i], [before, token], len(text) + accepted + 1, *how(i, announced[i])))
     for ours, theirs in zip(given, draft.draft_rounds(seen), strict=True):
         check_same(ours, theirs)
@@ -149,6 +154,7 @@ def test_only_sequences_behind_a_step_take_what_it_has_left() -> None:
     left = LeftVerdicts.make(3, torch.device(DEVICE))
     left.take({"accepted": torch.tensor([1, 1]), "following": torch.tensor([70, 80])}, [2, 0], None)
     assert left.accepted.tolist() == [0, 1, 0], "one of the held ones was rejected"
+    assert left.alternative.tolist() == [-1, -1, -1], "this step ran none"
     left.take({"accepted": torch.tensor([5, 1]), "following": torch.tensor([70, 80])}, [2, 0], None)
     given = {
         "behind": torch.tensor([1, -1, 0, -1], dtype=torch.int32),

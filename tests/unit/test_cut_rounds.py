@@ -20,11 +20,16 @@ def ints(random: torch.Generator, first: int, stop: int, *sizes: int, dtype: tor
 
 
 def verdicts_of(random: torch.Generator, sequences: int, gamma: int) -> StepsVerdicts:
-    """Of a step that accepts more than it judges, as well: such sequences are as the host gave them."""
+    """Of a step that accepts more than it judges, as well: such sequences are as the host gave them. Of a third of the
+    places the last accepted token is an alternative.
+    """
     behind = torch.randperm(sequences + 2, generator=random)[:sequences].int()
     behind[torch.rand(sequences, generator=random) < 0.3] = -1
     accepted, following = (ints(random, 0, most, sequences + 2) for most in (gamma + 2, 1000))
-    return StepsVerdicts(behind, ints(random, 0, gamma + 1, sequences), accepted, following)
+    alternative = ints(random, 0, 1000, sequences + 2).masked_fill(
+        torch.rand(sequences + 2, generator=random) < 0.6, -1
+    )
+    return StepsVerdicts(behind, ints(random, 0, gamma + 1, sequences), accepted, following, alternative)
 
 
 def rows_of(random: torch.Generator, behind: Tensor, gamma: int) -> RoundsRows:
@@ -69,16 +74,19 @@ def test_rounds_are_cut_by_what_is_rejected(
 
     wanted = {name: tensor.clone() for name, tensor in vars(rows).items()}
     numbers = [now.clone() for now, _ in pairs]
-    rejected, began = torch.zeros(sequences, dtype=torch.int64), torch.zeros(2, sequences, dtype=torch.int32)
+    rejected, began = torch.zeros(sequences, dtype=torch.int64), torch.zeros(3, sequences, dtype=torch.int32)
     for i, behind in enumerate(left.behind.tolist()):
         accepted, following = int(left.accepted[max(0, behind)]), int(left.following[max(0, behind)])
-        began[:, i] = torch.tensor([accepted, following])
+        alternative = int(left.alternative[max(0, behind)])
+        began[:, i] = torch.tensor([accepted, following, alternative])
         if behind < 0:
             continue
         rejected[i] = count = max(0, int(left.judged[i]) - accepted)
         for number, (_, of_cut) in zip(numbers, pairs, strict=True):
             if count:
                 number[..., i] = of_cut[count - 1, ..., i]
+        if alternative >= 0:
+            numbers[0][i] = alternative
         wanted["lengths"][i] -= count
         first = int(rows.starts[i])
         wanted["token_ids"][first], wanted["token_ids"][first + 1] = numbers[0][i], following
@@ -112,7 +120,18 @@ def test_a_sequence_may_have_more_rows_and_a_round_more_passes_than_a_program_ta
 def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
     """With four pairs, and with three."""
     pytest.importorskip("triton")
-    of_sequences = ("behind", "judged", "accepted", "following", "starts", "lengths", "tables", "began", "new_lengths")
+    of_sequences = (
+        "behind",
+        "judged",
+        "accepted",
+        "following",
+        "alternative",
+        "starts",
+        "lengths",
+        "tables",
+        "began",
+        "new_lengths",
+    )
     of_rows = "token_ids", "positions", "slots"
     types = dict.fromkeys((f"{name}_ptr" for name in of_sequences), "*i32") | {"rejected_ptr": "*i64"}
     types |= dict.fromkeys((f"{new}{name}_ptr" for name in of_rows for new in ("", "new_")), "*i64")

@@ -104,6 +104,37 @@ def test_greedy_is_plain_decoding(
     made.check_nothing_left()
 
 
+@pytest.mark.parametrize(
+    ("exactness", "sparsity", "most"),
+    [(m.Exactness.EXACT, "", 0.8), (m.Exactness.APPROXIMATE, "ahead", 1.0)],
+    ids=["exact", "ahead"],
+)
+def test_alternatives_that_are_right_save_steps(
+    clock: Clock, exactness: m.Exactness, sparsity: str, most: float
+) -> None:
+    """The texts are the same, and the draft goes on behind an alternative as behind what it drafted itself. The text of
+    `ahead` goes round in small circles, in which a token more a round hardly saves one.
+    """
+    rounds = []
+    for beside in (0, 3):
+        model = FakeModel(exactness is m.Exactness.APPROXIMATE, agreement=2, recent=1, swaps=True)
+        made = turns(clock, 1, model)
+        made.world.target.beside = beside
+        how = {"exactness": exactness, "sparsity": sparsity}
+        names = [made.world.open(prompt, 60, **how) for prompt in prompts(made.world.rng, 4)]
+        made.run()
+        for name in names:
+            made.world.check_greedy(name)
+        counters = made.world.verifier.counters
+        assert (counters["accepted_alternatives"] > 20) == (beside > 0)
+        assert counters["rounds_behind_steps"] > 0.8 * counters["steps_behind_rounds"]
+        drafted, accepted = totals(made.world)
+        assert accepted <= drafted
+        rounds.append(counters["rounds"] + counters["plain_rounds"])
+        made.check_nothing_left()
+    assert rounds[1] < most * rounds[0], rounds
+
+
 def test_the_models_take_turns_while_both_have_something_to_do(clock: Clock) -> None:
     """Long prompts are read by both, and rounds of other sessions go on beside."""
     made = turns(clock, 2, prefill_chunk=16)
@@ -120,9 +151,10 @@ def test_the_models_take_turns_while_both_have_something_to_do(clock: Clock) -> 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), aborted=st.sets(st.integers(0, 5)), pages=st.sampled_from([14, 30, 200]))
 def test_sessions_come_and_go(seed: int, aborted: set[int], pages: int) -> None:
-    """With room at the draft for some of them at a time, too."""
+    """With room at the draft for some of them at a time, too, and alternatives beside what is drafted."""
     rng = random.Random(seed)
-    made = turns(Clock(), seed, draft_pages=pages, gamma=rng.choice([1, 3, 4]))
+    made = turns(Clock(), seed, FakeModel(agreement=3, swaps=True), draft_pages=pages, gamma=rng.choice([1, 3, 4]))
+    made.world.target.beside = rng.choice([0, 2])
     names = [made.world.open(prompt, rng.choice([3, 25])) for prompt in prompts(made.world.rng, 6, longest=90)]
     for number in aborted:
         made.world.script += [lambda: None] * rng.randrange(8) + [lambda name=names[number]: made.world.abort(name)]  # type: ignore[misc]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.left_rounds import Drafted, PassRows, take_drafted
+from kernels.left_rounds import Beside, Drafted, PassRows, take_drafted
 from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,7 +73,7 @@ def test_drafted_tokens_are_those_of_the_rounds(
     token_ids = ints(random, 0, 999, int(rows.starts[-1]) + int(ints(random, 0, 3, 1)), dtype=torch.int64)
     ours, ours_left, tokens = kept(drafted, DEVICE, *has), kept(left, DEVICE), token_ids.clone().to(DEVICE)
     on_device = PassRows(*(tensor.to(DEVICE) for tensor in vars(rows).values()))
-    take_drafted(on_device, tokens, ours, ours_left, backend)
+    take_drafted(on_device, tokens, ours, ours_left, None, backend)
 
     support, words = min(of_pass[1], of_rounds[1]), min(of_pass[2], of_rounds[2])
     for i, place in enumerate(rows.behind.tolist()):
@@ -93,6 +93,49 @@ def test_drafted_tokens_are_those_of_the_rounds(
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(0, 999))
+def test_alternatives_are_the_likeliest_tokens_that_were_not_drafted(
+    backend: str, sequences: int, gamma: int, most: int, seed: int
+) -> None:
+    """Some sequences have fewer of them than drafted tokens, some none; they run behind the drafted tokens."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    random, places = torch.Generator().manual_seed(seed), sequences + 1
+    drafted, left = (drafted_of(random, count, gamma, 1, (1, 1)) for count in (sequences, places))
+    likeliest = ints(random, 0, 3, places, gamma, 2)
+    likeliest[..., 1] = likeliest[..., 0] + 1
+    left.tokens[:] = likeliest[..., 0] + ints(random, 0, 3, places, gamma)
+    rows = rows_of(random, sequences, places, gamma)
+    rows.held[:] = 0
+    beside = torch.minimum(rows.counts, ints(random, 0, most + 1, sequences)).clamp(max=most)
+    beside[rows.behind < 0] = 0
+    runs = (rows.starts.diff() + beside).cumsum(0)
+    rows = PassRows(rows.behind, rows.held, rows.counts, torch.cat((torch.zeros(1), runs)).int())
+    token_ids = torch.zeros(int(rows.starts[-1]) + 2, dtype=torch.int64)
+    ours, tokens = kept(drafted, DEVICE, False, False), token_ids.clone().to(DEVICE)
+    others = torch.full((sequences, most), -1, dtype=torch.int32, device=DEVICE)
+    on_device = PassRows(*(tensor.to(DEVICE) for tensor in vars(rows).values()))
+    taken = Beside(others, beside.to(DEVICE), likeliest.to(DEVICE))
+    take_drafted(on_device, tokens, ours, kept(left, DEVICE), taken, backend)
+    wanted = torch.full((sequences, most), -1, dtype=torch.int32)
+    for i, place in enumerate(rows.behind.tolist()):
+        if place < 0:
+            continue
+        first, count = int(rows.starts[i]) + 1, int(rows.counts[i])
+        for at in range(int(beside[i])):
+            one, other = likeliest[place, at].tolist()
+            wanted[i, at] = one if one != left.tokens[place, at] else other
+            token_ids[first + count + at] = wanted[i, at]
+        token_ids[first : first + count] = left.tokens[place, :count]
+    chains = torch.ones(len(token_ids), dtype=torch.bool)
+    for i, place in enumerate(rows.behind.tolist()):
+        chains[int(rows.starts[i]) : int(rows.starts[i + 1])] = place >= 0
+    assert torch.equal(tokens.cpu()[chains], token_ids[chains])
+    assert torch.equal(others.cpu(), wanted)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_what_there_is_no_room_for_is_left_out(backend: str) -> None:
     """Rounds have more tokens, larger supports and longer bitmaps than the pass; what lies behind stays as it is."""
     if backend == "triton":
@@ -102,7 +145,7 @@ def test_what_there_is_no_room_for_is_left_out(backend: str) -> None:
     rows = PassRows(*(torch.tensor(each, dtype=torch.int32) for each in ([0, -1], [1, 0], [3, 3], [0, 4, 8])))
     ours, tokens = kept(drafted, DEVICE), torch.zeros(8, dtype=torch.int64, device=DEVICE)
     rows = PassRows(*(tensor.to(DEVICE) for tensor in vars(rows).values()))
-    take_drafted(rows, tokens, ours, kept(left, DEVICE), backend)
+    take_drafted(rows, tokens, ours, kept(left, DEVICE), None, backend)
     assert tokens.tolist() == [0, int(drafted.tokens[0, 0]), *left.tokens[0, :2].tolist(), 0, 0, 0, 0]
     for name, tensor in vars(ours).items():
         given_, of_round = getattr(drafted, name), getattr(left, name)
@@ -125,14 +168,14 @@ def test_large_announcements_take_several_programs() -> None:
         results = []
         for backend in ("triton", "torch"):
             ours, tokens = kept(drafted, DEVICE), torch.zeros(12, dtype=torch.int64, device=DEVICE)
-            take_drafted(rows, tokens, ours, kept(left, DEVICE), backend)
+            take_drafted(rows, tokens, ours, kept(left, DEVICE), None, backend)
             results.append([tokens, *vars(ours).values()])
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
         assert torch.equal(results[0][4][0].cpu(), left.bitmaps[1])  # type: ignore[index]
 
 
 def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
-    """With supports and bitmaps, and without both."""
+    """With supports, bitmaps and alternatives, and without all three."""
     pytest.importorskip("triton")
     fixed: dict[str, object] = {"TOKENS": 4, "CHUNK": 1024}
     of_rows = "behind", "held", "counts", "starts", "tokens", "left_tokens"
@@ -147,10 +190,12 @@ def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
         "words",
         "left_words",
         "both",
+        "most_beside",
     )
     types |= dict.fromkeys(numbers, "i32")
     optional = {"ids_ptr": "*i32", "left_ids_ptr": "*i32", "probs_ptr": "*fp32", "left_probs_ptr": "*fp32"}
     optional |= {"bitmaps_ptr": "*i64", "left_bitmaps_ptr": "*i64"}
+    optional |= dict.fromkeys(("beside_ptr", "beside_counts_ptr", "likeliest_ptr"), "*i32")
     variants = [fixed, fixed | dict.fromkeys(optional)]
     assert (
         len(compile_for_a_gpu("kernels.left_rounds", "_take_drafted_kernel", types | optional, variants, tmp_path)) == 2
