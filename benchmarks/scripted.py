@@ -123,10 +123,10 @@ class ScriptedRunner(Runner):
         tokens = self._tokens_from(base, self._gamma + self._runs_last)
         if not self._alternatives:
             return DraftedTokens(tokens, runs_last=self._runs_last)
-        right = (np.arange(base - 1, base + self._gamma) % _PERIOD + 1).astype(np.int32)
+        right = (np.arange(base - 1, base - 1 + len(tokens)) % _PERIOD + 1).astype(np.int32)
         others = np.broadcast_to(np.arange(VOCAB - self._alternatives, VOCAB), (len(tokens), self._alternatives))
         likeliest = np.concatenate((np.array(tokens)[:, None], right[:, None], others), 1)[:, : self._alternatives]
-        return DraftedTokens(tokens, alternatives=likeliest)
+        return DraftedTokens(tokens, alternatives=likeliest, runs_last=self._runs_last)
 
     def _announce(self, request: AnnouncementRequest, base: int) -> np.ndarray:
         """The blocks of highest weight over all rows: uint64 [rows, words]."""

@@ -12,7 +12,7 @@ from engine.sampling import USE_ACCEPT, USE_ALTERNATIVE, USE_SCREEN_ACCEPT, unif
 from sparsity.plan import Plan
 from target_service.planning import VerifyRound
 from target_service.session import TargetSession
-from wire.messages import Commit, FinishReason, Verdict
+from wire.messages import At, Commit, FinishReason, Verdict
 
 
 def commit_round(
@@ -49,7 +49,7 @@ def commit_round(
     agreed = judged is not None and session.foresaw(before.base + accepted + 1, following)
     tokens_read, tokens_total = _tokens_read(session, session.kv.length - under_way, plan, kv)
     commit = Commit(
-        at=before._replace(base=base),
+        at=before if base == before.base else before._replace(base=base),
         tokens=text,
         drafted=len(proposed),
         accepted=min(accepted, len(tokens)),
@@ -75,7 +75,7 @@ def commit_round(
     session.prompt_logprobs = None
     session.commit(tokens, agreed, judged)
     kv.truncate(session.kv, len(session.tokens) - 1 + under_way)
-    at = before._replace(epoch=session.epoch, round=session.round)
+    at = At(before.session, session.epoch, session.round, before.base)
     return commit, Verdict(at, commit.accepted, tokens, judged is None)
 
 

@@ -30,6 +30,7 @@ ASSUMED_COST = 0.06  # of a drafted token, in plain rounds, where costs are not 
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # tokens
 TRIAL = 4  # rounds that drafting gets after a pause, before it is judged
 TRIAL_SHARE = 0.01  # of the time, that trials may cost where costs are measured
+ASSUMED_TRIAL = 2.0  # plain rounds that a drafted one takes, where loads like the present one have no figure of it
 PROBED = 4  # rounds of each session that a figure needs to count
 FIRST_GAMMA = 4  # where nothing is known yet
 TYPICAL_NEWEST = 1 / 64  # weight of the newest round in what is typical of all sessions
@@ -137,6 +138,7 @@ class Controller:
         self._in_vain = 0  # how often drafting has been tried again since, without gain
         self._read_for = 0.0  # what a draft on the same device has read for since it was tried again
         self._rested = {False: 0.0, True: 0.0}  # rounds of each such session without a draft since
+        self._like_it = {False: 0, True: 0}  # rounds of the present step for which the next one of such a session speaks
 
     def first_pace(self, committed: int, announces: bool) -> Pace:
         """Return how a session begins: as the others go on, by what is typical of them."""
@@ -155,11 +157,24 @@ class Controller:
         """Take note that a draft on the same device has read prompts for so long, in the measure of RoundSeen."""
         self._read_for += max(0.0, seconds)
 
+    def goes_on_resting(self, pace: Pace, announces: bool) -> bool:
+        """Return whether a session whose round was plain goes on without a draft as all others do: one session of a
+        step speaks for all these (`after_round`), since deciding for each would take longer than their step.
+        """
+        rests = self._adaptive and self.probe is None and self._plain[announces] and not pace.alone
+        if not rests or pace.kind != PLAIN or pace.acceptance.judged[0] >= ODD_ROUNDS:
+            return False
+        self._until_decided[announces] -= 1
+        goes_on = self._until_decided[announces] > 0
+        self._like_it[announces] += goes_on
+        return goes_on
+
     def after_round(self, pace: Pace, seen: RoundSeen, load: Load, others: Counter[Choice]) -> Pace:
         """Return the pace after a round. others: how many sessions' last rounds were made in each way, its own among
         them.
         """
-        kind, before = seen.kind, pace.kind
+        kind, before, rounds = seen.kind, pace.kind, 1 + self._like_it[seen.announces]
+        self._like_it[seen.announces] = 0
         pace = pace if kind == before else replace(pace, kind=kind)
         if kind.gamma:
             known = pace.acceptance.after_round(kind.gamma, seen.accepted)
@@ -177,9 +192,9 @@ class Controller:
         if kind == before and seen.seconds and is_typical:
             # The sessions share their steps: what one chooses to read costs the others as well.
             sparse = any(other.sparse for other in others)
-            self.costs.add(load, Choice(kind.gamma, sparse), seen.seconds, seen.drafting, seen.step)
+            self.costs.add(load, Choice(kind.gamma, sparse), seen.seconds, seen.drafting, seen.step, rounds)
         rested = self._rested[seen.announces]
-        self._rested[seen.announces] = 0.0 if kind.gamma else rested + 1 / max(1, sessions)
+        self._rested[seen.announces] = 0.0 if kind.gamma else rested + rounds / max(1, sessions)
         self._advance_probe(pace, seen, load, sessions)
         if self.probe is None:
             return self._decide(pace, seen, load, sessions)
@@ -308,9 +323,9 @@ class Controller:
         As seldom as trying it in vain costs TRIAL_SHARE of their time, what the draft reads for it included, and
         seldomer each time in vain.
         """
-        drafted, plain = self.costs.last(load, choice), self.costs.seconds(load, PLAIN)
-        if not drafted or not plain:
-            return True
+        plain = self.costs.seconds(load, PLAIN)
+        if not plain or self._rested[announces] < SHORTEST_PAUSE:
+            return False
+        drafted = self.costs.last(load, choice) or ASSUMED_TRIAL * plain
         tried = (PROBED + 2) * max(0.0, drafted / plain - 1) + self._read_for / plain
-        least = tried / TRIAL_SHARE * min(2**self._in_vain, LONGEST_WAIT)
-        return self._rested[announces] >= max(SHORTEST_PAUSE, least)
+        return self._rested[announces] >= tried / TRIAL_SHARE * min(2**self._in_vain, LONGEST_WAIT)

@@ -38,14 +38,14 @@ class _Figure:
     step: float = 0.0
     newest: int = 0
 
-    def add(self, seconds: float, drafting: float, step: float, number: int, sessions: int) -> None:
-        """Take note of the round of one of so many sessions."""
+    def add(self, seconds: float, drafting: float, step: float, number: int, sessions: int, rounds: int) -> None:
+        """Take note of so many rounds of as many of the sessions."""
         if self.rounds <= SETTLED * sessions and OUTLIER * seconds < self.seconds:
             self.rounds = 0  # a draft in another process captured a graph in the first ones
         if self.rounds:
             seconds, step = min(seconds, OUTLIER * self.seconds), min(step, OUTLIER * self.step)
-        self.rounds, self.newest = self.rounds + 1, number
-        weight = max(NEWEST / sessions, 1 / self.rounds)
+        self.rounds, self.newest = self.rounds + rounds, number
+        weight = max(min(1.0, rounds * NEWEST / sessions), rounds / self.rounds)
         self.seconds += weight * (seconds - self.seconds)
         self.drafting += weight * (drafting - self.drafting)
         self.step += weight * (step - self.step)
@@ -66,11 +66,13 @@ class RoundCosts:
     def __init__(self) -> None:
         self._loads: dict[Load, _AtLoad] = {}
 
-    def add(self, load: Load, choice: Choice, seconds: float, drafting: float, step: float) -> None:
-        """Take note of a round: from the commit before to its own, of which its draft and its step took so much."""
+    def add(self, load: Load, choice: Choice, seconds: float, drafting: float, step: float, rounds: int = 1) -> None:
+        """Take note of a round: from the commit before to its own, of which its draft and its step took so much; and of
+        others of its step that were like it, `rounds` in all.
+        """
         here = self._loads.setdefault(load, _AtLoad())
-        here.rounds += 1
-        of_round = seconds, drafting, step, here.rounds, sessions_of(load)
+        here.rounds += rounds
+        of_round = seconds, drafting, step, here.rounds, sessions_of(load), rounds
         here.figures.setdefault(choice, _Figure()).add(*of_round)
         here.fastest = min(each.seconds for each in here.figures.values())
 

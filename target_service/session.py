@@ -213,8 +213,9 @@ class TargetSession:
             self.epoch += 1
         self.foreseen = agreed
         self.stats = RoundStats()
-        self.announced = {k: v for k, v in self.announced.items() if self._is_ahead(k)}
-        self.proposals = {k: v for k, v in self.proposals.items() if self._is_ahead(k)}
+        if self.announced or self.proposals:
+            self.announced = {k: v for k, v in self.announced.items() if self._is_ahead(k)}
+            self.proposals = {k: v for k, v in self.proposals.items() if self._is_ahead(k)}
 
     def _is_ahead(self, key: RoundKey) -> bool:
         return key[0] == self.epoch and key[1] >= self.round

@@ -458,6 +458,9 @@ class Verifier:
         session, before = item.session, item.session.committed_at
         session.committed_at = None if beside.disturbed else beside.now
         announces = bool(session.announced_by)
+        if not item.proposed and self.controller.goes_on_resting(session.pace, announces):
+            session.pace = session.pace.paused_with_all(len(session.tokens))
+            return
         seen = RoundSeen(
             kind=Choice(len(item.proposed), announces and item.input.read is not None),
             accepted=commit.accepted,

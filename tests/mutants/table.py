@@ -273,8 +273,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "kernels/left_rounds.py",
         "test_behind_rounds test_left_rounds",
-        ("a sequence takes what another's round has left", "rows.behind.long().clamp(min=0)", "torch.arange(len(rows.behind), device=rows.behind.device)"),
-        ("what the host brings is overwritten", "rows.behind >= 0", "rows.behind >= -1"),
+        ("a sequence takes what another's round has left", "place, taken = rows.behind.long().clamp(min=0), rows.behind >= 0", "place, taken = torch.arange(len(rows.behind), device=rows.behind.device), rows.behind >= 0"),
+        ("what the host brings is overwritten", "clamp(min=0), rows.behind >= 0\n", "clamp(min=0), rows.behind >= -1\n"),
         ("tokens come one row late", "row - starts[sequence] - 1  #", "row - starts[sequence] - 2  #"),
         ("what was drafted takes the place of what is held", " - rows.held[:, None]", ""),
         ("of each sequence only a program's share of an announcement is taken", "max(1, -(-most // _CHUNK))", "1"),
@@ -455,7 +455,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/round_costs.py",
         "test_controller",
-        ("the first rounds of a load decide", "counts = figure.rounds > SETTLED * sessions_of(load)", "counts = figure.rounds > 0"),
+        ("the first rounds of a load decide", "counts = figure.rounds > SETTLED * sessions", "counts = figure.rounds > 0"),
     ),
     *_of(
         "target_service/controller.py",
@@ -475,7 +475,7 @@ MUTANTS: list[Mutant] = [
         ("rounds of exact and approximate sessions are no figures", "for other, count in others.items() if other.gamma == kind.gamma", "for other, count in others.items() if other == kind"),
         ("one session is drafted beside many that wait for it", "not (is_odd and self._pays_alone(pace, load))", "not is_odd"),
         ("what sparse sessions cost the others is not told apart", "Choice(kind.gamma, sparse), seen.seconds", "kind, seen.seconds"),
-        ("it is tried again however long that takes", "return self._rested[announces] >= max(SHORTEST_PAUSE, least)", "return self._rested[announces] >= SHORTEST_PAUSE"),
+        ("it is tried again however long that takes", "return self._rested[announces] >= tried / TRIAL_SHARE", "return self._rested[announces] >= 0 * tried / TRIAL_SHARE"),
     ),
     *_of(
         "engine/rounds/requests.py",
