@@ -111,6 +111,9 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench step` takes."""
     parser.add_argument("--target-shape", default="8b", metavar="NAME", help="8b, 1b, or a model's folder or id")
     parser.add_argument("--draft-shape", default="1b", metavar="NAME")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", metavar="N", default=[10240, 32768, 102400], help="tokens of a session"
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", metavar="FILE")
 

@@ -21,20 +21,30 @@ from engine.rounds.buffers import RoundShape, make_round_buffers
 from engine.rounds.launches import run_round
 from engine.rounds.requests import RoundSettings
 from engine.staging import Buffers
+from kernels.backends import default_backend
 
-CONTEXTS, BATCHES = (10240, 32768, 102400), (1, 8)
+BATCHES = 1, 8
 BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as of a calibrated plan
 
 
 class Bench:
     """A decoder with KV for the largest case; `bandwidth` in bytes a second."""
 
-    def __init__(self, shape: Shape, bandwidth: float, repeats: int, longest: int) -> None:
-        self.shape, self.bandwidth, self.repeats = shape, bandwidth, repeats
-        self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE)
-        pages = max(BATCHES) * (longest // PAGE_SIZE)
+    def __init__(
+        self,
+        shape: Shape,
+        bandwidth: float,
+        repeats: int,
+        longest: int,
+        device: str = "cuda",
+        batch: int = max(BATCHES),
+    ) -> None:
+        self.shape, self.bandwidth, self.repeats, self.device = shape, bandwidth, repeats, torch.device(device)
+        self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE, device)
+        self.attention = default_backend(self.device)
+        pages = most * (longest // PAGE_SIZE)
         self.kv = KVCache(
-            shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, "cuda"
+            shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, device
         )
         for part in (*self.kv.k_pages, *self.kv.v_pages):
             part.normal_()  # what is all alike, selections break by order
@@ -58,7 +68,7 @@ class Bench:
         buffers = self._buffers(shape, context)
         if width:
             lists, counts = buffers.tensors["lists"], buffers.tensors["counts"]
-            scores = torch.rand(*counts.shape, pages, device=_CUDA)
+            scores = torch.rand(*counts.shape, pages, device=self.device)
             lists.copy_(scores.topk(width, -1).indices.sort(-1).values)
             counts.fill_(width)
         read = self.kv_bytes(batch, context, share or 1.0, dense_layers)
@@ -91,10 +101,11 @@ class Bench:
             decay=0.9,
             judged=True,
             drafts=drafts,
+            weighs=drafts,
         )
         if self.kv.means is None:
             self.kv.keep_group_means(GROUP)
-        memory = torch.rand(batch, rows, pages, device=_CUDA)
+        memory = torch.rand(batch, rows, pages, device=self.device)
         buffers = self._buffers(shape, context, memory)
         given = buffers.tensors
         given["indices"].copy_(torch.arange(batch))
@@ -122,7 +133,7 @@ class Bench:
         return buffers
 
     def _measure(self, what: str, shape: PassShape, buffers: Buffers, kv_bytes: float, passes: int = 1) -> TimedRow:
-        ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, "triton"), self.repeats)
+        ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, self.attention), self.repeats)
         return TimedRow(what, ms, self.floor(kv_bytes, passes), None)
 
     def round(self, batch: int, context: int, gamma: int, share: float, announces: bool, branches: int = 1) -> TimedRow:
@@ -136,7 +147,7 @@ class Bench:
         )
         pages = context // PAGE_SIZE
         shape = RoundShape(batch, 1, pages, False, "ahead" if announces else "", branches)
-        buffers = make_round_buffers(shape, settings, self.shape.vocab_size, _CUDA)
+        buffers = make_round_buffers(shape, settings, self.shape.vocab_size, self.device)
         given, base = buffers.tensors, context - branches * (gamma + 1)
         given["lengths"].fill_(base)
         if branches > 1:
@@ -152,7 +163,7 @@ class Bench:
         given["slots"].copy_(slots.repeat_interleave(branches))
         given["limits"].copy_(torch.tensor([[1], [pages - 8], [int(0.09 * rows * pages)]]).expand(-1, batch))
         ms = graph_milliseconds(
-            lambda: run_round(self.decoder, self.kv, settings, shape, buffers, "triton"), self.repeats
+            lambda: run_round(self.decoder, self.kv, settings, shape, buffers, self.attention), self.repeats
         )
         read = self.kv_bytes(batch, context) + gamma * self.kv_bytes(batch, context, share)
         what = "and announces" if announces else "announces nothing"
@@ -161,42 +172,48 @@ class Bench:
         return TimedRow(name, ms, self.floor(read, gamma + 1), None)
 
 
-_CUDA = torch.device("cuda")
+def target_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
+    """Measure the steps of a target; the sparse ones are set against the dense one."""
+    dense = bench.step(batch, context, 5)
+    sparse = [
+        bench.step(batch, context, 5, 0.1),
+        bench.step(batch, context, 5, 0.1, dense_layers=2),
+        bench.served(batch, context, 5, 0.1),
+    ]
+    rows = [bench.step(batch, context, 1), dense, *(row.against(dense.milliseconds) for row in sparse)]
+    rows += [bench.step(batch, context, 9), bench.drafting(batch, context, 8, 0.06)]
+    return [row.named("target: ") for row in rows]
+
+
+def draft_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
+    """Measure the passes and rounds of a draft."""
+    rows = [
+        bench.step(batch, context, 1),
+        bench.step(batch, context, 1, 0.1),
+        bench.round(batch, context, 3, 0.1, False),
+        bench.round(batch, context, 4, 0.1, False),
+        bench.round(batch, context, 4, 0.1, True),
+        bench.round(batch, context, 4, 1.0, True),
+        bench.round(batch, context, 4, 0.1, True, branches=8),
+    ]
+    return [row.named("draft: ") for row in rows]
 
 
 def run(flags: argparse.Namespace) -> None:
     """Measure, print the table, and write it to the JSON file if one is named. Raises ValueError without a GPU."""
     require_gpu()
-    bandwidth = copy_bandwidth()
-    cases = list(product(BATCHES, CONTEXTS))
+    bandwidth, longest = copy_bandwidth(), max(flags.contexts)
+    cases = list(product(BATCHES, flags.contexts))
     table: list[TimedRow] = []
     with torch.inference_mode():
-        bench = Bench(read_shape_of(flags.target_shape), bandwidth, flags.repeats, max(CONTEXTS))
-        for batch, context in cases:
-            dense = bench.step(batch, context, 5)
-            sparse = [
-                bench.step(batch, context, 5, 0.1),
-                bench.step(batch, context, 5, 0.1, dense_layers=2),
-                bench.served(batch, context, 5, 0.1),
-            ]
-            rows = [bench.step(batch, context, 1), dense, *(row.against(dense.milliseconds) for row in sparse)]
-            rows += [bench.step(batch, context, 9), bench.drafting(batch, context, 8, 0.06)]
-            table += [row.named("target: ") for row in rows]
-        del bench
-        torch.cuda.empty_cache()
-        bench = Bench(read_shape_of(flags.draft_shape), bandwidth, flags.repeats, max(CONTEXTS))
-        for batch, context in cases:
-            rows = [
-                bench.step(batch, context, 1),
-                bench.step(batch, context, 1, 0.1),
-                bench.round(batch, context, 3, 0.1, False),
-                bench.round(batch, context, 4, 0.1, False),
-                bench.round(batch, context, 4, 0.1, True),
-                bench.round(batch, context, 4, 1.0, True),
-                bench.round(batch, context, 4, 0.1, True, branches=8),
-            ]
-            table += [row.named("draft: ") for row in rows]
+        for name, measure in ((flags.target_shape, target_rows), (flags.draft_shape, draft_rows)):
+            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest)
+            for batch, context in cases:
+                table += measure(bench, batch, context)
+            del bench
+            torch.cuda.empty_cache()
     command = f"specahead bench step --target-shape {flags.target_shape} --draft-shape {flags.draft_shape}"
+    command += f" --contexts {' '.join(map(str, flags.contexts))}"
     head = Head.here(command, bandwidth)
     note = "rival: of the target's sparse steps our dense step of the same run. Random weights, imposed selection"
     print(report(head, table, note))

@@ -1,6 +1,7 @@
 """What the GPU benchmarks compute and print; that they measure right is seen on a GPU."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import transformers
 
 from benchmarks.gpu_timing import Head, TimedRow, report, require_gpu
 from benchmarks.shapes import SHAPES, Shape, read_shape_of
+from benchmarks.step import Bench, draft_rows, target_rows
 from cli.main import main
 
 
@@ -41,6 +43,22 @@ def test_a_row_is_set_against_its_floor_and_its_rival(tmp_path: Path) -> None:
         "rival": 2.0,
         "bandwidth": None,
     }
+
+
+def test_each_step_and_round_that_is_measured_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, on a CPU, in a small shape: all that `bench step` times."""
+
+    def run_once(work: Callable[[], object], repeats: int) -> float:
+        work()
+        return float(repeats)
+
+    monkeypatch.setattr("benchmarks.step.graph_milliseconds", run_once)
+    shape = Shape(3, 64, 4, 2, 16, 128, 300)
+    with torch.inference_mode():
+        bench = Bench(shape, 1e9, 2, 512, "cpu", most=2)
+        rows = target_rows(bench, 2, 512) + draft_rows(bench, 2, 512)
+    assert len({row.what for row in rows}) == len(rows) == 14
+    assert all(row.milliseconds == 2 and row.floor > 0 for row in rows)
 
 
 @pytest.mark.parametrize("name", ["kernels", "step", "offload"])
