@@ -42,7 +42,7 @@ class Bench:
         self.shape, self.bandwidth, self.repeats, self.device = shape, bandwidth, repeats, torch.device(device)
         self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE, device)
         self.attention = default_backend(self.device)
-        pages = most * (longest // PAGE_SIZE)
+        pages = batch * (longest // PAGE_SIZE)
         self.kv = KVCache(
             shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, device
         )

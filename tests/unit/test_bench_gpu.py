@@ -55,7 +55,7 @@ def test_each_step_and_round_that_is_measured_can_be_run(monkeypatch: pytest.Mon
     monkeypatch.setattr("benchmarks.step.graph_milliseconds", run_once)
     shape = Shape(3, 64, 4, 2, 16, 128, 300)
     with torch.inference_mode():
-        bench = Bench(shape, 1e9, 2, 512, "cpu", most=2)
+        bench = Bench(shape, 1e9, 2, 512, "cpu", batch=2)
         rows = target_rows(bench, 2, 512) + draft_rows(bench, 2, 512)
     assert len({row.what for row in rows}) == len(rows) == 14
     assert all(row.milliseconds == 2 and row.floor > 0 for row in rows)
