@@ -138,10 +138,8 @@ class Controller:
         self._in_vain = 0  # how often drafting has been tried again since, without gain
         self._read_for = 0.0  # what a draft on the same device has read for since it was tried again
         self._rested = {False: 0.0, True: 0.0}  # rounds of each such session without a draft since
-        self._like_it = {
-            False: 0,
-            True: 0,
-        }  # rounds of the present step for which the next one of such a session speaks
+        # Rounds of the present step for which that of the next such session speaks as well.
+        self._like_it = {False: 0, True: 0}
 
     def first_pace(self, committed: int, announces: bool) -> Pace:
         """Return how a session begins: as the others go on, by what is typical of them."""

@@ -282,6 +282,29 @@ MUTANTS: list[Mutant] = [
         ("on a GPU a held token's place is taken", "inside, of_round = token < gamma, token - held\n", "inside, of_round = token < gamma, token\n"),
     ),
     *_of(
+        "engine/passes/alternatives.py",
+        "test_behind_rounds",
+        ("an alternative's KV stays where it was", "    target = target.where(is_one, -1)\n", "    target = torch.full_like(target, -1)\n"),
+        ("what follows an alternative is drawn by the numbers of its own place", "gather(1, (at + 1).clamp(max=last)[:, None])", "gather(1, at[:, None])"),
+        ("all that runs beside the tokens counts as right", 'is_one = given["alternatives"].gather(1, leaf)[:, 0] == judged.following', 'is_one = given["alternatives"].gather(1, leaf)[:, 0] >= 0'),
+    ),
+    *_of(
+        "engine/passes/layout.py",
+        "test_behind_rounds",
+        ("an alternative sees the token that it is one to", 'host["visible"][others, 0] = host["positions"][others] = at[1 : 1 + beside]', 'host["positions"][others] = at[1 : 1 + beside]; host["visible"][others, 0] = at[1 : 1 + beside] + 1'),
+    ),
+    *_of(
+        "draft_service/sessions.py",
+        "test_draft_in_target",
+        ("the draft forgets that an alternative was accepted", "            self.tokens[branch.base - 2] = branch.alternative\n", "            pass\n"),
+        ("no verdict with an alternative is met", "                assumed[-1:] = [branch.alternative]\n", "                pass\n"),
+    ),
+    *_of(
+        "target_service/commit.py",
+        "test_draft_in_target",
+        ("what was drafted is committed in an alternative's place", "        item.input.tokens[accepted] = output.alternative", "        pass"),
+    ),
+    *_of(
         "kernels/cut_rounds.py",
         "test_behind_steps test_cut_rounds",
         ("rejected tokens count as accepted", "judged).where(taken, 0).long()", "judged).where(taken, 0).long() * 0"),
