@@ -32,9 +32,7 @@ def commit_round(
     """
     session, proposal, (accepted, following) = item.session, item.proposal, verdict
     if output.alternative is not None:
-        item.input.tokens[accepted] = (
-            output.alternative
-        )  # which the first of the tokens are not: the last committed one
+        item.input.tokens[accepted] = output.alternative  # they begin with the last committed one
     base, proposed, confirmed = len(session.tokens) - item.held, item.proposed, min(accepted, item.held)
     if confirmed < item.held:
         del session.tokens[base + confirmed :]
