@@ -295,7 +295,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "draft_service/sessions.py",
-        "test_draft_in_target",
+        "test_draft_sessions",
         ("the draft forgets that an alternative was accepted", "            self.tokens[branch.base - 2] = branch.alternative\n", "            pass\n"),
         ("no verdict with an alternative is met", "                assumed[-1:] = [branch.alternative]\n", "                pass\n"),
     ),

@@ -11,8 +11,10 @@ import torch
 
 from config import DraftSettings, SettingsError
 from draft_service.drafter import Drafter
-from draft_service.sessions import TargetPeer
+from draft_service.sessions import BranchAhead, DraftSession, RoundAhead, TargetPeer
+from engine.kv.cache import KVCache
 from engine.kv.pages import OutOfPages
+from engine.rounds.requests import DraftedTokens
 from engine.sampling import Sampling
 from engine.step_loop import MOST_FAILURES, run_step_loop
 from sparsity.announce import announce
@@ -471,3 +473,27 @@ def test_targets_share_the_room_of_a_draft() -> None:
     draft.receive("second", m.End("c"))
     asked = {name: [each for each in said if isinstance(each, m.Resync)] for name, said in draft.sent.items()}
     assert asked == {"first": [], "second": [m.Resync("f")]}, "though three of the first target's have waited longer"
+
+
+@pytest.mark.parametrize("tokens", [[10, 20, 30], [10, 11, 30], [10, 20, 31]])
+def test_a_round_behind_an_alternative_is_met_by_it_alone(tokens: list[int]) -> None:
+    """The session then has the text that the verdict says, and behind it what was drafted there."""
+    session = DraftSession(
+        peer=TargetPeer(lambda event: None),
+        id="s",
+        tokens=[1, 2, 3, 10, 11, 12],
+        committed=3,
+        epoch=0,
+        round=0,
+        sampling=Sampling(0.0),
+        max_length=100,
+        method=None,
+        gamma=3,
+        most_gamma=3,
+    )
+    session.drafted = DraftedTokens([10, 11, 12], runs_last=False)
+    branch = BranchAhead(6, 30, DraftedTokens([40, 41], runs_last=False), source=5, alternative=20)
+    session.ahead = RoundAhead(6, None, None, [branch], 0.0)
+    met = session.apply(m.Verdict(m.At("s", 0, 1, 3), 2, tokens, plain=False), KVCache(1, 1, 2, 4))
+    assert met == (tokens == [10, 20, 30])
+    assert session.tokens == [1, 2, 3, *tokens, *([40, 41] if met else [])]
