@@ -10,9 +10,7 @@ from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.under_way import RoundsUnderWay
 
 WARM_SESSIONS = 8  # steps of up to so many sessions are made ready before the first request, the others behind it
-COMPILED_SESSIONS = (
-    32  # of up to so many, their kernels are compiled before it: to capture them takes a tenth of a second
-)
+COMPILED_SESSIONS = 32  # of up to so many, their kernels are compiled before it, so that capturing them is short
 
 
 class Runner:

@@ -160,7 +160,7 @@ class Controller:
 
     def goes_on_resting(self, pace: Pace, announces: bool) -> bool:
         """Return whether a session whose round was plain goes on without a draft as all others do: one session of a
-        step speaks for all these (`after_round`), since deciding for each would take longer than their step.
+        step speaks for all these (`after_round`), since deciding for each takes the host long where there are many.
         """
         rests = self._adaptive and self.probe is None and self._plain[announces] and not pace.alone
         if not rests or pace.kind != PLAIN or pace.acceptance.judged[0] >= ODD_ROUNDS:

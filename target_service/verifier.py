@@ -397,8 +397,8 @@ class Verifier:
         take_reads(session, self.plan, self.runner.kv)
         imposed = self.settings.synthetic_acceptance
         if imposed >= 0:
-            *of_chain, alternative = imposed_verdict(item, self.settings, self.runner.vocab_size)
-            verdict, output.alternative = (of_chain[0], of_chain[1]), alternative if alternative >= 0 else None
+            accepted, following, alternative = imposed_verdict(item, self.settings, self.runner.vocab_size)
+            verdict, output.alternative = (accepted, following), alternative if alternative >= 0 else None
         under_way = beside.under_way.get(id(session), 0)
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv, under_way)
         self._report(session, commit)

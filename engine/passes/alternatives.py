@@ -2,8 +2,9 @@
 
 Where a step rejects a drafted token it adds one of its own, which often is the draft's second choice
 (docs/performance.md). That one runs in the same pass, as a leaf of a token tree (SpecInfer, arXiv:2305.09781) beside
-the chain of drafted tokens, so that the logits behind it are there already. Which tokens are drawn, and how, is the
-same with and without alternatives: these only tell sooner what follows.
+the chain of drafted tokens, so that the logits behind it are there already. Drafted tokens are judged, and the token
+that follows them is drawn, as without alternatives, and what follows one of these as in a step of its own: it only
+comes sooner.
 """
 
 from dataclasses import dataclass
