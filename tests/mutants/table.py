@@ -484,6 +484,8 @@ MUTANTS: list[Mutant] = [
         "target_service/controller.py",
         "test_controller",
         ("a slower way is chosen", "return max(faster,", "return min(faster,"),
+        ("rounds for which another one speaks are lost", "self._like_it[announces] += goes_on", "pass"),
+        ("nobody speaks for those who rest", "goes_on = self._until_decided[announces] > 0", "goes_on = True"),
         ("a useless draft is never paused", "        if choice == PLAIN:\n", "        if False:\n"),
         ("a pause never ends", "return committed < self.paused_until", "return bool(self.paused_until)"),
         ("nothing unknown is tried", "        for option in self._unknown(", "        for option in () and self._unknown("),

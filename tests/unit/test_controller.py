@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -330,3 +330,24 @@ def test_it_follows_an_acceptance_that_changes_within_few_rounds() -> None:
     by_gamma = Counter(kind.gamma for kind in machine.kinds)
     assert by_gamma[4] > 300  # 2,000 tokens take 490 rounds, and a pause lasts up to 512 tokens
     assert Counter(kind.gamma for kind in machine.kinds[-500:])[0] > 450
+
+
+def test_one_of_the_sessions_that_rest_speaks_for_all_in_a_step() -> None:
+    """Their rounds count as if each had spoken. One that pauses alone, and all while something is tried, speak."""
+    controller, load = Controller(4, True, Counter()), (3, 10)
+    sessions = sessions_of(load)
+    controller._plain[False] = True
+    pace = replace(controller.first_pace(100, False), kind=PLAIN)
+    seen, others = RoundSeen(PLAIN, 0, 101, 1.0, 0.0, 1.0, False), Counter({PLAIN: sessions})
+    spoke = []
+    for _ in range(5 * sessions):
+        speaks = not controller.goes_on_resting(pace, False)
+        if speaks:
+            pace = controller.after_round(pace, seen, load, others)
+        spoke.append(speaks)
+    assert spoke == [True, *[False] * (sessions - 1)] * 5
+    assert controller.costs.rounds(load, PLAIN) == 1 + 4 * sessions
+    assert controller._rested[False] == pytest.approx(4 + 1 / sessions)
+    assert not controller.goes_on_resting(pace.paused(101), False)
+    controller.probe = Choice(4)
+    assert not controller.goes_on_resting(pace, False)
