@@ -101,17 +101,21 @@ def test_announcements_and_verdicts_that_cross_lose_nothing(apart: Apart, books:
 
     near = [run(case) for case in cases[:2]]
     before = {name: apart.events(name) for name in ("foreseen_rounds", "stale_frames")}
-    apart.slow.delay = ONE_WAY
-    with ThreadPoolExecutor(len(cases)) as pool:
-        results = list(pool.map(run, cases))
-    apart.slow.delay = 0
-    assert [result.tokens for result in results[:2]] == [reference.tokens for reference in near]
-    for result in results[2:]:
-        assert len(result.tokens) == 60
-        assert result.speculation.announced_bytes > 0
-        assert read_by_rounds(result.speculation) <= 0.12
-    for name, count in before.items():  # said while the verdict was under way: what met it, and what did not
-        assert apart.events(name) > count, name
+    unseen = set(before)  # said while the verdict was under way: what met it, and what did not
+    for _ in range(5):  # what crosses is the machine's choice
+        apart.slow.delay = ONE_WAY
+        with ThreadPoolExecutor(len(cases)) as pool:
+            results = list(pool.map(run, cases))
+        apart.slow.delay = 0
+        assert [result.tokens for result in results[:2]] == [reference.tokens for reference in near]
+        for result in results[2:]:
+            assert len(result.tokens) == 60
+            assert result.speculation.announced_bytes > 0
+            assert read_by_rounds(result.speculation) <= 0.12
+        unseen = {name for name in unseen if apart.events(name) == before[name]}
+        if not unseen:
+            break
+    assert not unseen, "nothing of these crossed a verdict"
     assert apart.events("refused_frames") == 0, "the target knows each selection that an announcement is made against"
     assert apart.events("rejected_events") == 0
     wait_until_idle(apart.gateway.http)
