@@ -213,13 +213,15 @@ class DraftSession:
     def apply(self, verdict: Verdict, kv: KVCache) -> bool:
         """Take the verdict on the round. Returns whether it met an outcome that the next round is drafted for.
 
-        Raises ValueError if the verdict does not continue the tokens known here.
+        One from fewer tokens on than are committed takes the others back. Raises ValueError if it begins behind them,
+        or if KV to be taken back is shared with another session.
         """
         base, tokens = verdict.at.base, verdict.tokens
-        if base != self.committed:
+        if not 0 < base <= self.committed:
             raise ValueError(f"verdict from {base} on, {self.committed} tokens are committed here")
+        kv.take_back(self.kv, base)
         self.gamma, self.dense = min(verdict.gamma or self.gamma, self.most_gamma), verdict.dense
-        met, proposed = self._branch_met(tokens), self.tokens[base:]
+        met, proposed = self._branch_met(base, tokens), self.tokens[base:]
         self._take_statistics(verdict, met is not None)
         if self.selection is not None and not verdict.plain:
             self.reference = (self.epoch, self.round), self.selection
@@ -239,10 +241,10 @@ class DraftSession:
             self.ready_due = True
         return met is not None
 
-    def _branch_met(self, tokens: list[int]) -> tuple[RoundAhead, BranchAhead] | None:
+    def _branch_met(self, base: int, tokens: list[int]) -> tuple[RoundAhead, BranchAhead] | None:
         """Return the branch whose outcome a verdict's tokens are, and the round that it belongs to."""
         end = self.committed + len(tokens)
-        if self.ahead is None:
+        if self.ahead is None or base < self.committed:
             return None
         for branch in self.ahead.branches:
             if branch.base != end or branch.token != tokens[-1]:

@@ -12,7 +12,7 @@ def fork(kv: KVCache, sequence: SequenceKV) -> SequenceKV:
     if kv.offloads:
         raise NotImplementedError("KV in tiers: sequences cannot be forked")
     shared = sequence.pages[: sequence.length // PAGE_SIZE]
-    twin = SequenceKV(sequence.length, list(shared), min(sequence.indexed, len(shared)), sequence.serial)
+    twin = SequenceKV(sequence.length, list(shared), sequence.serials[: len(shared)])
     if sequence.length % PAGE_SIZE:
         kv.grow(twin, sequence.length)
         for pages in (*kv.k_pages, *kv.v_pages):

@@ -52,7 +52,7 @@ def plan_behind_rounds(
                 return None
             item = plan_round(session, None, [0] * drafted.gamma, now, confirms)
             item.input.behind = drafted.place
-            if session.screening is None:
+            if not item.held:
                 item.input.alternatives = beside(drafted.gamma)
             if session.reader is not None and session.announced_by and drafted.announces:
                 base = len(session.tokens)

@@ -126,12 +126,16 @@ class StepsByTurns:
     def _drafted_round(self, item: PlannedRound, place: int) -> DraftedRound | None:
         """Return a round that runs as the target sees it; None if the target does not go on with it.
 
-        Of a round behind a step the draft hears once it has ended where it stands: the target knows already.
+        Of a round behind a step the draft hears once it has ended where it stands: the target knows already. It does
+        not go on with one whose step has taken back tokens that the draft went on behind.
         """
         session, at, base = item.session, item.session.at, item.base
         if item.request.behind is not None:
             judged = self.verifier.admission.running.get(session.id)
-            if judged is None or judged.last_judged is None or judged.last_judged[0] != (at.epoch, at.round):
+            if judged is None or judged.last_judged is None:
+                return None
+            key, verdict = judged.last_judged
+            if key != (at.epoch, at.round) or verdict.at.base != session.committed:
                 return None
             at, base = judged.at, len(judged.tokens)
         return DraftedRound(at, session.tokens_to_propose(base), place, item.request.announce is not None)

@@ -76,13 +76,6 @@ class DraftProtocol:
             session.last_judged = (key, verdict)
             session.draft.send(verdict)
 
-    def begin_anew(self, session: TargetSession) -> None:
-        """Have a session's draft begin anew where the session stands, some tokens of which were taken back."""
-        assert session.draft is not None
-        session.held.clear()
-        session.last_judged = None
-        session.draft.send(session.begin())
-
     # What drafts send.
 
     def receive(self, peer: DraftPeer, event: DraftEvent) -> None:

@@ -426,8 +426,6 @@ class Verifier:
             self._decide(item, commit, beside)
         if session.draft is not None and session.is_paused:
             self.protocol.end(session)
-        elif session.draft is not None and taken_back:
-            self.protocol.begin_anew(session)
         elif session.draft is not None:
             gamma, dense = session.asked
             self.protocol.judge(session, key, replace(answer, gamma=gamma, dense=dense))

@@ -167,7 +167,8 @@ class Begin:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`at.base` is where `tokens` start; `at.epoch` and `at.round` are the next round's.
+    """`at.base` is where `tokens` start, of which those behind it that were committed are taken back; `at.epoch` and
+    `at.round` are the next round's.
 
     gamma, dense: as of Begin, for rounds that are not drafted yet.
     """

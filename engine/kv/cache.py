@@ -213,6 +213,20 @@ class KVCache:
         if self.means is not None:
             self.means.truncate(sequence)
 
+    def take_back(self, sequence: SequenceKV, length: int) -> None:
+        """Let nobody meet what of a page lies behind `length` tokens, so that the sequence may write it anew, also
+        where it was indexed by prefix. Raises ValueError if the page there is shared with another sequence.
+        """
+        whole, inside = divmod(length, PAGE_SIZE)
+        if whole >= sequence.indexed:
+            return
+        if inside:
+            page = sequence.pages[whole]
+            if self.pool.references[page] > 1:
+                raise ValueError(f"cannot take {length} tokens back: the page there is shared with another sequence")
+            self.pool.forget([page])
+        del sequence.serials[whole:]
+
     def release(self, sequence: SequenceKV) -> None:
         """Give all pages back; the sequence is empty afterwards.
 
@@ -220,7 +234,7 @@ class KVCache:
         """
         self.pool.release(sequence.pages[::-1])
         sequence.drop_pages(0)
-        sequence.length, sequence.indexed, sequence.serial, sequence.dense_tokens = 0, 0, 0, math.inf
+        sequence.length, sequence.serials, sequence.dense_tokens = 0, [], math.inf
         if self.means is not None:
             self.means.truncate(sequence)
 
@@ -251,9 +265,9 @@ class KVCache:
                 sequence.dense_tokens = math.inf if found is None else sequence.dense_tokens
             if found is None:
                 break
-            page, sequence.serial = found
+            page, serial = found
             sequence.pages.append(page)
-            sequence.indexed += 1
+            sequence.serials.append(serial)
         sequence.length = sequence.indexed * PAGE_SIZE
         return sequence.length
 
@@ -265,8 +279,7 @@ class KVCache:
         count = len(tokens) if committed is None else committed
         while (sequence.indexed + 1) * PAGE_SIZE <= min(count, sequence.length):
             page = sequence.pages[sequence.indexed]
-            sequence.serial = self.pool.index(page, next_prefix(sequence, tokens))
-            sequence.indexed += 1
+            sequence.serials.append(self.pool.index(page, next_prefix(sequence, tokens)))
 
 
 def _missing_pages(sequence: SequenceKV, tokens: int) -> int:

@@ -26,8 +26,7 @@ class SequenceKV:
 
     length: int = 0
     pages: list[int] = field(default_factory=list)
-    indexed: int = 0  # leading pages offered to the prefix index
-    serial: int = 0  # of the last of them
+    serials: list[int] = field(default_factory=list)  # of leading pages that are offered to the prefix index
     dense_tokens: float = math.inf  # leading tokens at least whose KV does not come of a sparse read
     stored: int = 0  # leading pages that are in the backing store or on their way there (engine.kv.tiered)
     dense: bool = False  # always read wholly: where KV lies in tiers, its pages leave the GPU last
@@ -35,6 +34,16 @@ class SequenceKV:
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
     _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` holds already
+
+    @property
+    def indexed(self) -> int:
+        """How many leading pages are offered to the prefix index."""
+        return len(self.serials)
+
+    @property
+    def serial(self) -> int:
+        """The serial of the last of these; 0: there is none."""
+        return self.serials[-1] if self.serials else 0
 
     def table(self) -> np.ndarray:
         """`pages` as int32 [pages]; to be read before they change. A long list is not converted anew each step."""

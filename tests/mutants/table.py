@@ -254,6 +254,18 @@ MUTANTS: list[Mutant] = [
         ("rules are left out", "session.logprobs is not None or bool(session.rules)", "session.logprobs is not None"),
         ("sampled sessions of three levels need no host", "drawn_from = screened and", "drawn_from = False and"),
         ("what is held is taken for what is proposed", "item.input.tokens[1 + item.held :] =", "item.input.tokens[1:] ="),
+        ("rounds that are screened have no alternatives", "if not item.held:", "if session.screening is None:"),
+    ),
+    *_of(
+        "target_service/draft_in_target.py",
+        "test_draft_in_target",
+        ("rounds behind what was taken back are judged", " or verdict.at.base != session.committed", ""),
+    ),
+    *_of(
+        "engine/kv/cache.py",
+        "test_paged_kv",
+        ("what was taken back is offered on", "            self.pool.forget([page])\n", "            pass\n"),
+        ("what was taken back is not indexed anew", "        del sequence.serials[whole:]\n", "        pass\n"),
     ),
     *_of(
         "engine/rounds/buffers.py",
@@ -298,6 +310,11 @@ MUTANTS: list[Mutant] = [
         "test_draft_sessions",
         ("the draft forgets that an alternative was accepted", "            self.tokens[branch.base - 2] = branch.alternative\n", "            pass\n"),
         ("no verdict with an alternative is met", "                assumed[-1:] = [branch.alternative]\n", "                pass\n"),
+    ),
+    *_of(
+        "draft_service/sessions.py",
+        "test_draft_in_target",
+        ("a round behind what was taken back is gone on with", "if self.ahead is None or base < self.committed:", "if self.ahead is None:"),
     ),
     *_of(
         "target_service/commit.py",

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -183,15 +184,25 @@ def test_a_step_behind_rounds_reads_what_they_announce(clock: Clock) -> None:
 @pytest.mark.parametrize("screening", [0, 3, 4])
 @pytest.mark.parametrize("agreement", [1, 3, 4])
 @pytest.mark.parametrize("chains", [True, False])
+@pytest.mark.parametrize("beside", [0, 3])
 def test_three_levels_give_what_plain_decoding_gives(
-    clock: Clock, screening: int, agreement: int, chains: bool
+    clock: Clock, screening: int, agreement: int, chains: bool, beside: int
 ) -> None:
-    """The dense passes that confirm run behind the draft's rounds as well, and rounds behind them."""
-    model = Screens(agreement=agreement, screening=screening)
+    """The dense passes that confirm run behind the draft's rounds as well, and rounds behind them. What they reject the
+    draft takes back without reading its text anew.
+    """
+    model = Screens(agreement=agreement, screening=screening, swaps=True)
     made = turns(clock, 1, model, chains, confirm_every=11, runner=ScreeningRunner)
-    made.world.target.sparse_logits = model.sparse
+    made.world.target.sparse_logits, made.world.target.beside = model.sparse, beside
+    begins = count_begins(made)
     names = [made.world.open([3 + i] * (60 + 30 * i), 50) for i in range(3)]
-    made.world.script = [lambda: check_screened_kv(made.world)] * 500
+
+    def check() -> None:
+        check_screened_kv(made.world)
+        under_way = made.world.verifier.under_way
+        assert under_way is None or not any(item.is_void for item in under_way.rounds)
+
+    made.world.script = [check] * 500
     made.run()
     for name in names:
         made.world.check_greedy(name)
@@ -204,8 +215,24 @@ def test_three_levels_give_what_plain_decoding_gives(
     assert (behind > 0) == chains
     if chains and screening == agreement == 4:
         assert counters["rounds_behind_steps"] > made.kinds.count("draft") / 3, made.kinds
+    assert (counters["accepted_alternatives"] > 0) == (chains and beside > 0 and agreement < 4)
     assert counters["draft_timeouts"] == counters["rejected_events"] == 0
+    # A draft that is paused is released, and one whose text ended with held tokens, and begins again.
+    assert begins["begins"] <= 3 + begins["ends"]
     made.check_nothing_left()
+
+
+def count_begins(made: Turns) -> Counter[str]:
+    """Return a count of how often the target has its draft begin or end with a session before that is over."""
+    counted, tell = Counter[str](), made.steps._draft.send
+
+    def note(event: m.TargetEvent) -> None:
+        counted["begins"] += isinstance(event, m.Begin)
+        counted["ends"] += isinstance(event, m.End)
+        tell(event)
+
+    made.steps._draft.send = note
+    return counted
 
 
 def test_a_session_that_holds_nothing_goes_on_with_those_that_are_screened(clock: Clock) -> None:

@@ -13,7 +13,7 @@ from config import DraftSettings, SettingsError
 from draft_service.drafter import Drafter
 from draft_service.sessions import BranchAhead, DraftSession, RoundAhead, TargetPeer
 from engine.kv.cache import KVCache
-from engine.kv.pages import OutOfPages
+from engine.kv.pages import OutOfPages, SequenceKV
 from engine.rounds.requests import DraftedTokens
 from engine.sampling import Sampling
 from engine.step_loop import MOST_FAILURES, run_step_loop
@@ -118,6 +118,48 @@ def test_a_verdict_that_does_not_fit_asks_for_resync() -> None:
     stand = DraftStand()
     assert stand.receive(m.Verdict(m.At("a", 1, 1, 41), 0, [1], plain=False))[0] == m.Resync("a")
     assert stand.drafter.counters["resyncs"] == 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("base", [43, 48, 50])
+def test_a_verdict_may_take_back_what_was_committed(base: int, ahead: bool) -> None:
+    """Tokens that the target had only screened (target_service.screening), also of a page that is indexed already."""
+    stand = DraftStand(ahead)
+    plain = FakeModel().plain(stand.tokens, 15, [])[0]
+    for round_ in range(2):
+        start = 40 + 5 * round_
+        stand.receive(m.Verdict(m.At("a", 0, round_ + 1, start), 4, plain[start : start + 5], plain=False))
+    session, kv = stand.peer.sessions["a"], stand.drafter.runner.kv
+    assert session.committed == 50 and session.kv.indexed == 3
+    other = (plain[base] + 1) % VOCAB
+    sent = stand.receive(m.Verdict(m.At("a", 1, 3, base), 0, [other], plain=True))
+    committed = [*plain[:base], other]
+    assert stand.peer.sessions["a"] is session and session.tokens[: session.committed] == committed
+    assert isinstance(sent[0], m.Ready)
+    assert isinstance(sent[1], m.Proposals) and sent[1].at == m.At("a", 1, 3, base + 1)
+    assert sent[1].tokens == FakeModel().plain(committed, 4, [])[0][base + 1 :]
+    assert stand.drafter.runner.holds([(session.kv, session.tokens[: session.kv.length])])  # type: ignore[attr-defined]
+    kv.pool.check_integrity()
+    assert kv.reuse_prefix(SequenceKV(), plain[:48]) == (48 if base >= 48 else 32)
+
+
+def test_what_another_session_shares_is_not_taken_back() -> None:
+    """The draft asks to begin anew then, where the target stands."""
+    stand = DraftStand(ahead=False)
+    plain = FakeModel().plain(stand.tokens, 15, [])[0]
+    for round_ in range(2):
+        start = 40 + 5 * round_
+        stand.receive(m.Verdict(m.At("a", 0, round_ + 1, start), 4, plain[start : start + 5], plain=False))
+    stand.receive(m.Begin(m.At("b", 0, 0, 50), plain[:50], GREEDY, 90, "sts"))
+    assert stand.peer.sessions["b"].kv.pages[2] == stand.peer.sessions["a"].kv.pages[2]
+    assert stand.receive(m.Verdict(m.At("a", 1, 3, 43), 0, [1], plain=True))[0] == m.Resync("a")
+    assert stand.drafter.counters["resyncs"] == 1
+    assert stand.receive(m.Begin(m.At("a", 2, 3, 44), [*plain[:43], 1], GREEDY, 90, "sts"))[0] == m.Ready(
+        m.At("a", 2, 3, 44)
+    )
+    assert stand.drafter.runner.holds(  # type: ignore[attr-defined]
+        [(each.kv, each.tokens[: each.kv.length]) for each in stand.peer.sessions.values()]
+    )
 
 
 def test_a_verdict_of_an_unknown_session_asks_for_resync_unless_it_is_over() -> None:

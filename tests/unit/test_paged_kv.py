@@ -421,6 +421,40 @@ def test_truncation_is_checked() -> None:
     assert len(sequence.pages) == 2
 
 
+@pytest.mark.parametrize("length", [17, 24, 32, 33, 47, 48])
+def test_what_is_taken_back_of_indexed_pages_meets_nobody(length: int) -> None:
+    """Whole pages behind it are found by those who say the same; the page that it ends in is written anew."""
+    kv = small()
+    tokens = list(range(48))
+    sequence = filled(kv, tokens)
+    kv.take_back(sequence, length)
+    kv.truncate(sequence, length)
+    whole = length // 16
+    assert sequence.indexed == whole and sequence.length == length
+    other = SequenceKV()
+    assert kv.reuse_prefix(other, tokens) == (16 * whole if length % 16 else 48)
+    kv.release(other)
+    anew = [*tokens[:length], *range(100, 148 - length)]
+    kv.grow(sequence, 48)
+    sequence.length = 48
+    kv.index_prefix(sequence, anew)
+    assert kv.reuse_prefix(SequenceKV(), anew) == 48
+    kv.pool.check_integrity()
+
+
+def test_a_page_that_another_sequence_shares_is_not_taken_back() -> None:
+    kv = small()
+    tokens = list(range(48))
+    sequence, other = filled(kv, tokens), SequenceKV()
+    kv.reuse_prefix(other, tokens)
+    with pytest.raises(ValueError, match="cannot take 40 tokens back: the page there is shared"):
+        kv.take_back(sequence, 40)
+    kv.take_back(sequence, 32)  # at its end
+    kv.truncate(sequence, 32)
+    assert (sequence.indexed, other.indexed) == (2, 3)
+    kv.pool.check_integrity()
+
+
 def test_pages_cannot_be_released_or_offered_unless_held() -> None:
     pool = PagePool(2)
     (page,) = pool.allocate(1)

@@ -75,17 +75,16 @@ def test_a_router_that_follows_the_reports_knows_what_a_pool_of_pages_finds(
         while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens) and (
             found := pool.match(next_prefix(sequence, tokens))
         ):
-            page, sequence.serial = found
-            sequence.pages.append(page)
-            sequence.indexed += 1
+            sequence.pages.append(found[0])
+            sequence.serials.append(found[1])
         try:
             sequence.pages += pool.allocate(len(tokens) // PAGE_SIZE - sequence.indexed)
         except OutOfPages:
             pool.release(open_ones.pop(place).pages[::-1])
             continue
         while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens):
-            sequence.serial = pool.index(sequence.pages[sequence.indexed], next_prefix(sequence, tokens))
-            sequence.indexed += 1
+            page = sequence.pages[sequence.indexed]
+            sequence.serials.append(pool.index(page, next_prefix(sequence, tokens)))
         pool.check_integrity()
         if turn % reports_every == 0:
             report(pool, changed, target)
@@ -105,9 +104,8 @@ def report(pool: PagePool, changed: set[int], target: TargetView) -> None:
 def _found(pool: PagePool, tokens: list[int]) -> int:
     sequence = SequenceKV()
     while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens) and (found := pool.match(next_prefix(sequence, tokens))):
-        page, sequence.serial = found
-        sequence.pages.append(page)
-        sequence.indexed += 1
+        sequence.pages.append(found[0])
+        sequence.serials.append(found[1])
     pool.release(sequence.pages[::-1])
     return sequence.indexed * PAGE_SIZE
 

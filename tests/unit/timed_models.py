@@ -36,6 +36,7 @@ HOST = 0.0003, 0.00002  # seconds between two steps, in any case and for each se
 WIRE = 0.0005  # seconds between draft and target
 PLAN = scripted_plan()
 SELF_READ = TargetSettings.self_read_share
+TILE = 32  # rows of queries, heads of a group times queries
 
 
 @dataclass
@@ -152,6 +153,13 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
         outputs = self._launched(forward)
         return _TimedStep(self._device, self._ends, outputs)
 
+    def alternatives_beside(self, gamma: int) -> int:
+        """As many as fit into a tile of queries beside a token that runs in any case, with 4 heads to a KV head."""
+        return max(0, min(gamma, TILE // 4 - 1 - gamma))
+
+    def _go_on_behind_alternative(self, *of_round: object) -> None:
+        """Do nothing: verdicts are imposed, and an alternative runs in the pass of what was drafted."""
+
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         outputs = super().draft_rounds(requests)
         passes = max(item.gamma or self._gamma for item in requests) + self._runs_last
@@ -211,7 +219,10 @@ class Timed:
 
 def _target_settings(sessions: int, context: int, acceptance: float, **others: Any) -> TargetSettings:
     limits = {"max_sessions": max(4, sessions), "max_context": context + 1000, "prefill_chunk": 8192}
-    how = {"draft": str(models.DRAFT), "gamma": 0, "synthetic_acceptance": acceptance}
+    # The second choice of a draft that is mostly wrong is taken to be wrong, too.
+    alternatives = TargetSettings.synthetic_alternatives if acceptance >= 0.8 else 0.0
+    imposed = {"synthetic_acceptance": acceptance, "synthetic_alternatives": alternatives}
+    how = {"draft": str(models.DRAFT), "gamma": 0, **imposed}
     return TargetSettings(**(how | limits | others))
 
 
