@@ -23,7 +23,7 @@ from engine.judging import WIDE_SUPPORT, Drafted
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.modules import ModulesDecoder
-from engine.pass_runner import PassRunner
+from engine.pass_runner import PassRunner, Started
 from engine.passes.behind_rounds import LeftRounds
 from engine.passes.behind_steps import MOST_UNDER_WAY
 from engine.passes.grouping import (
@@ -131,12 +131,22 @@ class ModelRunner(Runner):
         # What has left the GPU would have to be fetched to be listed.
         if self._joins and all(self.kv.is_resident(item.kv) for item in inputs):
             inputs = join_rounds(inputs)
-        outputs: dict[int, SequenceOutput] = {}
         groups: dict[Hashable, list[int]] = {}
         for i, item in enumerate(inputs):
             groups.setdefault(kind_of(item, self._limits), []).append(i)
-        for members in groups.values():
-            outputs.update(zip(members, self._run([inputs[i] for i in members]), strict=True))
+        kinds = sorted(groups.values(), key=lambda members: self._limits.is_prompt(inputs[members[0]]))
+        outputs: dict[int, SequenceOutput] = {}
+        started: list[tuple[list[int], Started]] = []
+        for members in kinds:
+            part = [inputs[i] for i in members]
+            # Parts of prompts are launched behind a step, which is waited for then: the device has work while the host
+            # lays them out. Steps are waited for one by one, since they may have buffers in common.
+            if not self._limits.is_prompt(part[0]):
+                _finish(started, outputs)
+            started.append((members, self._start(part)))
+            if not self.chains or not all(map(_gives_a_verdict_alone, part)):
+                _finish(started, outputs)
+        _finish(started, outputs)
         return [outputs[i] for i in range(len(inputs))]
 
     @torch.inference_mode()
@@ -187,18 +197,20 @@ class ModelRunner(Runner):
         assert self._passes.left_rounds is not None
         self._passes.left_rounds.take(rounds.left())
 
-    def _run(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        """Run inputs of one kind."""
+    def _start(self, inputs: list[SequenceInput]) -> Started:
+        """Run inputs of one kind, or launch them where they run in one pass. Returns what waits for their outputs."""
         is_prompt = self._limits.is_prompt(inputs[0])
         if not self.deterministic:
-            return self._run_pass(inputs, captured=self._captures and not is_prompt)
+            return self._start_pass(inputs, captured=self._captures and not is_prompt)
         if is_prompt:
-            return [self._read_pinned(item) for item in inputs]
-        parts = range(0, len(inputs), PINNED_SEQUENCES)
-        return [output for i in parts for output in self._run_pass(inputs[i : i + PINNED_SEQUENCES], captured=True)]
+            outputs = [self._read_pinned(item) for item in inputs]
+        else:
+            parts = (inputs[i : i + PINNED_SEQUENCES] for i in range(0, len(inputs), PINNED_SEQUENCES))
+            outputs = [output for part in parts for output in self._start_pass(part, captured=True)()]
+        return lambda: outputs
 
-    def _run_pass(self, inputs: list[SequenceInput], captured: bool, rows: int = 0) -> list[SequenceOutput]:
-        """Run inputs of one kind in one pass, if all that they read is on the GPU or can be fetched.
+    def _start_pass(self, inputs: list[SequenceInput], captured: bool, rows: int = 0) -> Started:
+        """Launch inputs of one kind in one pass, or run them if what they read has to be fetched.
 
         captured: in the shape of a step, else of the exact size. rows: of a pass of the exact size in any case.
         """
@@ -208,13 +220,12 @@ class ModelRunner(Runner):
 
         shape = shape_of(inputs)
         if not all(self.kv.is_resident(item.kv) for item in inputs):
-            return self._run_over_tiers(inputs, shape_of)
+            outputs = self._run_over_tiers(inputs, shape_of)
+            return lambda: outputs
         if captured and self.goes_ahead and shape.drafts and shape.sequences <= MOST_UNDER_WAY:
             # The same graphs as of steps that are launched.
             shape = self._with_turn(shape)
-        outputs = self._passes.run_step(inputs, shape) if captured else self._passes.run_exact(inputs, shape)
-        assert outputs is not None
-        return outputs
+        return self._passes.start_step(inputs, shape) if captured else self._passes.start_exact(inputs, shape)
 
     def _read_pinned(self, item: SequenceInput) -> SequenceOutput:
         """Read a prompt in passes of one size."""
@@ -226,7 +237,7 @@ class ModelRunner(Runner):
             tokens = item.tokens[start : start + PINNED_ROWS]
             last = start + len(tokens) == len(item.tokens)
             part = replace(item, tokens=tokens, logits=item.logits if last else "none")
-            (output,) = self._run_pass([part], captured=False, rows=PINNED_ROWS)
+            (output,) = self._start_pass([part], captured=False, rows=PINNED_ROWS)()
         return output
 
     def _run_over_tiers(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[SequenceOutput]:
@@ -243,12 +254,12 @@ class ModelRunner(Runner):
                 output.tokens_fetched += tokens
             return outputs
         if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
-            fetching = self._passes.run_step(inputs, replace(shape, fetches=True))
+            fetching = self._passes.run_fetching(inputs, replace(shape, fetches=True))
             if fetching is not None:
                 return fetching
             if len(inputs) > 1:
                 half = len(inputs) // 2
-                return self._run(inputs[:half]) + self._run(inputs[half:])
+                return self._start(inputs[:half])() + self._start(inputs[half:])()
         return self._run_staged(inputs, shape_of)
 
     def _draft_over_tiers(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[int]:
@@ -261,7 +272,7 @@ class ModelRunner(Runner):
         if not shape.drafts:
             return [0] * len(inputs)
         if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
-            drafted = self._passes.run_step(inputs, replace(shape, fetches=True))
+            drafted = self._passes.run_fetching(inputs, replace(shape, fetches=True))
             if drafted is not None:
                 return [output.tokens_fetched for output in drafted]
             if len(inputs) > 1:
@@ -278,7 +289,7 @@ class ModelRunner(Runner):
         left = iter(inputs)
         for staged in self.kv.stage([item.kv for item in inputs]):
             part = list(itertools.islice(left, len(staged.tables)))
-            brought = self._passes.run_exact(part, shape_of(part), staged.tables, staged.layer)
+            brought = self._passes.start_exact(part, shape_of(part), staged.tables, staged.layer)()
             for output, tokens in zip(brought, staged.count_fetched(), strict=True):
                 output.tokens_fetched = tokens
             outputs += brought
@@ -446,6 +457,20 @@ class ModelRunner(Runner):
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
         return self._rounds.launch(requests)
+
+
+def _finish(started: list[tuple[list[int], Started]], outputs: dict[int, SequenceOutput]) -> None:
+    """Wait for all that was started, and add to the outputs what it gave, by the numbers of its inputs."""
+    for members, finish in started:
+        outputs.update(zip(members, finish(), strict=True))
+    started.clear()
+
+
+def _gives_a_verdict_alone(item: SequenceInput) -> bool:
+    """Whether an input gives nothing that has to be launched for once its pass has ended."""
+    read = item.read
+    tells = read is not None and (read.report_blocks or (read.emit_weights and read.lists is not None))
+    return item.drafted is not None and item.drafted.is_plain and not tells
 
 
 def _is_rare(item: SequenceInput) -> bool:

@@ -30,6 +30,8 @@ from kernels.backends import Backend, default_backend
 from kernels.prompt_attention import PromptReads, attend_once, cudnn_attends, make_room, plan_prompts, shapes_of_parts
 from kernels.sparse_prompt_attention import SparsePromptReads, plan_sparse_prompts
 
+Started = Callable[[], list[SequenceOutput]]  # waits for a pass that was launched, and returns what it gave
+
 
 class PassRunner:
     """Runs the inputs of one kind in a pass of a given shape: copies them into its buffers and replays its launches.
@@ -70,18 +72,35 @@ class PassRunner:
     def _launch(self, shape: PassShape, buffers: Buffers) -> None:
         run_pass(self._decoder, self._kv, shape, buffers, self._attention)
 
-    def run_step(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
-        """Run the captured step of a shape. Return None if it fetches and the GPU has no room for all that is listed.
+    def run_fetching(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
+        """Run the captured step of a shape that fetches. Return None if the GPU has no room for all that is listed.
 
         What such a step did is void, and done again by whoever runs these inputs next.
         """
         step = self.step_of(shape)
-        self._lay_out(step.buffers, shape, inputs, [item.kv.table() for item in inputs] if shape.fetches else None)
+        self._lay_out(step.buffers, shape, inputs, [item.kv.table() for item in inputs])
         step.run()
         results = step.buffers.results.fetch()
-        if shape.fetches and not self._kv.count_step(results, shape.block_size):
+        if not self._kv.count_step(results, shape.block_size):
             return None
         return read_outputs(step.buffers, shape, inputs, self._kv, results)
+
+    def start_step(self, inputs: list[SequenceInput], shape: PassShape) -> Started:
+        """Launch the captured step of a shape; returns what waits for it, to be called before the shape runs again."""
+        step = self.step_of(shape)
+        self._lay_out(step.buffers, shape, inputs, None)
+        step.run()
+        return self._started(step.buffers, shape, inputs)
+
+    def _started(self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> Started:
+        done = buffers.results.send_back()
+
+        def finish() -> list[SequenceOutput]:
+            if done is not None:
+                done.synchronize()
+            return read_outputs(buffers, shape, inputs, self._kv, buffers.results.host)
+
+        return finish
 
     def launch_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
         """Launch the step of a shape, whose inputs are all judged, and advance the lengths of their KV."""
@@ -93,14 +112,14 @@ class PassRunner:
             item.kv.length += item.rows
         return StepUnderWay(step.buffers.results, inputs, done)
 
-    def run_exact(
+    def start_exact(
         self,
         inputs: list[SequenceInput],
         shape: PassShape,
         tables: list[np.ndarray] | None = None,
         layer_pages: LayerPages | None = None,
-    ) -> list[SequenceOutput]:
-        """Run a pass without a graph.
+    ) -> Started:
+        """Launch a pass without a graph; returns what waits for it.
 
         tables, layer_pages: the sequences' block tables and what they name, where it is not the KV's own pages.
         """
@@ -112,8 +131,8 @@ class PassRunner:
         gives_nothing = not any(item.logits_rows or item.read or item.drafted for item in inputs)
         if gives_nothing and self._kv.device.type == "cuda" and not self._kv.offloads:
             self._wait_for_the_one_before()
-            return read_outputs(buffers, shape, inputs, self._kv, {})
-        return read_outputs(buffers, shape, inputs, self._kv, buffers.results.fetch())
+            return lambda: read_outputs(buffers, shape, inputs, self._kv, {})
+        return self._started(buffers, shape, inputs)
 
     def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:
         memory = None

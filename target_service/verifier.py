@@ -63,8 +63,9 @@ OnRound = Callable[[At, int, Tensor], None]
 class _Beside(NamedTuple):
     """What is beside a round: the time, the load, about how long a step takes that reads everything for one that reads
     the weights alone, how the sessions' last rounds were made, whether something else than rounds took time in or
-    before its step (prompts, or a graph that was captured), tokens of KV of its sessions, all and such as it read, and
-    how many tokens a step runs already that goes on behind it, by id() of the session.
+    before its step (prompts, or a graph that was captured), whether the step itself took the time of rounds alone,
+    tokens of KV of its sessions, all and such as it read, and how many tokens a step runs already that goes on behind
+    it, by id() of the session.
     """
 
     now: float
@@ -72,6 +73,7 @@ class _Beside(NamedTuple):
     size: float
     kinds: Counter[Choice]
     disturbed: bool
+    alone: bool
     tokens: int
     tokens_read: float
     under_way: Mapping[int, int]
@@ -110,6 +112,7 @@ class Verifier:
         self._ended = 0.0  # when the last one had ended, by time.perf_counter
         self._captures_seen = 0
         self._draft_has_read = False  # in this process, prompts, since the last step
+        self._read_last = False  # in the last step that was finished, parts of prompts, which may have run on behind it
         self._drafting = self_drafting(settings, plan, runner.weight_tokens)
         self._lengths = confirm_lengths(settings, runner.weight_tokens)
         of_sessions = on_round is not None, grammars, self._drafting
@@ -372,8 +375,10 @@ class Verifier:
         under_way = {id(item.session): item.input.rows for item in rounds}
         captured = self.runner.captures_made != self._captures_seen
         disturbed = self._draft_has_read or bool(step.prefills) or captured
+        alone = not disturbed and not self._read_last
         self._draft_has_read, self._captures_seen = False, self.runner.captures_made
-        return _Beside(time.monotonic(), load, size, kinds, disturbed, sum(tokens), read, under_way)
+        self._read_last = bool(step.prefills)
+        return _Beside(time.monotonic(), load, size, kinds, disturbed, alone, sum(tokens), read, under_way)
 
     def _finish_round(self, item: VerifyRound, output: SequenceOutput, seconds: float, beside: _Beside) -> None:
         session, key, verdict = item.session, item.session.key, output.verdict
@@ -409,7 +414,7 @@ class Verifier:
         if self._drafting is not None and (item.drafting_cost or not commit.drafted):
             self._drafting.note_round(commit.drafted, commit.accepted)
         self._tell(item, commit, output.supports)
-        if self._lengths is not None and session.screening is not None and not beside.disturbed:
+        if self._lengths is not None and session.screening is not None and beside.alone:
             self._choose_length(session.screening, item, commit, beside)
         if session.kv_is_dense and not self.runner.deterministic:
             self.runner.kv.index_prefix(session.kv, session.tokens)

@@ -28,6 +28,12 @@ def _of(file: str, tests: str, *faults: tuple[str, str, str]) -> list[Mutant]:
 
 MUTANTS: list[Mutant] = [
     *_of(
+        "engine/model_runner.py",
+        "test_joined_rounds",
+        ("the device waits while parts of prompts are laid out", "if not self.chains or not all(map(", "if True or not all(map("),
+        ("a part of a prompt delays what is judged by rules", "item.drafted.is_plain and not tells", "not tells"),
+    ),
+    *_of(
         "kernels/announced_scores.py",
         "test_announced_scores",
         (

@@ -1,6 +1,8 @@
 """Rounds that read everything run in the pass of those that share budgets, and give what they give alone."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 import models
+from engine import pass_runner
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
@@ -78,7 +81,7 @@ def test_rounds_of_all_kinds_give_what_each_gives_alone(runner: ModelRunner, den
     found = []
     for together in (False, True):
         rounds = Rounds(runner, dense_layers)
-        with patch.object(ModelRunner, "_run", autospec=True, side_effect=ModelRunner._run) as passes:
+        with patch.object(ModelRunner, "_start", autospec=True, side_effect=ModelRunner._start) as passes:
             outputs = [output for _ in range(2) for output in rounds.round(together)]
         assert passes.call_count == 2 * (1 if together else 5)
         assert [bool(kv.groups) for kv in rounds.kv] == [True, True, True, False, False]  # none where all is read
@@ -107,9 +110,44 @@ def test_rounds_join_neither_prompts_nor_drafting_passes(runner: ModelRunner) ->
         SequenceInput(rounds.kv[3], rounds.prompts[3][-1:], "all", drafted=replace(one, base=420)),
         SequenceInput(first, tokens(40, 1), "last"),
     ]
-    with patch.object(ModelRunner, "_run", autospec=True, side_effect=ModelRunner._run) as passes:
+    with patch.object(ModelRunner, "_start", autospec=True, side_effect=ModelRunner._start) as passes:
         runner.forward(inputs)
     assert passes.call_count == 3
     for kv in (first, other):
         runner.kv.release(kv)
+    rounds.end()
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_parts_of_prompts_are_launched_behind_a_step_before_it_is_waited_for(
+    runner: ModelRunner, logprobs: int | None
+) -> None:
+    """Unless the host has more to launch for what it gives, which a part of a prompt would delay."""
+    rounds, prompt = Rounds(runner, ()), SequenceKV()
+    drafts = replace(rounds.reads[0], drafts=True, group_means=False)
+    one = Drafted([], [], Sampling(0.0), 300)
+    inputs = [
+        SequenceInput(prompt, tokens(40, 1)),
+        SequenceInput(rounds.kv[0], rounds.prompts[0][-1:], "all", drafts, drafted=one),
+        SequenceInput(rounds.kv[3], rounds.prompts[3][-1:], "all", drafted=replace(one, base=420, logprobs=logprobs)),
+    ]
+    happened: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            happened.append(name)
+            return function(*given)
+
+        return call
+
+    with (
+        patch("engine.pass_runner.lay_out_pass", noted("laid out", pass_runner.lay_out_pass)),
+        patch("engine.pass_runner.read_outputs", noted("read", pass_runner.read_outputs)),
+    ):
+        outputs = runner.forward(inputs)
+    step, part = ["laid out", "read"], ["laid out", "read"]
+    assert happened == [*step, *(["laid out", "laid out", "read", "read"] if logprobs is None else [*step, *part])]
+    assert [output.verdict is None for output in outputs] == [True, False, False]
+    assert (prompt.length, rounds.kv[0].length) == (40, rounds.lengths[0])
+    runner.kv.release(prompt)
     rounds.end()
