@@ -143,7 +143,8 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     )
     draft_quantization: str = _rounds(
         "none",
-        "how rounds of up to 128 rows read the draft's weights; fp8: in 8 bits, held beside those that prompts read",
+        "how rounds of up to 128 rows read the draft's weights, or the target's where it drafts for itself; fp8: in 8 "
+        "bits, held beside those in 16 that prompts and verification read",
         choices=QUANTIZATIONS,
     )
     prefill_chunk: int = _limits(
@@ -181,6 +182,11 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     def has_draft(self) -> bool:
         """Whether a draft model drafts, be it as a service or in the target."""
         return self.draft_name not in WITHOUT_DRAFT
+
+    @property
+    def drafts_for_itself(self) -> bool:
+        """Whether the target drafts by its own sparse attention."""
+        return self.draft_name in ("self", "auto")
 
     @property
     def plan_file(self) -> str:

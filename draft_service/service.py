@@ -38,7 +38,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     check_free(settings.host, settings.port)
     plan = load_served_plan(settings.plan, settings.budget, settings.method)
     log.info("loading the model", extra={"model": settings.model})
-    opened = open_model(settings, eight_bit=settings.draft_quantization == "fp8")
+    opened = open_model(settings, "all" if settings.draft_quantization == "fp8" else "none")
     hello = draft_hello(settings, plan, opened)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)

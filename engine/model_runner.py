@@ -71,7 +71,8 @@ class ModelRunner(Runner):
     depends on its own tokens only, not on what runs beside it nor on how its rounds fell: every step has one shape,
     prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix products round
     otherwise in a step than in a prompt. attention_backend: None: the device's, and in prompts cuDNN where it can;
-    "torch" on a GPU needs enforce_eager. weight_bytes: of the decoder.
+    "torch" on a GPU needs enforce_eager. weight_bytes: of the decoder. drafting: what runs the passes that draft before
+    they judge (SparseRead.drafts); None: the decoder.
 
     Raises ValueError for an attention backend that cannot attend here.
     """
@@ -88,6 +89,7 @@ class ModelRunner(Runner):
         most_queries: int = 0,
         attention_backend: Backend | None = None,
         weight_bytes: int = 0,
+        drafting: Decoder | None = None,
     ) -> None:
         self.decoder, self.kv, self.vocab_size, self.device = decoder, kv, vocab_size, kv.device
         self.deterministic = deterministic
@@ -111,7 +113,7 @@ class ModelRunner(Runner):
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, not self._captures)
         memories = ReadMemories(MEMORIES)
-        self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, attention_backend)
+        self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, attention_backend, drafting)
         self._rounds: RoundRunner | None = None
         self._later: deque[Callable[[], object]] = deque()  # what captures each kind of step that is unprepared
 

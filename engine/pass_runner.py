@@ -37,7 +37,7 @@ class PassRunner:
     """Runs the inputs of one kind in a pass of a given shape: copies them into its buffers and replays its launches.
 
     memories: what is remembered of sequences that share budgets out. attention: None: the device's, and cuDNN in
-    prompts where it can.
+    prompts where it can. drafting: what runs the passes that draft before they judge; None: the decoder.
     """
 
     def __init__(
@@ -48,8 +48,9 @@ class PassRunner:
         memories: ReadMemories,
         captures: bool,
         attention: Backend | None,
+        drafting: Decoder | None = None,
     ) -> None:
-        self._decoder, self._kv, self._limits = decoder, kv, limits
+        self._decoder, self._kv, self._limits, self._drafting = decoder, kv, limits, drafting
         self.memories = memories
         self.graphs = Graphs(captures)
         self._attention = attention or default_backend(kv.device)
@@ -70,7 +71,7 @@ class PassRunner:
         return partial(self._launch, shape, self._make_buffers(shape, None))
 
     def _launch(self, shape: PassShape, buffers: Buffers) -> None:
-        run_pass(self._decoder, self._kv, shape, buffers, self._attention)
+        run_pass(self._decoder, self._kv, shape, buffers, self._attention, drafting=self._drafting)
 
     def run_fetching(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
         """Run the captured step of a shape that fetches. Return None if the GPU has no room for all that is listed.
@@ -127,7 +128,7 @@ class PassRunner:
         self._lay_out(buffers, shape, inputs, tables)
         prompt = inputs[0].prompt
         prompts = self._plan_prompts(buffers, shape, prompt) if prompt or self._is_read_by_cudnn(shape) else None
-        run_pass(self._decoder, self._kv, shape, buffers, self._attention, layer_pages, prompts)
+        run_pass(self._decoder, self._kv, shape, buffers, self._attention, layer_pages, prompts, self._drafting)
         gives_nothing = not any(item.logits_rows or item.read or item.drafted for item in inputs)
         if gives_nothing and self._kv.device.type == "cuda" and not self._kv.offloads:
             self._wait_for_the_one_before()

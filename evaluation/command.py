@@ -41,7 +41,8 @@ def run(flags: argparse.Namespace) -> None:
     if flags.task == "self":
         shares = [float(share) for share in flags.read_shares.split(",")]
         of_texts = texts, flags.context, flags.passages, flags.generated
-        rows_of_self = self_drafting.run_study(flags.target, plan, *of_texts, flags.gamma, shares)
+        in_eight_bits = flags.draft_quantization == "fp8"
+        rows_of_self = self_drafting.run_study(flags.target, plan, *of_texts, flags.gamma, shares, in_eight_bits)
         print(self_drafting.to_json(rows_of_self) if flags.json else self_drafting.to_text(rows_of_self))
         return
     tokenizer = load_tokenizer(flags.target)

@@ -6,6 +6,7 @@ import shlex
 from functools import partial
 
 import models
+from config.sections import QUANTIZATIONS
 
 
 def _add_pair(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -74,6 +75,9 @@ def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hot", metavar="X,Y", help="identity: GPU pages, of the pages of all sessions (default: 0.5,0.25)"
+    )
+    parser.add_argument(
+        "--draft-quantization", choices=QUANTIZATIONS, default="none", help="self: how drafting passes read the weights"
     )
     parser.add_argument("--generated", type=int, default=64, help="drafts, identity, self: tokens after each passage")
     parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality.md")

@@ -6,14 +6,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from engine.loading.eight_bit import with_eight_bit_weights
 from engine.loading.model import load_model
-from engine.loading.runner import make_runner
+from engine.loading.runner import make_decoder, make_runner
 from engine.model_runner import ModelRunner
 
 
-def load_runner(model: str, dtype: torch.dtype, device: str, kv_tokens: int) -> ModelRunner:
-    """Return a runner of the model with KV room for `kv_tokens` tokens in all, which captures no graphs."""
-    return make_runner(load_model(model, dtype, device), kv_tokens, enforce_eager=True)
+def load_runner(
+    model: str, dtype: torch.dtype, device: str, kv_tokens: int, drafts_in_eight_bits: bool = False
+) -> ModelRunner:
+    """Return a runner of the model with KV room for `kv_tokens` tokens in all, which captures no graphs.
+
+    drafts_in_eight_bits: whether the passes that draft for itself read its weights in 8 bits. Raises
+    NotImplementedError for a model that this is not built for.
+    """
+    loaded = load_model(model, dtype, device)
+    decoder = make_decoder(loaded)
+    drafting = with_eight_bit_weights(decoder) if drafts_in_eight_bits else None
+    return make_runner(loaded, kv_tokens, decoder=decoder, drafting=drafting, enforce_eager=True)
 
 
 def model_hash(model: str) -> str:

@@ -65,13 +65,15 @@ def run_study(
     generated: int,
     gamma: int,
     shares: Sequence[float],
+    in_eight_bits: bool = False,
 ) -> list[SelfRow]:
     """Return a row for each way, share and temperature. target: Hugging Face id or folder. generated: tokens behind
-    each passage of `context` tokens. Raises ValueError for texts that are too short.
+    each passage of `context` tokens. in_eight_bits: how drafting passes read the weights. Raises ValueError for texts
+    that are too short.
     """
     device, total = default_device(), context + generated + 2 * (gamma + 1)
     cases = perplexity_cases(texts, load_tokenizer(target), context, context, passages)
-    runner = load_runner(target, resolve_dtype("auto", device), device, 2 * total + PAGE_SIZE)
+    runner = load_runner(target, resolve_dtype("auto", device), device, 2 * total + PAGE_SIZE, in_eight_bits)
     if plan.group_size:
         runner.kv.keep_group_means(plan.group_size)
     rows: list[SelfRow] = []

@@ -33,7 +33,8 @@ class SelfDrafting:
     KV that take as long to read as the weights do. least_tokens: tokens of the sessions of a step from which on they
     draft; negative: where it pays. adaptive: whether rounds draft as many tokens, up to gamma, as are the fastest by
     what has been accepted. chance: of a drafted token to be accepted, by all sessions. judged: how many were since
-    something was decoded plainly. present: how many tokens were drafted last.
+    something was decoded plainly. present: how many tokens were drafted last. pass_weights: the share of the weights'
+    bytes that a drafting pass reads.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class SelfDrafting:
     chance: float = LIKELY
     judged: int = 0
     present: int = 0
+    pass_weights: float = 1.0
 
     @property
     def gammas(self) -> list[int]:
@@ -58,7 +60,7 @@ class SelfDrafting:
         drafting passes find most of what they read still on the GPU, so that they add little to such a step.
         """
         step_tokens = self.weight_tokens + tokens
-        pass_tokens = self.weight_tokens + self.plan.budget * tokens + BEYOND_BYTES * step_tokens
+        pass_tokens = self.pass_weights * self.weight_tokens + self.plan.budget * tokens + BEYOND_BYTES * step_tokens
         return gamma * pass_tokens / (step_tokens + LINK * away)
 
     def drafted_in_step(self, tokens: int, away: int = 0) -> int:
@@ -118,9 +120,10 @@ class SelfDrafting:
 
 def self_drafting(settings: TargetSettings, plan: Plan, weight_tokens: float) -> SelfDrafting | None:
     """Return how a target drafts for itself; None if it does not."""
-    if settings.draft not in ("self", "auto") or not plan.sparse_layers:
+    if not settings.drafts_for_itself or not plan.sparse_layers:
         return None
     plan = replace(plan, budget=settings.self_read_share)
     # Each number of tokens has a shape of its own, by which results would differ in their last bits.
     adaptive = settings.adaptive and not settings.deterministic
-    return SelfDrafting(plan, settings.most_drafted, weight_tokens, settings.self_from, adaptive)
+    drafting = SelfDrafting(plan, settings.most_drafted, weight_tokens, settings.self_from, adaptive)
+    return replace(drafting, pass_weights=0.5) if settings.draft_quantization == "fp8" else drafting

@@ -46,11 +46,12 @@ async def run(
     log.info("loading the model", extra={"model": settings.model})
     planned_settings = replace(settings, dense_layers=dense, group_size=plan.group_size)
     beside: OpenedModel | None = None
+    in_eight_bits = settings.draft_quantization == "fp8"
     if settings.draft_in_target:
-        eight_bit = settings.draft_quantization == "fp8"
-        opened, beside = open_both(planned_settings, settings.own_draft, eight_bit)
+        opened, beside = open_both(planned_settings, settings.own_draft, "all" if in_eight_bits else "none")
     else:
-        opened = open_model(planned_settings)
+        drafts = in_eight_bits and settings.drafts_for_itself
+        opened = open_model(planned_settings, "drafting" if drafts else "none")
     planned = plan.target_layers, plan.target_kv_heads
     actual = opened.shape.num_layers, opened.shape.num_kv_heads
     if planned != actual:

@@ -1,6 +1,7 @@
 """What a service opens before it serves: a model that fits its settings, with KV."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -24,7 +25,10 @@ from engine.loading.tokenizer import (
     stop_token_ids,
     tokenizer_hash,
 )
+from engine.modules import ModulesDecoder
 from engine.runner import Runner
+
+EightBit = Literal["none", "all", "drafting"]  # passes of few rows, or those that draft before they judge
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,14 @@ class OpenedModel:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model on its device, without KV yet. decoder: the one with 8-bit weights, if it is to have them."""
+    """A model on its device, without KV yet. drafting: the decoder with 8-bit weights with which it drafts for itself,
+    if it does so."""
 
     settings: ModelSettings
     module: nn.Module
     tokenizer: PreTrainedTokenizerBase
-    decoder: Decoder | None
+    decoder: Decoder | ModulesDecoder
+    drafting: Decoder | None
     shape: ModelShape
     dtype: torch.dtype
     device: str
@@ -54,10 +60,10 @@ class _Loaded:
         return room_for_kv(self.settings, self.shape, self.dtype, self.device, beside)
 
 
-def open_model(settings: ModelSettings, eight_bit: bool = False) -> OpenedModel:
+def open_model(settings: ModelSettings, eight_bit: EightBit = "none") -> OpenedModel:
     """Load a model as the settings say, with logits of its tokenizer's ids alone, and make room for its KV.
 
-    eight_bit: let passes of few rows read the weights in 8 bits (engine.loading.eight_bit).
+    eight_bit: which passes of few rows read the weights in 8 bits (engine.loading.eight_bit).
     Raises ValueError or NotImplementedError for settings that do not fit each other, the model or the device, and
     what transformers raises for a model that it cannot load.
     """
@@ -65,7 +71,7 @@ def open_model(settings: ModelSettings, eight_bit: bool = False) -> OpenedModel:
     return _open(loaded, loaded.room())
 
 
-def open_both(settings: ModelSettings, beside: ModelSettings, eight_bit: bool) -> tuple[OpenedModel, OpenedModel]:
+def open_both(settings: ModelSettings, beside: ModelSettings, eight_bit: EightBit) -> tuple[OpenedModel, OpenedModel]:
     """Load two models on one device, and make room for as much KV of the second as of the first, and for its rounds.
 
     eight_bit: of the second model. Raises as `open_model` does.
@@ -76,7 +82,7 @@ def open_both(settings: ModelSettings, beside: ModelSettings, eight_bit: bool) -
     return _open(first, tokens), _open(second, beside.kv_tokens or tokens + rounds)
 
 
-def _load(settings: ModelSettings, eight_bit: bool = False) -> _Loaded:
+def _load(settings: ModelSettings, eight_bit: EightBit = "none") -> _Loaded:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = default_device() if settings.device == "auto" else settings.device
@@ -86,10 +92,12 @@ def _load(settings: ModelSettings, eight_bit: bool = False) -> _Loaded:
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # which is measured in the shape of its config
         limit_vocabulary(loaded, count_token_ids(tokenizer))
-    decoder = with_eight_bit_weights(make_decoder(loaded)) if eight_bit else None
+    decoder = make_decoder(loaded)
+    light = None if eight_bit == "none" else with_eight_bit_weights(decoder)
     if device != "cpu":
         torch.cuda.empty_cache()  # what making the weights has left over is room for KV
-    return _Loaded(settings, loaded, tokenizer, decoder, read_shape(loaded.config), dtype, device)
+    decoders = (decoder, light) if eight_bit == "drafting" else (light or decoder, None)
+    return _Loaded(settings, loaded, tokenizer, *decoders, read_shape(loaded.config), dtype, device)
 
 
 def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
@@ -114,6 +122,7 @@ def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
         most_queries=settings.widest_round,
         deterministic=settings.deterministic,
         attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
+        drafting=loaded.drafting,
     )
     ends = stop_token_ids(load_generation_config(settings.model), loaded.tokenizer)
     grammars = Grammars(loaded.tokenizer, runner.vocab_size, ends)

@@ -20,7 +20,7 @@ def make_runner(
     backing_tokens: int = 0,
     max_context: int = 0,
     dense_layers: tuple[int, ...] = (),
-    decoder: Decoder | None = None,
+    decoder: Decoder | ModulesDecoder | None = None,
     **how: Any,
 ) -> ModelRunner:
     """Return a runner of a loaded model.

@@ -31,11 +31,12 @@ def run_pass(
     attention: Backend,
     layer_pages: LayerPages | None = None,
     prompts: PromptsOfLayer | None = None,
+    drafting: Decoder | None = None,
 ) -> None:
     """Run what the buffers hold: launches only, the same for all passes of a shape.
 
     layer_pages: where a layer's keys and values lie; the KV's own pages if None. prompts: what the sequences of a pass
-    without lists read piece by piece, if they do.
+    without lists read piece by piece, if they do. drafting: what runs the passes that draft; None: the decoder.
     """
     given = buffers.tensors
     if shape.turn:
@@ -49,7 +50,7 @@ def run_pass(
         listed = given["lists"], given["counts"], shape.block_size, given["block_tables"]
         fetched = kv.fetch_plan(*listed, given["round"])
     if shape.drafts:
-        draft_tokens(decoder, kv, shape, given, attention, fetched)
+        draft_tokens(drafting or decoder, kv, shape, given, attention, fetched)
         buffers.results.device["drafted"].copy_(given["draft_tokens"])
     if fetched is not None:
         _leave_fetched(buffers, fetched)

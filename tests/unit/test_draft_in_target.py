@@ -345,7 +345,7 @@ def both(tokens: int = 0, memory: float = 0.0) -> TargetSettings:
 
 
 def test_both_models_have_room_for_the_same_sessions() -> None:
-    target, draft = open_both(both(2000), both(2000).own_draft, eight_bit=False)
+    target, draft = open_both(both(2000), both(2000).own_draft, eight_bit="none")
     assert target.shape.num_layers != draft.shape.num_layers
     room, own = draft.runner.kv.pool.num_pages, target.runner.kv.pool.num_pages
     assert own == 125

@@ -12,15 +12,16 @@ import torch
 
 import models
 from config import ModelSettings
+from engine.decoder import Decoder
 from engine.kv.pages import KEPT_SHARE, pages_for
 from engine.kv.tiered import TieredKV
 from engine.loading import opening
 from engine.loading.memory import DEFAULT_KV_TOKENS, backing_store_tokens, room_for_kv
 from engine.loading.model import load_model
-from engine.loading.opening import open_model
+from engine.loading.opening import EightBit, open_model
 from engine.loading.shape import ModelShape, load_shape
 from engine.loading.tokenizer import load_generation_config, stop_token_ids
-from engine.model_runner import MAX_OVERHANG
+from engine.model_runner import MAX_OVERHANG, ModelRunner
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
 A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32
@@ -129,6 +130,17 @@ def test_a_backing_store_that_does_not_hold_a_context_or_the_device_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=match):
         open_model(tiered(tokens, **changes))
+
+
+@pytest.mark.parametrize("eight_bit", ["none", "all", "drafting"])
+def test_weights_are_held_in_eight_bits_for_the_passes_that_read_them_so(eight_bit: EightBit) -> None:
+    runner = open_model(SETTINGS, eight_bit).runner
+    assert isinstance(runner, ModelRunner) and isinstance(runner.decoder, Decoder)
+    drafting = runner._passes._drafting
+    assert (runner.decoder.eight_bit_head is not None) == (eight_bit == "all")
+    assert (drafting is not None) == (eight_bit == "drafting")
+    if drafting is not None:
+        assert drafting.eight_bit_head is not None and drafting.layers[0].qkv is runner.decoder.layers[0].qkv
 
 
 def test_a_feature_that_is_not_built_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A target that drafts for itself: what it reads, when it pays, and sessions that it drafts for."""
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from config import TargetSettings
 from engine.sampling import Sampling
 from sparsity.plan import uniform_plan
+from target_service import service
 from target_service.self_drafting import SelfDrafting, self_drafting
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, FakeModel
@@ -37,6 +39,36 @@ def test_drafting_pays_at_length_and_not_before() -> None:
     )
     forced = replace(drafting, least_tokens=100)
     assert not forced.drafted_in_step(99) and forced.drafted_in_step(100) == 8
+
+
+def test_weights_in_eight_bits_have_drafting_pay_sooner() -> None:
+    settings = TargetSettings(draft="self", draft_quantization="fp8")
+    light, drafting = (
+        self_drafting(replace(settings, draft_quantization=each), LLAMA_8B, WEIGHT_TOKENS) for each in ("fp8", "none")
+    )
+    assert light is not None and drafting is not None
+    assert drafting.cost(4, 0) - light.cost(4, 0) == pytest.approx(4 * 0.5)
+    assert light.drafted_in_step(8 * 4_096) and not drafting.drafted_in_step(8 * 4_096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({"draft": "self"}, "drafting"), ({"draft": "auto"}, "drafting"), ({"draft": "ngram"}, "none"), ({}, "none")],
+)
+def test_a_target_that_drafts_for_itself_holds_its_weights_in_eight_bits_too(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], expected: str
+) -> None:
+    """One whose draft is a service holds them but once: the draft's are that service's affair."""
+    asked = []
+
+    def note(settings: TargetSettings, eight_bit: str) -> None:
+        asked.append(eight_bit)
+        raise StopIteration
+
+    monkeypatch.setattr(service, "open_model", note)
+    with pytest.raises(RuntimeError):
+        asyncio.run(service.run(TargetSettings(draft_quantization="fp8", **changes), lambda server: None))
+    assert asked == [expected]
 
 
 def test_as_many_tokens_are_drafted_as_are_the_fastest_by_what_was_accepted() -> None:

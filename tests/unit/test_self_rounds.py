@@ -12,12 +12,13 @@ import transformers
 
 import models
 from config import TargetSettings
+from engine.decoder import Decoder
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.judging import Drafted
 from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.kv.tiered import TieredKV
 from engine.loading.model import load_model
-from engine.loading.runner import make_runner
+from engine.loading.runner import make_decoder, make_runner
 from engine.logit_rules import rules_of
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
@@ -120,6 +121,22 @@ def decoded(runner: ModelRunner, prompt: list[int], count: int) -> list[int]:
 def test_all_is_accepted_where_drafting_passes_read_everything(runner: ModelRunner, sampling: Sampling) -> None:
     session = Session(runner, tokens(150, 1), 1.0, sampling)
     assert [len(session.round(drafted)) for drafted in (0, GAMMA, GAMMA, GAMMA)] == [1, 5, 5, 5]
+    runner.kv.release(session.kv)
+
+
+def test_passes_that_draft_may_run_other_weights(folder: Path) -> None:
+    """None of what these say is accepted here, and the tokens are those of plain decoding."""
+    loaded = load_model(str(folder), torch.float32, DEVICE)
+    decoder = make_decoder(loaded)
+    assert isinstance(decoder, Decoder)
+    wrong = replace(decoder, lm_head=-decoder.lm_head)
+    sizes = 1000 * PAGE_SIZE, 0, 400
+    runner = make_runner(loaded, *sizes, decoder=decoder, drafting=wrong, step_queries=GAMMA + 1)
+    runner.kv.keep_group_means(PLAN.group_size, 1000)
+    prompt = tokens(150, 1)
+    session = Session(runner, prompt, 1.0)
+    committed = [token for drafted in (0, GAMMA, GAMMA, 0, GAMMA) for token in session.round(drafted)]
+    assert [*prompt, *committed] == decoded(runner, prompt, 5)
     runner.kv.release(session.kv)
 
 
