@@ -253,6 +253,12 @@ class TargetSettings(ServiceSettings):
         above=0,
         most=1,
     )
+    screening_quantization: str = _rounds(
+        "none",
+        "how steps that screen (confirm_every) read the target's weights; fp8: in 8 bits, held beside those in 16 that "
+        "all else reads",
+        choices=QUANTIZATIONS,
+    )
     self_from: int = _rounds(
         -1,
         "tokens of all sessions of a step from which on a target drafts for itself; negative: where it pays by the "
@@ -277,6 +283,9 @@ class TargetSettings(ServiceSettings):
             raise SettingsError(
                 f"synthetic_confirmation is {self.synthetic_confirmation}, but confirm_every is 0: nothing is confirmed"
             )
+        elif self.screening_quantization != "none":
+            asked = self.screening_quantization
+            raise SettingsError(f"screening_quantization is {asked!r}, but confirm_every is 0: nothing is screened")
         if self.synthetic_confirmation < 1 and self.synthetic_acceptance < 0:
             raise SettingsError(
                 f"synthetic_confirmation is {self.synthetic_confirmation}, but verdicts are the target's own: give a "
@@ -308,6 +317,11 @@ class TargetSettings(ServiceSettings):
                 f"confirm_every is {asked}: with a gamma of {self.most_drafted} it must be 0, or from {least} (a "
                 f"round's tokens) to {most}; auto takes a gamma of at most {READ_AT_ONCE // 2 - 1}"
             )
+
+    @property
+    def screens_lightly(self) -> bool:
+        """Whether steps that screen read the weights in 8 bits."""
+        return self.screening_quantization == "fp8"
 
     @property
     def most_held(self) -> int:

@@ -115,7 +115,8 @@ class SequenceInput:
     budget if it has one, are those that its round leaves, not those given. held: how many tokens behind the first come
     before these. alternatives: beside how many of the drafted tokens, the first ones, runs what else its round found
     likeliest there, if it is behind one. Where the token that follows those accepted is such an alternative, it counts
-    as accepted, and the one behind it follows.
+    as accepted, and the one behind it follows. light: whether it runs by the weights that the runner has for what a
+    later pass judges, if it has such.
     """
 
     kv: SequenceKV
@@ -128,6 +129,7 @@ class SequenceInput:
     behind: int | None = None
     held: int = 0
     alternatives: int = 0
+    light: bool = False
 
     @property
     def rows(self) -> int:

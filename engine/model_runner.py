@@ -57,6 +57,7 @@ LEAST_FREE = 2 << 30  # bytes of a GPU that stay free of graphs that no request 
 MEMORIES = 64  # of sequences that share budgets out, unless keep_memories says otherwise
 MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
 ShapeOf = Callable[[list[SequenceInput]], PassShape]  # the shape that some inputs run in
+SAMPLINGS = Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1)  # each has graphs of its own
 _WIDE = Support(np.zeros(WIDE_SUPPORT, np.int64), np.zeros(WIDE_SUPPORT, np.float32))  # of a screened token
 
 
@@ -71,8 +72,8 @@ class ModelRunner(Runner):
     depends on its own tokens only, not on what runs beside it nor on how its rounds fell: every step has one shape,
     prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix products round
     otherwise in a step than in a prompt. attention_backend: None: the device's, and in prompts cuDNN where it can;
-    "torch" on a GPU needs enforce_eager. weight_bytes: of the decoder. drafting: what runs the passes that draft before
-    they judge (SparseRead.drafts); None: the decoder.
+    "torch" on a GPU needs enforce_eager. weight_bytes: of the decoder. drafting: what runs the passes that draft
+    (SparseRead.drafts), and those whose tokens a later pass judges (SequenceInput.light); None: the decoder.
 
     Raises ValueError for an attention backend that cannot attend here.
     """
@@ -313,14 +314,21 @@ class ModelRunner(Runner):
         self._passes.memories = ReadMemories(sequences)
 
     @torch.inference_mode()
-    def warm_up(self, reads: list[SparseRead | None], sequences: int, gammas: Sequence[int] = ()) -> None:
+    def warm_up(
+        self,
+        reads: list[SparseRead | None],
+        sequences: int,
+        gammas: Sequence[int] = (),
+        light: Sequence[SparseRead | None] = (),
+    ) -> None:
         """Capture the steps that requests take, and load what judges by rules."""
         kinds = self._ends_of_prompts()
-        for read, sampling in itertools.product(reads, (Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1))):
+        every = [*((read, False) for read in reads), *((read, True) for read in light)]
+        for (read, is_light), sampling in itertools.product(every, SAMPLINGS):
             for queries in self._queries_of(read, gammas):
                 for supports in self._supports_of(queries, sampling):
-                    drafted = Drafted([0] * (queries - 1), supports, sampling, 0)
-                    kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted))
+                    drafted, tokens = Drafted([0] * (queries - 1), supports, sampling, 0), [0] * queries
+                    kinds.append(SequenceInput(SequenceKV(), tokens, "all", read, drafted, light=is_light))
         self._capture(kinds, sequences)
 
     def _queries_of(self, read: SparseRead | None, gammas: Sequence[int]) -> list[int]:

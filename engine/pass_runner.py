@@ -37,7 +37,7 @@ class PassRunner:
     """Runs the inputs of one kind in a pass of a given shape: copies them into its buffers and replays its launches.
 
     memories: what is remembered of sequences that share budgets out. attention: None: the device's, and cuDNN in
-    prompts where it can. drafting: what runs the passes that draft before they judge; None: the decoder.
+    prompts where it can. drafting: what runs what a later pass judges (launches.run_pass); None: the decoder.
     """
 
     def __init__(

@@ -66,11 +66,18 @@ class Runner:
         """Have the next step that is launched judge what these rounds of one branch leave, without waiting for them."""
         raise NotImplementedError(f"{type(self).__name__} runs no steps behind rounds")
 
-    def warm_up(self, reads: list[SparseRead | None], sequences: int, gammas: Sequence[int] = ()) -> None:
+    def warm_up(
+        self,
+        reads: list[SparseRead | None],
+        sequences: int,
+        gammas: Sequence[int] = (),
+        light: Sequence[SparseRead | None] = (),
+    ) -> None:
         """Make ready for steps that read so, of up to so many sequences: now for up to WARM_SESSIONS of them, for more,
         and for what few requests ask for, by `warm_up_more`. There may be nothing to do.
 
-        gammas: the numbers of tokens that steps may draft by themselves.
+        gammas: the numbers of tokens that steps may draft by themselves. light: what steps read whose tokens a later
+        pass judges (SequenceInput.light).
         """
 
     def warm_up_more(self) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
-from target_service.planning import VerifyStep, how_to_confirm, plan_round
+from target_service.planning import VerifyStep, how_to_confirm, plan_round, screen_lightly
 from target_service.session import TargetSession
 from wire.messages import At
 
@@ -31,12 +31,13 @@ def plan_behind_rounds(
     plan: Plan,
     waits: Callable[[TargetSession], bool],
     beside: Callable[[int], int],
+    light: bool,
     now: float,
 ) -> VerifyStep | None:
     """Return the step that judges these rounds, by session; None where one of the sessions would take part otherwise.
 
     waits: says of a session that it would not take part in a step now. beside: how many alternatives run beside so many
-    drafted tokens (Runner.alternatives_beside).
+    drafted tokens (Runner.alternatives_beside). light: whether the runner has weights for what is screened.
     """
     step = VerifyStep(left_running=True)
     ours = {
@@ -61,6 +62,8 @@ def plan_behind_rounds(
             step.rounds.append(item)
         elif not waits(session):
             return None
+    if light:
+        screen_lightly(step.rounds)
     alike = len({item.input.read is None for item in step.rounds}) == 1  # they run in one pass
     return step if alike else None
 

@@ -5,7 +5,7 @@ But behind one that it rejects all are lost, and their rounds with them. So the 
 are confirmed, and from what passes cost, in tokens of KV that take as long to read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from config import TargetSettings
 from target_service.self_drafting import BEYOND_BYTES
@@ -25,6 +25,7 @@ class ConfirmLengths:
     gamma: drafted tokens of a round. most: tokens that may be held. share: of the KV, that screening reads.
     weight_tokens: tokens of KV that take as long to read as the weights do. rounds: that were seen. drafting: what a
     round costs before the target's step, in tokens of KV. committed: tokens of a round, by all sessions.
+    screening_weights: the share of the weights' bytes that a step reads which screens.
     """
 
     gamma: int
@@ -34,16 +35,21 @@ class ConfirmLengths:
     rounds: int = 0
     drafting: float = 0.0
     committed: float = 0.0
+    screening_weights: float = 1.0
 
-    def step_cost(self, tokens: int, read: float) -> float:
+    def step_cost(self, tokens: int, read: float, screens: bool) -> float:
         """Return what a step over so many tokens of KV costs, of which it reads so many."""
-        return self.weight_tokens + read + BEYOND_BYTES * (self.weight_tokens + tokens)
+        weights = self.weight_tokens * (self.screening_weights if screens else 1.0)
+        return weights + read + BEYOND_BYTES * (self.weight_tokens + tokens)
 
-    def note_round(self, tokens: int, read: float, seconds: float, drafting: float, committed: int) -> None:
-        """Take note of a session's round, in a step over so many tokens of KV of which it read so many: seconds of the
-        step, and of what went by before it for the draft; tokens that the session committed or held.
+    def note_round(
+        self, tokens: int, read: float, screens: bool, seconds: float, drafting: float, committed: int
+    ) -> None:
+        """Take note of a session's round, in a step over so many tokens of KV of which it read so many: whether it
+        screened; seconds of the step, and of what went by before it for the draft; tokens that the session committed or
+        held.
         """
-        step = self.step_cost(tokens, read)
+        step = self.step_cost(tokens, read, screens)
         cost = min(DEAREST, drafting / max(seconds, 1e-6)) * step
         self.rounds += 1
         weight = max(NEWEST_ROUND, 1 / self.rounds)
@@ -70,9 +76,10 @@ class ConfirmLengths:
         held = max(a_round, most - self.gamma / 2) if most else 0.0
         kept = chance**held
         gained = kept * a_round + sum(chance**i for i in range(round(held)))
-        rounds = held / a_round + 1 + (1 - kept)
-        each = self.drafting + self.step_cost(tokens, self.share * tokens)
-        return gained / (rounds * each + (1 - self.share) * tokens)
+        rounds = held / a_round + (1 - kept)
+        screens = self.drafting + self.step_cost(tokens, self.share * tokens, True)
+        confirms = self.drafting + self.step_cost(tokens, tokens, False)
+        return gained / (rounds * screens + confirms)
 
 
 def chance_behind(chance: float, held: int, confirmed: int) -> float:
@@ -89,4 +96,5 @@ def confirm_lengths(settings: TargetSettings, weight_tokens: float) -> ConfirmLe
     """Return how a target chooses lengths; None: they are given."""
     if settings.confirm_every >= 0:
         return None
-    return ConfirmLengths(settings.most_drafted, settings.most_held, settings.self_read_share, weight_tokens)
+    lengths = ConfirmLengths(settings.most_drafted, settings.most_held, settings.self_read_share, weight_tokens)
+    return replace(lengths, screening_weights=0.5) if settings.screens_lightly else lengths

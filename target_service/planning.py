@@ -139,6 +139,8 @@ def plan_verify_step(
     confirms = how_to_confirm([*counts, *((session, 0) for session in alone)])
     step.rounds = [plan_round(session, proposal, proposal.tokens, now, confirms) for session, proposal in proposed]
     step.rounds += _plan_alone(alone, settings, drafting, runner.kv, now, confirms)
+    if settings.screens_lightly:
+        screen_lightly(step.rounds)
     starts = [session.kv.length for session in reading]
     shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
     how = settings.most_drafted + 1, runner.deterministic
@@ -266,6 +268,16 @@ def how_to_confirm(rounds: Iterable[tuple[TargetSession, int]]) -> Confirms:
     if not holding and len(confirm) < len(screened):
         return Confirms.NO
     return Confirms.WEIGHING if any(screening.is_to_weigh for _, screening, _ in screened) else Confirms.YES
+
+
+def screen_lightly(rounds: list[VerifyRound]) -> None:
+    """Have the rounds of a step run by the weights for what a later pass judges, if all of them screen.
+
+    Beside rounds that do not they run by the weights of these, in one pass.
+    """
+    light = all(item.screens for item in rounds)
+    for item in rounds:
+        item.input.light = light
 
 
 def plan_round(

@@ -13,7 +13,7 @@ from config.version import running_version
 from draft_service.drafter import Drafter
 from draft_service.hello import draft_hello
 from engine.grammars import Grammars
-from engine.loading.opening import OpenedModel, open_both, open_model
+from engine.loading.opening import EightBit, OpenedModel, open_both, open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2_grpc, speculation_pb2_grpc
@@ -46,12 +46,11 @@ async def run(
     log.info("loading the model", extra={"model": settings.model})
     planned_settings = replace(settings, dense_layers=dense, group_size=plan.group_size)
     beside: OpenedModel | None = None
-    in_eight_bits = settings.draft_quantization == "fp8"
     if settings.draft_in_target:
-        opened, beside = open_both(planned_settings, settings.own_draft, "all" if in_eight_bits else "none")
+        of_draft: EightBit = "all" if settings.draft_quantization == "fp8" else "none"
+        opened, beside = open_both(planned_settings, settings.own_draft, _eight_bit(settings), of_draft)
     else:
-        drafts = in_eight_bits and settings.drafts_for_itself
-        opened = open_model(planned_settings, "drafting" if drafts else "none")
+        opened = open_model(planned_settings, _eight_bit(settings))
     planned = plan.target_layers, plan.target_kv_heads
     actual = opened.shape.num_layers, opened.shape.num_kv_heads
     if planned != actual:
@@ -69,6 +68,12 @@ async def run(
         if beside is not None:
             drafter = Drafter(beside.runner, plan, settings.own_draft, beside.grammars, spans)
         await serve(settings, opened.runner, plan, hello, on_ready, on_round, opened.grammars, spans, drafter)
+
+
+def _eight_bit(settings: TargetSettings) -> EightBit:
+    """Return which passes of the target read its weights in 8 bits: those that draft for itself, or that screen."""
+    drafts = settings.drafts_for_itself and settings.draft_quantization == "fp8"
+    return "drafting" if drafts or settings.screens_lightly else "none"
 
 
 def _status(verifier: Verifier, hello: Hello, speculation: SpeculationServicer) -> ServiceStatus:

@@ -133,16 +133,18 @@ class Verifier:
             nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
             read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
             reads += [] if read is None else [read]
+        light: list[SparseRead | None] = []
         if self.settings.most_held:
             reader = screening_reader(self.plan, self.settings, self._on_round is not None)
             reads.append(reader.read(None, 1, 1))
             reader.finish(SequenceOutput())  # its first round reads everything, as those that confirm
             reads.append(reader.read(None, 1, 1))
+            light += reads[-1:] if self.settings.screens_lightly else []
         if self._drafting is not None:
             reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
         own_gammas = [] if self._drafting is None else self._drafting.gammas
-        self.runner.warm_up(reads, self.settings.max_sessions, own_gammas)
+        self.runner.warm_up(reads, self.settings.max_sessions, own_gammas, light)
 
     @property
     def is_idle(self) -> bool:
@@ -251,8 +253,8 @@ class Verifier:
         """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
         running, now = list(self.admission.running.values()), time.monotonic()
         plan, how = self.plan, (self.settings, self.counters, now)
-        beside = self.runner.alternatives_beside
-        step = plan_behind_rounds(running, rounds, plan, lambda each: waits(each, *how), beside, now)
+        beside, light = self.runner.alternatives_beside, self.settings.screens_lightly
+        step = plan_behind_rounds(running, rounds, plan, lambda each: waits(each, *how), beside, light, now)
         self._cut_held(step)
         if step is None or not self.runner.kv.reserve(step.work):
             return None
@@ -451,7 +453,7 @@ class Verifier:
         assert self._lengths is not None
         if commit.drafted:
             drafting = commit.draft_seconds if self.settings.draft_in_target else commit.wait_seconds
-            costs = beside.tokens, beside.tokens_read, commit.verify_seconds, drafting
+            costs = beside.tokens, beside.tokens_read, item.screens, commit.verify_seconds, drafting
             self._lengths.note_round(*costs, commit.accepted + 1)
         if not item.screens:
             screening.most = self._lengths.best(screening.chance, beside.tokens)

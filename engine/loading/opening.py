@@ -28,7 +28,8 @@ from engine.loading.tokenizer import (
 from engine.modules import ModulesDecoder
 from engine.runner import Runner
 
-EightBit = Literal["none", "all", "drafting"]  # passes of few rows, or those that draft before they judge
+# No passes, all of few rows, or of these what a later pass judges: those that draft for the model itself, or screen.
+EightBit = Literal["none", "all", "drafting"]
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,14 @@ def open_model(settings: ModelSettings, eight_bit: EightBit = "none") -> OpenedM
     return _open(loaded, loaded.room())
 
 
-def open_both(settings: ModelSettings, beside: ModelSettings, eight_bit: EightBit) -> tuple[OpenedModel, OpenedModel]:
+def open_both(
+    settings: ModelSettings, beside: ModelSettings, eight_bit: EightBit, of_second: EightBit
+) -> tuple[OpenedModel, OpenedModel]:
     """Load two models on one device, and make room for as much KV of the second as of the first, and for its rounds.
 
-    eight_bit: of the second model. Raises as `open_model` does.
+    eight_bit, of_second: as of `open_model`, which says what this raises, of each model.
     """
-    second, first = _load(beside, eight_bit), _load(settings)
+    second, first = _load(beside, of_second), _load(settings, eight_bit)
     tokens = first.room(bytes_of_token(second.shape, second.dtype))
     rounds = beside.max_sessions * (2 * beside.widest_round + PAGE_SIZE)
     return _open(first, tokens), _open(second, beside.kv_tokens or tokens + rounds)

@@ -83,7 +83,7 @@ def _is_judged_as_read(read: SparseRead) -> bool:
 def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
     """Return the same value for inputs that run in one pass."""
     read = item.read
-    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.prompt)
+    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.prompt, item.light)
     if read is None:
         return kind
     kind += (read.block_size, read.group_means, read.emit_weights, read.dense_layers)
@@ -133,7 +133,7 @@ def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits, ro
 def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> PassShape:
     """Return the shape with how these inputs of one kind attend and what they give."""
     first, read = inputs[0], inputs[0].read
-    shape = replace(shape, kept=bool(kv.kept_layers))
+    shape = replace(shape, kept=bool(kv.kept_layers), light=first.light)
     if first.drafted is not None:
         rounds = [item.drafted for item in inputs if item.drafted is not None]
         shape = replace(shape, judged=True, support=support_of(rounds), cuts=cuts_of(rounds))

@@ -36,7 +36,8 @@ def run_pass(
     """Run what the buffers hold: launches only, the same for all passes of a shape.
 
     layer_pages: where a layer's keys and values lie; the KV's own pages if None. prompts: what the sequences of a pass
-    without lists read piece by piece, if they do. drafting: what runs the passes that draft; None: the decoder.
+    without lists read piece by piece, if they do. drafting: what runs the passes that draft, and those
+    whose tokens a later pass judges (PassShape.light); None: the decoder.
     """
     given = buffers.tensors
     if shape.turn:
@@ -59,7 +60,8 @@ def run_pass(
     attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched)
     attend.prompts, attend.pages = prompts, layer_pages or kv.layer_pages
     tokens = given["token_ids"], given["positions"], slots_of_layers(shape, kv, given)
-    given["logits"] = decoder.run(*tokens, kv.k_pages, kv.v_pages, attend, given.get("logits_rows"))
+    run = drafting.run if shape.light and drafting is not None else decoder.run
+    given["logits"] = run(*tokens, kv.k_pages, kv.v_pages, attend, given.get("logits_rows"))
     _leave_results(shape, buffers, fetched, kv)
 
 

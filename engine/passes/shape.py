@@ -25,7 +25,8 @@ class PassShape:
     left on the device, and leaves its own (engine.passes.behind_steps). Such steps take turns between two sets of
     buffers. 0: for all others. behind: whether drafted tokens may be those that a draft's rounds have left on the
     device. alternatives: rows of a sequence, at most, that run beside its drafted tokens (SequenceInput.alternatives);
-    longest: all rows of one sequence, at most, where there are such.
+    longest: all rows of one sequence, at most, where there are such. light: whether it runs by the weights of what a
+    later pass judges.
     """
 
     sequences: int
@@ -50,6 +51,7 @@ class PassShape:
     behind: bool = False
     alternatives: int = 0
     longest: int = 0
+    light: bool = False
 
     @property
     def most_rows(self) -> int:

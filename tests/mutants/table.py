@@ -28,6 +28,27 @@ def _of(file: str, tests: str, *faults: tuple[str, str, str]) -> list[Mutant]:
 
 MUTANTS: list[Mutant] = [
     *_of(
+        "engine/passes/launches.py",
+        "test_self_rounds",
+        ("passes that draft run the weights that judge", "draft_tokens(drafting or decoder,", "draft_tokens(decoder,"),
+        ("all runs by the weights for what is judged later", "drafting.run if shape.light and", "drafting.run if"),
+    ),
+    *_of(
+        "engine/passes/grouping.py",
+        "test_self_rounds",
+        ("rounds of different weights run in one pass", "item.prompt, item.light)", "item.prompt)"),
+    ),
+    *_of(
+        "target_service/planning.py",
+        "test_screening",
+        ("what confirms runs by weights in 8 bits", "light = all(item.screens for item in rounds)", "light = True"),
+    ),
+    *_of(
+        "target_service/behind_rounds.py",
+        "test_draft_in_target",
+        ("steps behind rounds read all weights in 16 bits", "        screen_lightly(step.rounds)\n", "        pass\n"),
+    ),
+    *_of(
         "engine/model_runner.py",
         "test_joined_rounds",
         ("the device waits while parts of prompts are laid out", "if not self.chains or not all(map(", "if True or not all(map("),

@@ -15,7 +15,7 @@ def lengths(drafting: float, tokens: int) -> ConfirmLengths:
     """Return costs by 500 rounds that take a time for their draft, in dense steps over so many tokens."""
     made, rng = ConfirmLengths(GAMMA, MOST, 0.06, WEIGHTS), random.Random(0)
     for _ in range(500):
-        made.note_round(tokens, tokens, 1.0, drafting, committed_of(rng))
+        made.note_round(tokens, tokens, False, 1.0, drafting, committed_of(rng))
     return made
 
 
@@ -27,7 +27,7 @@ def tokens_for_the_time(made: ConfirmLengths, most: int, chance: float, tokens: 
     """Return the tokens that leave for the cost of all steps, by playing 20,000 rounds."""
     rng, held, left, cost = random.Random(1), 0, 0, 0.0
     for _ in range(20_000):
-        cost += made.drafting + made.step_cost(tokens, made.share * tokens)
+        cost += made.drafting + made.step_cost(tokens, made.share * tokens, True)
         if held + GAMMA < most:
             held += committed_of(rng)
             continue
@@ -37,7 +37,7 @@ def tokens_for_the_time(made: ConfirmLengths, most: int, chance: float, tokens: 
             left += held + committed_of(rng)
         else:  # the draft begins anew, and the round that it had made is lost
             left += rejected + 1
-            cost += made.drafting + made.step_cost(tokens, made.share * tokens)
+            cost += made.drafting + made.step_cost(tokens, made.share * tokens, True)
         held = 0
     return left / cost
 
@@ -60,10 +60,23 @@ def test_it_screens_where_contexts_are_long_and_most_is_confirmed() -> None:
     assert lengths(0.4, 8_000).best(0.98, 8_000) == 0
 
 
+def test_weights_in_eight_bits_have_screening_pay_sooner() -> None:
+    """A step that screens costs half of the weights less."""
+    settings = TargetSettings(confirm_every=-1, screening_quantization="fp8")
+    light, other = confirm_lengths(settings, WEIGHTS), confirm_lengths(TargetSettings(confirm_every=-1), WEIGHTS)
+    assert light is not None and other is not None
+    assert other.step_cost(1000, 60, True) - light.step_cost(1000, 60, True) == WEIGHTS / 2
+    assert light.step_cost(1000, 1000, False) == other.step_cost(1000, 1000, False)
+    for made in (light, other):
+        for _ in range(50):
+            made.note_round(30_000, 1_800, True, 1.0, 0.6, 3)
+    assert light.best(0.98, 30_000) > 0 == other.best(0.98, 30_000)
+
+
 def test_a_graph_that_is_captured_counts_as_four_steps_at_most() -> None:
     made = lengths(0.4, 100_000)
     before = made.drafting
-    made.note_round(100_000, 100_000, 0.01, 2.0, 3)
+    made.note_round(100_000, 100_000, False, 0.01, 2.0, 3)
     assert before < made.drafting < 1.2 * before
 
 

@@ -192,7 +192,8 @@ def test_three_levels_give_what_plain_decoding_gives(
     draft takes back without reading its text anew.
     """
     model = Screens(agreement=agreement, screening=screening, swaps=True)
-    made = turns(clock, 1, model, chains, confirm_every=11, runner=ScreeningRunner)
+    how = {"confirm_every": 11, "runner": ScreeningRunner, "screening_quantization": "fp8"}
+    made = turns(clock, 1, model, chains, **how)
     made.world.target.sparse_logits, made.world.target.beside = model.sparse, beside
     begins = count_begins(made)
     names = [made.world.open([3 + i] * (60 + 30 * i), 50) for i in range(3)]
@@ -200,7 +201,9 @@ def test_three_levels_give_what_plain_decoding_gives(
     def check() -> None:
         check_screened_kv(made.world)
         under_way = made.world.verifier.under_way
-        assert under_way is None or not any(item.is_void for item in under_way.rounds)
+        for item in under_way.rounds if under_way is not None else []:
+            assert not item.is_void
+            assert item.input.light == all(each.screens for each in under_way.rounds)  # type: ignore[union-attr]
 
     made.world.script = [check] * 500
     made.run()
@@ -345,7 +348,7 @@ def both(tokens: int = 0, memory: float = 0.0) -> TargetSettings:
 
 
 def test_both_models_have_room_for_the_same_sessions() -> None:
-    target, draft = open_both(both(2000), both(2000).own_draft, eight_bit="none")
+    target, draft = open_both(both(2000), both(2000).own_draft, "none", "none")
     assert target.shape.num_layers != draft.shape.num_layers
     room, own = draft.runner.kv.pool.num_pages, target.runner.kv.pool.num_pages
     assert own == 125

@@ -78,12 +78,15 @@ def test_a_draft_service_costs_no_more_than_it_brings(
     assert sum(others) / len(others) >= (1.2 if acceptance == 0.8 else LEAST)
 
 
-@pytest.mark.parametrize(("sessions", "context", "least"), [(8, 1024, 0.98), (8, 32768, 1.05), (4, 102400, 1.15)])
+@pytest.mark.parametrize(
+    ("sessions", "context", "quantization", "least"),
+    [(8, 1024, "none", 0.98), (8, 32768, "none", 1.05), (4, 102400, "none", 1.12), (8, 32768, "fp8", 1.2)],
+)
 def test_three_levels_lose_nothing_and_gain_where_contexts_are_long(
-    every_clock: Clock, sessions: int, context: int, least: float
+    every_clock: Clock, sessions: int, context: int, quantization: str, least: float
 ) -> None:
     """As many tokens are confirmed as with the bundled pair at W = 11 (docs/quality.md)."""
-    levels = {"confirm_every": -1, "synthetic_confirmation": 0.989}
+    levels = {"confirm_every": -1, "synthetic_confirmation": 0.989, "screening_quantization": quantization}
     three, two = (
         gains(TimedTarget(every_clock, sessions, context, 0.8, **how), sessions, context, [EXACT])
         for how in (levels, {})
@@ -124,18 +127,22 @@ def test_requests_that_come_and_go_are_answered_no_later(
 
 
 @pytest.mark.parametrize(
-    ("sessions", "context", "acceptance", "least"),
+    ("sessions", "context", "acceptance", "quantization", "least"),
     [
-        (8, 1024, 0.95, 0.98),
-        (1, 32768, 0.95, 0.98),
-        (8, 32768, 0.0, 0.98),
-        (8, 32768, 0.95, 1.5),  # measured on an H200, with 7 tokens in each round: 1.53 x
-        (1, 102400, 0.95, 1.1),
-        (4, 102400, 0.95, 1.8),
+        (8, 1024, 0.95, "none", 0.98),
+        (1, 32768, 0.95, "none", 0.98),
+        (8, 32768, 0.0, "none", 0.98),
+        (8, 32768, 0.95, "none", 1.5),  # measured on an H200, with 7 tokens in each round: 1.53 x
+        (1, 102400, 0.95, "none", 1.1),
+        (4, 102400, 0.95, "none", 1.8),
+        (8, 1024, 0.93, "fp8", 1.05),
+        (8, 32768, 0.93, "fp8", 1.8),
+        (8, 32768, 0.0, "fp8", 0.98),
     ],
 )
 def test_a_target_that_drafts_for_itself_loses_nothing(
-    every_clock: Clock, sessions: int, context: int, acceptance: float, least: float
+    every_clock: Clock, sessions: int, context: int, acceptance: float, quantization: str, least: float
 ) -> None:
-    _, *others = gains(TimedAlone(every_clock, sessions, context, acceptance), sessions, context, [EXACT])
+    target = TimedAlone(every_clock, sessions, context, acceptance, draft_quantization=quantization)
+    _, *others = gains(target, sessions, context, [EXACT])
     assert sum(others) / len(others) >= least

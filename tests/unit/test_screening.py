@@ -165,6 +165,29 @@ def test_sessions_of_a_step_confirm_together_and_every_fourth_time_weigh(clock: 
         assert len(weighing) < len(dense) / 2
 
 
+def test_only_steps_that_screen_wholly_run_by_the_weights_for_that(clock: Clock) -> None:
+    """So that a step is one pass; what confirms runs by the target's own."""
+    world = screened(clock, 1, Screens(screening=3), screening_quantization="fp8")
+    world.attach()
+    names = [world.open(prompt, 60) for prompt in prompts(world.rng, 3)]
+    forward, kinds = world.target.forward, Counter[tuple[bool, bool]]()
+
+    def watched(inputs: list[SequenceInput]) -> list[Any]:
+        rounds = [item for item in inputs if item.drafted is not None]
+        screen = {item.drafted.screens for item in rounds if item.drafted is not None}
+        assert len({item.light for item in rounds}) <= 1
+        kinds.update([(len(screen) > 1, item.light) for item in rounds])
+        assert all(item.light == (screen == {True}) for item in rounds)
+        return forward(inputs)
+
+    world.target.forward = watched  # type: ignore[method-assign]
+    world.run()
+    for name in names:
+        world.check_greedy(name)
+    assert kinds[False, True] > 20 and kinds[False, False] > 5 and kinds[True, False] > 0, kinds
+    world.check_nothing_left()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_for_which_there_is_no_room_may_cut_held_tokens_before_the_youngest_gives_way(
     clock: Clock, seed: int
@@ -358,6 +381,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"confirm_every": 4}, "from 5"),
     ({"confirm_every": 28}, "to 27"),
     ({"confirm_every": -1, "gamma": 8}, "auto takes a gamma of at most 7"),
+    ({"confirm_every": 0, "screening_quantization": "fp8"}, "0: nothing is screened"),
 ]
 
 

@@ -53,7 +53,13 @@ def test_weights_in_eight_bits_have_drafting_pay_sooner() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [({"draft": "self"}, "drafting"), ({"draft": "auto"}, "drafting"), ({"draft": "ngram"}, "none"), ({}, "none")],
+    [
+        ({"draft": "self"}, "drafting"),
+        ({"draft": "auto"}, "drafting"),
+        ({"draft": "ngram"}, "none"),
+        ({}, "none"),
+        ({"confirm_every": 11, "screening_quantization": "fp8"}, "drafting"),
+    ],
 )
 def test_a_target_that_drafts_for_itself_holds_its_weights_in_eight_bits_too(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], expected: str

@@ -140,6 +140,27 @@ def test_passes_that_draft_may_run_other_weights(folder: Path) -> None:
     runner.kv.release(session.kv)
 
 
+def test_what_a_later_pass_judges_may_run_other_weights(folder: Path) -> None:
+    """Also beside what it does not, in a pass of its own."""
+    loaded = load_model(str(folder), torch.float32, DEVICE)
+    decoder = make_decoder(loaded)
+    assert isinstance(decoder, Decoder)
+    wrong = replace(decoder, lm_head=-decoder.lm_head)
+    runner = make_runner(loaded, 1000 * PAGE_SIZE, 0, 400, decoder=decoder, drafting=wrong, step_queries=GAMMA + 1)
+    prompt, kvs = tokens(150, 1), [SequenceKV() for _ in range(3)]
+    for kv in kvs:
+        runner.forward([SequenceInput(kv, prompt[:-1])])
+    judged = [Drafted([7, 8], [], GREEDY, 150) for _ in kvs]
+    inputs = [
+        SequenceInput(kv, [prompt[-1], 7, 8], "all", drafted=drafted, light=i == 1)
+        for i, (kv, drafted) in enumerate(zip(kvs, judged, strict=True))
+    ]
+    first, light, last = (output.verdict for output in runner.forward(inputs))
+    assert first == last == (0, decoded(runner, prompt, 1)[-1])
+    (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, "last")])
+    assert output.logits is not None and light == (0, int(output.logits.argmin()))
+
+
 @pytest.mark.parametrize("share", [0.1, 0.3])
 def test_greedy_tokens_are_those_of_plain_decoding_whatever_is_read(runner: ModelRunner, share: float) -> None:
     """Sessions that weigh, sessions that draft and a plain one run in the same call."""

@@ -25,6 +25,7 @@ from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.logit_rules import rules_of
 from engine.model_runner import ModelRunner
+from engine.passes.shape import PassShape
 from engine.sampling import Sampling, Support
 from sparsity.plan import load_plan
 from target_service.screening import screening_reader
@@ -109,9 +110,10 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
 
 
 @pytest.mark.usefixtures("captures")
-def test_no_step_that_screens_or_confirms_is_captured_for_a_request() -> None:
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization: str) -> None:
     """Whatever is held and proposed, and whether what is read is weighed."""
-    settings = TargetSettings(confirm_every=8, gamma=GAMMA)
+    settings = TargetSettings(confirm_every=8, gamma=GAMMA, screening_quantization=quantization)
     runner, plan = runner_of(models.TARGET, settings.widest_round), load_plan(models.PLAN)
     verifier = Verifier(runner, plan, settings)
     verifier.warm_up()
@@ -132,11 +134,12 @@ def test_no_step_that_screens_or_confirms_is_captured_for_a_request() -> None:
         kvs = [SequenceKV() for _ in range(SESSIONS)]
         for kv in kvs:
             runner.forward([SequenceInput(kv, list(range(base - 1)))])
-        drafted = Drafted([5] * count, supports, sampling, base)
-        runner.forward([SequenceInput(kv, [4] * (count + 1), "all", read, drafted=drafted) for kv in kvs])
+        drafted, light = Drafted([5] * count, supports, sampling, base), i == 2 and quantization == "fp8"
+        runner.forward([SequenceInput(kv, [4] * (count + 1), "all", read, drafted, light=light) for kv in kvs])
         for kv in kvs:
             runner.kv.release(kv)
     assert set(runner._passes.graphs.by_shape) == shapes
+    assert any(isinstance(shape, PassShape) and shape.light for shape in shapes) == (quantization == "fp8")
 
 
 @pytest.mark.usefixtures("captures")

@@ -105,6 +105,7 @@ class World:
         self_from: int = -1,
         confirm_every: int = 0,
         max_context: int = 500,
+        screening_quantization: str = "none",
     ) -> None:
         """proposer: what proposes while no draft is attached, as --draft says."""
         self.clock, self.rng = clock, random.Random(seed)
@@ -127,6 +128,7 @@ class World:
                 draft=str(models.DRAFT) if confirm_every else proposer,
                 self_from=self_from,
                 confirm_every=confirm_every,
+                screening_quantization=screening_quantization,
             ),
             on_round,
             grammars,
