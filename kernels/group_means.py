@@ -1,9 +1,9 @@
 """Means of groups of tokens over paged KV, by which attention stands in for what it does not read."""
 
-import torch
 from torch import Tensor
 
 from kernels.backends import check_backend, jit, power_of_two, send, tl
+from kernels.kv_write import page_addresses
 
 
 def make_group_means(
@@ -35,10 +35,8 @@ def make_group_means(
             v[layer, slots] = values.mean((1, 3))
         return
     layers, mean_slots, kv_heads, dim = k.shape
-    # One launch for all layers, whose pages lie apart: where each layer's begin, keys then values.
-    addresses = [[source.data_ptr() for source in part] for part in (k_pages, v_pages)]
     _group_means_kernel[(groups, layers, kv_heads)](
-        send(torch.tensor(addresses, dtype=torch.int64), k.device),
+        send(page_addresses(k_pages, v_pages), k.device),
         *(k_pages[0], pages, slots, k, v, k_variance, mean_slots, per_group, layers),
         KV_HEADS=kv_heads,
         PAGE=k_pages[0].shape[2],

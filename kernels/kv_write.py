@@ -23,31 +23,58 @@ def write_kv(k_pages: Tensor, v_pages: Tensor, slots: Tensor, keys: Tensor, valu
     v_pages[page, :, offset] = values
 
 
-def move_kv(k_pages: Tensor, v_pages: Tensor, source: Tensor, target: Tensor, backend: str = "torch") -> None:
-    """Copy the keys and values of single tokens to other places of the same pages.
+def page_addresses(k_pages: list[Tensor], v_pages: list[Tensor]) -> Tensor:
+    """Return where the pages of each layer lie in memory, keys and then values: [2, layers] int64, on the CPU.
 
-    k_pages, v_pages: [pages, kv_heads, page_size, head_dim], contiguous; Triton takes a head_dim that is a power of two
+    By it, brought to their device, one launch serves all layers.
+    """
+    return torch.tensor([[pages.data_ptr() for pages in part] for part in (k_pages, v_pages)], dtype=torch.int64)
+
+
+def move_kv(
+    k_pages: list[Tensor],
+    v_pages: list[Tensor],
+    addresses: Tensor,
+    source: Tensor,
+    target: Tensor,
+    backend: str = "torch",
+) -> None:
+    """Copy the keys and values of single tokens to other places of the same pages, in all layers.
+
+    k_pages, v_pages: a layer each, [pages, kv_heads, page_size, head_dim], contiguous; Triton takes a head_dim that is
+    a power of two
+    addresses: of `page_addresses`, on the pages' device
     source, target: [tokens] int64, page * page_size + offset. A token is left where its source and target are equal or
     its target is negative; no target is the source of another token.
     """
     check_backend("move_kv", backend)
+    heads, page_size, dim = k_pages[0].shape[1:]
     if backend == "torch":
         moved = (target >= 0) & (target != source)
-        page, offset = source[moved] // k_pages.shape[2], source[moved] % k_pages.shape[2]
-        write_kv(k_pages, v_pages, target[moved], k_pages[page, :, offset], v_pages[page, :, offset])
+        page, offset = source[moved] // page_size, source[moved] % page_size
+        for keys, values in zip(k_pages, v_pages, strict=True):
+            write_kv(keys, values, target[moved], keys[page, :, offset], values[page, :, offset])
         return
-    heads, page_size, dim = k_pages.shape[1:]
-    _move_kv_kernel[(len(source), heads)](k_pages, v_pages, source, target, HEADS=heads, PAGE=page_size, DIM=dim)
+    _move_kv_kernel[(len(source), heads, len(k_pages))](
+        *(addresses, k_pages[0], source, target), HEADS=heads, PAGE=page_size, DIM=dim
+    )
 
 
 @jit
-def _move_kv_kernel(k_ptr, v_ptr, source_ptr, target_ptr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr):
-    """One token's key and value of one head."""
-    token, head = tl.program_id(0), tl.program_id(1)
+def _move_kv_kernel(
+    addresses_ptr, anchor_ptr, source_ptr, target_ptr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
+):
+    """One token's key and value of one head of one layer.
+
+    anchor: pages, by which the type of what lies at the addresses is known.
+    """
+    token, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     source, target = tl.load(source_ptr + token), tl.load(target_ptr + token)
     if (target >= 0) & (target != source):
+        keys = tl.load(addresses_ptr + layer).to(anchor_ptr.dtype)
+        values = tl.load(addresses_ptr + tl.num_programs(2) + layer).to(anchor_ptr.dtype)
         dims = tl.arange(0, DIM)
         from_ = ((source // PAGE * HEADS + head) * PAGE + source % PAGE) * DIM + dims
         to = ((target // PAGE * HEADS + head) * PAGE + target % PAGE) * DIM + dims
-        tl.store(k_ptr + to, tl.load(k_ptr + from_))
-        tl.store(v_ptr + to, tl.load(v_ptr + from_))
+        tl.store(keys + to, tl.load(keys + from_))
+        tl.store(values + to, tl.load(values + from_))

@@ -22,12 +22,14 @@ from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zeros, pages_f
 from engine.kv.pool import PagePool
 from engine.kv.prefix_index import next_prefix
 from engine.kv.staged import StagedReads
+from kernels.kv_write import page_addresses
 
 
 class KVCache:
     """The KV tensors of one model, each page at the index of its number.
 
     k_pages, v_pages: one tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]: a (page, head) is contiguous.
+    addresses: where these lie, [2, layers] int64 on the device.
     pool: of page numbers; block tables name these. kept_layers: layers whose pages always lie at their page numbers,
     while those of the other layers lie where `gpu_pages` says.
     """
@@ -48,6 +50,7 @@ class KVCache:
         """sizes: pages of each layer's tensors; `num_pages` each if None."""
         shapes = [(size, kv_heads, PAGE_SIZE, head_dim) for size in sizes or [num_pages] * num_layers]
         self.k_pages, self.v_pages = ([kv_zeros(shape, dtype, device) for shape in shapes] for _ in range(2))
+        self.addresses = page_addresses(self.k_pages, self.v_pages).to(device)
         self.num_layers, self.kv_heads, self.device = num_layers, kv_heads, torch.device(device)
         self.pool = PagePool(num_pages)
         self.means: GroupMeanPool | None = None

@@ -58,8 +58,7 @@ def go_on_behind_alternatives(
     most = len(given["slots"]) - 1
     source, target = (given["slots"][each.clamp(max=most)] for each in (row + count, row))
     target = target.where(is_one, -1)
-    for keys, values in zip(kv.k_pages, kv.v_pages, strict=True):
-        move_kv(keys, values, source, target, backend)
+    move_kv(kv.k_pages, kv.v_pages, kv.addresses, source, target, backend)
     alternative = judged.following.where(is_one, -1)
     following = following.to(judged.following.dtype).where(is_one, judged.following)
     return Judged(judged.accepted + is_one, following, finite.int()), alternative

@@ -93,8 +93,8 @@ def run_round(
         results["began_behind"].copy_(given["began"])
     round_ = _Round(decoder, kv, settings, shape, given, attention, None)
     if shape.branches > 1:
-        for keys, values in zip(kv.k_pages, kv.v_pages, strict=True):
-            move_kv(keys, values, given["source"], given["target"], default_backend(kv.device))
+        moves = given["source"], given["target"], default_backend(kv.device)
+        move_kv(kv.k_pages, kv.v_pages, kv.addresses, *moves)
     if shape.refreshes:
         first, evidence = None, _zero_evidence(decoder, kv, settings, shape)
     else:

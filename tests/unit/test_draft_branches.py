@@ -18,7 +18,7 @@ from engine.model_runner import ModelRunner
 from engine.rounds.requests import Branch, MovedKV, RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.rules import RoundRules, session_rules
 from engine.sampling import USE_DRAFT, Sampling, uniforms
-from kernels.kv_write import move_kv
+from kernels.kv_write import move_kv, page_addresses
 from sparsity.methods import method_named
 from sparsity.plan import load_plan
 from sparsity.rounds import announcement_request, round_settings
@@ -197,12 +197,12 @@ def test_requests_that_cannot_be_run_are_refused() -> None:
 def test_kv_is_moved(backend: str) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
-    keys, values = torch.randn(2, 4, 3, 16, 8, device=DEVICE)
-    before = keys.clone(), values.clone()
+    keys, values = ([torch.randn(4, 3, 16, 8, device=DEVICE) for _ in range(3)] for _ in range(2))
+    before = [each.clone() for each in (*keys, *values)]
     source = torch.tensor([17, 18, 40, -1, 3], device=DEVICE)
     target = torch.tensor([15, 16, 40, -1, -1], device=DEVICE)
-    move_kv(keys, values, source, target, backend)
-    for now, then in zip((keys, values), before, strict=True):
+    move_kv(keys, values, page_addresses(keys, values).to(DEVICE), source, target, backend)
+    for now, then in zip((*keys, *values), before, strict=True):
         expected = then.clone()
         expected[0, :, 15], expected[1, :, 0] = then[1, :, 1], then[1, :, 2]
         torch.testing.assert_close(now, expected, rtol=0, atol=0)
