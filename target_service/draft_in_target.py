@@ -183,7 +183,9 @@ class StepsByTurns:
         match step, result:
             case DraftStep(), DraftStepResult():
                 if step.inputs:
-                    self.verifier.note_draft_reading(result.seconds - self.drafter.round_seconds * bool(step.rounds))
+                    self.verifier.pacing.note_draft_reading(
+                        result.seconds - self.drafter.round_seconds * bool(step.rounds)
+                    )
                 self.drafter.finish_step(step, result)
             case VerifyStep(), VerifyResult():
                 self.verifier.finish_step(step, result)

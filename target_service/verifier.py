@@ -1,7 +1,8 @@
 """The target's verifier, which runs its sessions step by step. Knows nothing of gRPC.
 
 Its pieces: admission.py owns which sessions there are, protocol.py which drafts; planning.py says what a step runs,
-commit.py what of it is committed. What is known of a session lies in session.py.
+commit.py what of it is committed, pacing.py how the next rounds are made. What is known of a session lies in
+session.py.
 """
 
 import logging
@@ -9,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -31,9 +31,8 @@ from target_service.accounts import COUNTED, count_round, trace_round
 from target_service.admission import Admission
 from target_service.behind_rounds import DraftedRound, plan_behind_rounds
 from target_service.commit import commit_round, imposed_verdict
-from target_service.confirm_lengths import confirm_lengths
-from target_service.controller import UNDECIDED, Controller, RoundSeen
 from target_service.going_ahead import can_be_left, plan_behind
+from target_service.pacing import Pacing, StepSeen
 from target_service.planning import (
     VerifyResult,
     VerifyRound,
@@ -45,8 +44,7 @@ from target_service.planning import (
 from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
 from target_service.reporting import ReadingRate
-from target_service.round_costs import Choice, Load
-from target_service.screening import Screening, screening_reader
+from target_service.screening import screening_reader
 from target_service.self_drafting import self_drafting
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, NotFound, ServiceError
@@ -58,25 +56,6 @@ log = logging.getLogger(__name__)
 # Called with a sparse round's position as it began, the drafted tokens that it kept, and the blocks that it read, bool
 # [layers, kv_heads, blocks].
 OnRound = Callable[[At, int, Tensor], None]
-
-
-class _Beside(NamedTuple):
-    """What is beside a round: the time, the load, about how long a step takes that reads everything for one that reads
-    the weights alone, how the sessions' last rounds were made, whether something else than rounds took time in or
-    before its step (prompts, or a graph that was captured), whether the step itself took the time of rounds alone,
-    tokens of KV of its sessions, all and such as it read, and how many tokens a step runs already that goes on behind
-    it, by id() of the session.
-    """
-
-    now: float
-    load: Load
-    size: float
-    kinds: Counter[Choice]
-    disturbed: bool
-    alone: bool
-    tokens: int
-    tokens_read: float
-    under_way: Mapping[int, int]
 
 
 class Verifier:
@@ -104,19 +83,14 @@ class Verifier:
         self.runner, self.plan, self.settings = runner, plan, settings
         by_gamma = [f"rounds_gamma_{gamma}" for gamma in gammas(settings.most_drafted)]
         self.counters: Counter[str] = Counter(dict.fromkeys((*COUNTED, *by_gamma), 0))
-        adaptive = settings.adaptive and settings.has_draft
-        self.controller = Controller(settings.most_drafted, adaptive, self.counters)
         self.reading = ReadingRate()
         self._on_round, self._spans = on_round, spans
         self._under_way: VerifyStep | None = None  # the step that was left running
         self._ended = 0.0  # when the last one had ended, by time.perf_counter
-        self._captures_seen = 0
-        self._draft_has_read = False  # in this process, prompts, since the last step
-        self._read_last = False  # in the last step that was finished, parts of prompts, which may have run on behind it
         self._drafting = self_drafting(settings, plan, runner.weight_tokens)
-        self._lengths = confirm_lengths(settings, runner.weight_tokens)
         of_sessions = on_round is not None, grammars, self._drafting
         self.admission = Admission(runner, plan, settings, self.counters, *of_sessions)
+        self.pacing = Pacing(runner, settings, self.admission.running, self._drafting, self.counters)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if settings.prompt_read_share < 1:
@@ -210,10 +184,7 @@ class Verifier:
         self.admission.release_closed()
         for session in self.admission.admit():
             self._spans.add(session.traceparent, "target.queue", session.stats.queue_seconds)
-            if session.pace is UNDECIDED:
-                tokens = len(session.tokens)
-                session.pace = self.controller.first_pace(tokens, bool(session.announced_by))
-                session.next_round = self.controller.effective(session.pace, tokens)
+            self.pacing.begin(session)
             self.protocol.assign(session, wait=True)
         if self._under_way is not None:
             return self._plan_behind(self._under_way)
@@ -334,12 +305,14 @@ class Verifier:
                 # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
                 dense = session.prompt_tokens - 1 if self.runner.deterministic else None
                 self.runner.kv.index_prefix(session.kv, session.tokens, dense)
-        beside = self._beside(step)
+        seen = self.pacing.see(step, time.monotonic())
+        behind = self._under_way.rounds if self._under_way is not None else []
+        under_way = {id(item.session): item.input.rows for item in behind}
         for item, output in zip(step.rounds, result.outputs, strict=True):
             if item.is_void and self.admission.is_open(item.session):
                 self.runner.kv.truncate(item.session.kv, len(item.session.tokens) - 1)
             elif self.admission.is_open(item.session):
-                self._finish_round(item, output, result.seconds, beside)
+                self._finish_round(item, output, result.seconds, seen, under_way.get(id(item.session), 0))
 
     def fail_step(self, step: VerifyStep, error: Exception) -> bool:
         """End the sessions of a step that raised `error` with INTERNAL; returns True, since the others can go on."""
@@ -356,33 +329,10 @@ class Verifier:
             self._close(session)
         return True
 
-    def _load(self) -> tuple[Load, float]:
-        """Return the load by the sessions that generate, and its size, as _Beside has them."""
-        generating = [len(session.tokens) for session in self.admission.running.values() if session.unread <= 0]
-        size = 1 + sum(generating) / self.runner.weight_tokens if self.runner.weight_tokens else 1.0
-        return (len(generating).bit_length(), sum(generating).bit_length()), size
-
-    def note_draft_reading(self, seconds: float) -> None:
-        """Take note that the draft in this process has read prompts for so long, on the same device."""
-        self._draft_has_read = True
-        self.controller.note_reading(seconds / self._load()[1])
-
-    def _beside(self, step: VerifyStep) -> _Beside:
-        load, size = self._load()
-        kinds = Counter(session.pace.kind for session in self.admission.running.values() if session.pace.kind)
-        tokens = [len(item.session.tokens) for item in step.rounds]
-        shares = (self.settings.self_read_share if item.screens else 1.0 for item in step.rounds)
-        read = sum(share * count for share, count in zip(shares, tokens, strict=True))
-        rounds = self._under_way.rounds if self._under_way is not None else []
-        under_way = {id(item.session): item.input.rows for item in rounds}
-        captured = self.runner.captures_made != self._captures_seen
-        disturbed = self._draft_has_read or bool(step.prefills) or captured
-        alone = not disturbed and not self._read_last
-        self._draft_has_read, self._captures_seen = False, self.runner.captures_made
-        self._read_last = bool(step.prefills)
-        return _Beside(time.monotonic(), load, size, kinds, disturbed, alone, sum(tokens), read, under_way)
-
-    def _finish_round(self, item: VerifyRound, output: SequenceOutput, seconds: float, beside: _Beside) -> None:
+    def _finish_round(
+        self, item: VerifyRound, output: SequenceOutput, seconds: float, seen: StepSeen, under_way: int
+    ) -> None:
+        """Commit a session's part of a step. under_way: tokens of the session that a step runs behind it already."""
         session, key, verdict = item.session, item.session.key, output.verdict
         assert verdict is not None
         if session.grammar is not None and session.grammar.error:
@@ -402,11 +352,9 @@ class Verifier:
                 session.reader.read_all(len(session.tokens))
             session.reader.finish(output)
         take_reads(session, self.plan, self.runner.kv)
-        imposed = self.settings.synthetic_acceptance
-        if imposed >= 0:
+        if self.settings.synthetic_acceptance >= 0:
             accepted, following, alternative = imposed_verdict(item, self.settings, self.runner.vocab_size)
             verdict, output.alternative = (accepted, following), alternative if alternative >= 0 else None
-        under_way = beside.under_way.get(id(session), 0)
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv, under_way)
         self._report(session, commit)
         trace_round(self._spans, session, commit)
@@ -416,8 +364,7 @@ class Verifier:
         if self._drafting is not None and (item.drafting_cost or not commit.drafted):
             self._drafting.note_round(commit.drafted, commit.accepted)
         self._tell(item, commit, output.supports)
-        if self._lengths is not None and session.screening is not None and beside.alone:
-            self._choose_length(session.screening, item, commit, beside)
+        self.pacing.choose_length(item, commit, seen)
         if session.kv_is_dense and not self.runner.deterministic:
             self.runner.kv.index_prefix(session.kv, session.tokens)
         if commit.finish_reason is not FinishReason.NONE:
@@ -425,12 +372,7 @@ class Verifier:
             if not item.screens:  # else it ends once these tokens are confirmed
                 self.admission.close(session)
             return
-        taken_back = commit.confirmed < commit.screened
-        # Sessions that draft for themselves decide together (SelfDrafting): one that paused would take part in their
-        # steps, for a token each. Imposed verdicts say nothing about who proposed, but auto is measured by them.
-        together = self._drafting is not None and self._drafting.adaptive and item.drafting_cost > 0
-        if (imposed < 0 or self.settings.adaptive) and not taken_back and not together:
-            self._decide(item, commit, beside)
+        self.pacing.decide(item, commit, seen)
         if session.draft is not None and session.is_paused:
             self.protocol.end(session)
         elif session.draft is not None:
@@ -447,37 +389,6 @@ class Verifier:
         else:
             weighed = item.input.read is not None
             item.session.emit(commit if screening is None else screening.release(commit, weighed))
-
-    def _choose_length(self, screening: Screening, item: VerifyRound, commit: Commit, beside: _Beside) -> None:
-        """Say how many tokens a session holds, by what its steps cost."""
-        assert self._lengths is not None
-        if commit.drafted:
-            drafting = commit.draft_seconds if self.settings.draft_in_target else commit.wait_seconds
-            costs = beside.tokens, beside.tokens_read, item.screens, commit.verify_seconds, drafting
-            self._lengths.note_round(*costs, commit.accepted + 1)
-        if not item.screens:
-            screening.most = self._lengths.best(screening.chance, beside.tokens)
-
-    def _decide(self, item: VerifyRound, commit: Commit, beside: _Beside) -> None:
-        """Have the controller say how a session's next round is made, by the one that was committed just now."""
-        session, before = item.session, item.session.committed_at
-        session.committed_at = None if beside.disturbed else beside.now
-        announces = bool(session.announced_by)
-        if not item.proposed and self.controller.goes_on_resting(session.pace, announces):
-            session.pace = session.pace.paused_with_all(len(session.tokens))
-            return
-        seen = RoundSeen(
-            kind=Choice(len(item.proposed), announces and item.input.read is not None),
-            accepted=commit.accepted,
-            committed=len(session.tokens),
-            seconds=None if before is None or beside.disturbed else (beside.now - before) / beside.size,
-            drafting=commit.draft_seconds / beside.size,
-            step=commit.verify_seconds / beside.size,
-            announces=announces,
-            cost=item.drafting_cost,
-        )
-        session.pace = self.controller.after_round(session.pace, seen, beside.load, beside.kinds)
-        session.next_round = self.controller.effective(session.pace, seen.committed)
 
     def _report(self, session: TargetSession, commit: Commit) -> None:
         """Tell `on_round` of a round that was read sparsely."""

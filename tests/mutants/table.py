@@ -381,7 +381,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/confirm_lengths.py",
         "test_confirm_lengths",
-        ("a dense pass costs nothing", "(rounds * each + (1 - self.share) * tokens)", "(rounds * each)"),
+        ("a dense pass costs nothing", "(rounds * screens + confirms)", "(rounds * screens)"),
         ("all is confirmed", "kept = chance**held", "kept = 1.0"),
         ("what was seen is never forgotten", "FORGOTTEN * max(0.0, LIKELY - chance)", "0.0"),
     ),
@@ -515,9 +515,9 @@ MUTANTS: list[Mutant] = [
         ("a name is opened twice", "if any(session.id == request.session for session in self.everyone()):", "if False:"),
     ),
     *_of(
-        "target_service/verifier.py",
+        "target_service/pacing.py",
         "test_round_costs",
-        ("a step beside a capture is a figure", "captured = self.runner.captures_made != self._captures_seen", "captured = False"),
+        ("a step beside a capture is a figure", "captured = self._runner.captures_made != self._captures_seen", "captured = False"),
     ),
     *_of(
         "target_service/round_costs.py",
@@ -571,10 +571,14 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/verifier.py",
         "test_never_a_loss",
-        ("a session pauses beside others that draft for themselves", "not taken_back and not together", "not taken_back"),
         ("a target is never idle", "next(self.admission.everyone(), None) is None", "False"),
+    ),
+    *_of(
+        "target_service/pacing.py",
+        "test_never_a_loss",
+        ("a session pauses beside others that draft for themselves", "if imposed or together or", "if imposed or"),
         ("what the draft reads disturbs no round", "self._draft_has_read = True", "pass"),
-        ("rounds of small and large loads are taken for alike", "1 + sum(generating) / self.runner.weight_tokens if self.runner.weight_tokens else 1.0", "1.0"),
+        ("rounds of small and large loads are taken for alike", "1 + sum(generating) / self._runner.weight_tokens if self._runner.weight_tokens else 1.0", "1.0"),
     ),
     *_of(
         "draft_service/verdicts.py",

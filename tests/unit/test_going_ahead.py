@@ -335,7 +335,7 @@ def test_others_go_ahead_while_a_session_waits_for_its_draft(folder: Path, monke
     verifier = target.verifier
     plain, drafted = verifier.admission.running["plain"], verifier.admission.running["drafted"]
     plain.pace = plain.pace.paused(len(plain.tokens), 500)
-    plain.next_round = verifier.controller.effective(plain.pace, len(plain.tokens))
+    plain.next_round = verifier.pacing.controller.effective(plain.pace, len(plain.tokens))
     verifier.protocol.attach(draft)
     verifier.protocol.receive(draft, m.Ready(drafted.at))
 

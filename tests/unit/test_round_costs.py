@@ -26,7 +26,10 @@ def test_a_step_beside_which_a_graph_is_captured_is_no_figure(clock: Clock, capt
 
     world.attach()
     name = world.open([5] * 40, 60)
-    with patch.object(Verifier, "finish_step", finish), patch.object(world.verifier.controller.costs, "add") as add:
+    with (
+        patch.object(Verifier, "finish_step", finish),
+        patch.object(world.verifier.pacing.controller.costs, "add") as add,
+    ):
         world.run()
     world.check_greedy(name)
     assert add.called == counts

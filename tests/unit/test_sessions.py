@@ -813,7 +813,7 @@ def test_greedy_is_plain_decoding_whatever_is_chosen(
         wrong = Faults(faults, jumps=faults // 3)
         world = World(clock, seed, model, gamma=gamma, branches=branches, ahead=ahead, faults=wrong)
         whims = Whimsical(gamma, world.rng)
-        world.verifier.controller = whims
+        world.verifier.pacing.controller = whims
         world.attach()
         kinds = (m.Exactness.APPROXIMATE, m.Exactness.EXACT)
         names = [world.open(p, 40, exactness=kinds[i % 2]) for i, p in enumerate(prompts(world.rng, 3))]

@@ -1,0 +1,127 @@
+"""What each step took, and how by that the sessions' next rounds are made: what the controller is told, and when."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from config import TargetSettings
+from engine.runner import Runner
+from target_service.confirm_lengths import confirm_lengths
+from target_service.controller import UNDECIDED, Controller, RoundSeen
+from target_service.planning import VerifyRound, VerifyStep
+from target_service.round_costs import Choice, Load
+from target_service.self_drafting import SelfDrafting
+from target_service.session import TargetSession
+from wire.messages import Commit
+
+
+class StepSeen(NamedTuple):
+    """What is known of a step that has ended.
+
+    now: the time. load: the sessions that generate. size: about how long a step takes that reads everything for one
+    that reads the weights alone. kinds: how the sessions' last rounds were made. disturbed: whether something else than
+    rounds took time in it or before (prompts, or a graph that was captured). alone: whether it took the time of rounds
+    alone. tokens, tokens_read: tokens of KV of its sessions, all and such as it read.
+    """
+
+    now: float
+    load: Load
+    size: float
+    kinds: Counter[Choice]
+    disturbed: bool
+    alone: bool
+    tokens: int
+    tokens_read: float
+
+
+class Pacing:
+    """Has the controller decide over the rounds of the sessions that run, by name, and how many tokens each holds.
+
+    drafting: how sessions draft for themselves, if they do.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: TargetSettings,
+        sessions: Mapping[str, TargetSession],
+        drafting: SelfDrafting | None,
+        counters: Counter[str],
+    ) -> None:
+        self.controller = Controller(settings.most_drafted, settings.adaptive and settings.has_draft, counters)
+        self._runner, self._settings, self._sessions, self._drafting = runner, settings, sessions, drafting
+        self._lengths = confirm_lengths(settings, runner.weight_tokens)
+        self._captures_seen = 0
+        self._draft_has_read = False  # in this process, prompts, since the last step
+        self._read_last = False  # in the last step, parts of prompts, which may have run on behind it
+
+    def begin(self, session: TargetSession) -> None:
+        """Say how a session's first round is made, unless it has had one before it gave way."""
+        if session.pace is UNDECIDED:
+            tokens = len(session.tokens)
+            session.pace = self.controller.first_pace(tokens, bool(session.announced_by))
+            session.next_round = self.controller.effective(session.pace, tokens)
+
+    def note_draft_reading(self, seconds: float) -> None:
+        """Take note that the draft in this process has read prompts for so long, on the same device."""
+        self._draft_has_read = True
+        self.controller.note_reading(seconds / self._load()[1])
+
+    def see(self, step: VerifyStep, now: float) -> StepSeen:
+        """Return what is known of a step that has ended at the time `now`; to be called once."""
+        load, size = self._load()
+        kinds = Counter(session.pace.kind for session in self._sessions.values() if session.pace.kind)
+        tokens = [len(item.session.tokens) for item in step.rounds]
+        shares = (self._settings.self_read_share if item.screens else 1.0 for item in step.rounds)
+        read = sum(share * count for share, count in zip(shares, tokens, strict=True))
+        captured = self._runner.captures_made != self._captures_seen
+        disturbed = self._draft_has_read or bool(step.prefills) or captured
+        alone = not disturbed and not self._read_last
+        self._draft_has_read, self._captures_seen = False, self._runner.captures_made
+        self._read_last = bool(step.prefills)
+        return StepSeen(now, load, size, kinds, disturbed, alone, sum(tokens), read)
+
+    def _load(self) -> tuple[Load, float]:
+        """Return the load by the sessions that generate, and its size, as StepSeen has them."""
+        generating = [len(session.tokens) for session in self._sessions.values() if session.unread <= 0]
+        size = 1 + sum(generating) / self._runner.weight_tokens if self._runner.weight_tokens else 1.0
+        return (len(generating).bit_length(), sum(generating).bit_length()), size
+
+    def choose_length(self, item: VerifyRound, commit: Commit, seen: StepSeen) -> None:
+        """Say how many tokens a session holds, by what its steps cost."""
+        screening, lengths = item.session.screening, self._lengths
+        if lengths is None or screening is None or not seen.alone:
+            return
+        if commit.drafted:
+            drafting = commit.draft_seconds if self._settings.draft_in_target else commit.wait_seconds
+            costs = seen.tokens, seen.tokens_read, item.screens, commit.verify_seconds, drafting
+            lengths.note_round(*costs, commit.accepted + 1)
+        if not item.screens:
+            screening.most = lengths.best(screening.chance, seen.tokens)
+
+    def decide(self, item: VerifyRound, commit: Commit, seen: StepSeen) -> None:
+        """Have the controller say how a session's next round is made, by the one that was committed just now."""
+        # Sessions that draft for themselves decide together (SelfDrafting): one that paused would take part in their
+        # steps, for a token each. Imposed verdicts say nothing about who proposed, but auto is measured by them.
+        together = self._drafting is not None and self._drafting.adaptive and item.drafting_cost > 0
+        imposed = self._settings.synthetic_acceptance >= 0 and not self._settings.adaptive
+        if imposed or together or commit.confirmed < commit.screened:
+            return
+        session, before = item.session, item.session.committed_at
+        session.committed_at = None if seen.disturbed else seen.now
+        announces = bool(session.announced_by)
+        if not item.proposed and self.controller.goes_on_resting(session.pace, announces):
+            session.pace = session.pace.paused_with_all(len(session.tokens))
+            return
+        told = RoundSeen(
+            kind=Choice(len(item.proposed), announces and item.input.read is not None),
+            accepted=commit.accepted,
+            committed=len(session.tokens),
+            seconds=None if before is None or seen.disturbed else (seen.now - before) / seen.size,
+            drafting=commit.draft_seconds / seen.size,
+            step=commit.verify_seconds / seen.size,
+            announces=announces,
+            cost=item.drafting_cost,
+        )
+        session.pace = self.controller.after_round(session.pace, told, seen.load, seen.kinds)
+        session.next_round = self.controller.effective(session.pace, told.committed)
