@@ -8,6 +8,8 @@ import copy
 import re
 from typing import Any
 
+from orchestrator.text_pieces import PieceEncoder
+
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"{_OPEN}([0-9]{{1,6}}){_CLOSE}")
 
@@ -16,7 +18,7 @@ class TextEncoder:
     """Makes token ids of texts. tokenizer: a model's, by transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._pieces = tokenizer, PieceEncoder(tokenizer)
         self._plain = copy.deepcopy(tokenizer)  # encodes in its own way: that is a state of a tokenizer
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         longest_first = sorted(self._special, key=len, reverse=True)
@@ -37,9 +39,13 @@ class TextEncoder:
     def encode_rendered(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of what a template has made of marked values; marks become plain text."""
         pieces = _MARK.split(text)  # the numbers of marks between what is around them
-        ids = self._tokenizer.encode(pieces[0], add_special_tokens=add_special_tokens)
+        ids: list[int] = []
+        if add_special_tokens:
+            ids += self._tokenizer.encode(pieces[0], add_special_tokens=True)
+        else:
+            ids += self._pieces.encode(pieces[0])
         for number, piece in zip(map(int, pieces[1::2]), pieces[2::2], strict=True):
             if number < len(self._special):
                 ids += self.encode(self._special[number], add_special_tokens=False)
-            ids += self._tokenizer.encode(piece, add_special_tokens=False)
+            ids += self._pieces.encode(piece)
         return ids

@@ -159,7 +159,7 @@ class Admission:
             raise InvalidArgument(f"session {request.session} is open already")
         if not 1 <= request.prompt_tokens <= len(request.tokens):
             raise InvalidArgument(f"{request.prompt_tokens} prompt tokens among {len(request.tokens)} tokens")
-        if not all(token < self._vocab_size for token in request.tokens):
+        if max(request.tokens) >= self._vocab_size:
             raise InvalidArgument(f"a prompt token lies outside the vocabulary of {self._vocab_size}")
         if not all(token < self._vocab_size for token in request.sampling.logit_bias):
             raise InvalidArgument(f"logit_bias: a token lies outside the vocabulary of {self._vocab_size}")

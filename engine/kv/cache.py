@@ -260,10 +260,10 @@ class KVCache:
 
         sparse: also pages whose KV comes of a sparse read, behind those whose does not.
         """
-        while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens):
+        for start in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
             found = self.pool.match(next_prefix(sequence, tokens))
             if found is None and sparse and sequence.dense_tokens == math.inf:
-                sequence.dense_tokens = sequence.indexed * PAGE_SIZE
+                sequence.dense_tokens = start
                 found = self.pool.match(next_prefix(sequence, tokens))
                 sequence.dense_tokens = math.inf if found is None else sequence.dense_tokens
             if found is None:

@@ -15,8 +15,10 @@ Prefix = tuple[int, tuple[int, ...], bool]
 
 def next_prefix(sequence: SequenceKV, tokens: list[int]) -> Prefix:
     """Return the prefix that ends with the first page of a sequence that is not indexed yet."""
-    start = sequence.indexed * PAGE_SIZE
-    return sequence.serial, tuple(tokens[start : start + PAGE_SIZE]), start + PAGE_SIZE > sequence.dense_tokens
+    serials = sequence.serials
+    start = len(serials) * PAGE_SIZE
+    block, serial = tuple(tokens[start : start + PAGE_SIZE]), serials[-1] if serials else 0
+    return serial, block, start + PAGE_SIZE > sequence.dense_tokens
 
 
 class PrefixIndex:

@@ -1,0 +1,87 @@
+"""Token ids of the pieces of a prompt between added tokens, remembered: a chat's next turn has most of them again.
+
+A tokenizer cuts a text at its added tokens before it does anything else, and encodes each piece by itself. So the ids
+of the pieces, side by side, are those of the text. Where that is not known of a tokenizer, or does not hold of a text
+that is tried, texts are encoded whole.
+"""
+
+import re
+from array import array
+from collections import OrderedDict
+from threading import Lock
+from typing import Any
+
+MOST_CHARACTERS = 1 << 25  # of all pieces that are remembered
+LEAST_CHARACTERS = 256  # of a piece that is: shorter ones are encoded as soon as found
+
+
+class PieceEncoder:
+    """Encodes texts, the pieces of which it remembers, those that came last. tokenizer: a model's, by transformers.
+
+    May be called from several threads.
+    """
+
+    def __init__(self, tokenizer: Any, most_characters: int = MOST_CHARACTERS) -> None:
+        self._tokenizer, self._most = tokenizer, most_characters
+        self._ids = {
+            token.content: number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if not token.normalized  # the others are looked for in what has been normalized, which pieces are later
+        }
+        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._characters = 0
+        self._lock = Lock()
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        cuts = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if self._ids else None
+        self._cuts = cuts if self._cuts_alone(cuts) else None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether pieces are encoded apart; else texts are encoded whole."""
+        return self._cuts is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens around it."""
+        if self._cuts is None:
+            return self._encode(text)
+        return self._encode_by(self._cuts, text)
+
+    def _encode_by(self, cuts: re.Pattern[str], text: str) -> list[int]:
+        ids: list[int] = []
+        for index, piece in enumerate(cuts.split(text)):  # pieces, and between them the added tokens
+            if index % 2:
+                ids.append(self._ids[piece])
+            elif len(piece) < LEAST_CHARACTERS:
+                ids += self._encode(piece) if piece else []
+            else:
+                ids += self._remembered(piece)
+        return ids
+
+    def _remembered(self, piece: str) -> "array[int]":
+        with self._lock:
+            known = self._known.get(piece)
+            if known is not None:
+                self._known.move_to_end(piece)
+                return known
+        found = array("I", self._encode(piece))
+        with self._lock:
+            if piece not in self._known:
+                self._known[piece] = found
+                self._characters += len(piece)
+            while self._characters > self._most:
+                oldest, _ = self._known.popitem(last=False)
+                self._characters -= len(oldest)
+        return found
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _cuts_alone(self, cuts: re.Pattern[str] | None) -> bool:
+        """Return whether the tokenizer cuts texts as the pattern does, and encodes what is between by itself."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        takes_more = any(token.lstrip or token.rstrip or token.single_word for token in added if not token.normalized)
+        if cuts is None or takes_more or not getattr(self._tokenizer, "is_fast", False):
+            return False
+        text = "".join(f" One{token}\n two {token}{token}three" for token in self._ids) + " four\n"
+        return self._encode_by(cuts, text) == self._encode(text)

@@ -1,0 +1,125 @@
+"""Token ids of a prompt's pieces are those of the prompt, and pieces that came before are not encoded again."""
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from orchestrator.special_tokens import TextEncoder
+from orchestrator.text_pieces import LEAST_CHARACTERS, PieceEncoder
+
+MARKS = ["<|user|>", "<|assistant|>", "<|endoftext|>", "<|system|>"]
+LONG = "The old man was thin and gaunt. " * 20
+
+
+class Counting:
+    """A tokenizer that notes what it encodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.encoded = tokenizer, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self.tokenizer, memo)
+
+    def encode(self, text: str, **how: Any) -> Any:
+        self.encoded.append(text)
+        return self.tokenizer.encode(text, **how)
+
+
+@pytest.fixture(scope="module")
+def pieces(tokenizer: Any) -> PieceEncoder:
+    made = PieceEncoder(tokenizer)
+    assert made.remembers
+    return made
+
+
+@given(parts=st.lists(st.one_of(st.sampled_from([*MARKS, LONG, " ", "\n", "<|", "|>"]), st.text(max_size=300))))
+def test_ids_of_pieces_are_those_of_the_text(pieces: PieceEncoder, tokenizer: Any, parts: list[str]) -> None:
+    text = "".join(parts)
+    assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_the_next_turn_of_a_chat_encodes_what_is_new(tokenizer: Any) -> None:
+    """Of long pieces; short ones are encoded as soon as found."""
+    counting = Counting(tokenizer)
+    pieces = PieceEncoder(counting)
+    counting.encoded.clear()
+    before = "".join(f"<|user|>{i} {LONG}<|assistant|>Yes." for i in range(3))
+    pieces.encode(before)
+    assert counting.encoded == ["0 " + LONG, "Yes.", "1 " + LONG, "Yes.", "2 " + LONG, "Yes."]
+    counting.encoded.clear()
+    text = before + f"<|user|>3 {LONG}"
+    assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+    assert counting.encoded == ["Yes."] * 3 + ["3 " + LONG]
+
+
+def test_what_came_longest_ago_is_forgotten(tokenizer: Any) -> None:
+    counting = Counting(tokenizer)
+    long = [f"{i} {LONG}" for i in range(4)]
+    pieces = PieceEncoder(counting, most_characters=3 * len(long[0]))
+    for text in (*long[:3], long[0], long[3]):  # the second one has to go
+        pieces.encode(text)
+    counting.encoded.clear()
+    for text in (long[0], long[2], long[3], long[1]):
+        assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+    assert counting.encoded == [long[1]]
+    assert pieces._characters == sum(map(len, pieces._known)) <= 3 * len(long[0])
+
+
+def made(*added: AddedToken, prefix: bool = False) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single characters, and of some added tokens."""
+    characters = {chr(i): i for i in range(32, 127)} | {"▁": 127, "\n": 128, "?": 129}
+    tokenizer = Tokenizer(models.BPE(characters, [], unk_token="?"))
+    if prefix:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.add_tokens(list(added))
+    return fast
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        made(AddedToken("<a>", rstrip=True, normalized=False), AddedToken("<b>", normalized=False)),
+        made(AddedToken("<a>", lstrip=True, normalized=False)),
+        made(AddedToken("<a>", single_word=True, normalized=False)),
+        made(AddedToken("<a>", normalized=True)),
+        made(AddedToken("<a>", normalized=False), prefix=True),
+        made(),
+    ],
+    ids=["takes spaces behind", "takes spaces before", "is a word", "is normalized", "the first piece differs", "none"],
+)
+def test_other_tokenizers_encode_texts_whole(tokenizer: PreTrainedTokenizerFast) -> None:
+    pieces = PieceEncoder(tokenizer)
+    assert not pieces.remembers
+    text = "One <a>  two<a>three <b> four"
+    assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_the_longest_added_token_is_taken() -> None:
+    tokenizer = made(AddedToken("<a>", normalized=False), AddedToken("<a>b>", normalized=False))
+    pieces, text = PieceEncoder(tokenizer), "x<a>b>y<a>c>" * LEAST_CHARACTERS
+    assert pieces.remembers
+    assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_chats_text_goes_by_pieces_and_what_a_user_marks_stays_text(tokenizer: Any) -> None:
+    counting = Counting(copy.deepcopy(tokenizer))
+    encoder = TextEncoder(counting)
+    marked = encoder.mark(f"{LONG}<|user|> says")
+    text = f"<|user|>{marked}<|assistant|>"
+    first = encoder.encode_rendered(text, add_special_tokens=False)
+    counting.encoded.clear()
+    assert encoder.encode_rendered(text, add_special_tokens=False) == first
+    assert counting.encoded == [" says"]
+    assert tokenizer.decode(first) == f"<|user|>{LONG}<|user|> says<|assistant|>"
+    users = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert first.count(users) == 1
