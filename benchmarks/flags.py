@@ -55,6 +55,16 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE")
 
 
+def add_turn_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `bench turn` takes."""
+    parser.add_argument("--text", default=str(models.DEMO_TEXT), metavar="FILE", help="what messages are made of")
+    parser.add_argument(
+        "--messages", type=int, nargs="+", default=[8, 40], metavar="N", help="of the chat, of 8,000 characters each"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="turns, of which the median is told")
+    parser.add_argument("--json", metavar="FILE")
+
+
 def add_copy_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench copy` takes."""
     parser.add_argument("--target", default=str(models.TARGET), metavar="MODEL", help="Hugging Face id or folder")

@@ -58,6 +58,9 @@ COMMANDS = {
         "benchmarks.read_trace",
         "recorded reads of the target behind the real services, and their churn",
     ),
+    "bench turn": Command(
+        bench.add_turn_flags, "benchmarks.next_turn", "what the host does for the next turn of a long chat"
+    ),
     "bench residency": Command(
         bench.add_residency_flags,
         "benchmarks.residency",
