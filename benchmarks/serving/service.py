@@ -203,7 +203,7 @@ def _run_target(parser: argparse.ArgumentParser) -> None:
             patches.enter_context(patch.object(SelfDrafting, "drafted_in_step", _as_controlled(flags.controls)))
         if flags.slept:
             opened = _without_model(settings, flags.slept)
-            patches.enter_context(patch.object(target_service.service, "open_model", lambda _: opened))
+            patches.enter_context(patch.object(target_service.service, "open_model", lambda *_: opened))
         if flags.replay:
             patches.enter_context(patch.object(sparsity.reader, "shared_budget", announced_only))
         if settings.draft_in_target:
