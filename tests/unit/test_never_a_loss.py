@@ -14,7 +14,7 @@ from tests.unit.timed_models import TARGET, Timed, TimedAlone, TimedPair, TimedT
 from wire.messages import Exactness
 
 EXACT, APPROXIMATE = Exactness.EXACT, Exactness.APPROXIMATE
-RUNS, TOKENS = 6, 240
+RUNS, TOKENS = 4, 240
 LEAST = 0.98
 
 
@@ -73,7 +73,7 @@ def test_all_sessions_draft_as_many_tokens(every_clock: Clock) -> None:
 def test_a_draft_service_costs_no_more_than_it_brings(
     every_clock: Clock, sessions: int, kinds: list[Exactness], acceptance: float
 ) -> None:
-    first, *others = gains(TimedPair(every_clock, sessions, 1024, acceptance), sessions, 1024, kinds, runs=10)
+    first, *others = gains(TimedPair(every_clock, sessions, 1024, acceptance), sessions, 1024, kinds, runs=6)
     assert first >= 0.9
     assert sum(others) / len(others) >= (1.2 if acceptance == 0.8 else LEAST)
 
