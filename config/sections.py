@@ -19,6 +19,7 @@ MAX_BRANCHES = 16
 MOST_GAMMA = 64
 READ_AT_ONCE = 16  # tokens of a session for which a pass reads its KV once (64 rows of queries, 4 heads a group)
 MOST_JUDGED = 31  # proposed and screened tokens that a pass can judge (kernels.rejection)
+ALTERNATIVES_RIGHT = 0.7  # of the share of accepted tokens, measured with the bundled pair (docs/performance.md)
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
 WITHOUT_DRAFT = ("none", "ngram", "self", "auto")  # what may stand in place of a draft model
 
@@ -272,7 +273,10 @@ class TargetSettings(ServiceSettings):
         1.0, "of tokens that are to be confirmed (confirm_every), with synthetic_acceptance", least=0, most=1
     )
     synthetic_alternatives: float = _rounds(
-        0.56, "how often an alternative to a rejected token is right, with synthetic_acceptance", least=0, most=1
+        -1.0,
+        "how often an alternative to a rejected token is right, with synthetic_acceptance; negative: 0.7 of that, "
+        "which is as often as with the bundled pair at 0.8",
+        most=1,
     )
 
     def __post_init__(self) -> None:
@@ -317,6 +321,12 @@ class TargetSettings(ServiceSettings):
                 f"confirm_every is {asked}: with a gamma of {self.most_drafted} it must be 0, or from {least} (a "
                 f"round's tokens) to {most}; auto takes a gamma of at most {READ_AT_ONCE // 2 - 1}"
             )
+
+    @property
+    def alternatives_share(self) -> float:
+        """How often an alternative to a rejected token is right, where verdicts are imposed."""
+        given = self.synthetic_alternatives
+        return given if given >= 0 else ALTERNATIVES_RIGHT * max(0.0, self.synthetic_acceptance)
 
     @property
     def screens_lightly(self) -> bool:

@@ -100,7 +100,7 @@ def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -
 def imposed_verdict(item: VerifyRound, settings: TargetSettings, vocab_size: int) -> Imposed:
     """Return a verdict by chance, for measurements with random weights: drafted tokens are kept at the rate of
     synthetic_acceptance, and held ones at that of synthetic_confirmation; where an alternative runs, it is the token
-    that follows instead at the rate of synthetic_alternatives.
+    that follows instead at the rate of alternatives_share.
     """
     session, held, count = item.session, item.held, len(item.proposed)
     base = len(session.tokens) - held
@@ -112,7 +112,7 @@ def imposed_verdict(item: VerifyRound, settings: TargetSettings, vocab_size: int
     kept = int(rejected.argmax()) if rejected.any() else held + count
     if kept < item.input.alternatives:
         (chance,) = uniforms(session.sampling.seed, base + kept, 1, USE_ALTERNATIVE)
-        if chance < settings.synthetic_alternatives:
+        if chance < settings.alternatives_share:
             return kept + 1, imposed_token(base + kept + 1, vocab_size), imposed_token(base + kept, vocab_size)
     return kept, imposed_token(base + kept, vocab_size), NO_ALTERNATIVE
 

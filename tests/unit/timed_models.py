@@ -220,10 +220,7 @@ class Timed:
 
 def _target_settings(sessions: int, context: int, acceptance: float, **others: Any) -> TargetSettings:
     limits = {"max_sessions": max(4, sessions), "max_context": context + 1000, "prefill_chunk": 8192}
-    # The second choice of a draft that is mostly wrong is taken to be wrong, too.
-    alternatives = TargetSettings.synthetic_alternatives if acceptance >= 0.8 else 0.0
-    imposed = {"synthetic_acceptance": acceptance, "synthetic_alternatives": alternatives}
-    how = {"draft": str(models.DRAFT), "gamma": 0, **imposed}
+    how = {"draft": str(models.DRAFT), "gamma": 0, "synthetic_acceptance": acceptance}
     return TargetSettings(**(how | limits | others))
 
 
