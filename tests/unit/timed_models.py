@@ -220,7 +220,10 @@ class Timed:
 
 def _target_settings(sessions: int, context: int, acceptance: float, **others: Any) -> TargetSettings:
     limits = {"max_sessions": max(4, sessions), "max_context": context + 1000, "prefill_chunk": 8192}
-    how = {"draft": str(models.DRAFT), "gamma": 0, "synthetic_acceptance": acceptance}
+    # The second choice of a draft that is mostly wrong is taken to be wrong, too: the worst that a draft can be.
+    alternatives = -1.0 if acceptance >= 0.8 else 0.0
+    imposed = {"synthetic_acceptance": acceptance, "synthetic_alternatives": alternatives}
+    how = {"draft": str(models.DRAFT), "gamma": 0, **imposed}
     return TargetSettings(**(how | limits | others))
 
 
