@@ -40,10 +40,15 @@ class Acceptance:
         """Return these chances, none below RETRIED, as what is assumed; it counts as so many rounds more than else."""
         return Acceptance(tuple(max(chance, RETRIED) for chance in self.chances), (rounds,) * len(self.judged))
 
-    def tokens(self, gamma: int) -> float:
-        """Return how many tokens a round of `gamma` drafted ones is expected to commit, the target's own included."""
+    def tokens(self, gamma: int, beside: int = 0, right: float = 0.0) -> float:
+        """Return how many tokens a round of `gamma` drafted ones is expected to commit, the target's own included.
+
+        beside: how many of them, the first ones, have an alternative; right: how often one to a rejected token is.
+        """
         expected = reached = 1.0
-        for chance in self.chances[:gamma]:
+        for position, chance in enumerate(self.chances[:gamma]):
+            if position < beside:
+                expected += right * reached * (1 - chance)
             reached *= chance
             expected += reached
         return expected

@@ -13,7 +13,7 @@ as many, up to 512; with measured costs for so many more that trying again costs
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -107,7 +107,8 @@ class RoundSeen(NamedTuple):
     after it. seconds: since the commit before; None where something else than rounds lay between. drafting, step: what
     its draft and its step took. All of them for each time that weights and KV of its step are as large as the weights,
     so that loads which count as the same compare. announces: whether its session takes announcements. cost: plain
-    rounds that drafting adds to it, where that is known without measuring.
+    rounds that drafting adds to it, where that is known without measuring. alternative: whether the last token that was
+    accepted is an alternative to what was drafted.
     """
 
     kind: Choice
@@ -118,19 +119,25 @@ class RoundSeen(NamedTuple):
     step: float
     announces: bool
     cost: float = 0.0
+    alternative: bool = False
 
 
 class Controller:
     """Decides for all sessions of a target. most: tokens that a round drafts, at most. adaptive: whether by measured
-    costs; else every round drafts `most`.
+    costs; else every round drafts `most`. beside: how many alternatives may run beside so many drafted tokens.
     """
 
-    def __init__(self, most: int, adaptive: bool, counters: Counter[str]) -> None:
+    def __init__(
+        self, most: int, adaptive: bool, counters: Counter[str], beside: Callable[[int], int] = lambda gamma: 0
+    ) -> None:
         self.costs = RoundCosts()
         self.probe: Choice | None = None  # what all sessions try
         self._probe_left, self._probe_limit, self._probe_load = 0, 0, (0, 0)
         self._most, self._adaptive, self._counters = most, adaptive, counters
         self._typical = Acceptance.assumed(most)
+        # How often an alternative was right, of the rejected tokens that may have one. In many rounds none run (beside
+        # prompts, without a draft on the same device), which counts as wrong.
+        self._beside, self._right, self._rejected = beside, 0.0, 0
         # Of sessions that take announcements, and of those that do not: how they are drafted, and whether none is.
         self._choice = {announces: Choice(min(most, FIRST_GAMMA), announces) for announces in (False, True)}
         self._plain = {False: False, True: False}
@@ -178,11 +185,13 @@ class Controller:
         self._like_it[seen.announces] = 0
         pace = pace if kind == before else replace(pace, kind=kind)
         if kind.gamma:
-            known = pace.acceptance.after_round(kind.gamma, seen.accepted)
-            self._typical = self._typical.after_round(kind.gamma, seen.accepted, TYPICAL_NEWEST)
+            accepted = max(0, seen.accepted - seen.alternative)
+            self._note_alternative(kind.gamma, accepted, seen.alternative)
+            known = pace.acceptance.after_round(kind.gamma, accepted)
+            self._typical = self._typical.after_round(kind.gamma, accepted, TYPICAL_NEWEST)
             pace = replace(pace, acceptance=known, trial=max(0, pace.trial - 1))
         if not self._adaptive:
-            gained, cost = pace.acceptance.tokens(kind.gamma) - 1, seen.cost or ASSUMED_COST * kind.gamma
+            gained, cost = self._tokens(pace.acceptance, kind.gamma) - 1, seen.cost or ASSUMED_COST * kind.gamma
             useless = kind.gamma and gained < cost and not pace.trial
             return self._pause(pace, seen.committed, 0) if useless else pace
         # Beside others that are drafted a plain round takes longer than where nothing is, since then steps go ahead. A
@@ -240,6 +249,16 @@ class Controller:
             self._in_vain = self._in_vain if self._plain[announces] else 0
         self._choice[announces] = choose(self._choice[announces], rates)
 
+    def _tokens(self, acceptance: Acceptance, gamma: int) -> float:
+        """Return how many tokens a round is expected to commit, by alternatives as well."""
+        return acceptance.tokens(gamma, self._beside(gamma), self._right)
+
+    def _note_alternative(self, gamma: int, accepted: int, right: bool) -> None:
+        """Take note of a round that accepted so many drafted tokens, and maybe an alternative to the next one."""
+        if accepted < self._beside(gamma):
+            self._rejected += 1
+            self._right += max(TYPICAL_NEWEST, 1 / (TYPICAL_ROUNDS + self._rejected)) * (right - self._right)
+
     def _is_odd(self, pace: Pace) -> bool:
         """Return whether a session is known to differ much from the others."""
         if pace.acceptance.judged[0] < ODD_ROUNDS:
@@ -254,7 +273,7 @@ class Controller:
         plain, drafted = (self.costs.estimate(load, choice) for choice in (PLAIN, pace.choice))
         if not plain or not drafted:
             return False
-        sessions, own = sessions_of(load), pace.acceptance.tokens(pace.choice.gamma)
+        sessions, own = sessions_of(load), self._tokens(pace.acceptance, pace.choice.gamma)
         return (sessions - 1 + own) / drafted > (1 + MARGIN) * sessions / plain
 
     def _pause(self, pace: Pace, committed: int, least: int) -> Pace:
@@ -272,7 +291,7 @@ class Controller:
         seconds = {option: self.costs.estimate(load, option) for option in [PLAIN, *options]}
         for option in options if not announces else ():  # beside others that read sparsely
             seconds[option] = seconds[option] or self.costs.estimate(load, option._replace(sparse=True))
-        return {option: acceptance.tokens(option.gamma) / cost for option, cost in seconds.items() if cost}
+        return {option: self._tokens(acceptance, option.gamma) / cost for option, cost in seconds.items() if cost}
 
     # What is tried.
 
@@ -311,7 +330,7 @@ class Controller:
             return
         seconds = self.costs.seconds(load, present)
         assert seconds is not None
-        rate = self._typical.tokens(present.gamma) / seconds
+        rate = self._tokens(self._typical, present.gamma) / seconds
         if not self.costs.rounds(load, PLAIN) and self.costs.least_plain_seconds(load) * rate < 1:
             yield PLAIN
         other = Choice(present.gamma, not present.sparse)

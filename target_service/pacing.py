@@ -48,7 +48,8 @@ class Pacing:
         drafting: SelfDrafting | None,
         counters: Counter[str],
     ) -> None:
-        self.controller = Controller(settings.most_drafted, settings.adaptive and settings.has_draft, counters)
+        adaptive = settings.adaptive and settings.has_draft
+        self.controller = Controller(settings.most_drafted, adaptive, counters, runner.alternatives_beside)
         self._runner, self._settings, self._sessions, self._drafting = runner, settings, sessions, drafting
         self._lengths = confirm_lengths(settings, runner.weight_tokens)
         self._captures_seen = 0
@@ -99,8 +100,11 @@ class Pacing:
         if not item.screens:
             screening.most = lengths.best(screening.chance, seen.tokens)
 
-    def decide(self, item: VerifyRound, commit: Commit, seen: StepSeen) -> None:
-        """Have the controller say how a session's next round is made, by the one that was committed just now."""
+    def decide(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:
+        """Have the controller say how a session's next round is made, by the one that was committed just now.
+
+        alternative: whether the last accepted token is one.
+        """
         # Sessions that draft for themselves decide together (SelfDrafting): one that paused would take part in their
         # steps, for a token each. Imposed verdicts say nothing about who proposed, but auto is measured by them.
         together = self._drafting is not None and self._drafting.adaptive and item.drafting_cost > 0
@@ -122,6 +126,7 @@ class Pacing:
             step=commit.verify_seconds / seen.size,
             announces=announces,
             cost=item.drafting_cost,
+            alternative=alternative,
         )
         session.pace = self.controller.after_round(session.pace, told, seen.load, seen.kinds)
         session.next_round = self.controller.effective(session.pace, told.committed)

@@ -372,7 +372,7 @@ class Verifier:
             if not item.screens:  # else it ends once these tokens are confirmed
                 self.admission.close(session)
             return
-        self.pacing.decide(item, commit, seen)
+        self.pacing.decide(item, commit, seen, output.alternative is not None)
         if session.draft is not None and session.is_paused:
             self.protocol.end(session)
         elif session.draft is not None:

@@ -528,6 +528,8 @@ MUTANTS: list[Mutant] = [
         "target_service/controller.py",
         "test_controller",
         ("a slower way is chosen", "return max(faster,", "return min(faster,"),
+        ("an accepted alternative counts as drafted", "accepted = max(0, seen.accepted - seen.alternative)", "accepted = seen.accepted"),
+        ("alternatives are taken to run in all rounds", "self._right += max(TYPICAL_NEWEST", "self._right += right * max(TYPICAL_NEWEST"),
         ("rounds for which another one speaks are lost", "self._like_it[announces] += goes_on", "pass"),
         ("nobody speaks for those who rest", "goes_on = self._until_decided[announces] > 0", "goes_on = True"),
         ("a useless draft is never paused", "        if choice == PLAIN:\n", "        if False:\n"),

@@ -1,5 +1,6 @@
 """How rounds are made: what is chosen by which figures, and what that costs on a machine whose costs are given."""
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -215,6 +216,27 @@ def test_what_is_not_known_at_a_load_is_estimated_by_one_beside_it() -> None:
     assert costs.estimate((5, 15), Choice(4)) is costs.estimate((3, 16), Choice(4)) is None
     note_enough(costs, (5, 16), Choice(4), 0.020, 0.010, 0.010)
     assert costs.estimate((5, 16), Choice(4)) == pytest.approx(0.020)
+
+
+def test_a_round_with_alternatives_is_expected_to_commit_more() -> None:
+    """By hand: half of the tokens are accepted, and of those rejected among the first two half have a right one."""
+    known = Acceptance((0.5, 0.5, 0.5), (9, 9, 9))
+    assert known.tokens(3) == 1 + 0.5 + 0.25 + 0.125
+    assert known.tokens(3, beside=2, right=0.5) == known.tokens(3) + 0.5 * (0.5 + 0.25)
+    assert known.tokens(1, beside=2, right=0.5) == known.tokens(1) + 0.25
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_alternatives_count_by_how_often_they_run_and_are_right(share: float) -> None:
+    """Of rounds that reject their first token; what was drafted is no better for it."""
+    controller, rng = Controller(4, True, Counter(), beside=lambda gamma: 3), random.Random(0)
+    pace = controller.first_pace(100, announces=False)
+    for _ in range(400):
+        right = rng.random() < share
+        seen = RoundSeen(Choice(4), int(right), 101, None, 0.1, 1.0, False, alternative=right)
+        pace = controller.after_round(pace, seen, LOAD, Counter({Choice(4): 1}))
+    assert pace.acceptance.chances[0] < 0.01
+    assert controller._tokens(pace.acceptance, 4) == pytest.approx(1 + share, abs=0.1)
 
 
 def test_a_session_begins_as_the_others_go_on_and_drafted_where_nothing_is_known() -> None:

@@ -95,20 +95,28 @@ def test_three_levels_lose_nothing_and_gain_where_contexts_are_long(
 
 
 @pytest.mark.parametrize(
-    ("kinds", "context", "a_second", "acceptance", "least"),
+    ("kinds", "context", "a_second", "acceptance", "alternatives", "least"),
     [
-        ([EXACT], 1024, 10.0, 0.0, 0.98),
-        ([EXACT], 1024, 10.0, 0.3, 0.98),
-        ([EXACT, APPROXIMATE], 1024, 4.0, 0.3, 0.98),
-        ([EXACT], 8192, 2.0, 0.3, 0.96),  # what the draft reads is a twelfth of the target's work there
-        ([EXACT], 1024, 10.0, 0.8, 1.4),
+        ([EXACT], 1024, 10.0, 0.0, 0.0, 0.98),
+        ([EXACT], 1024, 10.0, 0.3, 0.0, 0.98),
+        ([EXACT], 1024, 10.0, 0.3, 0.21, 1.0),
+        ([EXACT, APPROXIMATE], 1024, 4.0, 0.3, 0.0, 0.98),
+        ([EXACT], 8192, 2.0, 0.3, 0.0, 0.96),  # what the draft reads is a twelfth of the target's work there
+        ([EXACT], 1024, 10.0, 0.8, 0.56, 1.4),
     ],
 )
 def test_requests_that_come_and_go_are_answered_no_later(
-    every_clock: Clock, kinds: list[Exactness], context: int, a_second: float, acceptance: float, least: float
+    every_clock: Clock,
+    kinds: list[Exactness],
+    context: int,
+    a_second: float,
+    acceptance: float,
+    alternatives: float,
+    least: float,
 ) -> None:
     """Each with a prompt of its own, at random times: most rounds are beside the prompt of another one, and the load is
-    never the same for long. least: how many times as soon as without a draft the answers have to be there.
+    never the same for long. alternatives: how often one to a rejected token is right. least: how many times as soon as
+    without a draft the answers have to be there.
     """
     random, at = Random(1), 0.0
     requests = []
@@ -118,7 +126,7 @@ def test_requests_that_come_and_go_are_answered_no_later(
         requests.append((at, prompt, random.randint(50, 300), random.choice(kinds)))
     seconds = []
     for drafts in (False, True):
-        target = TimedTarget(every_clock, 64, context, acceptance)
+        target = TimedTarget(every_clock, 64, context, acceptance, synthetic_alternatives=alternatives)
         if not drafts:
             target.leave_out_draft()
         seconds.append(target.answer(requests))
