@@ -1,8 +1,8 @@
-"""Token ids of the pieces of a prompt between added tokens, remembered: a chat's next turn has most of them again.
+"""Token ids of the pieces of a prompt between special tokens, remembered: a chat's next turn has most of them again.
 
 A tokenizer cuts a text at its added tokens before it does anything else, and encodes each piece by itself. So the ids
-of the pieces, side by side, are those of the text. Where that is not known of a tokenizer, or does not hold of a text
-that is tried, texts are encoded whole.
+of the pieces between some of them, side by side, are those of the text. Where that is not known of a tokenizer, or does
+not hold of a text that is tried, texts are encoded whole.
 """
 
 import re
@@ -23,17 +23,18 @@ class PieceEncoder:
 
     def __init__(self, tokenizer: Any, most_characters: int = MOST_CHARACTERS) -> None:
         self._tokenizer, self._most = tokenizer, most_characters
-        self._ids = {
-            token.content: number
-            for number, token in tokenizer.added_tokens_decoder.items()
-            if not token.normalized  # the others are looked for in what has been normalized, which pieces are later
-        }
+        # The first cut is at tokens that are not normalized. Those that are no special ones (Gemma has many, of spaces
+        # and line ends) stay inside of pieces, and those that take what is around them.
+        added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if not token.normalized}
+        plain = {number: each for number, each in added.items() if not (each.lstrip or each.rstrip or each.single_word)}
+        self._ids = {token.content: number for number, token in plain.items() if token.special}
+        others = [token.content for token in added.values() if token.content not in self._ids]
         self._known: OrderedDict[str, array[int]] = OrderedDict()
         self._characters = 0
         self._lock = Lock()
         longest_first = sorted(self._ids, key=len, reverse=True)
         cuts = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if self._ids else None
-        self._cuts = cuts if self._cuts_alone(cuts) else None
+        self._cuts = cuts if self._cuts_alone(cuts, others) else None
 
     @property
     def remembers(self) -> bool:
@@ -77,11 +78,25 @@ class PieceEncoder:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _cuts_alone(self, cuts: re.Pattern[str] | None) -> bool:
-        """Return whether the tokenizer cuts texts as the pattern does, and encodes what is between by itself."""
-        added = self._tokenizer.added_tokens_decoder.values()
-        takes_more = any(token.lstrip or token.rstrip or token.single_word for token in added if not token.normalized)
-        if cuts is None or takes_more or not getattr(self._tokenizer, "is_fast", False):
+    def _cuts_alone(self, cuts: re.Pattern[str] | None, others: list[str]) -> bool:
+        """Return whether the tokenizer cuts texts as the pattern does, and encodes what is between by itself.
+
+        others: tokens at which it cuts as well.
+        """
+        if cuts is None or not getattr(self._tokenizer, "is_fast", False):
             return False
-        text = "".join(f" One{token}\n two {token}{token}three" for token in self._ids) + " four\n"
+        meet = any(_overlap(token, other) for token in self._ids for other in (*self._ids, *others))
+        if meet or any(token in other for token in self._ids for other in others):
+            return False
+        text = "".join(f" One{token}\n two {token}{token}three" for token in self._ids)
+        text += "".join(f"{token} {other}" for token in list(self._ids)[:1] for other in others) + " four\n"
         return self._encode_by(cuts, text) == self._encode(text)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return whether one of two different tokens may begin inside of the other and end behind it."""
+    return _begins_in(one, other) or _begins_in(other, one)
+
+
+def _begins_in(token: str, other: str) -> bool:
+    return token[0] in other[1:] and any(other[1:].endswith(token[:size]) for size in range(1, len(token)))

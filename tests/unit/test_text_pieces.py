@@ -85,28 +85,54 @@ def made(*added: AddedToken, prefix: bool = False) -> PreTrainedTokenizerFast:
     return fast
 
 
+def special(text: str, **how: Any) -> AddedToken:
+    return AddedToken(text, special=True, **{"normalized": False, **how})
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [
-        made(AddedToken("<a>", rstrip=True, normalized=False), AddedToken("<b>", normalized=False)),
-        made(AddedToken("<a>", lstrip=True, normalized=False)),
-        made(AddedToken("<a>", single_word=True, normalized=False)),
-        made(AddedToken("<a>", normalized=True)),
-        made(AddedToken("<a>", normalized=False), prefix=True),
+        made(special("<a>", rstrip=True)),
+        made(special("<a>", lstrip=True)),
+        made(special("<a>", single_word=True)),
+        made(special("<a>", normalized=True)),
+        made(special("<a>"), prefix=True),
+        made(special("<a>"), special(">two<")),
+        made(special("<a>"), AddedToken("two<a>three", normalized=False)),
+        made(AddedToken("<a>", normalized=False)),
         made(),
     ],
-    ids=["takes spaces behind", "takes spaces before", "is a word", "is normalized", "the first piece differs", "none"],
+    ids=[
+        "takes spaces",
+        "takes spaces before",
+        "is a word",
+        "is normalized",
+        "first",
+        "meets",
+        "holds",
+        "plain",
+        "none",
+    ],
 )
 def test_other_tokenizers_encode_texts_whole(tokenizer: PreTrainedTokenizerFast) -> None:
     pieces = PieceEncoder(tokenizer)
     assert not pieces.remembers
-    text = "One <a>  two<a>three <b> four"
+    text = "One <a>  two<a>three <b> four <a>two<a>"
+    assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+@given(parts=st.lists(st.sampled_from(["<a>", "<b>", "  ", "\n\n", "<", "a>", LONG])))
+def test_tokens_that_are_no_special_ones_stay_inside_of_pieces(parts: list[str]) -> None:
+    others = special("<b>", rstrip=True), AddedToken("\n\n", normalized=False), AddedToken("  ", normalized=False)
+    tokenizer, text = made(special("<a>"), *others), "".join(parts)
+    pieces = PieceEncoder(tokenizer)
+    assert pieces.remembers
     assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_the_longest_added_token_is_taken() -> None:
-    tokenizer = made(AddedToken("<a>", normalized=False), AddedToken("<a>b>", normalized=False))
-    pieces, text = PieceEncoder(tokenizer), "x<a>b>y<a>c>" * LEAST_CHARACTERS
+    tokenizer = made(special("<a>"), special("<a>b|"))
+    pieces, text = PieceEncoder(tokenizer), "x<a>b|y<a>c|" * LEAST_CHARACTERS
     assert pieces.remembers
     assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
 
