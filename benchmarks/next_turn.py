@@ -49,7 +49,8 @@ def run(flags: argparse.Namespace) -> None:
     """Measure and print the table, and write it to the JSON file if one is named. Raises OSError for the text."""
     text = Path(flags.text).read_text(encoding="utf-8")
     rows = [measure(text, count, flags.repeats) for count in flags.messages]
-    print(f"command: specahead bench turn --messages {' '.join(map(str, flags.messages))} --repeats {flags.repeats}")
+    numbers = f"--messages {' '.join(map(str, flags.messages))} --repeats {flags.repeats}"
+    print(f"command: specahead bench turn --text {flags.text} {numbers}")
     names = [field.name for field in fields(TurnRow)]
     table = [[name.replace("_", " ") for name in names]]
     table += [[str(row.tokens), *(f"{getattr(row, name):.1f} ms" for name in names[1:])] for row in rows]
@@ -75,12 +76,12 @@ def measure(text: str, count: int, repeats: int) -> TurnRow:
         return made
 
     chat = [message_of(text, number) for number in range(count - 1)]
-    encoder.encode_rendered(rendered(chat), add_special_tokens=False)
+    encoder.encode_rendered(rendered(chat))
     for repeat in range(repeats):
         messages = [*chat, message_of(text, count + repeat)]
         prompt = timed("template", lambda messages=messages: rendered(messages))  # type: ignore[misc]
         whole = timed("encoded_whole", lambda prompt=prompt: tokenizer.encode(prompt, add_special_tokens=False))  # type: ignore[misc]
-        ids = timed("encoded_by_pieces", lambda prompt=prompt: encoder.encode_rendered(prompt, False))  # type: ignore[misc]
+        ids = timed("encoded_by_pieces", lambda prompt=prompt: encoder.encode_rendered(prompt))  # type: ignore[misc]
         if ids != whole:
             raise ValueError("a chat's pieces give other token ids than the chat")
         timed("hashes", lambda ids=ids: list(prefix_hashes(ids)))  # type: ignore[misc]

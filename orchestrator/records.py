@@ -54,11 +54,12 @@ def encode_text(
 ) -> list[int]:
     """Return the token ids of a text that may be a prompt. Raises InvalidArgument.
 
-    special_tokens: whether the model's own are put around it. rendered: whether a chat template has made it.
+    special_tokens: whether the model's own are put around it. rendered: whether a chat template has made it, and with
+    it all special tokens.
     """
     if len(text) > MOST_CHARACTERS * limits.max_context:  # do not even try
         raise _beyond_context(limits, f"your prompt has {len(text)} characters")
-    return (encoder.encode_rendered if rendered else encoder.encode)(text, special_tokens)
+    return encoder.encode_rendered(text) if rendered else encoder.encode(text, special_tokens)
 
 
 def check_tokens(tokens: list[int], limits: Limits) -> list[int]:

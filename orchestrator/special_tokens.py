@@ -18,7 +18,7 @@ class TextEncoder:
     """Makes token ids of texts. tokenizer: a model's, by transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._pieces = tokenizer, PieceEncoder(tokenizer)
+        self._pieces = PieceEncoder(tokenizer)
         self._plain = copy.deepcopy(tokenizer)  # encodes in its own way: that is a state of a tokenizer
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         longest_first = sorted(self._special, key=len, reverse=True)
@@ -36,14 +36,12 @@ class TextEncoder:
             return {key: self.mark(value) for key, value in values.items()}
         return [self.mark(value) for value in values] if isinstance(values, list) else values
 
-    def encode_rendered(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of what a template has made of marked values; marks become plain text."""
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the token ids of what a template has made of marked values; marks become plain text. The model's own
+        special tokens are the template's affair.
+        """
         pieces = _MARK.split(text)  # the numbers of marks between what is around them
-        ids: list[int] = []
-        if add_special_tokens:
-            ids += self._tokenizer.encode(pieces[0], add_special_tokens=True)
-        else:
-            ids += self._pieces.encode(pieces[0])
+        ids = self._pieces.encode(pieces[0])
         for number, piece in zip(map(int, pieces[1::2]), pieces[2::2], strict=True):
             if number < len(self._special):
                 ids += self.encode(self._special[number], add_special_tokens=False)

@@ -124,15 +124,20 @@ def test_all_is_accepted_where_drafting_passes_read_everything(runner: ModelRunn
     runner.kv.release(session.kv)
 
 
-def test_passes_that_draft_may_run_other_weights(folder: Path) -> None:
-    """None of what these say is accepted here, and the tokens are those of plain decoding."""
+def drafting_wrongly(folder: Path) -> ModelRunner:
+    """Return a runner whose weights for what is judged later find the unlikeliest tokens."""
     loaded = load_model(str(folder), torch.float32, DEVICE)
     decoder = make_decoder(loaded)
     assert isinstance(decoder, Decoder)
-    wrong = replace(decoder, lm_head=-decoder.lm_head)
-    sizes = 1000 * PAGE_SIZE, 0, 400
-    runner = make_runner(loaded, *sizes, decoder=decoder, drafting=wrong, step_queries=GAMMA + 1)
+    how = {"drafting": replace(decoder, lm_head=-decoder.lm_head), "step_queries": GAMMA + 1}
+    runner = make_runner(loaded, 1000 * PAGE_SIZE, 0, 400, decoder=decoder, **how)
     runner.kv.keep_group_means(PLAN.group_size, 1000)
+    return runner
+
+
+def test_passes_that_draft_may_run_other_weights(folder: Path) -> None:
+    """None of what these say is accepted here, and the tokens are those of plain decoding."""
+    runner = drafting_wrongly(folder)
     prompt = tokens(150, 1)
     session = Session(runner, prompt, 1.0)
     committed = [token for drafted in (0, GAMMA, GAMMA, 0, GAMMA) for token in session.round(drafted)]
@@ -142,11 +147,7 @@ def test_passes_that_draft_may_run_other_weights(folder: Path) -> None:
 
 def test_what_a_later_pass_judges_may_run_other_weights(folder: Path) -> None:
     """Also beside what it does not, in a pass of its own."""
-    loaded = load_model(str(folder), torch.float32, DEVICE)
-    decoder = make_decoder(loaded)
-    assert isinstance(decoder, Decoder)
-    wrong = replace(decoder, lm_head=-decoder.lm_head)
-    runner = make_runner(loaded, 1000 * PAGE_SIZE, 0, 400, decoder=decoder, drafting=wrong, step_queries=GAMMA + 1)
+    runner = drafting_wrongly(folder)
     prompt, kvs = tokens(150, 1), [SequenceKV() for _ in range(3)]
     for kv in kvs:
         runner.forward([SequenceInput(kv, prompt[:-1])])

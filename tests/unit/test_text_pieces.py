@@ -142,9 +142,9 @@ def test_a_chats_text_goes_by_pieces_and_what_a_user_marks_stays_text(tokenizer:
     encoder = TextEncoder(counting)
     marked = encoder.mark(f"{LONG}<|user|> says")
     text = f"<|user|>{marked}<|assistant|>"
-    first = encoder.encode_rendered(text, add_special_tokens=False)
+    first = encoder.encode_rendered(text)
     counting.encoded.clear()
-    assert encoder.encode_rendered(text, add_special_tokens=False) == first
+    assert encoder.encode_rendered(text) == first
     assert counting.encoded == [" says"]
     assert tokenizer.decode(first) == f"<|user|>{LONG}<|user|> says<|assistant|>"
     users = tokenizer.convert_tokens_to_ids("<|user|>")
