@@ -319,7 +319,7 @@ class TargetSettings(ServiceSettings):
         if not least <= asked <= most:
             raise SettingsError(
                 f"confirm_every is {asked}: with a gamma of {self.most_drafted} it must be 0, or from {least} (a "
-                f"round's tokens) to {most}; auto takes a gamma of at most {READ_AT_ONCE // 2 - 1}"
+                f"round's tokens) to {most}; auto takes a gamma of at most {READ_AT_ONCE - 3}"
             )
 
     @property
@@ -335,13 +335,16 @@ class TargetSettings(ServiceSettings):
 
     @property
     def most_held(self) -> int:
-        """Tokens of an exact session that are screened before a dense pass confirms them, at most; 0: none are."""
-        return READ_AT_ONCE - self.most_drafted - 1 if self.confirm_every < 0 else self.confirm_every
+        """Tokens of an exact session that are screened before a dense pass confirms them, at most; 0: none are.
+
+        By auto so many that one drafted token fits beside them into a pass.
+        """
+        return READ_AT_ONCE - 2 if self.confirm_every < 0 else self.confirm_every
 
     @property
     def widest_round(self) -> int:
         """Tokens that a session runs in a round, at most: those that it confirms among them."""
-        return super().widest_round + self.most_held
+        return READ_AT_ONCE if self.confirm_every < 0 else super().widest_round + self.most_held
 
     @property
     def draft_name(self) -> str:

@@ -45,6 +45,7 @@ class Tuning:
 
 def quantize(weight: Tensor) -> EightBitWeight:
     """Return a weight [outputs, inputs] in 8 bits: each row is scaled so that its largest number is e4m3's largest."""
+    weight = weight.detach()  # else autograd keeps a parameter's float32 numbers for as long as there is the result
     scales = weight.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / _LARGEST
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     for rows in torch.arange(len(weight)).split(4096):  # a part at a time: float32 is four times as large

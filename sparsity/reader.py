@@ -29,6 +29,7 @@ class Reader:
     summary_tokens: float = 0.0
     _memory: Tensor | None = None  # weights of what was read, faded, [layers, kv_heads, blocks], where lists are made
     _read_memory: ReadMemory | None = field(default=None, repr=False)  # where the pass shares a budget out
+    _weighs: bool = False  # in the last round, everything
     _has_weighed: bool = False  # everything, once
     _length: int = 0  # tokens with KV at the end of the last round
     _reads_all: bool = True
@@ -66,8 +67,9 @@ class Reader:
             self.read_all(length)
             if self._has_weighed and not weighs:
                 return None
+            self._weighs = True
             return self._read_of(budget=SharedBudget.of_everything(self._own_memory(), dense_layers(plan)))
-        self._length, self._planned, self._reads_all = length, None, False
+        self._length, self._planned, self._reads_all, self._weighs = length, None, False, False
         if announced is not None and announced.num_heads != self.announced_rows:
             raise ValueError(f"{method.name}: {announced.num_heads} rows announced, expected {self.announced_rows}")
         self.summary_tokens = method.summaries(plan, base)
@@ -83,7 +85,7 @@ class Reader:
 
     def read_all(self, length: int) -> None:
         """Take note of a round that ends at `length` and reads everything, in place of `read`."""
-        self._length, self._planned, self._reads_all = length, None, True
+        self._length, self._planned, self._reads_all, self._weighs = length, None, True, False
 
     @property
     def reads_all_alone(self) -> bool:
@@ -125,7 +127,7 @@ class Reader:
     def finish(self, output: SequenceOutput) -> None:
         """Take note of what the pass read, and remember the weights that it gave."""
         plan, blocks = self.plan, self.plan.num_blocks(self._length)
-        self._has_weighed |= self._reads_all
+        self._has_weighed |= self._weighs
         self._blocks_read = None if self._reads_all else output.blocks_read
         self._chosen = output.blocks
         if self._planned is not None:

@@ -22,13 +22,14 @@ class Acceptance:
         """Return what is assumed of so many positions."""
         return Acceptance((ASSUMED,) * positions, (0,) * positions)
 
-    def after_round(self, proposed: int, accepted: int, newest: float = NEWEST) -> "Acceptance":
+    def after_round(self, proposed: int, accepted: int, newest: float = NEWEST, left_out: int = 0) -> "Acceptance":
         """Return what is known after a round that accepted so many of the proposed tokens.
 
-        newest: the least weight of a round, which the first ones exceed.
+        newest: the least weight of a round, which the first ones exceed. left_out: the last of the proposed tokens,
+        which were not judged.
         """
         chances, judged = list(self.chances), list(self.judged)
-        for position in range(min(proposed, accepted + 1)):
+        for position in range(min(proposed - left_out, accepted + 1)):
             judged[position] += 1
             weight = max(newest, 1 / (ASSUMED_ROUNDS + judged[position]))
             chances[position] += weight * ((position < accepted) - chances[position])

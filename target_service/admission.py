@@ -98,7 +98,8 @@ class Admission:
         rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
         exact = request.exactness is Exactness.EXACT
         # Rules keep what they derive from committed tokens, which held ones may never be.
-        screened = exact and self._settings.most_held > 0 and not rules and grammar is None
+        most_held, widest = self._settings.most_held, self._settings.widest_round
+        screened = exact and most_held > 0 and not rules and grammar is None
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
@@ -113,7 +114,7 @@ class Admission:
             logprobs=request.alternatives if request.wants_logprobs else None,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request, screened),
-            screening=Screening(self._settings.most_held, len(request.tokens)) if screened else None,
+            screening=Screening(most_held, widest, len(request.tokens)) if screened else None,
             lookup=PromptLookup() if self._settings.draft in ("ngram", "auto") else None,
             traceparent=request.traceparent,
             caller=request.caller,

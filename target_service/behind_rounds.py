@@ -76,12 +76,13 @@ def take_proposals(step: VerifyStep) -> None:
     for item in step.rounds:
         proposal, judged = item.session.ready_proposal(), item.input.drafted
         assert judged is not None
-        if proposal is None or len(proposal.tokens) != len(item.proposed):
+        count = len(item.proposed)  # those that there was room for, where held tokens are confirmed
+        if proposal is None or len(proposal.tokens) < count:
             item.is_void = True
             continue
         item.proposal = proposal
-        item.input.tokens[1 + item.held :] = judged.tokens[item.held :] = proposal.tokens
-        judged.supports[:] = proposal.supports
+        item.input.tokens[1 + item.held :] = judged.tokens[item.held :] = proposal.tokens[:count]
+        judged.supports[:] = proposal.supports[:count]
 
 
 def _is_for(session: TargetSession, at: At) -> bool:

@@ -2,20 +2,48 @@
 
 A dense pass costs what sparse attention leaves out, once for all tokens that are held: the more, the cheaper a token.
 But behind one that it rejects all are lost, and their rounds with them. So the best length follows from how many tokens
-are confirmed, and from what passes cost, in tokens of KV that take as long to read.
+are confirmed, and from what steps of each kind take: as many tokens of KV as can be read meanwhile, by their sizes, and
+corrected by what they were seen to take. All sessions hold as many, since the sessions of a step confirm together.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from enum import Enum
 
 from config import TargetSettings
 from target_service.self_drafting import BEYOND_BYTES
 
-LIKELY = 0.97  # of a session's screened tokens: confirmed, before any has been judged
-NEWEST_TOKEN = 1 / 32  # weight of the newest judged one
-FORGOTTEN = 1 / 256  # of what has been seen, in a round of a session that holds nothing: so it is tried again
+LIKELY = 0.985  # of the screened tokens: confirmed, before any has been judged (0.989: docs/quality.md)
+NEWEST_TOKEN = 1 / 128  # weight of the newest judged one, once more are known,
+ASSUMED_TOKENS = 16  # as so many of which counts what is assumed
+FORGOTTEN = 1 / 2048  # of what has been seen, in a round of a session that holds nothing: so it is tried again
 NEWEST_ROUND = 1 / 64  # weight of the newest round of all sessions
 DEAREST = 4.0  # steps that drafting takes: more is counted as this (a graph that is captured)
 GAIN = 0.02  # by which screening must be faster than going without
+
+
+class StepKind(Enum):
+    """What a step does that judges drafted tokens: hold what it accepts, confirm what is held besides, or neither."""
+
+    SCREENS = "screens"
+    CONFIRMS = "confirms"
+    DENSE = "dense"
+
+
+# Of what sizes say, that a step takes beside those of other kinds (docs/performance.md, "Three levels"), and as so many
+# rounds of which that counts.
+ASSUMED, ASSUMED_ROUNDS = {StepKind.SCREENS: 1.0, StepKind.CONFIRMS: 1.2, StepKind.DENSE: 1.0}, 16
+
+
+@dataclass
+class _Mean:
+    """A mean of the newest rounds. rounds: that were seen."""
+
+    value: float = 0.0
+    rounds: int = 0
+
+    def add(self, value: float) -> None:
+        self.rounds += 1
+        self.value += max(NEWEST_ROUND, 1 / self.rounds) * (value - self.value)
 
 
 @dataclass
@@ -23,78 +51,87 @@ class ConfirmLengths:
     """The costs by which lengths are chosen.
 
     gamma: drafted tokens of a round. most: tokens that may be held. share: of the KV, that screening reads.
-    weight_tokens: tokens of KV that take as long to read as the weights do. rounds: that were seen. drafting: what a
-    round costs before the target's step, in tokens of KV. committed: tokens of a round, by all sessions.
-    screening_weights: the share of the weights' bytes that a step reads which screens.
+    weight_tokens: tokens of KV that take as long to read as the weights do. screening_weights: the share of the
+    weights' bytes that a step reads which screens. present: tokens that sessions are to hold now. chance: of a held
+    token to be confirmed. judged: how many were. drafting: what a round takes before the target's step, in seconds.
+    committed: tokens of a round. seconds: of each token of KV that steps of a kind seem to read.
     """
 
     gamma: int
     most: int
     share: float
     weight_tokens: float
-    rounds: int = 0
-    drafting: float = 0.0
-    committed: float = 0.0
     screening_weights: float = 1.0
+    present: int = 0
+    chance: float = LIKELY
+    judged: int = 0
+    drafting: _Mean = field(default_factory=_Mean)
+    committed: _Mean = field(default_factory=_Mean)
+    seconds: dict[StepKind, _Mean] = field(default_factory=lambda: {kind: _Mean() for kind in StepKind})
 
-    def step_cost(self, tokens: int, read: float, screens: bool) -> float:
-        """Return what a step over so many tokens of KV costs, of which it reads so many."""
-        weights = self.weight_tokens * (self.screening_weights if screens else 1.0)
+    def step_size(self, kind: StepKind, tokens: int, read: float) -> float:
+        """Return how many tokens of KV can be read while a step runs over so many, of which it reads so many."""
+        weights = self.weight_tokens * (self.screening_weights if kind is StepKind.SCREENS else 1.0)
         return weights + read + BEYOND_BYTES * (self.weight_tokens + tokens)
 
     def note_round(
-        self, tokens: int, read: float, screens: bool, seconds: float, drafting: float, committed: int
+        self, kind: StepKind, tokens: int, read: float, seconds: float, drafting: float, committed: int
     ) -> None:
-        """Take note of a session's round, in a step over so many tokens of KV of which it read so many: whether it
-        screened; seconds of the step, and of what went by before it for the draft; tokens that the session committed or
-        held.
+        """Take note of a session's round, in a step over so many tokens of KV of which it read so many: seconds of the
+        step, and of what went by before it for the draft; tokens that the session committed or held.
         """
-        step = self.step_cost(tokens, read, screens)
-        cost = min(DEAREST, drafting / max(seconds, 1e-6)) * step
-        self.rounds += 1
-        weight = max(NEWEST_ROUND, 1 / self.rounds)
-        self.drafting += weight * (cost - self.drafting)
-        self.committed += weight * (committed - self.committed)
+        seconds = max(1e-6, seconds)
+        self.seconds[kind].add(seconds / self.step_size(kind, tokens, read))
+        self.drafting.add(min(DEAREST * seconds, drafting))
+        self.committed.add(committed)
 
-    def best(self, chance: float, tokens: int) -> int:
-        """Return how many tokens a session is to hold at most, of which each is confirmed by this chance; 0: none.
+    def note_held(self, held: int, confirmed: int) -> None:
+        """Take note of a session's round that was to confirm so many tokens, and confirmed so many of them."""
+        judged = min(held, confirmed + 1)
+        if judged:
+            weight = max(NEWEST_TOKEN, 1 / (ASSUMED_TOKENS + self.judged))
+            self.chance += (1 - (1 - weight) ** judged) * (confirmed / judged - self.chance)
+            self.judged += judged
+        else:
+            self.judged = 0
+            self.chance += FORGOTTEN * max(0.0, LIKELY - self.chance)
 
-        tokens: of KV, of all sessions that generate, which share their steps.
+    def choose(self, tokens: int) -> None:
+        """Say how many tokens sessions are to hold now, at most; 0: none.
+
+        tokens: of KV, of the sessions of a step.
         """
-        if not self.rounds:
-            return self.most
-        rates = {most: self._rate(most, chance, tokens) for most in range(self.gamma + 1, self.most + 1)}
+        if not self.committed.rounds:
+            return
+        rates = {most: self._rate(most, tokens) for most in range(self.gamma + 1, self.most + 1)}
         best = max(rates, key=rates.__getitem__)
-        return best if rates[best] > (1 + GAIN) * self._rate(0, chance, tokens) else 0
+        self.present = best if rates[best] > (1 + GAIN) * self._rate(0, tokens) else 0
 
-    def _rate(self, most: int, chance: float, tokens: int) -> float:
-        """Return the tokens that a session gets for what all steps cost from one dense pass to the next.
+    def _rate(self, most: int, tokens: int) -> float:
+        """Return the tokens that a session gets for what all steps take from one dense pass to the next.
 
         A round of the draft that was made for what is taken back is lost with it.
         """
-        a_round = max(1.0, self.committed)
+        a_round = max(1.0, self.committed.value)
         held = max(a_round, most - self.gamma / 2) if most else 0.0
-        kept = chance**held
-        gained = kept * a_round + sum(chance**i for i in range(round(held)))
+        kept = self.chance**held
+        gained = kept * a_round + sum(self.chance**i for i in range(round(held)))
         rounds = held / a_round + (1 - kept)
-        screens = self.drafting + self.step_cost(tokens, self.share * tokens, True)
-        confirms = self.drafting + self.step_cost(tokens, tokens, False)
-        return gained / (rounds * screens + confirms)
+        screens = self.drafting.value + self._step_seconds(StepKind.SCREENS, tokens, self.share * tokens)
+        confirms = self._step_seconds(StepKind.CONFIRMS if most else StepKind.DENSE, tokens, tokens)
+        return gained / (rounds * screens + self.drafting.value + confirms)
 
-
-def chance_behind(chance: float, held: int, confirmed: int) -> float:
-    """Return a session's chance of a screened token to be confirmed, behind a round that held so many and confirmed so
-    many of them.
-    """
-    judged = min(held, confirmed + 1)
-    if not judged:
-        return chance + FORGOTTEN * max(0.0, LIKELY - chance)
-    return chance + (1 - (1 - NEWEST_TOKEN) ** judged) * (confirmed / judged - chance)
+    def _step_seconds(self, kind: StepKind, tokens: int, read: float) -> float:
+        seen = self.seconds[kind]
+        known = [mean.value / ASSUMED[each] for each, mean in self.seconds.items() if mean.rounds]
+        assumed = ASSUMED[kind] * sum(known) / len(known)
+        a_token = (ASSUMED_ROUNDS * assumed + seen.rounds * seen.value) / (ASSUMED_ROUNDS + seen.rounds)
+        return a_token * self.step_size(kind, tokens, read)
 
 
 def confirm_lengths(settings: TargetSettings, weight_tokens: float) -> ConfirmLengths | None:
     """Return how a target chooses lengths; None: they are given."""
     if settings.confirm_every >= 0:
         return None
-    lengths = ConfirmLengths(settings.most_drafted, settings.most_held, settings.self_read_share, weight_tokens)
-    return replace(lengths, screening_weights=0.5) if settings.screens_lightly else lengths
+    most, light = settings.most_held, 0.5 if settings.screens_lightly else 1.0
+    return ConfirmLengths(settings.most_drafted, most, settings.self_read_share, weight_tokens, light, present=most)

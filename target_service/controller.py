@@ -108,7 +108,7 @@ class RoundSeen(NamedTuple):
     its draft and its step took. All of them for each time that weights and KV of its step are as large as the weights,
     so that loads which count as the same compare. announces: whether its session takes announcements. cost: plain
     rounds that drafting adds to it, where that is known without measuring. alternative: whether the last token that was
-    accepted is an alternative to what was drafted.
+    accepted is an alternative to what was drafted. left_out: proposed tokens that were not judged, for want of room.
     """
 
     kind: Choice
@@ -120,6 +120,7 @@ class RoundSeen(NamedTuple):
     announces: bool
     cost: float = 0.0
     alternative: bool = False
+    left_out: int = 0
 
 
 class Controller:
@@ -187,8 +188,8 @@ class Controller:
         if kind.gamma:
             accepted = max(0, seen.accepted - seen.alternative)
             self._note_alternative(kind.gamma, accepted, seen.alternative)
-            known = pace.acceptance.after_round(kind.gamma, accepted)
-            self._typical = self._typical.after_round(kind.gamma, accepted, TYPICAL_NEWEST)
+            known = pace.acceptance.after_round(kind.gamma, accepted, left_out=seen.left_out)
+            self._typical = self._typical.after_round(kind.gamma, accepted, TYPICAL_NEWEST, seen.left_out)
             pace = replace(pace, acceptance=known, trial=max(0, pace.trial - 1))
         if not self._adaptive:
             gained, cost = self._tokens(pace.acceptance, kind.gamma) - 1, seen.cost or ASSUMED_COST * kind.gamma

@@ -72,9 +72,11 @@ def plan_behind(
 def _needs_no_host(session: TargetSession) -> bool:
     """Return whether nothing but its last token decides over a session's next one."""
     looked_at = session.logprobs is not None or bool(session.rules)
-    chooses = session.reader is not None and not session.reader.reads_all_alone
+    # One that is screened reads everything in a plain round, by which what it holds is confirmed.
+    chooses = session.reader is not None and session.screening is None and not session.reader.reads_all_alone
+    holds = session.screening is not None and bool(session.screening.rounds)
     drafted = session.draft is not None and session.drafted and session.next_round.gamma > 0
-    return not drafted and not looked_at and not chooses and session.screening is None
+    return not drafted and not looked_at and not chooses and not holds
 
 
 def _plan_round(

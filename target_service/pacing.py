@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from config import TargetSettings
 from engine.runner import Runner
-from target_service.confirm_lengths import confirm_lengths
+from target_service.confirm_lengths import StepKind, confirm_lengths
 from target_service.controller import UNDECIDED, Controller, RoundSeen
 from target_service.planning import VerifyRound, VerifyStep
 from target_service.round_costs import Choice, Load
@@ -58,6 +58,8 @@ class Pacing:
 
     def begin(self, session: TargetSession) -> None:
         """Say how a session's first round is made, unless it has had one before it gave way."""
+        if self._lengths is not None and session.screening is not None:
+            session.screening.most = self._lengths.present
         if session.pace is UNDECIDED:
             tokens = len(session.tokens)
             session.pace = self.controller.first_pace(tokens, bool(session.announced_by))
@@ -80,6 +82,8 @@ class Pacing:
         alone = not disturbed and not self._read_last
         self._draft_has_read, self._captures_seen = False, self._runner.captures_made
         self._read_last = bool(step.prefills)
+        if self._lengths is not None and alone:
+            self._lengths.choose(sum(tokens))
         return StepSeen(now, load, size, kinds, disturbed, alone, sum(tokens), read)
 
     def _load(self) -> tuple[Load, float]:
@@ -89,16 +93,18 @@ class Pacing:
         return (len(generating).bit_length(), sum(generating).bit_length()), size
 
     def choose_length(self, item: VerifyRound, commit: Commit, seen: StepSeen) -> None:
-        """Say how many tokens a session holds, by what its steps cost."""
+        """Say how many tokens a session holds, by what its steps take."""
         screening, lengths = item.session.screening, self._lengths
-        if lengths is None or screening is None or not seen.alone:
+        if lengths is None or screening is None:
             return
-        if commit.drafted:
-            drafting = commit.draft_seconds if self._settings.draft_in_target else commit.wait_seconds
-            costs = seen.tokens, seen.tokens_read, item.screens, commit.verify_seconds, drafting
-            lengths.note_round(*costs, commit.accepted + 1)
         if not item.screens:
-            screening.most = lengths.best(screening.chance, seen.tokens)
+            lengths.note_held(commit.screened, commit.confirmed)
+            screening.most = lengths.present
+        if seen.alone and commit.drafted:
+            drafting = commit.draft_seconds if self._settings.draft_in_target else commit.wait_seconds
+            kind = StepKind.SCREENS if item.screens else StepKind.CONFIRMS if item.held else StepKind.DENSE
+            took = commit.verify_seconds, drafting
+            lengths.note_round(kind, seen.tokens, seen.tokens_read, *took, commit.accepted + 1)
 
     def decide(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:
         """Have the controller say how a session's next round is made, by the one that was committed just now.
@@ -117,8 +123,9 @@ class Pacing:
         if not item.proposed and self.controller.goes_on_resting(session.pace, announces):
             session.pace = session.pace.paused_with_all(len(session.tokens))
             return
+        drafted = item.proposed if item.proposal is None else item.proposal.tokens
         told = RoundSeen(
-            kind=Choice(len(item.proposed), announces and item.input.read is not None),
+            kind=Choice(len(drafted), announces and item.input.read is not None),
             accepted=commit.accepted,
             committed=len(session.tokens),
             seconds=None if before is None or seen.disturbed else (seen.now - before) / seen.size,
@@ -127,6 +134,7 @@ class Pacing:
             announces=announces,
             cost=item.drafting_cost,
             alternative=alternative,
+            left_out=len(drafted) - len(item.proposed),
         )
         session.pace = self.controller.after_round(session.pace, told, seen.load, seen.kinds)
         session.next_round = self.controller.effective(session.pace, told.committed)

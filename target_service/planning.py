@@ -259,15 +259,17 @@ def _may_decode_plainly(session: TargetSession, draft_timeout: float, counters: 
 def how_to_confirm(rounds: Iterable[tuple[TargetSession, int]]) -> Confirms:
     """Return whether one of these sessions, with so many proposed tokens each, has to confirm what it holds.
 
-    Then all of a step do, and weigh what they read if one is to: one dense pass for all takes less time than passes
-    that list everything for some of them, between which the others screen (docs/performance.md).
+    Then all of a step do, and weigh what they read if one is to that holds something, or soon may: one dense pass for
+    all takes less time than passes that list everything for some of them, between which the others screen
+    (docs/performance.md).
     """
     screened = [(session, session.screening, proposed) for session, proposed in rounds if session.screening is not None]
     confirm = [(session, screening) for session, screening, n in screened if _is_confirmed(session, screening, n)]
     holding = any(len(session.tokens) > screening.confirmed for session, screening in confirm)
     if not holding and len(confirm) < len(screened):
         return Confirms.NO
-    return Confirms.WEIGHING if any(screening.is_to_weigh for _, screening, _ in screened) else Confirms.YES
+    weighs = any(screening.is_to_weigh and (holding or n) for _, screening, n in screened)
+    return Confirms.WEIGHING if weighs else Confirms.YES
 
 
 def screen_lightly(rounds: list[VerifyRound]) -> None:
@@ -286,7 +288,8 @@ def plan_round(
     """Return a session's part of a step: its last committed token, which has no KV yet, and what was proposed.
 
     A session that is screened, and reads everything in this round, runs what it holds once more, from its last
-    confirmed token on. proposal: as of `VerifyRound`. confirms: how the sessions of the step do, its own among them.
+    confirmed token on, and as many of the proposed tokens as there is room for. proposal: as of `VerifyRound`.
+    confirms: how the sessions of the step do, its own among them.
     """
     screening, base = session.screening, len(session.tokens)
     confirms_alone = screening is not None and _is_confirmed(session, screening, len(proposed))
@@ -299,6 +302,8 @@ def plan_round(
     held: list[int] = []
     if screening is not None and not screens:
         held, base = session.tokens[screening.confirmed :], screening.confirmed
+        proposed = proposed[: screening.widest - 1 - len(held)]
+        supports = supports[: len(proposed)]
         if screening.supports:
             supports = [*screening.supports, *(supports or map(one_hot, proposed))]
     drafted = Drafted(

@@ -14,7 +14,6 @@ from engine.sampling import Support
 from sparsity.methods import BY_MEMORY
 from sparsity.plan import Plan
 from sparsity.reader import Reader
-from target_service.confirm_lengths import LIKELY, chance_behind
 from wire.messages import Commit, FinishReason
 
 WEIGHED_EVERY = 4  # confirmations, of which one weighs what is read, as that takes a third of a dense pass's time
@@ -45,19 +44,20 @@ def screening_reader(plan: Plan, settings: TargetSettings, report_blocks: bool) 
 class Screening:
     """What a session holds back.
 
-    most: tokens that it holds, at most. confirmed: how many of the session's tokens are confirmed; those behind them
-    are held. supports: what each of these was drawn from, none in a greedy session. rounds: the commits of the rounds
-    since the last confirmation, which nobody was told of. ends: whether the text ends with the held tokens, if they
-    are confirmed. chance: of a held token to be confirmed, by those that were judged. unweighed: confirmations since
-    the last that weighed what it read; of a session that has weighed nothing as many as make the next one weigh.
+    most: tokens that it holds, at most. widest: tokens that a round runs, at most, held ones and the last confirmed one
+    among them. confirmed: how many of the session's tokens are confirmed; those behind them are held. supports: what
+    each of these was drawn from, none in a greedy session. rounds: the commits of the rounds since the last
+    confirmation, which nobody was told of. ends: whether the text ends with the held tokens, if they are confirmed.
+    unweighed: confirmations since the last that weighed what it read; of a session that has weighed nothing as many as
+    make the next one weigh.
     """
 
     most: int
+    widest: int
     confirmed: int
     supports: list[Support] = field(default_factory=list)
     rounds: list[Commit] = field(default_factory=list)
     ends: bool = False
-    chance: float = LIKELY
     unweighed: int = WEIGHED_EVERY - 1
 
     @property
@@ -103,7 +103,6 @@ class Screening:
             **{name: sum(getattr(each, name) for each in rounds) for name in _SUMMED},
         )
         self.confirmed = commit.at.base + len(commit.tokens)
-        self.chance = chance_behind(self.chance, commit.screened, commit.confirmed)
         self.rounds, self.supports, self.ends = [], [], False
         self.unweighed = 0 if weighed else self.unweighed + 1
         return told

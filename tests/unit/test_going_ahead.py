@@ -15,6 +15,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import models
 from config import TargetSettings
 from engine.inputs import SequenceInput
 from engine.judging import Drafted
@@ -26,6 +27,7 @@ from engine.passes.grouping import step_shape
 from engine.passes.outputs import StepUnderWay
 from engine.sampling import Sampling
 from sparsity.plan import uniform_plan
+from target_service.planning import VerifyResult, VerifyStep
 from target_service.self_drafting import SelfDrafting
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
@@ -271,6 +273,24 @@ def test_each_step_but_the_last_is_left_running(folder: Path) -> None:
     waited = target_of(folder, False)
     waited.run([Ask(0, 20, 10), Ask(0, 30, 10)])
     assert waited.left == 0 and waited.told == target.told
+
+
+def test_sessions_that_may_be_screened_go_ahead_while_no_draft_serves_them(folder: Path, waiting: Target) -> None:
+    """And weigh what they read but once: that takes a third of a step's time, and nothing is screened by it."""
+    target = target_of(folder, True, draft=str(models.DRAFT), confirm_every=11)
+    weighed: list[bool] = []
+    execute = target.verifier.execute
+
+    def note(step: VerifyStep) -> VerifyResult:
+        weighed.extend(item.input.read is not None for item in step.rounds)
+        return execute(step)
+
+    target.verifier.execute = note  # type: ignore[method-assign]
+    for each in (target, waiting):
+        each.run([Ask(0, 9, 30), Ask(0, 20, 30)])
+    assert target.told == waiting.told
+    assert target.left >= 28
+    assert weighed[:2] == [True, True] and not any(weighed[2:])
 
 
 @torch.inference_mode()
