@@ -47,10 +47,21 @@ class BackingStore:
         return bool(self._waiting or self._copying)
 
     def offer(self, pages: np.ndarray, dense: bool) -> None:
-        """Let full, committed pages wait to be copied, unless they are stored or on their way. int32 [pages]"""
+        """Let full, committed pages wait to be copied, unless they are stored or on their way. int32 [pages]
+
+        dense: whether they are read densely. Those of a prefix that are read sparsely now as well leave like others:
+        else the GPU pages that they keep would be missing where the blocks go that are fetched.
+        """
         for page in pages[~self.holds[pages]].tolist():
             if page not in self._copying and page not in self._waiting:
                 self._waiting[page] = dense
+        for page in pages.tolist() if not dense else ():
+            for on_its_way in (self._waiting, self._copying):
+                if page in on_its_way:
+                    on_its_way[page] = False
+            if page in self._movable_dense:
+                del self._movable_dense[page]
+                self._movable[page] = None
 
     def start_copies(self, gpu_page_of: np.ndarray) -> int:
         """Copy the pages that wait, on a stream of its own, and return how many. gpu_page_of: int32, by page."""

@@ -525,6 +525,26 @@ def test_what_is_read_wholly_leaves_last() -> None:
     check_staged(kv, [(sparse, tuple(text(2, 5)))])
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_was_read_wholly_leaves_like_others_once_it_is_read_by_little(stored: bool) -> None:
+    """By a session that finds the prefix of one that reads everything, whether the store has it by then or not."""
+    kv = make(gpu_pages=14, pages=40)
+    dense = fill(kv, text(1, 8), dense=True)
+    if stored:
+        fill(kv, text(3, 5))
+        assert kv.offload_active
+    kv.index_prefix(dense, text(1, 8))
+    sparse = SequenceKV()
+    assert kv.reuse_prefix(sparse, text(1, 8)) == 8 * PAGE_SIZE
+    run_one(kv, sparse, text(1, 8))
+    fill(kv, text(4, 5))
+    assert kv.offload_active
+    assert (kv.gpu_pages(sparse)[:8] < 0).all()
+    check_staged(kv, [(dense, tuple(text(1, 8)))])
+    check_staged(kv, [(sparse, tuple(text(1, 8)))])
+    kv.check_integrity()
+
+
 def test_pages_kept_for_their_prefix_do_not_keep_their_gpu_pages() -> None:
     """Of sessions that end as soon as their pages are full, one after the other, more than there are GPU pages."""
     kv = make(gpu_pages=4, pages=60)
