@@ -1,7 +1,8 @@
-"""`specahead bench copy`: decoding with prompt lookup (`--draft ngram`) beside plain decoding, on a target alone.
+"""`specahead bench copy`: decoding with prompt lookup, alone and before a draft model is asked, beside plain decoding.
 
-The verifier as the target service has it, in one process and without gRPC. What it says is dictated, whatever the model
-makes of it, so that any model says just the text of a row: 500 tokens of its context, say. Prompts are not counted.
+The verifier as the target service has it, with the draft in it, in one process and without gRPC. What it says is
+dictated, whatever the model makes of it, so that any model says just the text of a row: 500 tokens of its context, say.
+Prompts are not counted: time and tokens count from where all sessions have said a few.
 """
 
 import argparse
@@ -13,22 +14,27 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from torch import nn
 from tqdm import tqdm
 
+import models
 from config import TargetSettings
+from draft_service.drafter import Drafter
 from engine.loading.model import default_device, load_model, resolve_dtype
 from engine.loading.runner import make_runner
 from engine.loading.tokenizer import load_tokenizer
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
 from sparsity.methods import load_served_plan
-from target_service.planning import VerifyRound
+from target_service.draft_in_target import StepsByTurns
+from target_service.planning import VerifyResult, VerifyRound, VerifyStep
 from target_service.verifier import Verifier
 from wire.messages import Exactness, Open
 
 LEAD = 8  # tokens of what is copied that the prompt ends with
-PROPOSERS = ("none", "ngram")
+SAID = 8  # tokens of each session, from which on time counts
 
 
 @dataclass(frozen=True)
@@ -41,23 +47,30 @@ class Dictation:
 
 
 @dataclass(frozen=True)
+class Proposer:
+    """Who proposes. settings: of the target, beside its models and sizes."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+PLAIN, NGRAM = Proposer("none", {"draft": "none"}), Proposer("ngram", {"draft": "ngram"})
+
+
+@dataclass(frozen=True)
 class CopyRow:
-    """plain, looked_up: milliseconds a token of all sessions, without and with prompt lookup. rounds, accepted: of a
-    session with it; proposed: share of its rounds that had a proposal.
+    """milliseconds: a token of all sessions. faster: than without proposals. rounds, accepted: of a session, the tokens
+    that were proposed and are right; proposed: share of the rounds that had a proposal.
     """
 
     text: str
     sessions: int
-    plain: float
-    looked_up: float
+    proposer: str
+    milliseconds: float
+    faster: float
     rounds: float
     proposed: float
     accepted: float
-
-    @property
-    def speedup(self) -> float:
-        """How many times as fast prompt lookup is."""
-        return self.plain / self.looked_up
 
 
 def dictations(text: list[int], context: int, tokens: int, vocab: int) -> list[Dictation]:
@@ -72,25 +85,37 @@ def dictations(text: list[int], context: int, tokens: int, vocab: int) -> list[D
 
 
 def measure(
-    runner: ModelRunner, settings: TargetSettings, text: Dictation, sessions: int, clock: Callable[[], float]
+    runners: list[ModelRunner], settings: TargetSettings, text: Dictation, sessions: int, clock: Callable[[], float]
 ) -> tuple[float, dict[str, int]]:
-    """Have so many sessions say a text at once; return the seconds from the end of all prompts, and the counters."""
+    """Have so many sessions say a text at once; return the seconds of each token, and the counters. runners: of the
+    target, and of a draft if there is one.
+    """
     plan = load_served_plan(settings.plan_file, 0.0, "", settings.model)
-    verifier = Verifier(runner, plan, settings)
+    verifier = Verifier(runners[0], plan, settings)
+    steps: Any = verifier
+    if settings.draft_in_target:
+        steps = StepsByTurns(verifier, Drafter(runners[1], plan, settings.own_draft))
     for number in range(sessions):
         lengths = len(text.prompt), len(text.said)
         request = Open(str(number), text.prompt, *lengths, [], Sampling(temperature=0.0), Exactness.EXACT)
         verifier.admission.open(request, lambda event: None)
-    seconds = 0.0
-    while (step := verifier.plan_step()) is not None:
+    seconds, counted = 0.0, 0
+    while True:
+        running = verifier.admission.running.values()
+        left = sum(len(text.prompt) + len(text.said) - len(session.tokens) for session in running)
+        counts = counted > 0 or (running and all(len(each.tokens) >= len(text.prompt) + SAID for each in running))
+        counted = counted or (left if counts else 0)
         began = clock()
-        result = verifier.execute(step)
-        for item, output in zip(step.rounds, result.outputs, strict=True):
-            output.verdict = dictated(item, text)
-        verifier.finish_step(step, result)
-        seconds += 0 if step.prefills else clock() - began
+        if (step := steps.plan_step()) is None:
+            break
+        result = steps.execute(step)
+        if isinstance(step, VerifyStep) and isinstance(result, VerifyResult):
+            for item, output in zip(step.rounds, result.outputs, strict=True):
+                output.verdict = dictated(item, text)
+        steps.finish_step(step, result)
+        seconds += clock() - began if counts else 0.0
     verifier.admission.release_closed()
-    return seconds, verifier.counters
+    return seconds / counted, verifier.counters
 
 
 def dictated(item: VerifyRound, text: Dictation) -> tuple[int, int]:
@@ -110,54 +135,66 @@ def run(flags: argparse.Namespace) -> None:
             f"{flags.text} has {len(text)} tokens, --context is {flags.context} and --tokens {flags.tokens}: their sum "
             "must be in the text, and what is copied in two thirds of the context"
         )
-    device = default_device()
-    most = max(flags.sessions)
-    longest = flags.context + flags.tokens + 2 * flags.gamma + 2
-    model = load_model(flags.target, resolve_dtype("auto", device), device)
-    runner = make_runner(model, most * (longest + 32), 0, longest, (), step_queries=flags.gamma + 1)
+    device, most = default_device(), max(flags.sessions)
+    longest = flags.context + flags.tokens + 2 * flags.gamma + 32
+    names = [flags.target, flags.draft] if flags.draft else [flags.target]
+    loaded = [load_model(name, resolve_dtype("auto", device), device) for name in names]
     # Of a CPU processor time, so that what else a machine does counts for less.
     clock = time.process_time if device == "cpu" else time.perf_counter
-    said = dictations(text, flags.context, flags.tokens, runner.vocab_size)
-    cases = [(item, sessions) for sessions in flags.sessions for item in said]
     rows = []
-    for item, sessions in tqdm(cases, desc="generating"):
-        took: dict[str, list[float]] = {proposer: [] for proposer in PROPOSERS}
-        for proposer in PROPOSERS * flags.repeats:
-            settings = TargetSettings(model=flags.target, draft=proposer, gamma=flags.gamma, max_context=longest)
-            seconds, counted = measure(runner, settings, item, sessions, clock)
-            took[proposer].append(1e3 * seconds / flags.tokens / sessions)
-        rounds = counted["rounds"] + counted["plain_rounds"]
-        rows.append(
-            CopyRow(
-                item.name,
-                sessions,
-                plain=statistics.median(took["none"]),
-                looked_up=statistics.median(took["ngram"]),
-                rounds=rounds / sessions,
-                proposed=counted["rounds"] / rounds,
-                accepted=counted["ngram_accepted_tokens"] / sessions,
-            )
-        )
+    proposers = [PLAIN, NGRAM]
+    if flags.draft:
+        drafts = {"draft": flags.draft, "draft_in_target": True}
+        proposers += [Proposer("draft", drafts), Proposer("ngram, draft", drafts | {"lookup_first": True})]
+    sizes = {"model": flags.target, "gamma": flags.gamma, "max_context": longest, "max_sessions": most}
+    of_each = [TargetSettings(**sizes, **proposer.settings) for proposer in proposers]
+    runners = [_runners(loaded, each, most * (longest + 64)) for each in of_each]
+    said = dictations(text, flags.context, flags.tokens, runners[0][0].vocab_size)
+    for item, sessions in tqdm([(item, count) for count in flags.sessions for item in said], desc="generating"):
+        took: list[list[float]] = [[] for _ in proposers]
+        counters = [dict[str, int]() for _ in proposers]
+        for _ in range(flags.repeats):
+            for index, settings in enumerate(of_each):
+                seconds, counters[index] = measure(runners[index], settings, item, sessions, clock)
+                took[index].append(1e3 * seconds)
+        plain, *_ = medians = [statistics.median(times) for times in took]
+        for proposer, milliseconds, counted in zip(proposers, medians, counters, strict=True):
+            rounds, drafted = counted["rounds"] + counted["plain_rounds"], counted["rounds"]
+            accepted = sessions * flags.tokens - rounds  # each round adds a token of the target's own
+            per_session = rounds / sessions, drafted / rounds, accepted / sessions
+            rows.append(CopyRow(item.name, sessions, proposer.name, milliseconds, plain / milliseconds, *per_session))
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"specahead bench copy --sessions {' '.join(map(str, flags.sessions))} --context {flags.context} "
-        f"--tokens {flags.tokens} --gamma {flags.gamma} --repeats {flags.repeats}",
-        "target": f"{Path(flags.target).name} on {device}",
+        f"--tokens {flags.tokens} --gamma {flags.gamma} --repeats {flags.repeats}"
+        + {"": "", str(models.DRAFT): " --draft"}.get(flags.draft, f" --draft {flags.draft}"),
+        "models": f"{', '.join(Path(name).name for name in names)} on {device}",
     }
     print(_report(head, rows))
     if flags.json:
-        content = head | {"rows": [asdict(row) | {"speedup": row.speedup} for row in rows]}
+        content = head | {"rows": [asdict(row) for row in rows]}
         Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _runners(loaded: list[nn.Module], settings: TargetSettings, kv_tokens: int) -> list[ModelRunner]:
+    """Return runners for a target of these settings, and for a draft if there is one, which wait for each step: what it
+    gave is replaced by what is dictated.
+    """
+    sizes: dict[str, Any] = {"step_queries": settings.most_drafted + 1, "most_queries": settings.widest_round}
+    made = [make_runner(model, kv_tokens, 0, settings.max_context, (), **sizes) for model in loaded]
+    for runner in made:
+        runner.goes_ahead = runner.chains = False
+    return made
 
 
 def _report(head: dict[str, str], rows: list[CopyRow]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
-    columns = f"{'plain':>9} {'ngram':>9} {'faster':>7} {'rounds':>7} {'proposed':>9} {'accepted':>9}"
-    lines.append(f"{'text':<28} {'sessions':>8} {columns}")
+    columns = f"{'a token':>9} {'faster':>7} {'rounds':>7} {'proposed':>9} {'accepted':>9}"
+    lines.append(f"{'text':<28} {'sessions':>8} {'proposed by':<13} {columns}")
     for row in rows:
         lines.append(
-            f"{row.text:<28} {row.sessions:>8} {row.plain:>6.2f} ms {row.looked_up:>6.2f} ms {row.speedup:>5.2f} x "
+            f"{row.text:<28} {row.sessions:>8} {row.proposer:<13} {row.milliseconds:>6.2f} ms {row.faster:>5.2f} x "
             f"{row.rounds:>7.0f} {row.proposed:>9.1%} {row.accepted:>9.0f}"
         )
-    lines.append("Plain, ngram: a token of all sessions, medians. Rounds, accepted: of a session with ngram.")
+    lines.append("A token: of all sessions, medians. Rounds, accepted: of a session. Proposed: rounds with a proposal.")
     return "\n".join(lines)

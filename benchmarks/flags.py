@@ -68,6 +68,7 @@ def add_turn_flags(parser: argparse.ArgumentParser) -> None:
 def add_copy_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench copy` takes."""
     parser.add_argument("--target", default=str(models.TARGET), metavar="MODEL", help="Hugging Face id or folder")
+    parser.add_argument("--draft", nargs="?", const=str(models.DRAFT), default="", metavar="MODEL", help="measured too")
     parser.add_argument("--text", default=str(models.DEMO_TEXT), metavar="FILE", help="what prompts are made of")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8], help="at once")
     parser.add_argument("--context", type=int, default=2000, help="tokens of a prompt")

@@ -239,6 +239,12 @@ class TargetSettings(ServiceSettings):
         above=0,
         most=1,
     )
+    lookup_first: bool = _rounds(
+        False,
+        "exact sessions whose last 16 tokens have occurred before go without their draft, and propose up to 15 tokens "
+        "that followed there, for as long as these are accepted: for agents that repeat much of their context; not "
+        "with confirm_every",
+    )
     draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
     confirm_every: int = _rounds(
         0,
@@ -295,6 +301,9 @@ class TargetSettings(ServiceSettings):
                 f"synthetic_confirmation is {self.synthetic_confirmation}, but verdicts are the target's own: give a "
                 "synthetic_acceptance, or leave it out"
             )
+        if self.lookup_first and (self.confirm_every or not self.has_draft):
+            given = f"draft {self.draft}" if not self.has_draft else "confirm_every"
+            raise SettingsError(f"lookup_first is not built with {given}: leave one of them out")
         if self.draft_in_target and not self.has_draft:
             raise SettingsError(f"draft_in_target: draft is {self.draft!r}, expected a model's id or folder")
         if self.draft_in_target and self.host_kv_memory:
@@ -344,7 +353,9 @@ class TargetSettings(ServiceSettings):
     @property
     def widest_round(self) -> int:
         """Tokens that a session runs in a round, at most: those that it confirms among them."""
-        return READ_AT_ONCE if self.confirm_every < 0 else super().widest_round + self.most_held
+        if self.confirm_every < 0 or self.lookup_first:
+            return max(READ_AT_ONCE, super().widest_round)
+        return super().widest_round + self.most_held
 
     @property
     def draft_name(self) -> str:

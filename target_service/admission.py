@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from config import TargetSettings
+from config.sections import READ_AT_ONCE
 from engine.grammars import Grammars, GrammarState
 from engine.inputs import SparsePrompt
 from engine.kv.pages import KEPT_SHARE, PAGE_SIZE, pages_for
@@ -20,7 +21,7 @@ from engine.runner import Runner
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
-from target_service.lookup import PromptLookup
+from target_service.lookup import FirstGuess, PromptLookup
 from target_service.screening import Screening, screening_reader
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
@@ -100,6 +101,7 @@ class Admission:
         # Rules keep what they derive from committed tokens, which held ones may never be.
         most_held, widest = self._settings.most_held, self._settings.widest_round
         screened = exact and most_held > 0 and not rules and grammar is None
+        guesses_first = exact and self._settings.lookup_first
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
@@ -115,7 +117,8 @@ class Admission:
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request, screened),
             screening=Screening(most_held, widest, len(request.tokens)) if screened else None,
-            lookup=PromptLookup() if self._settings.draft in ("ngram", "auto") else None,
+            lookup=PromptLookup() if guesses_first or self._settings.draft in ("ngram", "auto") else None,
+            first_guess=FirstGuess(READ_AT_ONCE - 1) if guesses_first else None,
             traceparent=request.traceparent,
             caller=request.caller,
             choice=request.choice,

@@ -5,10 +5,12 @@ repeats itself: an agent that copies from its context, code that is edited, what
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 SHORTEST = 3  # tokens that must have occurred before
 LONGEST = 16  # tokens that are compared
 PLACES = 16  # where the last tokens occurred that are compared, at most, the latest ones
+FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # tokens, between guesses that were in vain
 _TOKEN_BITS = 24  # of a token id within the key of an n-gram
 _KEY_MASK = (1 << SHORTEST * _TOKEN_BITS) - 1
 
@@ -34,12 +36,15 @@ class PromptLookup:
             self._before.append(previous)
             self._key = (self._key << _TOKEN_BITS | tokens[place]) & _KEY_MASK
 
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return the tokens behind the latest of the longest matches of the text's last tokens, [] if there is none: as
-        many as match, and `count` at most. A match that reaches into what it proposes goes round in a circle.
+    def propose(self, tokens: Sequence[int], count: int, least: int = SHORTEST) -> list[int]:
+        """Return the tokens behind the latest of the longest matches of the text's last tokens, [] if there is none of
+        `least` tokens: as many as match, and `count` at most. A match that reaches into what it proposes goes round in
+        a circle.
         """
         self.extend(tokens, len(tokens))
         place, length = self._best_match(tokens)
+        if length < least:
+            return []
         proposed: list[int] = []
         for at in range(place, place + min(count, length)):
             proposed.append(tokens[at] if at < len(tokens) else proposed[at - len(tokens)])
@@ -66,3 +71,30 @@ def _common_end(tokens: Sequence[int], place: int) -> int:
     while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[end - 1 - length]:
         length += 1
     return length
+
+
+@dataclass
+class FirstGuess:
+    """What prompt lookup proposes before a draft model is asked, for a text that copies at length: only where its last
+    LONGEST tokens have occurred before.
+
+    most: tokens that it proposes, at most. tokens: what it proposes for the next round. begins: tokens of the text from
+    which on it guesses. pause: tokens that the next pause lasts, which follows a guess that was mostly wrong.
+    """
+
+    most: int
+    tokens: list[int] = field(default_factory=list)
+    begins: int = 0
+    pause: int = FIRST_PAUSE
+
+    def note(self, proposed: int, accepted: int, committed: int) -> None:
+        """Take note of a round that accepted so many tokens of a guess; `committed` tokens are committed now."""
+        if 2 * accepted >= proposed:
+            self.pause = FIRST_PAUSE
+        else:
+            self.begins, self.pause = committed + self.pause, min(2 * self.pause, LONGEST_PAUSE)
+
+    def guess(self, lookup: PromptLookup, text: Sequence[int], room: int) -> None:
+        """Guess what the next round of a text proposes, up to `room` tokens."""
+        count = min(self.most, room) if len(text) >= self.begins else 0
+        self.tokens = lookup.propose(text, count, least=LONGEST) if count > 0 else []

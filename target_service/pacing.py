@@ -100,7 +100,7 @@ class Pacing:
         if not item.screens:
             lengths.note_held(commit.screened, commit.confirmed)
             screening.most = lengths.present
-        if seen.alone and commit.drafted:
+        if seen.alone and commit.drafted and not item.is_guessed:
             drafting = commit.draft_seconds if self._settings.draft_in_target else commit.wait_seconds
             kind = StepKind.SCREENS if item.screens else StepKind.CONFIRMS if item.held else StepKind.DENSE
             took = commit.verify_seconds, drafting
@@ -118,6 +118,9 @@ class Pacing:
         if imposed or together or commit.confirmed < commit.screened:
             return
         session, before = item.session, item.session.committed_at
+        if item.is_guessed:  # which says nothing about the draft
+            session.committed_at = None
+            return
         session.committed_at = None if seen.disturbed else seen.now
         announces = bool(session.announced_by)
         if not item.proposed and self.controller.goes_on_resting(session.pace, announces):

@@ -52,6 +52,11 @@ class VerifyRound:
         return self.input.tokens[1 + self.held :]
 
     @property
+    def is_guessed(self) -> bool:
+        """Whether what is proposed was guessed before the session's draft was asked."""
+        return self.session.first_guess is not None and self.proposal is None and bool(self.proposed)
+
+    @property
     def screens(self) -> bool:
         """Whether what it accepts is held back until a dense pass confirms it."""
         return self.input.drafted is not None and self.input.drafted.screens

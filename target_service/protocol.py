@@ -52,12 +52,13 @@ class DraftProtocol:
             self.assign(session)
 
     def assign(self, session: TargetSession, wait: bool = False) -> None:
-        """Have a session drafted, unless it has a draft, is paused or at its end, or there is none: by the draft with
-        the fewest sessions of all targets, and of several by that which was placed beside it (draft-2 beside target-2).
+        """Have a session drafted, unless it has a draft, goes without one or is at its end, or there is none: by the
+        draft with the fewest sessions of all targets, and of several by that which was placed beside it (draft-2 beside
+        target-2).
 
         wait: hold plain decoding back until the draft has had its time, as for a session that starts.
         """
-        if not self.drafts or session.draft is not None or session.is_paused or session.awaits_its_end:
+        if not self.drafts or session.draft is not None or session.goes_alone or session.awaits_its_end:
             return
         peer = min(self.drafts, key=lambda draft: (draft.load, _number(draft.name) != self._number))
         session.draft, session.drafted = peer, wait

@@ -13,7 +13,7 @@ from engine.sampling import Sampling
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.controller import UNDECIDED, Pace
-from target_service.lookup import PromptLookup
+from target_service.lookup import FirstGuess, PromptLookup
 from target_service.round_costs import PLAIN, Choice
 from target_service.screening import Screening
 from wire.errors import ServiceError
@@ -68,15 +68,15 @@ class TargetSession:
     prompt's tokens but its first, as far as it is read; None if not asked for, or told already. traceparent: of its
     request, if that is traced. caller, choice: of its request, too: whose it is, and which of the request's choices
     this is. reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end
-    of it; None: everything. lookup: what proposes tokens instead of a draft; None: nothing. memory: what its KV
-    weighed, if it drafts for itself. screening: what it holds back until it is confirmed; None: nothing ever. weighed:
-    the tokens that were committed before the last round that weighed it; 0: none has. pace: what is decided about its
-    rounds. next_round: how that is made. committed_at: when its last round was finished, if it has run nothing else
-    since. drafted: whether to wait for the draft's proposals. proposals: by round; those for the next one assume
-    different outcomes of this one. foreseen: whether the current round was proposed before the last verdict. held: what
-    was announced for the round judged last, by its key. last_judged: the round judged last, and its verdict.
-    reads_wanted: whether someone wants to look at which blocks the next round reads; reads: what the last round that
-    was looked at read.
+    of it; None: everything. lookup: what proposes tokens by itself; None: nothing. first_guess: when that does so
+    before a draft; None: in place of one. memory: what its KV weighed, if it drafts for itself. screening: what it
+    holds back until it is confirmed; None: nothing ever. weighed: the tokens that were committed before the last round
+    that weighed it; 0: none has. pace: what is decided about its rounds. next_round: how that is made. committed_at:
+    when its last round was finished, if it has run nothing else since. drafted: whether to wait for the draft's
+    proposals. proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the
+    current round was proposed before the last verdict. held: what was announced for the round judged last, by its key.
+    last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
+    next round reads; reads: what the last round that was looked at read.
     """
 
     id: str
@@ -94,6 +94,7 @@ class TargetSession:
     reader: Reader | None = None
     prompt: SparsePrompt | None = None
     lookup: PromptLookup | None = None
+    first_guess: FirstGuess | None = None
     memory: ReadMemory | None = None
     screening: Screening | None = None
     weighed: int = 0
@@ -180,10 +181,31 @@ class TargetSession:
         return drafted.gamma, bool(self.announced_by) and not drafted.sparse
 
     def look_up(self, gamma: int) -> list[int]:
-        """Return up to `gamma` tokens that its own text proposes: those that followed its last tokens earlier."""
+        """Return up to `gamma` tokens that its own text proposes: those that followed its last tokens earlier. Where it
+        guesses before its draft does, what it has guessed."""
+        if self.first_guess is not None:
+            return self.first_guess.tokens
         if self.lookup is None or self.is_paused:
             return []
         return self.lookup.propose(self.tokens, min(gamma, self.max_length - len(self.tokens) - 1))
+
+    def guess(self, proposed: int, accepted: int) -> None:
+        """Guess what comes next before the draft is asked, behind a round that accepted so many of those tokens that
+        were guessed for it."""
+        if self.first_guess is not None and self.lookup is not None:
+            if proposed:
+                self.first_guess.note(proposed, accepted, len(self.tokens))
+            self.first_guess.guess(self.lookup, self.tokens, self.max_length - len(self.tokens) - 1)
+
+    @property
+    def goes_alone(self) -> bool:
+        """Whether it goes without a draft for now."""
+        return self.is_paused or self.copies
+
+    @property
+    def copies(self) -> bool:
+        """Whether its next round is guessed, without its draft."""
+        return self.first_guess is not None and bool(self.first_guess.tokens)
 
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it is here."""

@@ -365,6 +365,7 @@ class Verifier:
             self._drafting.note_round(commit.drafted, commit.accepted)
         self._tell(item, commit, output.supports)
         self.pacing.choose_length(item, commit, seen)
+        session.guess(commit.drafted if item.is_guessed else 0, commit.accepted)
         if session.kv_is_dense and not self.runner.deterministic:
             self.runner.kv.index_prefix(session.kv, session.tokens)
         if commit.finish_reason is not FinishReason.NONE:
@@ -373,7 +374,7 @@ class Verifier:
                 self.admission.close(session)
             return
         self.pacing.decide(item, commit, seen, output.alternative is not None)
-        if session.draft is not None and session.is_paused:
+        if session.draft is not None and session.goes_alone:
             self.protocol.end(session)
         elif session.draft is not None:
             gamma, dense = session.asked

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,16 +11,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import models
-from config import TargetSettings
+from config import SettingsError, TargetSettings
+from draft_service.drafter import Drafter
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.sampling import Sampling
 from sparsity.plan import load_plan
-from target_service.lookup import LONGEST, PLACES, SHORTEST, PromptLookup
+from target_service.draft_in_target import StepsByTurns
+from target_service.lookup import FIRST_PAUSE, LONGEST, LONGEST_PAUSE, PLACES, SHORTEST, FirstGuess, PromptLookup
 from target_service.planning import VerifyStep
 from target_service.verifier import Verifier
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, TABLE, FakeModel, hashed
+from tests.unit.test_draft_in_target import Turns
 from tests.unit.test_grammar_sessions import END, GRAMMARS, SCHEMA, plain
 from tests.unit.test_sessions import PROMPT, RULED, STOPS, check_distribution
 from tests.unit.world import World, prompts, totals
@@ -90,6 +94,29 @@ def test_a_token_is_indexed_once() -> None:
         assert Counted.reads <= 1 + 4 + 2 * LONGEST
 
 
+def test_a_guess_needs_a_long_match_and_pauses_longer_each_time_it_is_in_vain() -> None:
+    text, guess, lookup = [*range(40), *range(LONGEST)], FirstGuess(15), PromptLookup()
+    guess.guess(lookup, text[:-1], 99)
+    assert guess.tokens == [] and lookup.propose(text[:-1], 15) == [*range(15, 30)]
+    guess.guess(lookup, text, 99)
+    assert guess.tokens == [*range(16, 31)]
+    guess.guess(lookup, text, 3)
+    assert guess.tokens == [16, 17, 18]
+    guess.guess(lookup, text, 0)
+    assert guess.tokens == []
+    committed, pauses = len(text), []
+    for _ in range(8):
+        guess.note(15, 7, committed)
+        guess.guess(lookup, text, 99)
+        assert guess.tokens == []
+        pauses.append(guess.begins - committed)
+        committed = guess.begins
+    assert pauses == [FIRST_PAUSE * 2**i for i in range(6)] + [LONGEST_PAUSE] * 2
+    guess.note(15, 8, committed)
+    guess.note(15, 0, committed)
+    assert guess.begins == committed + FIRST_PAUSE
+
+
 # Sessions
 
 
@@ -120,6 +147,41 @@ def test_greedy_is_plain_decoding_in_every_pool_and_whoever_leaves(
     assert (drafted, accepted) == (counted["ngram_draft_tokens"], counted["ngram_accepted_tokens"])
     assert counted["rounds"] == counted["ngram_rounds"]
     assert accepted > drafted / 4
+    world.check_nothing_left()
+
+
+class Leaping(Repeating):
+    """Every 60th token takes it to another circle."""
+
+    def target(self, tokens: list[int]) -> np.ndarray:
+        return TABLE[hashed(tokens[-2:] if len(tokens) % 60 else tokens) % len(TABLE)]
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 999),
+    agreement=st.integers(0, 4),
+    branches=st.sampled_from([1, 3]),
+    pages=st.integers(60, 90),
+    aborted=st.sets(st.integers(0, 3)),
+    in_target=st.booleans(),
+)
+def test_what_is_guessed_before_a_draft_is_asked_changes_no_token(
+    clock: Clock, seed: int, agreement: int, branches: int, pages: int, aborted: set[int], in_target: bool
+) -> None:
+    """Whoever drafts, gives way or leaves meanwhile; approximate sessions beside them are drafted alone."""
+    how = {"pages": pages, "draft_pages": pages, "lookup_first": True, "prefill_chunk": 64, "ahead": not in_target}
+    world = World(clock, seed, Leaping(agreement=agreement), branches=1 if in_target else branches, **how)  # type: ignore[arg-type]
+    names = [world.open(prompt, 150) for prompt in prompts(random.Random(seed), 4, 30)]
+    names.append(world.open([4] * 60, 60, exactness=m.Exactness.APPROXIMATE, sparsity="dense"))
+    if in_target:
+        world.run = Turns(world).run  # type: ignore[method-assign]
+    else:
+        world.attach()
+    world.run_and_check_greedy(names, aborted)
+    counted = world.verifier.counters
+    assert counted["ngram_accepted_tokens"] > counted["ngram_draft_tokens"] / 3
+    assert counted["rounds"] > counted["ngram_rounds"] > 0
     world.check_nothing_left()
 
 
@@ -198,12 +260,21 @@ def test_a_grammar_is_followed(clock: Clock) -> None:
     assert totals(world)[1] > 8
 
 
-def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers() -> None:
+@pytest.mark.parametrize("first", [False, True])
+def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bool) -> None:
+    """first: before a draft is asked, which goes on where nothing is guessed; else there is no draft."""
     model = load_model(str(models.TARGET), torch.float32, "cpu", "sdpa")
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(4, 4096, (length,), generator=generator).tolist() * 3 for length in (20, 90)]
-    runner = make_runner(model, 4000, 0, 1000, (), step_queries=5)
-    verifier = Verifier(runner, load_plan(models.PLAN), TargetSettings(draft="ngram", max_context=1000))
+    sizes = TargetSettings(max_context=1000, max_sessions=2)
+    how = {"draft_in_target": True, "lookup_first": True} if first else {"draft": "ngram"}
+    given, plan = replace(sizes, **how), load_plan(models.PLAN)  # type: ignore[arg-type]
+    widths: dict[str, Any] = {"step_queries": 5, "most_queries": given.widest_round}
+    verifier = Verifier(make_runner(model, 4000, 0, 1000, (), **widths), plan, given)
+    steps: Any = verifier
+    if first:
+        draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu", "sdpa"), 4000, 0, 1000, ())
+        steps = StepsByTurns(verifier, Drafter(draft, plan, given.own_draft))
     served: dict[str, list[int]] = {"0": [], "1": []}
 
     def emit(event: m.ServedEvent) -> None:
@@ -212,12 +283,24 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers() -> None
 
     for name, text in enumerate(texts):
         verifier.admission.open(m.Open(str(name), text, len(text), 64, [], GREEDY, m.Exactness.EXACT), emit)
-    while (step := verifier.plan_step()) is not None:
-        verifier.finish_step(step, verifier.execute(step))
+    while (step := steps.plan_step()) is not None:
+        steps.finish_step(step, steps.execute(step))
     counted = verifier.counters
     assert counted["ngram_accepted_tokens"] > 50
+    assert (counted["rounds"] > counted["ngram_rounds"]) == first
     for name, text in enumerate(texts):
         expected = model.generate(  # type: ignore[operator]
             torch.tensor([text]), do_sample=False, max_new_tokens=64, eos_token_id=None, pad_token_id=0
         )
         assert served[str(name)] == expected[0, len(text) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"draft": "ngram"}, "draft ngram"), ({"confirm_every": 11}, "confirm_every"), ({"confirm_every": -1}, "confirm")],
+)
+def test_what_is_not_built_is_refused(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(SettingsError, match=f"lookup_first is not built with {named}"):
+        TargetSettings(lookup_first=True, **wrong)
+    assert TargetSettings(lookup_first=True).widest_round == 16
+    assert TargetSettings(lookup_first=True, gamma=20).widest_round == 21

@@ -106,6 +106,7 @@ class World:
         confirm_every: int = 0,
         max_context: int = 500,
         screening_quantization: str = "none",
+        lookup_first: bool = False,
     ) -> None:
         """proposer: what proposes while no draft is attached, as --draft says."""
         self.clock, self.rng = clock, random.Random(seed)
@@ -125,7 +126,8 @@ class World:
                 synthetic_acceptance=synthetic_acceptance,
                 synthetic_confirmation=synthetic_confirmation,
                 prompt_read_share=prompt_read_share,
-                draft=str(models.DRAFT) if confirm_every else proposer,
+                draft=str(models.DRAFT) if confirm_every or lookup_first else proposer,
+                lookup_first=lookup_first,
                 self_from=self_from,
                 confirm_every=confirm_every,
                 screening_quantization=screening_quantization,
