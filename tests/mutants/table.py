@@ -381,9 +381,34 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/confirm_lengths.py",
         "test_confirm_lengths",
-        ("a dense pass costs nothing", "(rounds * screens + confirms)", "(rounds * screens)"),
-        ("all is confirmed", "kept = chance**held", "kept = 1.0"),
-        ("what was seen is never forgotten", "FORGOTTEN * max(0.0, LIKELY - chance)", "0.0"),
+        ("a dense pass takes no time", "self.drafting.value + confirms)", "self.drafting.value)"),
+        ("all is confirmed", "kept = self.chance**held", "kept = 1.0"),
+        ("what was seen is never forgotten", "FORGOTTEN * max(0.0, LIKELY - self.chance)", "0.0"),
+        ("one step says how long those of its kind take", "ASSUMED, ASSUMED_ROUNDS = {StepKind.SCREENS: 1.0, StepKind.CONFIRMS: 1.2, StepKind.DENSE: 1.0}, 16", "ASSUMED, ASSUMED_ROUNDS = {StepKind.SCREENS: 1.0, StepKind.CONFIRMS: 1.2, StepKind.DENSE: 1.0}, 0.1"),
+        ("how long steps of a kind take is what sizes say", "seen.rounds * seen.value) / (ASSUMED_ROUNDS + seen.rounds)", "0) / ASSUMED_ROUNDS"),
+    ),
+    *_of(
+        "target_service/lookup.py",
+        "test_lookup",
+        ("a short match is a guess", "count, least=LONGEST)", "count)"),
+        ("a guess in vain is tried again at once", "self.begins, self.pause = committed + self.pause,", "self.begins, self.pause = committed,"),
+        ("pauses stay as short", "min(2 * self.pause, LONGEST_PAUSE)", "self.pause"),
+    ),
+    *_of(
+        "target_service/session.py",
+        "test_lookup",
+        ("a session that guesses keeps its draft", "return self.is_paused or self.copies", "return self.is_paused"),
+    ),
+    *_of(
+        "engine/kv/backing_store.py",
+        "test_tiered_kv",
+        ("what was read wholly once leaves last for ever", "for page in pages.tolist() if not dense else ():", "for page in ():"),
+        ("what is on its way when it is read by little leaves last", "                    on_its_way[page] = False\n", "                    pass\n"),
+    ),
+    *_of(
+        "target_service/going_ahead.py",
+        "test_going_ahead",
+        ("sessions that may be screened wait", "and session.screening is None and not session.reader.reads_all_alone", "and not session.reader.reads_all_alone"),
     ),
     *_of(
         "target_service/round_costs.py",
@@ -444,7 +469,6 @@ MUTANTS: list[Mutant] = [
         "test_screening",
         ("what gave way is told nevertheless", "        del tokens[self.confirmed :], self.supports[:]\n", "        del self.supports[:]\n"),
         ("what confirmations read is weighed but once", "self.most > 0 and self.unweighed + 1 >= WEIGHED_EVERY", "False"),
-        ("a session's chance is not kept", "self.chance = chance_behind(", "chance_behind("),
         ("what a held token was drawn from is forgotten", "        self.supports += supports[: len(commit.tokens)]\n", "        self.supports += supports[:1]\n"),
     ),
     *_of(
@@ -455,6 +479,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/planning.py",
         "test_screening",
+        ("plain steps weigh what they read", "screening.is_to_weigh and (holding or n)", "screening.is_to_weigh"),
+        ("more is run than there is room for", "proposed = proposed[: screening.widest - 1 - len(held)]", "proposed = proposed[:99]"),
         ("nothing is ever confirmed but at the end", "    too_many = len(session.tokens)", "    too_many = 0 * len(session.tokens)"),
         ("no round is screened", "    return not proposed or too_many", "    return True or too_many"),
         ("one session confirms while others screen", "    if not holding and len(confirm) < len(screened):", "    if True:"),

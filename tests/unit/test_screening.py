@@ -157,6 +157,21 @@ def test_as_many_drafted_tokens_are_judged_as_there_is_room_for_beside_held_ones
     world.check_nothing_left()
 
 
+def test_without_a_draft_only_the_first_round_weighs_what_it_reads(clock: Clock) -> None:
+    world = screened(clock, 3, Screens())
+    name, weighed = world.open([3] * 60, 30), []
+    execute = world.verifier.execute
+
+    def note(step: VerifyStep) -> VerifyResult:
+        weighed.extend(item.input.read is not None for item in step.rounds)
+        return execute(step)
+
+    with patch.object(world.verifier, "execute", note):
+        world.run()
+    world.check_greedy(name)
+    assert weighed[0] and not any(weighed[1:])
+
+
 def test_sessions_of_a_step_confirm_together_and_every_fourth_time_weigh(clock: Clock) -> None:
     """Where one confirms what it holds, no other one screens."""
     world = screened(clock, 5, Screens(agreement=3, screening=3))
