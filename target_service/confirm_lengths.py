@@ -86,13 +86,15 @@ class ConfirmLengths:
         self.committed.add(committed)
 
     def note_held(self, held: int, confirmed: int) -> None:
-        """Take note of a session's round that was to confirm so many tokens, and confirmed so many of them."""
+        """Take note of a session's round that was to confirm so many tokens, and confirmed so many of them. What was
+        seen is forgotten while sessions hold nothing.
+        """
         judged = min(held, confirmed + 1)
         if judged:
             weight = max(NEWEST_TOKEN, 1 / (ASSUMED_TOKENS + self.judged))
             self.chance += (1 - (1 - weight) ** judged) * (confirmed / judged - self.chance)
             self.judged += judged
-        else:
+        elif not self.present:
             self.judged = 0
             self.chance += FORGOTTEN * max(0.0, LIKELY - self.chance)
 

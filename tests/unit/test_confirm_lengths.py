@@ -125,9 +125,13 @@ def test_what_is_seen_of_held_tokens_counts_and_is_forgotten_where_nothing_is_he
     before = made.chance
     made.note_held(8, 8)
     assert made.chance > before
+    before, judged = made.chance, made.judged
+    made.note_held(0, 0)  # of a session that has just begun
+    assert (made.chance, made.judged) == (before, judged)
+    made.present = 0
     for _ in range(20_000):
         made.note_held(0, 0)
-    assert made.chance == pytest.approx(LIKELY, abs=0.001)
+    assert made.chance == pytest.approx(LIKELY, abs=0.001) and made.judged == 0
     made.chance = 0.99
     made.note_held(0, 0)
     assert made.chance == 0.99
