@@ -16,6 +16,7 @@ from engine.rounds.behind_steps import Verdict
 from engine.rounds.requests import AnnouncementRequest, Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from sparsity.plan import uniform_plan
 from sparsity.selection import last_word_mask, row_words
+from target_service.lookup import FirstGuess, PromptLookup
 from tests.chaining import ChainingRunner, StepAtOnce
 
 VOCAB = 64
@@ -37,6 +38,17 @@ def script(prompt: list[int], max_tokens: int, stop: list[int]) -> list[int]:
         tokens.append(next_token(checksum))
         checksum = zlib.crc32(bytes(tokens[-1:]), checksum)
     return tokens
+
+
+def guess_by_script(guess: FirstGuess, _: PromptLookup, text: Sequence[int], room: int) -> None:
+    """Guess what follows a text, in place of `FirstGuess.guess`, since scripted texts do not repeat: for an eighth of
+    all texts, half of them with a token that is wrong.
+    """
+    checksum, guess.tokens = zlib.crc32(bytes(text), 1), []
+    if checksum % 8 == 0 and room > 0 and len(text) >= guess.begins:
+        guess.tokens = script(list(text), min(guess.most, room), [])
+        if checksum // 8 % 2:
+            guess.tokens[checksum // 16 % len(guess.tokens)] ^= 1
 
 
 class ScriptedRunner(ChainingRunner):

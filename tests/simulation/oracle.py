@@ -168,6 +168,7 @@ def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: S
     is_fit = (
         scenario.gamma_setting > 0
         and not scenario.confirm_every  # whose rounds that take tokens back are plain
+        and not scenario.lookup_first  # behind whose guesses a draft begins anew
         and scenario.draft == DRAFT
         and scenario.draft_pages >= 400
         and scenario.draft_errs <= 4

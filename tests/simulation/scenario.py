@@ -107,6 +107,11 @@ class Scenario:
         return -1 if number > 11 or not self.gamma_setting else self.gamma + 1 + number
 
     @property
+    def lookup_first(self) -> bool:
+        """Whether a text proposes before a draft does, by guesses that follow from it (model.guess_by_script)."""
+        return self.seed % 4 == 2 and self.draft == DRAFT and not self.confirm_every
+
+    @property
     def goes_ahead(self) -> bool:
         """Whether targets launch steps of plain decoding ahead, as on a GPU."""
         return self.seed // 3 % 2 == 0

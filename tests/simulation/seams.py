@@ -12,8 +12,10 @@ from unittest.mock import patch
 
 import grpc
 
+from target_service.lookup import FirstGuess
 from tests.simulation.channels import Channel
 from tests.simulation.loop import VirtualLoop
+from tests.simulation.model import guess_by_script
 from tests.simulation.network import Network
 from tests.simulation.process import Exited, current_process
 from tests.simulation.servers import Server
@@ -32,6 +34,7 @@ def replaced(loop: VirtualLoop, network: Network) -> Iterator[None]:
         free = lambda host, port: network.check_free(f"{host}:{port}")  # noqa: E731
         stack.enter_context(patch("wire.server.check_free", free))
         stack.enter_context(patch.object(os, "getpid", lambda: 1))
+        stack.enter_context(patch.object(FirstGuess, "guess", guess_by_script))
         stack.enter_context(patch.object(secrets, "token_hex", lambda size: loop.random.randbytes(size).hex()))
         stack.enter_context(patch.object(os, "_exit", _exit))
         stack.enter_context(patch.object(logging, "shutdown", lambda: None))

@@ -63,6 +63,7 @@ async def run_target(
         draft=scenario.draft,
         self_from=0,
         confirm_every=scenario.confirm_every,
+        lookup_first=scenario.lookup_first,
         max_sessions=scenario.max_sessions,
         max_queued=scenario.max_queued,
         max_context=CONTEXT,
