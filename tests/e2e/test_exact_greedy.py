@@ -82,8 +82,17 @@ def check_whole_budget(stack: Stack, prompts: list[list[int]]) -> None:
     assert sparse == dense
 
 
+def copied() -> list[int]:
+    """A prompt that says 90 tokens three times, which the target goes on with."""
+    chosen = random.Random(1)
+    return [chosen.randrange(4, 4096) for _ in range(90)] * 3
+
+
 def check_default_method(stack: Stack, prompts: list[list[int]]) -> None:
-    """Approximate requests that name no method have the launch's; target and draft agree on it."""
+    """Approximate requests that name no method have the launch's; target and draft agree on it. And what is copied was
+    guessed before the draft was asked.
+    """
+    assert metric(stack.http, "service_events_total", name="ngram_accepted_tokens") > 30
     prompt = prompts[-1][:900]
     stub, fields = stack.stub(), {"max_tokens": 12, "exactness": APPROXIMATE}
     unnamed = generate(stub, prompt, **fields)
@@ -100,7 +109,7 @@ def check_default_method(stack: Stack, prompts: list[list[int]]) -> None:
     ("flags", "share", "every", "also"),
     [
         ("--gamma 1 --budget 1.0", 0.7, slice(0, None, 5), check_whole_budget),
-        ("--gamma 4 --draft-branches 8 --sparsity streaming", 0.4, slice(3, 9), check_default_method),
+        ("--gamma 4 --draft-branches 8 --sparsity streaming --lookup-first", 0.4, slice(3, 9), check_default_method),
         ("--gamma 4 --draft-in-target", 0.4, slice(1, None, 5), check_steps_behind_rounds),
     ],
     ids=["gamma-1", "draft-branches", "draft-in-target"],
@@ -116,7 +125,7 @@ def test_greedy_exact_equals_transformers(
 ) -> None:
     stack = launch(*flags.split())
     assert ("draft" in stack.services) == ("--draft-in-target" not in flags)
-    drafted, accepted = check(stack, "", prompts[every], greedy)
+    drafted, accepted = check(stack, "", prompts[every] + [copied()] * ("--lookup-first" in flags), greedy)
     also(stack, prompts[every])
     stack.stop()
     assert accepted > share * drafted, "fewer drafted tokens were accepted than these books give"
