@@ -6,10 +6,12 @@ are confirmed, and from what steps of each kind take: as many tokens of KV as ca
 corrected by what they were seen to take. All sessions hold as many, since the sessions of a step confirm together.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
 
 from config import TargetSettings
+from target_service.round_costs import Load
 from target_service.self_drafting import BEYOND_BYTES
 
 LIKELY = 0.985  # of the screened tokens: confirmed, before any has been judged (0.989: docs/quality.md)
@@ -36,14 +38,18 @@ ASSUMED, ASSUMED_ROUNDS = {StepKind.SCREENS: 1.0, StepKind.CONFIRMS: 1.2, StepKi
 
 @dataclass
 class _Mean:
-    """A mean of the newest rounds. rounds: that were seen."""
+    """A mean of the newest rounds. rounds: as how many it counts."""
 
     value: float = 0.0
-    rounds: int = 0
+    rounds: float = 0.0
 
     def add(self, value: float) -> None:
-        self.rounds += 1
-        self.value += max(NEWEST_ROUND, 1 / self.rounds) * (value - self.value)
+        self.rounds = min(self.rounds + 1, 1 / NEWEST_ROUND)
+        self.value += (value - self.value) / self.rounds
+
+
+def _of_each_kind() -> dict[StepKind, _Mean]:
+    return {kind: _Mean() for kind in StepKind}
 
 
 @dataclass
@@ -54,7 +60,7 @@ class ConfirmLengths:
     weight_tokens: tokens of KV that take as long to read as the weights do. screening_weights: the share of the
     weights' bytes that a step reads which screens. present: tokens that sessions are to hold now. chance: of a held
     token to be confirmed. judged: how many were. drafting: what a round takes before the target's step, in seconds.
-    committed: tokens of a round. seconds: of each token of KV that steps of a kind seem to read.
+    committed: tokens of a round. seconds: by load, of each token of KV that steps of a kind seem to read.
     """
 
     gamma: int
@@ -67,7 +73,7 @@ class ConfirmLengths:
     judged: int = 0
     drafting: _Mean = field(default_factory=_Mean)
     committed: _Mean = field(default_factory=_Mean)
-    seconds: dict[StepKind, _Mean] = field(default_factory=lambda: {kind: _Mean() for kind in StepKind})
+    seconds: dict[Load, dict[StepKind, _Mean]] = field(default_factory=lambda: defaultdict(_of_each_kind))
 
     def step_size(self, kind: StepKind, tokens: int, read: float) -> float:
         """Return how many tokens of KV can be read while a step runs over so many, of which it reads so many."""
@@ -75,13 +81,16 @@ class ConfirmLengths:
         return weights + read + BEYOND_BYTES * (self.weight_tokens + tokens)
 
     def note_round(
-        self, kind: StepKind, tokens: int, read: float, seconds: float, drafting: float, committed: int
+        self, load: Load, kind: StepKind, tokens: int, read: float, seconds: float, drafting: float, committed: int
     ) -> None:
         """Take note of a session's round, in a step over so many tokens of KV of which it read so many: seconds of the
-        step, and of what went by before it for the draft; tokens that the session committed or held.
+        step, and of what went by before it for the draft; tokens that the session committed or held. While nothing is
+        held, what was seen of other steps is forgotten, so that they are tried again.
         """
-        seconds = max(1e-6, seconds)
-        self.seconds[kind].add(seconds / self.step_size(kind, tokens, read))
+        seconds, here = max(1e-6, seconds), self.seconds[load]
+        here[kind].add(seconds / self.step_size(kind, tokens, read))
+        for other in (StepKind.SCREENS, StepKind.CONFIRMS) if not self.present else ():
+            here[other].rounds *= 1 - FORGOTTEN
         self.drafting.add(min(DEAREST * seconds, drafting))
         self.committed.add(committed)
 
@@ -95,21 +104,21 @@ class ConfirmLengths:
             self.chance += (1 - (1 - weight) ** judged) * (confirmed / judged - self.chance)
             self.judged += judged
         elif not self.present:
-            self.judged = 0
             self.chance += FORGOTTEN * max(0.0, LIKELY - self.chance)
 
-    def choose(self, tokens: int) -> None:
-        """Say how many tokens sessions are to hold now, at most; 0: none.
+    def choose(self, load: Load, tokens: int) -> None:
+        """Say how many tokens sessions are to hold now, at most; 0: none, until it is known what dense steps take.
 
         tokens: of KV, of the sessions of a step.
         """
-        if not self.committed.rounds:
+        if self.seconds[load][StepKind.DENSE].rounds < ASSUMED_ROUNDS:
+            self.present = 0
             return
-        rates = {most: self._rate(most, tokens) for most in range(self.gamma + 1, self.most + 1)}
+        rates = {most: self._rate(load, most, tokens) for most in (0, *range(self.gamma + 1, self.most + 1))}
         best = max(rates, key=rates.__getitem__)
-        self.present = best if rates[best] > (1 + GAIN) * self._rate(0, tokens) else 0
+        self.present = best if rates[best] > (1 + GAIN) * rates[0] else 0
 
-    def _rate(self, most: int, tokens: int) -> float:
+    def _rate(self, load: Load, most: int, tokens: int) -> float:
         """Return the tokens that a session gets for what all steps take from one dense pass to the next.
 
         A round of the draft that was made for what is taken back is lost with it.
@@ -119,14 +128,13 @@ class ConfirmLengths:
         kept = self.chance**held
         gained = kept * a_round + sum(self.chance**i for i in range(round(held)))
         rounds = held / a_round + (1 - kept)
-        screens = self.drafting.value + self._step_seconds(StepKind.SCREENS, tokens, self.share * tokens)
-        confirms = self._step_seconds(StepKind.CONFIRMS if most else StepKind.DENSE, tokens, tokens)
+        screens = self.drafting.value + self._step_seconds(load, StepKind.SCREENS, tokens, self.share * tokens)
+        confirms = self._step_seconds(load, StepKind.CONFIRMS if most else StepKind.DENSE, tokens, tokens)
         return gained / (rounds * screens + self.drafting.value + confirms)
 
-    def _step_seconds(self, kind: StepKind, tokens: int, read: float) -> float:
-        seen = self.seconds[kind]
-        known = [mean.value / ASSUMED[each] for each, mean in self.seconds.items() if mean.rounds]
-        assumed = ASSUMED[kind] * sum(known) / len(known)
+    def _step_seconds(self, load: Load, kind: StepKind, tokens: int, read: float) -> float:
+        here = self.seconds[load]
+        seen, assumed = here[kind], ASSUMED[kind] * here[StepKind.DENSE].value
         a_token = (ASSUMED_ROUNDS * assumed + seen.rounds * seen.value) / (ASSUMED_ROUNDS + seen.rounds)
         return a_token * self.step_size(kind, tokens, read)
 
@@ -136,4 +144,4 @@ def confirm_lengths(settings: TargetSettings, weight_tokens: float) -> ConfirmLe
     if settings.confirm_every >= 0:
         return None
     most, light = settings.most_held, 0.5 if settings.screens_lightly else 1.0
-    return ConfirmLengths(settings.most_drafted, most, settings.self_read_share, weight_tokens, light, present=most)
+    return ConfirmLengths(settings.most_drafted, most, settings.self_read_share, weight_tokens, light)

@@ -83,7 +83,7 @@ class Pacing:
         self._draft_has_read, self._captures_seen = False, self._runner.captures_made
         self._read_last = bool(step.prefills)
         if self._lengths is not None and alone:
-            self._lengths.choose(sum(tokens))
+            self._lengths.choose(load, sum(tokens))
         return StepSeen(now, load, size, kinds, disturbed, alone, sum(tokens), read)
 
     def _load(self) -> tuple[Load, float]:
@@ -104,7 +104,7 @@ class Pacing:
             drafting = commit.draft_seconds if self._settings.draft_in_target else commit.wait_seconds
             kind = StepKind.SCREENS if item.screens else StepKind.CONFIRMS if item.held else StepKind.DENSE
             took = commit.verify_seconds, drafting
-            lengths.note_round(kind, seen.tokens, seen.tokens_read, *took, commit.accepted + 1)
+            lengths.note_round(seen.load, kind, seen.tokens, seen.tokens_read, *took, commit.accepted + 1)
 
     def decide(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:
         """Have the controller say how a session's next round is made, by the one that was committed just now.

@@ -5,10 +5,11 @@ import random
 import pytest
 
 from config import TargetSettings
-from target_service.confirm_lengths import ASSUMED, LIKELY, ConfirmLengths, StepKind, confirm_lengths
+from target_service.confirm_lengths import ASSUMED_ROUNDS, LIKELY, ConfirmLengths, StepKind, confirm_lengths
 
 WEIGHTS = 120_000.0  # of 8b, in tokens of its KV
 GAMMA, MOST, ACCEPTED = 4, 24, 0.8
+LOAD = (1, 17)
 SCREENS, CONFIRMS, DENSE = StepKind
 
 
@@ -16,18 +17,18 @@ def lengths(drafting: float, tokens: int, slower: float = 1.0) -> ConfirmLengths
     """Return costs by 500 rounds that take a time for their draft, in steps over so many tokens; dense ones take a
     second. slower: how many times as long as their sizes say those take that confirm.
     """
-    made, rng = ConfirmLengths(GAMMA, MOST, 0.06, WEIGHTS, present=MOST), random.Random(0)
+    made, rng = ConfirmLengths(GAMMA, MOST, 0.06, WEIGHTS), random.Random(0)
     a_token = 1 / made.step_size(DENSE, tokens, tokens)
     for kind in rng.choices([SCREENS, CONFIRMS, DENSE], k=500):
         read = tokens * (0.06 if kind is SCREENS else 1)
         takes = made.step_size(kind, tokens, read) * a_token * (slower if kind is CONFIRMS else 1)
-        made.note_round(kind, tokens, read, takes, drafting, committed_of(rng))
+        made.note_round(LOAD, kind, tokens, read, takes, drafting, committed_of(rng))
     return made
 
 
 def chosen(made: ConfirmLengths, chance: float, tokens: int) -> int:
     made.chance = chance
-    made.choose(tokens)
+    made.choose(LOAD, tokens)
     return made.present
 
 
@@ -80,19 +81,40 @@ def test_what_steps_that_confirm_were_seen_to_take_counts() -> None:
     assert 0 < at_best[0] < at_best[1] and at_best[2] == 0
 
 
-def test_a_kind_of_steps_that_was_hardly_seen_is_judged_by_the_others() -> None:
+def test_a_kind_of_steps_that_was_hardly_seen_is_judged_by_dense_ones() -> None:
     """Else one slow step that screened would keep sessions from ever screening again."""
     made = lengths(0.4, 400_000)
-    made.seconds[SCREENS] = type(made.seconds[SCREENS])(100 * made.seconds[DENSE].value, 1)
+    here = made.seconds[LOAD]
+    here[SCREENS].value, here[SCREENS].rounds = 100 * here[DENSE].value, 1
     assert chosen(made, 0.99, 400_000) == 0  # seven times as slow as expected, by its weight of one in 17
-    made.seconds[SCREENS].value /= 20
+    here[SCREENS].value /= 20
     assert chosen(made, 0.99, 400_000) > 0
-    never = ConfirmLengths(GAMMA, MOST, 0.06, WEIGHTS)
-    never.note_round(DENSE, 400_000, 400_000, 0.02, 0.008, 3)
-    dense = never.seconds[DENSE].value
-    assert never._step_seconds(CONFIRMS, 1000, 1000) == pytest.approx(
-        ASSUMED[CONFIRMS] * dense * never.step_size(CONFIRMS, 1000, 1000)
-    )
+
+
+def test_nothing_is_held_until_it_is_known_what_dense_steps_take_at_a_load() -> None:
+    """What steps were seen to take at another load, of other sizes, says nothing."""
+    made = lengths(0.4, 400_000)
+    assert chosen(made, 0.99, 400_000) > 0
+    made.choose((6, 16), 400_000)
+    assert made.present == 0
+    for _ in range(ASSUMED_ROUNDS):
+        made.choose((6, 16), 400_000)
+        assert made.present == 0
+        made.note_round((6, 16), DENSE, 400_000, 400_000, 1.0, 0.4, 3)
+    made.choose((6, 16), 400_000)
+    assert made.present > 0
+
+
+def test_steps_that_screen_are_tried_again_where_they_were_too_slow() -> None:
+    made = lengths(0.4, 400_000)
+    for _ in range(200):
+        made.note_round(LOAD, SCREENS, 400_000, 24_000, 3.0, 0.4, 3)
+    assert chosen(made, 0.99, 400_000) == 0
+    rounds = 0
+    while not chosen(made, 0.99, 400_000) and rounds < 20_000:
+        made.note_round(LOAD, DENSE, 400_000, 400_000, 1.0, 0.4, 3)
+        rounds += 1
+    assert 1_000 < rounds < 15_000
 
 
 def test_weights_in_eight_bits_have_screening_pay_sooner() -> None:
@@ -104,16 +126,16 @@ def test_weights_in_eight_bits_have_screening_pay_sooner() -> None:
     assert light.step_size(CONFIRMS, 1000, 1000) == other.step_size(CONFIRMS, 1000, 1000)
     for made in (light, other):
         for _ in range(50):
-            made.note_round(DENSE, 30_000, 30_000, 1.0, 0.6, 3)
+            made.note_round(LOAD, DENSE, 30_000, 30_000, 1.0, 0.6, 3)
     assert chosen(light, 0.98, 30_000) > 0 == chosen(other, 0.98, 30_000)
 
 
 def test_a_graph_that_is_captured_counts_as_four_steps_at_most() -> None:
     made = lengths(0.4, 100_000)
     before = made.drafting.value
-    made.note_round(DENSE, 100_000, 100_000, 0.01, 2.0, 3)
+    made.note_round(LOAD, DENSE, 100_000, 100_000, 0.01, 2.0, 3)
     assert made.drafting.value < before
-    made.note_round(DENSE, 100_000, 100_000, 1.0, 200.0, 3)
+    made.note_round(LOAD, DENSE, 100_000, 100_000, 1.0, 200.0, 3)
     assert before < made.drafting.value < 1.2 * before
 
 
@@ -125,13 +147,13 @@ def test_what_is_seen_of_held_tokens_counts_and_is_forgotten_where_nothing_is_he
     before = made.chance
     made.note_held(8, 8)
     assert made.chance > before
-    before, judged = made.chance, made.judged
+    before, made.present = made.chance, MOST
     made.note_held(0, 0)  # of a session that has just begun
-    assert (made.chance, made.judged) == (before, judged)
+    assert made.chance == before
     made.present = 0
     for _ in range(20_000):
         made.note_held(0, 0)
-    assert made.chance == pytest.approx(LIKELY, abs=0.001) and made.judged == 0
+    assert made.chance == pytest.approx(LIKELY, abs=0.001)
     made.chance = 0.99
     made.note_held(0, 0)
     assert made.chance == 0.99
@@ -140,4 +162,4 @@ def test_what_is_seen_of_held_tokens_counts_and_is_forgotten_where_nothing_is_he
 def test_lengths_that_are_given_are_not_chosen() -> None:
     assert confirm_lengths(TargetSettings(confirm_every=8), WEIGHTS) is None
     made = confirm_lengths(TargetSettings(confirm_every=-1), WEIGHTS)
-    assert made is not None and chosen(made, 0.5, 1000) == made.most == 14  # nothing is known yet
+    assert made is not None and (made.most, made.present) == (14, 0)  # nothing is known yet

@@ -100,7 +100,8 @@ def test_greedy_is_plain_decoding_whatever_each_level_rejects(
     model = Screens(agreement=agreement, screening=screening)
     world = screened(clock, screening, model, most, branches=1 + 2 * (screening % 2))
     world.attach()
-    names = [world.open(prompt, 40) for prompt in prompts(world.rng, 3)]
+    # By auto nothing is held until 16 dense rounds were seen.
+    names = [world.open(prompt, 40 if most > 0 else 150) for prompt in prompts(world.rng, 3)]
     while world.happen():
         check_kv(world)
     for name in names:
@@ -139,7 +140,7 @@ def test_as_many_drafted_tokens_are_judged_as_there_is_room_for_beside_held_ones
     """By auto a round runs 16 tokens at most; held ones may take all places but two."""
     world = screened(clock, 3, Screens(agreement=3, screening=4), most=-1)
     world.attach()
-    name = world.open([3] * 60, 200)
+    names = [world.open(prompt, 150) for prompt in prompts(world.rng, 6)]
     widths: Counter[tuple[int, int]] = Counter()
     execute = world.verifier.execute
 
@@ -149,10 +150,10 @@ def test_as_many_drafted_tokens_are_judged_as_there_is_room_for_beside_held_ones
 
     with patch.object(world.verifier, "execute", note):
         world.run()
-    world.check_greedy(name)
+    for name in names:
+        world.check_greedy(name)
     assert all(held + proposed + 1 <= 16 for held, proposed in widths)
     assert any(0 < proposed < 4 for _, proposed in widths), widths
-    assert sum(commit.drafted for commit in world.commits[name]) < 4 * len(world.commits[name])
     assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"] == 0
     world.check_nothing_left()
 
@@ -390,7 +391,7 @@ def test_the_target_chooses_how_many_it_holds(clock: Clock, screening: int, weig
     """As many as there is room for where all are confirmed, none where most are not, or reading KV costs nothing."""
     world = screened(clock, 1, Screens(screening=screening), most=-1, weight_tokens=weights)
     world.attach()
-    name = world.open([3] * 300, 150)
+    name = world.open([3] * 120, 370)
     world.run()
     world.check_greedy(name)
     counted, held = world.verifier.counters, [each.screened for each in world.commits[name]]
