@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 import models
 from config import TargetSettings
+from config.sections import READ_AT_ONCE
 from draft_service.drafter import Drafter
 from engine.loading.model import default_device, load_model, resolve_dtype
 from engine.loading.runner import make_runner
@@ -135,6 +136,8 @@ def run(flags: argparse.Namespace) -> None:
             f"{flags.text} has {len(text)} tokens, --context is {flags.context} and --tokens {flags.tokens}: their sum "
             "must be in the text, and what is copied in two thirds of the context"
         )
+    if flags.tokens <= SAID + READ_AT_ONCE:  # a first round may say so many at once
+        raise ValueError(f"--tokens {flags.tokens}: expected more than {SAID + READ_AT_ONCE}, so that some are timed")
     device, most = default_device(), max(flags.sessions)
     longest = flags.context + flags.tokens + 2 * flags.gamma + 32
     names = [flags.target, flags.draft] if flags.draft else [flags.target]

@@ -187,7 +187,8 @@ class Controller:
         pace = pace if kind == before else replace(pace, kind=kind)
         if kind.gamma:
             accepted = max(0, seen.accepted - seen.alternative)
-            self._note_alternative(kind.gamma, accepted, seen.alternative)
+            if accepted < kind.gamma - seen.left_out:  # else none was rejected
+                self._note_alternative(kind.gamma, accepted, seen.alternative)
             known = pace.acceptance.after_round(kind.gamma, accepted, left_out=seen.left_out)
             self._typical = self._typical.after_round(kind.gamma, accepted, TYPICAL_NEWEST, seen.left_out)
             pace = replace(pace, acceptance=known, trial=max(0, pace.trial - 1))

@@ -32,3 +32,8 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_texts_that_are_too_short(sizes: list[str]) -> None:
     with pytest.raises(SystemExit, match="their sum must be in the text"):
         main(["bench", "copy", *sizes])
+
+
+def test_too_few_tokens_to_time() -> None:
+    with pytest.raises(SystemExit, match="--tokens 24: expected more than 24"):
+        main(["bench", "copy", "--tokens", "24"])

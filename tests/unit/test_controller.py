@@ -144,6 +144,15 @@ def test_tokens_that_are_not_drafted_are_taken_for_such_as_the_last_that_are() -
     assert all(chance > 0.8 for chance in known.chances) and known.judged[1] == 0
 
 
+def test_proposed_tokens_that_were_not_judged_say_nothing() -> None:
+    """Those for which there was no room beside held tokens are neither accepted nor rejected."""
+    before = Acceptance.assumed(4)
+    after = before.after_round(4, 2, left_out=2)
+    assert after.judged == (1, 1, 0, 0)
+    assert after.chances[1] > before.chances[1] and after.chances[2:] == before.chances[2:]
+    assert before.after_round(4, 2).judged == (1, 1, 1, 0)
+
+
 def note_enough(costs: RoundCosts, load: Load, choice: Choice, seconds: float, drafting: float, step: float) -> None:
     """Take note of just as many rounds as a figure needs to count."""
     for _ in range(SETTLED * sessions_of(load) + 1):
