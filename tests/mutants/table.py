@@ -588,6 +588,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/acceptance.py",
         "test_controller test_never_a_loss",
+        ("tokens that had no room count as rejected", "min(proposed - left_out, accepted + 1)", "min(proposed, accepted + 1)"),
         ("what is not tried is never learnt of", "        for position in range(proposed, len(chances) if proposed else 0):", "        for position in ():"),
     ),
     *_of(
