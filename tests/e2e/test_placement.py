@@ -44,7 +44,7 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture
 def nodes(cluster: Any) -> dict[str, Any]:
     """The nodes for targets, by address."""
-    return {host: add_node(cluster, host) for host in ("127.0.0.2", "127.0.0.3")}
+    return {host: add_target_node(cluster, host) for host in ("127.0.0.2", "127.0.0.3")}
 
 
 @contextlib.contextmanager
@@ -62,8 +62,18 @@ def launched_at(host: str, cluster: Any) -> Iterator[Stack]:
         stack.stop()
 
 
-def add_node(cluster: Any, host: str) -> Any:
-    return cluster.add_node(num_cpus=1, num_gpus=1, node_ip_address=host, resources={"large": 1})
+def add_node(cluster: Any, host: str, attempts: int = 3, **options: Any) -> Any:
+    """A raylet now and then does not register within the 30 s that Ray gives it; another one is started then."""
+    try:
+        return cluster.add_node(num_cpus=1, node_ip_address=host, **options)
+    except Exception as error:  # Ray raises no narrower class
+        if attempts == 1 or "timed out during startup" not in str(error):
+            raise
+        return add_node(cluster, host, attempts - 1, **options)
+
+
+def add_target_node(cluster: Any, host: str) -> Any:
+    return add_node(cluster, host, num_gpus=1, resources={"large": 1})
 
 
 def ask(stack: Stack, tokens: int = TOKENS) -> Any:
@@ -99,7 +109,7 @@ def test_streams_go_on_when_a_node_is_lost_and_its_target_starts_on_one_that_joi
             assert not answer.done(), "the request was served before anything was lost"
             assert answer.result(120).tokens == expected.tokens
 
-        add_node(cluster, "127.0.0.4")
+        add_target_node(cluster, "127.0.0.4")
         wait_for(lambda: metric(stack.http, "service_attached", service=lost) == 1, 120, "it starts, and has the draft")
         command = [sys.executable, "-m", "cli", "status", "--url", stack.http, "--json"]
         status = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
@@ -114,7 +124,7 @@ def test_streams_go_on_when_the_head_is_lost_and_the_launch_ends_with_an_error(
 
     The launch goes on for a minute: what is asked for is little enough for a busy machine.
     """
-    cluster.add_node(num_cpus=1, node_ip_address=DRIVER)
+    add_node(cluster, DRIVER)
     with launched_at(DRIVER, cluster) as stack:
         expected = ask(stack, 300)
         with ThreadPoolExecutor() as pool:
