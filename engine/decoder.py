@@ -126,7 +126,8 @@ class Decoder:
         """Return the logits [rows, vocab] of all tokens or of `logits_rows` (int64), and write the tokens' KV.
 
         token_ids, positions, slots: [tokens] int64; a negative slot is not written. slots: of all layers or of each.
-        backend: of all kernels but attention; None: the device's.
+        backend: of all kernels but attention; None: the device's. Behind the last layer's attention only rows that give
+        logits run on: of other tokens nothing but keys and values is needed there.
         """
         kernels = backend or default_backend(token_ids.device)
 
@@ -156,8 +157,9 @@ class Decoder:
         norms_outputs = any(
             norm is not None for layer in self.layers for norm in (layer.attention_out_norm, layer.mlp_out_norm)
         )
+        stays_skinny = is_skinny(hidden) and (logits_rows is None or len(logits_rows) <= len(hidden))
         # Weights in 8 bits are read sooner than skinny layers read them in 16.
-        if kernels == "triton" and is_skinny(hidden) and not norms_outputs and self.eight_bit_head is None:
+        if kernels == "triton" and stays_skinny and not norms_outputs and self.eight_bit_head is None:
             return _run_skinny(self, hidden, attention, logits_rows)
         return _run_wide(self, hidden, attention, logits_rows, kernels)
 
@@ -184,10 +186,15 @@ def _run_wide(
         weights = layer.eight_bit if few else None
         normed, residual = _add_and_norm(decoder, hidden, residual, layer.input_norm, backend)
         if weights is None:
-            attended = attention(index, F.linear(normed, layer.qkv, layer.qkv_bias))
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+        else:
+            qkv = eight_bit_linear(normed, weights.qkv, QKV_PARTS, backend=backend)
+        attended = attention(index, qkv)
+        if logits_rows is not None and index == decoder.num_layers - 1:
+            attended, residual = attended[logits_rows], residual[logits_rows]
+        if weights is None:
             hidden = F.linear(attended, layer.out, layer.out_bias)
         else:
-            attended = attention(index, eight_bit_linear(normed, weights.qkv, QKV_PARTS, backend=backend))
             hidden = eight_bit_linear(attended, weights.out, OUT_PARTS, backend=backend)
         if layer.attention_out_norm is not None:
             hidden, _ = add_rms_norm(hidden, None, layer.attention_out_norm, decoder.epsilon, backend)
@@ -199,9 +206,6 @@ def _run_wide(
             hidden = eight_bit_linear(inner, weights.down, DOWN_PARTS, backend=backend)
         if layer.mlp_out_norm is not None:
             hidden, _ = add_rms_norm(hidden, None, layer.mlp_out_norm, decoder.epsilon, backend)
-    if logits_rows is not None:
-        hidden = hidden.index_select(-2, logits_rows)
-        residual = None if residual is None else residual[logits_rows]
     normed, _ = _add_and_norm(decoder, hidden, residual, decoder.norm, backend)
     head = decoder.eight_bit_head if few else None
     logits = F.linear(normed, decoder.lm_head) if head is None else eight_bit_linear(normed, head, backend=backend)
@@ -224,10 +228,10 @@ def _run_skinny(decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits
     for index, layer in decoder.numbered_layers:
         qkv = skinny_linear(hidden, layer.qkv, layer.qkv_bias, layer.input_norm, epsilon, backend="triton")
         attended = attention(index, qkv)
+        if logits_rows is not None and index == decoder.num_layers - 1:
+            attended, hidden = attended[logits_rows], hidden[logits_rows]
         hidden = skinny_linear(attended, layer.out, layer.out_bias, residual=hidden, scale=scale, backend="triton")
         inner = skinny_linear(hidden, layer.gate_up, None, layer.mlp_norm, epsilon, gated=True, backend="triton")
         hidden = skinny_linear(inner, layer.down, residual=hidden, scale=scale, backend="triton")
-    if logits_rows is not None:
-        hidden = hidden[logits_rows]
     head = decoder.lm_head, None, decoder.norm, epsilon
     return skinny_linear(hidden, *head, scale=decoder.logits_scale, backend="triton")

@@ -118,6 +118,7 @@ class LayerAttention:
     pages: where the layer's keys and values lie. tables_of: the block tables of a layer, where layers differ.
     weights: what the pass leaves of softmax weights, if anything; a tensor: filled by listed layers with the weight of
     each listed block, [listed layers, sequences, kv_heads, width]. prompts: what sequences read piece by piece, if so.
+    unread: a layer whose output nothing reads: it does not attend, and gives its queries back.
     """
 
     heads: Heads
@@ -129,9 +130,12 @@ class LayerAttention:
     tables_of: Callable[[int], Tensor] | None = None
     prompts: PromptsOfLayer | None = None
     dense_work: Work | None = None
+    unread: int | None = None
     _all_layers: LayersEvidence | None = None
 
     def __call__(self, layer: int, queries: Tensor) -> Tensor:
+        if layer == self.unread:
+            return queries
         at = None if self.listed is None else self.listed.index.get(layer)
         return self._dense(layer, queries) if at is None else self._listed(layer, at, queries)
 

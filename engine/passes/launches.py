@@ -59,9 +59,12 @@ def run_pass(
         return
     attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched)
     attend.prompts, attend.pages = prompts, layer_pages or kv.layer_pages
+    logits_rows = given.get("logits_rows")
+    if logits_rows is not None and not len(logits_rows) and attend.weights is None:
+        attend.unread = kv.num_layers - 1
     tokens = given["token_ids"], given["positions"], slots_of_layers(shape, kv, given)
     run = drafting.run if shape.light and drafting is not None else decoder.run
-    given["logits"] = run(*tokens, kv.k_pages, kv.v_pages, attend, given.get("logits_rows"))
+    given["logits"] = run(*tokens, kv.k_pages, kv.v_pages, attend, logits_rows)
     _leave_results(shape, buffers, fetched, kv)
 
 

@@ -34,6 +34,16 @@ MUTANTS: list[Mutant] = [
         ("all runs by the weights for what is judged later", "drafting.run if shape.light and", "drafting.run if"),
     ),
     *_of(
+        "engine/passes/launches.py",
+        "test_sparse_read",
+        ("the last layer leaves no weights where nothing gives logits", " and attend.weights is None:", ":"),
+    ),
+    *_of(
+        "engine/decoder.py",
+        "test_architectures",
+        ("the last layer goes on with other rows", "residual = attended[logits_rows], ", "residual = attended[: len(logits_rows)], "),
+    ),
+    *_of(
         "engine/passes/grouping.py",
         "test_self_rounds",
         ("rounds of different weights run in one pass", "item.prompt, item.light)", "item.prompt)"),

@@ -3,6 +3,7 @@
 Through transformers' own modules and, where its description covers the architecture, through the fused decoder.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 
 from engine.decoder import Decoder
 from engine.families import FAMILIES, read_decoder, sliding_window, unbuilt_feature
-from engine.inputs import SequenceInput
+from engine.inputs import Logits, SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.loading import runner as loading_runner
 from engine.loading.model import load_model
@@ -63,6 +64,9 @@ CONFIGS: dict[str, Any] = {
     ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
 }
+ALL: list[Logits] = ["all"] * 4
+NONE: list[Logits] = ["none"] * 4
+LAST: list[Logits] = ["last"] * 4
 FUSED = [name for name in CONFIGS if name != "gpt_neox"]
 
 
@@ -94,24 +98,28 @@ def test_logits_of_the_fused_decoder_equal_eager_transformers(folder: str) -> No
 
 
 def check_logits(folder: str, runner: Runner) -> None:
-    """Of prompts that are read in chunks, long ones and such as steps have, to a rounding of float32."""
+    """Of prompts that are read in chunks, long ones and such as steps have, to a rounding of float32.
+
+    In some passes all rows give logits, in some those of one sequence, or the last of each, or none.
+    """
     reference = load_model(folder, torch.float32, "cpu", "eager")
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in (1, 17, 40, 75)]
+    with torch.inference_mode():
+        expected = [reference(torch.tensor([prompt])).logits[0] for prompt in prompts]
     sequences = [SequenceKV() for _ in prompts]
-    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     at = [0] * len(prompts)
+    asked = itertools.cycle((ALL, NONE, LAST, [*NONE[:3], "all"], ALL))
     while any(a < len(p) for a, p in zip(at, prompts, strict=True)):
         live = [i for i, prompt in enumerate(prompts) if at[i] < len(prompt)]
-        chunks = [prompts[i][at[i] : at[i] + 5 + 6 * i] for i in live]
-        inputs = [SequenceInput(sequences[i], chunk, "all") for i, chunk in zip(live, chunks, strict=True)]
-        for i, chunk, output in zip(live, chunks, runner.forward(inputs), strict=True):
-            rows[i].append(output.logits)  # type: ignore[arg-type]
-            at[i] += len(chunk)
-    for prompt, mine in zip(prompts, rows, strict=True):
-        with torch.inference_mode():
-            expected = reference(torch.tensor([prompt])).logits[0]
-        torch.testing.assert_close(torch.cat(mine), expected, atol=2e-5, rtol=1e-4)
+        kinds = next(asked)
+        inputs = [SequenceInput(sequences[i], prompts[i][at[i] : at[i] + 3 + 3 * i], kinds[i]) for i in live]
+        for i, item, output in zip(live, inputs, runner.forward(inputs), strict=True):
+            at[i] += len(item.tokens)
+            assert (output.logits is None) == (not item.logits_rows)
+            if output.logits is not None:
+                wanted = expected[i][at[i] - item.logits_rows : at[i]]
+                torch.testing.assert_close(output.logits, wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +188,9 @@ def test_every_family_is_tested() -> None:
 
 
 @pytest.mark.parametrize("folder", FUSED, indirect=True)
-@pytest.mark.parametrize("rows", [2, 6])  # by skinny layers, and by wide ones
+@pytest.mark.parametrize(("rows", "giving"), [(2, 1), (6, 2)])  # by skinny layers, and by wide ones
 @torch.inference_mode()
-def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, rows: int) -> None:
+def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, rows: int, giving: int) -> None:
     """Interpreted where there is no GPU; attention, which has tests of its own, gives the queries."""
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -190,13 +198,14 @@ def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, row
     decoder = read_decoder(load_model(folder, dtype, device, "eager"))
     token_ids, positions = torch.arange(2 * rows, device=device).view(2, rows)
     slots = torch.arange(1, rows + 1, device=device)
+    logits_rows = torch.arange(rows - giving, rows, device=device)
 
     def run(backend: Backend) -> list[torch.Tensor]:
         head_dim = len(decoder.layers[0].qkv) // (decoder.heads + 2 * decoder.kv_heads)
         sizes = 2, 1, decoder.kv_heads, 16, head_dim  # of layers of pages
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in range(2))
         pages = list(keys), list(values)
-        logits = decoder.run(token_ids, positions, slots, *pages, lambda _, queries: queries, backend=backend)
+        logits = decoder.run(token_ids, positions, slots, *pages, lambda _, queries: queries, logits_rows, backend)
         return [logits.float(), keys.float(), values.float()]
 
     for one, other in zip(run("triton"), run("torch"), strict=True):
