@@ -54,24 +54,31 @@ def make_round_buffers(
 ) -> Buffers:
     """Return the buffers of a shape, filled as for a round without sessions. nobody: a place that no session has.
 
-    limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each; words:
-    of a row of them; the difference is in flags, values, value_counts and checksums (`code_difference`). places:
-    of the sequences' weights in `memory`. known: tokens that these are of.
+    The caller adds to the tensors, where settings.refresh_every > 1, memory [places, layers * heads, blocks] float32:
+    what RoundMemory says; and where rules change logits, rules [3, sequences, vocab] float32, as `ChangedLogits` has
+    them.
+    """
+    layout = _inputs_layout(shape, settings, vocab)
+    buffers = Buffers(Staging(layout, device), Staging(_results_layout(shape, settings, vocab), device))
+    lay_out_rows(buffers.inputs.host, [])
+    for name, value in {"behind": -1, "places": nobody, "source": -1, "target": -1}.items():
+        if name in layout:
+            buffers.inputs.host[name][:] = value
+    buffers.inputs.send()
+    return buffers
+
+
+def _inputs_layout(shape: RoundShape, settings: RoundSettings, vocab: int) -> Layout:
+    """Lay out what a round needs to know.
+
+    least: the share of the likeliest token's probability that the others, in falling order, need to be drawn. limits:
+    of AnnouncementRequest. announced: blocks announced last round, a bit each; words: of a row of them. places: of the
+    sequences' weights in `memory`. known: tokens that these are of.
 
     With branches: of each of the `rows`, before: tokens of the sequence that it sees, and position of its first token;
     own: where the KV of its own tokens begins; kept_own: whether these are written (a sequence with fewer branches
     repeats its first one). totals: tokens of a sequence once the round has run. source, target: where KV is moved from
     and to before anything is read, as places in the pages, -1 for none.
-
-    The caller adds to the tensors, where settings.refresh_every > 1, memory [places, layers * heads, blocks] float32:
-    what RoundMemory says; and where rules change logits, rules [3, sequences, vocab] float32, as `ChangedLogits` has
-    them.
-
-    least: the share of the likeliest token's probability that the others, in falling order, need to be drawn.
-
-    Where sequences may be behind a step, of each: behind: its place there, or -1. judged: tokens that the step judges.
-    previous: the token before the one that the step adds. previous_cut, uniforms_cut, limits_cut, words_cut: in place
-    of the others where one of these is rejected, or two, and so on.
     """
     count, rows, passes = shape.sequences, shape.rows, shape.passes(settings)
     layout = rows_layout(count, max(rows, count * shape.queries), shape.pages) | {
@@ -86,45 +93,66 @@ def make_round_buffers(
         # What is moved was drafted in a round of its own, which may have had more passes.
         layout |= dict.fromkeys(("source", "target"), ((count * (settings.gamma + 1),), torch.int64))
         layout["totals"] = (count,), torch.int32
-    results: Layout = {"tokens": ((passes, rows), torch.int32)}
+    if shape.method:
+        layout["announced"] = _bitmaps(shape, settings)
+        layout["words"] = (count,), torch.int32
+    if shape.behind:
+        _add_what_is_behind(layout, shape, settings)
+    if settings.refresh_every > 1:
+        layout["places"] = (count,), torch.int64
+    if not shape.refreshes:
+        layout["known"] = (count,), torch.int32
+    if shape.ruled:  # see ChangedLogits
+        layout["penalties"] = (3, rows), torch.float32
+        # They were drafted in a round of its own, which may have had more passes.
+        layout["guessed"] = (rows, settings.gamma + 1), torch.int32
+    return layout
+
+
+def _add_what_is_behind(layout: Layout, shape: RoundShape, settings: RoundSettings) -> None:
+    """Add to the layout of a round's inputs what sequences need that may be behind a step.
+
+    Of each, behind: its place there, or -1. judged: tokens that the step judges. previous: the token before the one
+    that the step adds. previous_cut, uniforms_cut, limits_cut, words_cut: in place of the others where one of these is
+    rejected, or two, and so on.
+    """
+    layout |= dict.fromkeys(("behind", "judged"), ((shape.sequences,), torch.int32))
+    layout["previous"] = (shape.sequences,), torch.int64
+    for name in ("previous", "uniforms", "limits", "words"):
+        if name in layout:
+            layout[f"{name}_cut"] = (settings.gamma, *layout[name][0]), layout[name][1]
+
+
+def _results_layout(shape: RoundShape, settings: RoundSettings, vocab: int) -> Layout:
+    """Lay out what a round leaves.
+
+    bitmaps: blocks to announce, a bit each; their difference to `announced` is in flags, values, value_counts and
+    checksums (`code_difference`).
+    """
+    count, of_tokens = shape.sequences, (shape.passes(settings), shape.rows)
+    results: Layout = {"tokens": (of_tokens, torch.int32)}
     if settings.alternatives:
-        results["alternatives"] = (passes, rows, settings.alternatives), torch.int32
+        results["alternatives"] = (*of_tokens, settings.alternatives), torch.int32
     if shape.sampled:
         support = min(settings.support, vocab)
-        results["ids"] = (passes, rows, support), torch.int32
-        results["probs"] = (passes, rows, support), torch.float32
+        results["ids"] = (*of_tokens, support), torch.int32
+        results["probs"] = (*of_tokens, support), torch.float32
     if shape.method:
-        rows = len(settings.announcers[shape.method].heads)
-        words = -(-shape.blocks(settings) // WORD)
-        layout["announced"] = results["bitmaps"] = (count, rows, words), torch.int64
-        layout["words"] = (count,), torch.int32
+        (_, rows, words), _ = results["bitmaps"] = _bitmaps(shape, settings)
         results["flags"] = (count, rows, words), torch.uint8
         results["values"] = (count, rows * words * 8), torch.uint8
         results["value_counts"], results["checksums"] = ((count,), torch.int32), ((count,), torch.int64)
     if settings.read_share < 1:
         results["blocks_read"] = (count,), torch.int64
     if shape.behind:
-        layout |= dict.fromkeys(("behind", "judged"), ((count,), torch.int32))
-        layout["previous"] = (count,), torch.int64
-        for name in ("previous", "uniforms", "limits", "words"):
-            if name in layout:
-                layout[f"{name}_cut"] = (settings.gamma, *layout[name][0]), layout[name][1]
         results["began_behind"] = (3, count), torch.int32
-    if settings.refresh_every > 1:
-        layout["places"] = (count,), torch.int64
-    if not shape.refreshes:
-        layout["known"] = (count,), torch.int32
-    if shape.ruled:  # see ChangedLogits
-        layout["penalties"] = (3, shape.rows), torch.float32
-        # They were drafted in a round of its own, which may have had more passes.
-        layout["guessed"] = (shape.rows, settings.gamma + 1), torch.int32
-    buffers = Buffers(Staging(layout, device), Staging(results, device))
-    lay_out_rows(buffers.inputs.host, [])
-    for name, value in {"behind": -1, "places": nobody, "source": -1, "target": -1}.items():
-        if name in layout:
-            buffers.inputs.host[name][:] = value
-    buffers.inputs.send()
-    return buffers
+    return results
+
+
+def _bitmaps(shape: RoundShape, settings: RoundSettings) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the sizes of blocks of all sequences, a bit each."""
+    rows = len(settings.announcers[shape.method].heads)
+    return (shape.sequences, rows, -(-shape.blocks(settings) // WORD)), torch.int64
 
 
 def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest], places: list[int]) -> None:

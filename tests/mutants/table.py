@@ -307,7 +307,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "engine/rounds/buffers.py",
         "test_warm_up",
-        ("a shorter round has no room for what a longer one guessed", "(shape.rows, settings.gamma + 1)", "(shape.rows, passes)"),
+        ("a shorter round has no room for what a longer one guessed", "(rows, settings.gamma + 1)", "(rows, passes)"),
     ),
     *_of(
         "engine/step_loop.py",
