@@ -191,6 +191,8 @@ def _run_wide(
             qkv = eight_bit_linear(normed, weights.qkv, QKV_PARTS, backend=backend)
         attended = attention(index, qkv)
         if logits_rows is not None and index == decoder.num_layers - 1:
+            if not len(logits_rows):
+                return attended.new_empty(0, len(decoder.lm_head))
             attended, residual = attended[logits_rows], residual[logits_rows]
         if weights is None:
             hidden = F.linear(attended, layer.out, layer.out_bias)
@@ -229,6 +231,8 @@ def _run_skinny(decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits
         qkv = skinny_linear(hidden, layer.qkv, layer.qkv_bias, layer.input_norm, epsilon, backend="triton")
         attended = attention(index, qkv)
         if logits_rows is not None and index == decoder.num_layers - 1:
+            if not len(logits_rows):
+                return attended.new_empty(0, len(decoder.lm_head))
             attended, hidden = attended[logits_rows], hidden[logits_rows]
         hidden = skinny_linear(attended, layer.out, layer.out_bias, residual=hidden, scale=scale, backend="triton")
         inner = skinny_linear(hidden, layer.gate_up, None, layer.mlp_norm, epsilon, gated=True, backend="triton")

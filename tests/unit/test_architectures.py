@@ -188,7 +188,7 @@ def test_every_family_is_tested() -> None:
 
 
 @pytest.mark.parametrize("folder", FUSED, indirect=True)
-@pytest.mark.parametrize(("rows", "giving"), [(2, 1), (6, 2)])  # by skinny layers, and by wide ones
+@pytest.mark.parametrize(("rows", "giving"), [(2, 1), (6, 0)])  # by skinny layers, and by wide ones
 @torch.inference_mode()
 def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, rows: int, giving: int) -> None:
     """Interpreted where there is no GPU; attention, which has tests of its own, gives the queries."""
@@ -209,7 +209,7 @@ def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, row
         return [logits.float(), keys.float(), values.float()]
 
     for one, other in zip(run("triton"), run("torch"), strict=True):
-        assert (one - other).norm() < 0.02 * other.norm()
+        assert one.shape == other.shape and (one - other).norm() <= 0.02 * other.norm()
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
