@@ -109,7 +109,7 @@ def add_residency_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench kernels` takes."""
-    parser.add_argument("--shape", default="8b", metavar="NAME", help="8b, 1b, or a model's folder or id")
+    parser.add_argument("--shape", default="8b", metavar="NAME", help="8b, 1b, 0.5b, tiny, or a model's folder or id")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[10240, 32768, 102400])
     parser.add_argument("--queries", type=int, default=5, help="of each sequence")
@@ -120,7 +120,7 @@ def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench step` takes."""
-    parser.add_argument("--target-shape", default="8b", metavar="NAME", help="8b, 1b, or a model's folder or id")
+    parser.add_argument("--target-shape", default="8b", metavar="NAME", help="8b, 1b, 0.5b, tiny, or a model's folder or id")
     parser.add_argument("--draft-shape", default="1b", metavar="NAME")
     parser.add_argument(
         "--contexts", type=int, nargs="+", metavar="N", default=[10240, 32768, 102400], help="tokens of a session"
