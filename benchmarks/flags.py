@@ -5,6 +5,8 @@ import argparse
 
 import models
 
+SHAPES_HELP = "8b, 1b, 0.5b, tiny, or a model's folder or id"  # of benchmarks.shapes, which loads torch
+
 
 def add_stack_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench stack` takes."""
@@ -109,7 +111,7 @@ def add_residency_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench kernels` takes."""
-    parser.add_argument("--shape", default="8b", metavar="NAME", help="8b, 1b, 0.5b, tiny, or a model's folder or id")
+    parser.add_argument("--shape", default="8b", metavar="NAME", help=SHAPES_HELP)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[10240, 32768, 102400])
     parser.add_argument("--queries", type=int, default=5, help="of each sequence")
@@ -120,7 +122,7 @@ def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench step` takes."""
-    parser.add_argument("--target-shape", default="8b", metavar="NAME", help="8b, 1b, 0.5b, tiny, or a model's folder or id")
+    parser.add_argument("--target-shape", default="8b", metavar="NAME", help=SHAPES_HELP)
     parser.add_argument("--draft-shape", default="1b", metavar="NAME")
     parser.add_argument(
         "--contexts", type=int, nargs="+", metavar="N", default=[10240, 32768, 102400], help="tokens of a session"
@@ -131,7 +133,7 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_offload_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench offload` takes. Those without a default here have the one of OffloadSettings."""
-    parser.add_argument("--shape", default="8b", metavar="NAME", help="8b, 1b, tiny, or a model's folder or id")
+    parser.add_argument("--shape", default="8b", metavar="NAME", help=SHAPES_HELP)
     parser.add_argument("--batches", type=int, nargs="+", metavar="N", help="default: 1 8")
     parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="default: 10240 32768 102400")
     parser.add_argument(
