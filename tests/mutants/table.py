@@ -41,6 +41,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "engine/decoder.py",
         "test_architectures",
+        ("more rows give logits than skinny layers take", " and (logits_rows is None or len(logits_rows) <= len(hidden))", ""),
         ("the last layer goes on with other rows", "residual = attended[logits_rows], ", "residual = attended[: len(logits_rows)], "),
     ),
     *_of(

@@ -188,9 +188,20 @@ def test_every_family_is_tested() -> None:
 
 
 @pytest.mark.parametrize("folder", FUSED, indirect=True)
-@pytest.mark.parametrize(("rows", "giving"), [(2, 1), (6, 0)])  # by skinny layers, and by wide ones
+@pytest.mark.parametrize(("rows", "giving"), [(2, [1]), (6, [])])  # by skinny layers, and by wide ones
+def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, rows: int, giving: list[int]) -> None:
+    check_kernels(folder, rows, giving)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize(("rows", "giving"), [(3, [0, 1, 2, 2, 2, 2]), (6, [5, 2])])
+def test_rows_that_give_logits_may_be_more_than_run_or_fewer(folder: str, rows: int, giving: list[int]) -> None:
+    """As where the sequences of a pass have different numbers of tokens; or fewer, in any order."""
+    check_kernels(folder, rows, giving)
+
+
 @torch.inference_mode()
-def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, rows: int, giving: int) -> None:
+def check_kernels(folder: str, rows: int, giving: list[int]) -> None:
     """Interpreted where there is no GPU; attention, which has tests of its own, gives the queries."""
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -198,7 +209,7 @@ def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, row
     decoder = read_decoder(load_model(folder, dtype, device, "eager"))
     token_ids, positions = torch.arange(2 * rows, device=device).view(2, rows)
     slots = torch.arange(1, rows + 1, device=device)
-    logits_rows = torch.arange(rows - giving, rows, device=device)
+    logits_rows = torch.tensor(giving, dtype=torch.int64, device=device)
 
     def run(backend: Backend) -> list[torch.Tensor]:
         head_dim = len(decoder.layers[0].qkv) // (decoder.heads + 2 * decoder.kv_heads)
