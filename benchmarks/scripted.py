@@ -24,7 +24,7 @@ from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
 from target_service import service as target_service
 from wire.messages import Hello
-from wire.server import RunningServer, keep_loaded, serve_until_signal
+from wire.server import RunningServer, serve_until_signal
 
 VOCAB = 4096  # the bundled tokenizer's
 LAYERS, KV_HEADS, HEADS = 2, 2, 4
@@ -183,7 +183,6 @@ def main() -> None:
             draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, **drafting)
             await draft_service.serve(draft_settings, runner, plan, hello, on_ready)
 
-    keep_loaded()
     uvloop.run(serve_until_signal(flags.side, run))
 
 

@@ -141,7 +141,7 @@ class Bench:
         rows = 256
         heads = self.shape.num_hidden_layers * self.shape.num_attention_heads
         blends = torch.randint(heads, (rows, BLENDED), dtype=torch.int32), torch.rand(rows, BLENDED)
-        announcer = Announcer(*blends, "over_all", stickiness=1.3)
+        announcer = Announcer(*blends, "over_all", stickiness=1.3).to(self.device)
         settings = RoundSettings(
             gamma, 64, PAGE_SIZE, share, 1, 4, {"ahead": announcer}, branches=branches, alternatives=4 * (branches > 1)
         )

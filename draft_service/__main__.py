@@ -5,10 +5,12 @@ import os
 import sys
 
 from config import DraftSettings, SettingsError, resolve_service
+from wire.garbage import collect_seldom
 from wire.server import run_service
 
 
 def main() -> None:
+    collect_seldom()
     parser = argparse.ArgumentParser(prog="python -m draft_service", description=__doc__)
     try:
         settings, _ = resolve_service(parser, DraftSettings(port=50053), sys.argv[1:], os.environ)

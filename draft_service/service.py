@@ -16,14 +16,15 @@ from draft_service.link import Links, keep_link
 from engine.grammars import Grammars
 from engine.loading.opening import open_model
 from engine.runner import Runner
-from engine.step_loop import run_step_loop
+from engine.step_loop import preparation_of, run_step_loop
 from protos import control_pb2, control_pb2_grpc
 from sparsity.methods import load_served_plan
 from sparsity.plan import Plan
 from wire.access import read_peer_access
 from wire.convert import status_to_pb
+from wire.garbage import keep_loaded
 from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, check_free, keep_loaded, start_server
+from wire.server import RunningServer, check_free, start_server
 from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ async def serve(
     drafter = Drafter(runner, plan, settings, grammars, spans)
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     drafter.warm_up()
+    keep_loaded()
     wake = asyncio.Event()
     access = read_peer_access(settings)
     links = Links(lambda state: keep_link(state, access, hello, drafter, wake))
@@ -114,7 +116,7 @@ async def serve(
             wake,
             drafter.next_deadline,
             settings.step_timeout,
-            warm_up_more=lambda: runner.warm_up_more if drafter.is_idle and runner.unprepared else None,
+            warm_up_more=lambda: preparation_of([runner], keep_loaded) if drafter.is_idle else None,
         )
     finally:
         await links.close()

@@ -179,6 +179,7 @@ def _run_wide(
     """Return the logits of any number of rows. hidden: [rows, hidden], the embeddings
 
     Up to MAX_ROWS rows read weights in 8 bits where these are held so, and some layers then give parts to be added up.
+    More rows may give logits than run, since each sequence has room for as many: those count behind the attention.
     """
     residual: Tensor | None = None
     few = len(hidden) <= MAX_ROWS
@@ -194,6 +195,8 @@ def _run_wide(
             if not len(logits_rows):
                 return attended.new_empty(0, len(decoder.lm_head))
             attended, residual = attended[logits_rows], residual[logits_rows]
+            few = few and len(logits_rows) <= MAX_ROWS
+            weights = layer.eight_bit if few else None
         if weights is None:
             hidden = F.linear(attended, layer.out, layer.out_bias)
         else:

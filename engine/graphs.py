@@ -1,6 +1,7 @@
 """CUDA graphs: launches that are captured once and replayed, each with buffers of its own."""
 
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -72,12 +73,24 @@ class Graphs:
             captured.launch()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _no_garbage_collected(), torch.cuda.graph(graph, pool=self._pool):
             inputs.copy_in()
             captured.launch()
             results.copy_out()
         inputs.in_graph = results.in_graph = True
         return graph
+
+
+@contextlib.contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Collect no cycles in this context: a graph or an event that goes while another is captured aborts the process."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

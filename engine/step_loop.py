@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
+from engine.runner import Runner
 from kernels.prompt_attention import UNIT
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,23 @@ async def run_step_loop(
             finish_step(work, result)
             if sends_first:
                 await asyncio.sleep(0)
+
+
+def preparation_of(runners: Sequence[Runner], on_end: Callable[[], None]) -> Callable[[], None] | None:
+    """Return what makes one of the runners ready for one more kind of step; None if all are ready for all.
+
+    on_end: called by it once that is so.
+    """
+    unprepared = [runner for runner in runners if runner.unprepared]
+    if not unprepared:
+        return None
+
+    def prepare() -> None:
+        unprepared[0].warm_up_more()
+        if not any(runner.unprepared for runner in unprepared):
+            on_end()
+
+    return prepare
 
 
 async def _in_thread(pool: Executor, most_seconds: float, function: Callable[..., Result], *given: object) -> Result:

@@ -37,8 +37,9 @@ from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import load_served_plan, methods_of
 from wire.access import Guard
+from wire.garbage import keep_loaded
 from wire.messages import ServiceStatus
-from wire.server import keep_loaded, start_server
+from wire.server import start_server
 from wire.streams import run_together
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from config import Config, add_launch_flags, read_launch
 from config.logs import configure_logs
 from wire.errors import ClusterError
+from wire.garbage import collect_seldom
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ def run(flags: argparse.Namespace) -> None:
 
     Errors end in one line and status 1.
     """
+    collect_seldom()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Of two services that cannot start, one is told of; Ray would print the other one's traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")

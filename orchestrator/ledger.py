@@ -3,13 +3,15 @@
 Pure bookkeeping. The ledger outlives the target: what it holds is enough to open a session again elsewhere.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
 from engine.sampling import Sampling
 from wire.messages import Commit, Exactness, FinishReason, Open
+
+LATEST_ROUNDS = 64  # of a session: long ones would have more objects than a garbage collection should look at
 
 
 class LedgerError(Exception):
@@ -90,7 +92,7 @@ _SUMMED = {each.name for each in fields(SpeculationTotals)} & {each.name for eac
 
 @dataclass
 class Record:
-    """A session. tokens: the prompt, then what is committed; commits: the rounds, each once.
+    """A session. tokens: the prompt, then what is committed; latest: the last LATEST_ROUNDS of its rounds, each once.
 
     Of a round's drafted tokens those beyond the accepted ones were rejected, and their KV was rolled back.
     logprobs: how many likely tokens are told beside each token with its log probability, None if there are no log
@@ -112,7 +114,7 @@ class Record:
     traceparent: str = ""  # W3C, of its request's span; empty if that is not sampled
     caller: str = ""
     choice: int = 0  # of its request
-    commits: list[Commit] = field(default_factory=list)
+    latest: deque[Commit] = field(default_factory=lambda: deque(maxlen=LATEST_ROUNDS))
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
     cached_tokens: int = 0  # of the prompt, whose KV the target had already
@@ -135,7 +137,7 @@ class Record:
             exactness=self.exactness,
             sparsity=self.sparsity,
             wants_logprobs=self.logprobs is not None,
-            wants_prompt_logprobs=self.wants_prompt_logprobs and not self.commits,
+            wants_prompt_logprobs=self.wants_prompt_logprobs and not self.latest,
             alternatives=self.logprobs or 0,
             grammar=self.grammar,
             traceparent=self.traceparent,
@@ -171,10 +173,10 @@ class Ledger:
                 raise LedgerError(f"session {record.session}: tokens at {base} differ from those committed before")
             self.counters["repeated_commits"] += 1
             return None
-        if not record.commits:
+        if not record.latest:
             record.cached_tokens = commit.cached_tokens
         record.tokens += commit.tokens
-        record.commits.append(commit)
+        record.latest.append(commit)
         record.totals.add(commit)
         record.finish_reason = commit.finish_reason
         record.resumptions = 0

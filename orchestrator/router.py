@@ -241,7 +241,7 @@ class Router:
         Returns whether there is one.
         """
         record, place = self.ledger.records.get(session), self._places.get(session)
-        if record is None or place is None or record.commits:
+        if record is None or place is None or record.latest:
             return False
         record.refused_by.add(place.view.name)
         others = [stream.view for name, stream in self._usable().items() if name not in record.refused_by]

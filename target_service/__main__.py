@@ -5,10 +5,12 @@ import os
 import sys
 
 from config import SettingsError, TargetSettings, resolve_service
+from wire.garbage import collect_seldom
 from wire.server import run_service
 
 
 def main() -> None:
+    collect_seldom()
     parser = argparse.ArgumentParser(prog="python -m target_service", description=__doc__)
     parser.add_argument(
         "--record-reads",

@@ -5,7 +5,8 @@ through another one: by the same request, of the same name and with the same key
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from wire.messages import At, Commit, FinishReason, Open
 from wire.session_names import name_of_client
@@ -13,17 +14,43 @@ from wire.session_names import name_of_client
 MOST_LEFT = 1024
 
 
+_LISTS = tuple(each.name for each in fields(Commit) if each.default_factory is list or each.name == "tokens")
+
+
+def _packed(commit: Commit) -> tuple[Any, ...]:
+    """Return a commit's values as numbers and tuples of them, which the garbage collector need not look at: there is
+    one for each round of all that is generated.
+    """
+    values = dict(vars(commit))
+    values["at"], values["finish_reason"] = tuple(commit.at), int(commit.finish_reason)
+    for name in _LISTS:
+        values[name] = tuple(values[name])
+    return tuple(values.values())
+
+
+def _unpacked(values: tuple[Any, ...]) -> Commit:
+    named = dict(zip((each.name for each in fields(Commit)), values, strict=True))
+    named["at"], named["finish_reason"] = At(*named["at"]), FinishReason(named["finish_reason"])
+    return Commit(**named | {name: list(named[name]) for name in _LISTS})
+
+
 @dataclass
 class Written:
-    """What an orchestrator was told of a session that it opened by `request`."""
+    """What an orchestrator was told of a session that it opened by `request`. has_ended: whether the end, too."""
 
     request: Open
-    commits: list[Commit] = field(default_factory=list)
+    has_ended: bool = False
+    _packed: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def add(self, commit: Commit) -> None:
+        """Write down a round that is told."""
+        self._packed.append(_packed(commit))
+        self.has_ended = commit.finish_reason is not FinishReason.NONE
 
     @property
-    def has_ended(self) -> bool:
-        """Whether it was told the end."""
-        return bool(self.commits) and self.commits[-1].finish_reason is not FinishReason.NONE
+    def commits(self) -> list[Commit]:
+        """All rounds that were told."""
+        return [_unpacked(values) for values in self._packed]
 
     def follows(self, request: Open) -> bool:
         """Return whether another request asks for the same, whatever its seed."""
@@ -39,7 +66,7 @@ class Written:
     def going_on(self, request: Open) -> Open:
         """Return what opens the session again where it stands, by the name of that request."""
         tokens = [*self.request.tokens, *(token for commit in self.commits for token in commit.tokens)]
-        told = bool(self.commits) or not request.wants_prompt_logprobs
+        told = bool(self._packed) or not request.wants_prompt_logprobs
         return replace(request, tokens=tokens, sampling=self.request.sampling, wants_prompt_logprobs=not told)
 
 
@@ -133,8 +160,8 @@ class Account:
         """Write down a round that is told."""
         written = self._open.get(commit.at.session)
         if written is not None:
-            written.commits.append(commit)
-            if commit.finish_reason:
+            written.add(commit)
+            if written.has_ended:
                 self._ended.append((time.monotonic() + self._seconds, self._open.pop(commit.at.session)))
         while self._ended and self._ended[0][0] <= time.monotonic():
             self._ended.popleft()

@@ -15,7 +15,7 @@ from draft_service.hello import draft_hello
 from engine.grammars import Grammars
 from engine.loading.opening import EightBit, OpenedModel, open_both, open_model
 from engine.runner import Runner
-from engine.step_loop import run_step_loop
+from engine.step_loop import preparation_of, run_step_loop
 from protos import control_pb2_grpc, speculation_pb2_grpc
 from sparsity.methods import load_served_plan
 from sparsity.plan import Plan, PlanError
@@ -24,9 +24,10 @@ from target_service.servicer import ControlServicer, SpeculationServicer
 from target_service.verifier import OnRound, Verifier
 from wire.access import read_peer_access
 from wire.errors import Unavailable
+from wire.garbage import keep_loaded
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, check_free, keep_loaded, start_server
+from wire.server import RunningServer, check_free, start_server
 from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
@@ -90,10 +91,9 @@ def _status(verifier: Verifier, hello: Hello, speculation: SpeculationServicer) 
 
 def _what_to_prepare(verifier: Verifier, drafter: Drafter | None) -> Callable[[], None] | None:
     """Return what makes a runner ready for one more kind of step, if nobody needs it for another one."""
-    runners = [verifier.runner] if drafter is None else [verifier.runner, drafter.runner]
-    if verifier.is_idle and (drafter is None or drafter.is_idle):
-        return next((runner.warm_up_more for runner in runners if runner.unprepared), None)
-    return None
+    if not verifier.is_idle or not (drafter is None or drafter.is_idle):
+        return None
+    return preparation_of([verifier.runner] if drafter is None else [verifier.runner, drafter.runner], keep_loaded)
 
 
 async def serve(
@@ -120,6 +120,7 @@ async def serve(
     verifier.warm_up()
     if drafter is not None:
         drafter.warm_up()
+    keep_loaded()
     wake = asyncio.Event()
     for compiler in (grammars, None if drafter is None else drafter.admission.grammars):
         if compiler is not None:

@@ -1,9 +1,7 @@
 """Starting a gRPC server the way every process of specahead does: health, reflection, errors as statuses."""
 
 import asyncio
-import atexit
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -86,14 +84,6 @@ async def start_server(
     running = RunningServer(server, health_servicer, f"{host}:{bound}")
     await running.set_serving(False)
     return running
-
-
-def keep_loaded() -> None:
-    """Keep what is loaded by now out of garbage collections: one that goes through all of it holds a process up for a
-    quarter of a second."""
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # else what is left at the end is taken for leaks, and said
 
 
 def check_free(host: str, port: int) -> None:

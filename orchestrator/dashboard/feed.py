@@ -19,7 +19,6 @@ MOST_VIEWERS = 8
 MOST_ROUNDS = 256  # told one by one in an event
 MOST_CHANGES = 256  # sessions that open or end between two events, beyond which there is a snapshot
 MOST_SESSIONS = 256  # of a snapshot: the newest
-PAST_ROUNDS = 64  # of each session in a snapshot
 
 # What is told of a round, in this order. seconds: since the session's last round, or since it was opened.
 ROUND_FIELDS = ("session", "tokens", "drafted", "accepted", "seconds", "first", "kv_read", "kv_total", "kv_fetched")
@@ -48,7 +47,7 @@ class Watched:
 
     def snapshot(self, viewer: str) -> Event:
         """Return the same with what has become of it so far."""
-        rounds = [_round(self.number, commit, 0.0, False) for commit in self.record.commits[-PAST_ROUNDS:]]
+        rounds = [_round(self.number, commit, 0.0, False) for commit in self.record.latest]
         return self.told(viewer) | {"tokens": len(self.record.generated), "rounds": rounds}
 
 

@@ -25,7 +25,7 @@ from orchestrator.logprobs import Decode
 from tests.chaos.clients import Answer, Clients
 from tests.chaos.setting import Held
 from tests.stack import Services, Stack, start_gateway, start_service
-from wire.server import keep_loaded
+from wire.garbage import keep_loaded
 
 SESSIONS = 8
 PROMPTS, TOKENS = (100, 160), (24, 56)  # tokens of a prompt and of an answer: the least and the most

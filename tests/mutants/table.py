@@ -45,6 +45,12 @@ MUTANTS: list[Mutant] = [
         ("the last layer goes on with other rows", "residual = attended[logits_rows], ", "residual = attended[: len(logits_rows)], "),
     ),
     *_of(
+        "engine/decoder.py",
+        "test_eight_bit_decoder",
+        ("more rows give logits than read 8 bits", "few = few and len(logits_rows) <= MAX_ROWS", "pass"),
+        ("a prompt's logits read 8 bits", "few = few and len(logits_rows)", "few = len(logits_rows)"),
+    ),
+    *_of(
         "engine/passes/grouping.py",
         "test_self_rounds",
         ("rounds of different weights run in one pass", "item.prompt, item.light)", "item.prompt)"),
@@ -243,6 +249,7 @@ MUTANTS: list[Mutant] = [
         ("another's session is taken up", "key = asked.caller, name", "key = '', name"),
         ("what is left is kept for ever", "if until <= now", "if False"),
         ("another request takes a session up", "and written.follows(request)", ""),
+        ("what is kept of rounds holds up collections", "values[name] = tuple(values[name])", "pass"),
     ),
     *_of(
         "target_service/service.py",
@@ -314,6 +321,7 @@ MUTANTS: list[Mutant] = [
         "engine/step_loop.py",
         "test_step_loop",
         ("nothing is made ready but for requests", "(warm_up := warm_up_more()) is not None", "(warm_up := warm_up_more()) is ..."),
+        ("what is loaded last is not kept", "if not any(runner.unprepared for", "if any(runner.unprepared for"),
     ),
     *_of(
         "engine/passes/behind_rounds.py",

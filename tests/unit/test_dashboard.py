@@ -18,7 +18,7 @@ from orchestrator.dashboard import feed as feeds
 from orchestrator.dashboard.feed import Feed
 from orchestrator.dashboard.routes import PAGE
 from orchestrator.keys import Key, digest_of
-from orchestrator.ledger import Record
+from orchestrator.ledger import LATEST_ROUNDS, Record
 from tests.browser import CHROMIUM, browsing
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 from wire.errors import NotFound, ResourceExhausted
@@ -71,12 +71,12 @@ async def test_who_comes_later_gets_a_snapshot_and_is_told_no_others_ids() -> No
     feed, kept = Feed(), record("mine")
     CALLERS.admit("alice's key")
     feed.open(kept)
-    kept.commits += [commit()] * 100
+    kept.latest += [commit()] * 100
     kept.tokens += [5] * 300
     for name, shown in (("alice", "mine"), ("bob", None)):
         with feed.viewer(name) as viewer:
             (session,) = (feed.take(viewer) or {})["sessions"]
-            assert (session["request"], session["tokens"], len(session["rounds"])) == (shown, 300, feeds.PAST_ROUNDS)
+            assert (session["request"], session["tokens"], len(session["rounds"])) == (shown, 300, LATEST_ROUNDS)
 
 
 def test_what_is_told_at_once_is_bounded() -> None:

@@ -9,11 +9,12 @@ import transformers
 from torch import Tensor
 
 from engine.decoder import Decoder
-from engine.inputs import SequenceInput
+from engine.inputs import Logits, SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.loading.eight_bit import with_eight_bit_weights
 from engine.loading.model import load_model
 from engine.loading.runner import make_decoder, make_runner, modules_decoder
+from kernels.backends import Backend
 from kernels.eight_bit_linear import MAX_ROWS, quantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,7 +47,7 @@ def round_weights(decoder: Decoder) -> None:
     decoder.lm_head.copy_(rounded.values.float() * rounded.scales[:, None])
 
 
-def logits(folder: str, rounded: str, tokens: int) -> Tensor:
+def logits(folder: str, rounded: str, tokens: int, given: Logits = "all") -> Tensor:
     """Return the logits of a prompt of so many tokens. rounded: how weights are: not, in 8 bits, or rounded as these"""
     loaded = load_model(folder, DTYPE, DEVICE)
     decoder = make_decoder(loaded)
@@ -58,7 +59,7 @@ def logits(folder: str, rounded: str, tokens: int) -> Tensor:
             round_weights(decoder)
     runner = make_runner(loaded, 1024, max_context=400, decoder=decoder)
     prompt = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
-    (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, "all")])
+    (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, given)])
     assert output.logits is not None
     return output.logits.float()
 
@@ -74,8 +75,31 @@ def test_passes_of_few_rows_read_weights_in_8_bits(folder: str, tokens: int) -> 
     assert not torch.allclose(logits(folder, "8 bits", tokens), logits(folder, "", tokens), atol=1e-4)
 
 
-def test_prompts_read_the_weights_as_they_are(folder: str) -> None:
-    assert torch.equal(logits(folder, "8 bits", MAX_ROWS + 40), logits(folder, "", MAX_ROWS + 40))
+@pytest.mark.parametrize("given", ["all", "last"])
+def test_prompts_read_the_weights_as_they_are(folder: str, given: Logits) -> None:
+    assert torch.equal(logits(folder, "8 bits", MAX_ROWS + 40, given), logits(folder, "", MAX_ROWS + 40, given))
+
+
+@torch.inference_mode()
+def test_more_rows_may_give_logits_than_read_8_bits(folder: str) -> None:
+    """The last layer then reads the weights as they are. Interpreted where there is no GPU."""
+    pytest.importorskip("triton")
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no arithmetic of bfloat16
+    decoder = make_decoder(load_model(folder, dtype, DEVICE))
+    assert isinstance(decoder, Decoder)
+    decoder = with_eight_bit_weights(decoder)
+    tokens = torch.arange(6, device=DEVICE).view(2, 3)
+    slots = torch.arange(1, 4, device=DEVICE)
+    giving = torch.arange(MAX_ROWS + 1, device=DEVICE) % 3
+
+    def run(backend: Backend, rows: Tensor) -> Tensor:
+        pages = [[torch.zeros(1, 2, 16, 64, dtype=dtype, device=DEVICE) for _ in range(2)] for _ in range(2)]
+        return decoder.run(*tokens, slots, *pages, lambda _, queries: queries, rows, backend).float()
+
+    expected = run("torch", giving)
+    assert (run("triton", giving) - expected).norm() <= 0.02 * expected.norm()
+    few = run("torch", giving[:3])
+    assert 0 < (expected[:3] - few).norm() <= 0.1 * few.norm()
 
 
 def test_what_is_not_built_is_refused(folder: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Failing(ScriptedRouter):
         async with aclosing(super().stream(record)) as commits:
             async for commit in commits:
                 record.tokens += self.ahead
-                if len(record.commits) == self.aborted_at:
+                if len(record.latest) == self.aborted_at:
                     yield Commit(At(record.session, 0, 0, 0), [], finish_reason=FinishReason.ABORT)
                     return
                 yield commit

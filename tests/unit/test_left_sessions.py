@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling
 from orchestrator.directory import Directory
 from orchestrator.ledger import Record
@@ -127,13 +129,30 @@ def commit(name: str, base: int, *tokens: int, reason: FinishReason = FinishReas
 
 
 def test_a_session_that_was_resumed_before_is_told_from_its_prompt_on() -> None:
-    written = Written(opened("a", 5), [commit("a", 5, 7), commit("a", 6, 8, 9)])
+    written = Written(opened("a", 5))
+    told = [commit("a", 5, 7), commit("a", 6, 8, 9)]
+    for each in told:
+        written.add(each)
+    assert written.commits == told
     assert [(each.at.session, each.at.base, each.tokens) for each in written.retold("a@y.2")] == [
         ("a@y.2", 3, [1, 1]),
         ("a@y.2", 5, [7]),
         ("a@y.2", 6, [8, 9]),
     ]
     assert written.going_on(opened("a")).tokens == [1, 1, 1, 1, 1, 7, 8, 9]
+
+
+def test_what_is_kept_of_a_round_is_all_of_it_and_nothing_that_collections_look_at() -> None:
+    written = Written(opened("a"))
+    logprobs = [TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0])]
+    told = replace(commit("a", 3, 5), screening_drafted=[4], screening_accepted=[2], drafted=4, verify_seconds=0.5)
+    written.add(told)
+    for _ in range(2):  # a tuple is left alone once all that it holds is
+        gc.collect()
+    assert not any(map(gc.is_tracked, written._packed))
+    written.add(replace(told, logprobs=logprobs, finish_reason=FinishReason.STOP))
+    assert written.commits == [told, replace(told, logprobs=logprobs, finish_reason=FinishReason.STOP)]
+    assert written.has_ended and isinstance(written.commits[1].finish_reason, FinishReason)
 
 
 def test_only_so_many_are_kept_and_those_without_all_log_probabilities_not() -> None:

@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
 from target_service import service as target_service
-from wire.server import keep_loaded, start_server
+from wire.garbage import keep_loaded
+from wire.server import start_server
 
 
 async def test_health_can_be_watched() -> None:
@@ -39,6 +40,7 @@ async def test_a_taken_port_is_reported_before_a_model_loads(service: Any, kind:
 
 
 def test_what_is_loaded_is_kept_out_of_garbage_collections() -> None:
+    gc.unfreeze()  # services of other tests in this process
     assert len(gc.get_objects()) > 100_000
     try:
         keep_loaded()
@@ -62,6 +64,6 @@ async def test_a_message_that_is_too_long_is_refused() -> None:
 
 def test_what_is_kept_from_collections_is_not_taken_for_leaks_at_the_end() -> None:
     """Libraries say at exit what of theirs is left."""
-    program = "import triton; from triton._C import libtriton; from wire.server import keep_loaded; keep_loaded()"
+    program = "import triton; from triton._C import libtriton; from wire.garbage import keep_loaded; keep_loaded()"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stderr == ""

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.step_loop import HUNG, MOST_FAILURES, run_step_loop, share_prefill
+from engine.runner import Runner
+from engine.step_loop import HUNG, MOST_FAILURES, preparation_of, run_step_loop, share_prefill
 from kernels.prompt_attention import UNIT, size_of_own
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +99,26 @@ async def test_what_is_unprepared_is_made_ready_while_there_is_nothing_to_do() -
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(loop, 0.2)
     assert told == ["warm-up", "warm-up", "a step", "another", "warm-up", "warm-up"]
+
+
+def test_what_is_to_be_done_once_all_runners_are_ready_is_done_once() -> None:
+    class Unprepared(Runner):
+        def __init__(self, kinds: int) -> None:
+            self.kinds = kinds
+
+        @property
+        def unprepared(self) -> int:  # type: ignore[override]
+            return self.kinds
+
+        def warm_up_more(self) -> None:
+            self.kinds -= 1
+
+    runners = [Unprepared(2), Unprepared(1)]
+    told: list[list[int]] = []
+    while (prepare := preparation_of(runners, lambda: told.append([each.kinds for each in runners]))) is not None:
+        assert not told
+        prepare()
+    assert told == [[0, 0]]
 
 
 def test_a_failed_step_is_handed_over_and_the_next_ones_run() -> None:

@@ -1,0 +1,26 @@
+"""Python's garbage collector, which holds a process up while it looks at all that there is.
+
+Services make hardly any garbage of its kind (objects that refer to each other), but many objects that live for long:
+models, compiled kernels, captured graphs.
+"""
+
+import atexit
+import gc
+
+_YOUNG = 10_000  # new objects that a collection waits for; Python's default of 700 are there after two busy steps
+
+
+def collect_seldom() -> None:
+    """Collect after many new objects. Called first of all: importing what a service needs takes a fifth longer else."""
+    gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
+
+
+def keep_loaded() -> None:
+    """Keep what is loaded by now out of garbage collections: one that goes through all of it holds a process up for a
+    quarter of a second. Whatever is loaded or captured later needs another call.
+    """
+    collect_seldom()
+    gc.collect()
+    gc.freeze()
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)  # else what is left at the end is taken for leaks, and said
