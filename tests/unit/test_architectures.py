@@ -23,9 +23,10 @@ from engine.runner import Runner
 from evaluation.models import load_runner
 from kernels.backends import Backend
 
+HEAD = 16 if torch.cuda.is_available() else 8  # dimensions: kernels on a GPU take no fewer
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
-    "hidden_size": 32,
+    "hidden_size": 4 * HEAD,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 48,
@@ -33,7 +34,12 @@ SIZES: dict[str, Any] = {
 }
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * (HEAD // 2),
+    "long_factor": [2.0] * (HEAD // 2),
+}
 
 
 def sizes(heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
@@ -44,11 +50,11 @@ def sizes(heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**sizes(4, 2, head_dim=16)),
     "llama, biases, tied": lambda: transformers.LlamaConfig(
-        **sizes(6, 2, hidden_size=48), attention_bias=True, tie_word_embeddings=True
+        **sizes(6, 2, hidden_size=6 * HEAD), attention_bias=True, tie_word_embeddings=True
     ),
     "mistral": lambda: transformers.MistralConfig(**sizes(4, 1), sliding_window=None),
-    "qwen2": lambda: transformers.Qwen2Config(**sizes(7, 1, hidden_size=56)),
-    "qwen3": lambda: transformers.Qwen3Config(**sizes(6, 2, head_dim=8)),
+    "qwen2": lambda: transformers.Qwen2Config(**sizes(7, 1, hidden_size=7 * HEAD)),
+    "qwen3": lambda: transformers.Qwen3Config(**sizes(6, 2, head_dim=HEAD)),
     "qwen3, groups of 7": lambda: transformers.Qwen3Config(**sizes(14, 2, head_dim=16)),
     "phi3": lambda: transformers.Phi3Config(**sizes(4, 4), pad_token_id=0),
     "phi3, partly rotary": lambda: transformers.Phi3Config(
@@ -58,9 +64,9 @@ CONFIGS: dict[str, Any] = {
         **sizes(4, 1), embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=4.0
     ),
     "olmo2": lambda: transformers.Olmo2Config(**sizes(4, 4)),
-    "olmo2, groups of 4": lambda: transformers.Olmo2Config(**sizes(8, 2, hidden_size=64)),
+    "olmo2, groups of 4": lambda: transformers.Olmo2Config(**sizes(8, 2, hidden_size=8 * HEAD)),
     "smollm3": lambda: transformers.SmolLM3Config(
-        **sizes(6, 2, hidden_size=48), no_rope_layer_interval=2, pad_token_id=0
+        **sizes(6, 2, hidden_size=6 * HEAD), no_rope_layer_interval=2, pad_token_id=0
     ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
 }
@@ -125,7 +131,7 @@ def check_logits(folder: str, runner: Runner) -> None:
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        (lambda: transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8), "sliding_attention"),
+        (lambda: transformers.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=HEAD), "sliding_attention"),
         (lambda: transformers.Qwen3NextConfig(**SIZES, num_key_value_heads=2), "linear_attention"),
     ],
 )
