@@ -202,7 +202,7 @@ class Deployment:
 
     def _launch(self, name: str, *own: str, sessions: int = 0) -> "subprocess.Popen[str]":
         side, sessions = side_of(name), sessions or self._room.sessions
-        command = ["benchmarks.serving.service", side, "--model", self._models[side], "--plan", self._plan]
+        command = ["benchmarks.serving", side, "--model", self._models[side], "--plan", self._plan]
         command += ["--port", port_of(self._addresses[name]), "--max-gamma", str(self.pair.gamma)]
         command += ["--gamma", "auto" if self.pair.adaptive else str(self.pair.gamma)]
         command += ["--max-context", str(self._room.context), "--max-sessions", str(sessions)]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.serving.service target|draft`: a service as in any deployment, with what a benchmark needs.
+"""A service as in any deployment, with what a benchmark needs.
 
 Its flags are the service's own and those below. Its steps can be timed, a draft can change how it drafts from row to
 row without starting anew, and sessions can read what a recorded trace says in place of what random weights select.
@@ -162,9 +162,10 @@ def announced_only(*of_round: Any) -> SharedBudget:
     return budget if announced is None else replace(budget, room=0)
 
 
-def main() -> None:
+def run() -> None:
+    """Run `python -m benchmarks.serving target|draft`."""
     side = sys.argv[1] if len(sys.argv) > 1 else ""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.serving.service {side}", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.serving {side}", description=__doc__)
     parser.add_argument("--timeline", metavar="FILE", help="write when steps ran and messages came")
     parser.add_argument("--controls", metavar="FILE", help="JSON, read again before each row")
     parser.add_argument("--replay", action="store_true", help="of a target: read what is announced and nothing else")
@@ -341,7 +342,3 @@ def _time_steps(
         )
 
     patches.enter_context(patch.object(service, "run_step_loop", timed_loop))
-
-
-if __name__ == "__main__":
-    main()
