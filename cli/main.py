@@ -18,6 +18,7 @@ from cli import flags as client
 from config import add_launch_flags
 from config.version import running_version
 from evaluation.flags import add_calibrate_flags, add_evaluate_flags
+from wire.garbage import collect_seldom
 
 
 class Command(NamedTuple):
@@ -88,6 +89,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one subcommand; an error of the server or of what was given ends in one line and exit status 1."""
     flags = make_parser().parse_args(arguments)
+    collect_seldom()
     try:
         import_module(COMMANDS[flags.command].module).run(flags)
     except grpc.RpcError as error:

@@ -13,8 +13,7 @@ import uvloop
 
 from config import DraftSettings, TargetSettings
 from config.logs import Recorder, Said, configure_logs
-from draft_service.service import run as run_draft
-from target_service.service import run as run_target
+from wire.garbage import collect_seldom
 from wire.server import RunningServer
 
 log = logging.getLogger(__name__)
@@ -30,6 +29,7 @@ class ServiceActor:
     """
 
     def __init__(self, settings: DraftSettings | TargetSettings, environment: Mapping[str, str]) -> None:
+        collect_seldom()
         os.environ.update(environment)
         node = ray.util.get_node_ip_address()
         self._node = f"[{node}]" if ":" in node else node
@@ -54,10 +54,15 @@ class ServiceActor:
             self._listening.set_result((announced_address(server.address, self._node), os.getpid()))
 
         try:
-            run = (
-                run_draft(settings, on_ready) if isinstance(settings, DraftSettings) else run_target(settings, on_ready)
-            )
-            uvloop.run(run)
+            # Imported now: Ray imports this module first of all, and what follows is much.
+            if isinstance(settings, DraftSettings):
+                from draft_service.service import run as run_draft
+
+                uvloop.run(run_draft(settings, on_ready))
+            else:
+                from target_service.service import run as run_target
+
+                uvloop.run(run_target(settings, on_ready))
         except BaseException as error:
             served = self._listening.done() or self._served_before
             said = isinstance(error, ValueError | OSError)  # then its text is meant for a person, whom `where` tells

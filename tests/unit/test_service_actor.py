@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import target_service.service
 from config import TargetSettings
 from orchestrator import service_actor
 from orchestrator.service_actor import ServiceActor
@@ -25,7 +26,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> ServiceActor:
         assert status == 1
         raise Ended
 
-    monkeypatch.setattr(service_actor, "run_target", fail)
+    monkeypatch.setattr(target_service.service, "run", fail)
     monkeypatch.setattr(service_actor.os, "_exit", end)
     made = ServiceActor.__new__(ServiceActor)
     made._listening, made._served_before = Future(), False
