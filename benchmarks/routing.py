@@ -118,7 +118,6 @@ class _Replay:
     def _send(self, name: str, request: TracedRequest) -> None:
         tokens = request.prompt(self._scale)
         view = choose(self._policy, self.views, tokens)
-        view.count_open(len(tokens))
         self.routed[view.name] += 1
         self._came[name] = self.clock.now
         self.prompt_tokens += len(tokens)

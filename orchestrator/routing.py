@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.kv.prefix_hash import prefix_hashes
@@ -21,13 +22,21 @@ _MOST_RETRY_SECONDS = 60
 _UNKNOWN = Report(free_places=1 << 31, free_kv_pages=1 << 31, queue_places=1 << 31)
 
 
+class Asked(NamedTuple):
+    """A session that a target was asked for. tokens: with which it begins; unread: those of them without KV there, as
+    far as that is known."""
+
+    tokens: int
+    unread: int
+
+
 @dataclass(eq=False)
 class TargetView:
     """What an orchestrator knows of a target.
 
     report: its last one. prefixes: hashes of those that it holds. left: clients' names of sessions that a lost
-    orchestrator has left there. opens: sessions that it was asked for on the present stream; unreported: the tokens of
-    the last of them, which the report does not count. turn: when it was chosen last, as a number that grows.
+    orchestrator has left there. opens: sessions that it was asked for on the present stream; unreported: the last of
+    them, which the report does not count. turn: when it was chosen last, as a number that grows.
     """
 
     name: str
@@ -35,7 +44,7 @@ class TargetView:
     prefixes: set[int] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
     opens: int = 0
-    unreported: deque[int] = field(default_factory=deque)
+    unreported: deque[Asked] = field(default_factory=deque)
     turn: int = 0
 
     def take(self, report: Report) -> None:
@@ -50,10 +59,10 @@ class TargetView:
         while self.unreported and self.opens - len(self.unreported) < report.opens:
             self.unreported.popleft()
 
-    def count_open(self, tokens: int) -> None:
-        """Count a session of so many tokens that the target is asked for."""
+    def count_open(self, tokens: int, cached: int = 0) -> None:
+        """Count a session of so many tokens that the target is asked for, which has KV of the `cached` first ones."""
         self.opens += 1
-        self.unreported.append(tokens)
+        self.unreported.append(Asked(tokens, tokens - cached))
 
     def forget(self) -> None:
         """Know nothing any more of a target whose stream has ended."""
@@ -69,18 +78,21 @@ class TargetView:
     @property
     def expected_tokens(self) -> int:
         """Return the tokens that its sessions are expected to take still."""
-        return self.report.unread_tokens + sum(self.unreported) + ANSWER_TOKENS * self.sessions
+        return self._unread_tokens + ANSWER_TOKENS * self.sessions
 
     @property
     def expected_wait(self) -> float:
         """Return the seconds that a new session would wait before its prompt is read, as far as that is known."""
         rate = self.report.tokens_per_second
-        reading = (self.report.unread_tokens + sum(self.unreported)) / rate if rate else 0.0
-        return max(self.report.queue_seconds, reading)
+        return max(self.report.queue_seconds, self._unread_tokens / rate if rate else 0.0)
+
+    @property
+    def _unread_tokens(self) -> int:
+        return self.report.unread_tokens + sum(asked.unread for asked in self.unreported)
 
     def has_room(self, tokens: int) -> bool:
         """Return whether a session of so many tokens would run at once."""
-        pages = sum(map(_pages, self.unreported)) + _pages(tokens)
+        pages = sum(_pages(asked.tokens) for asked in self.unreported) + _pages(tokens)
         places = self.report.free_places > len(self.unreported)
         return not self.report.waiting and places and pages <= self.report.free_kv_pages
 
@@ -88,7 +100,7 @@ class TargetView:
         """Return whether the target would refuse a new session of so many tokens."""
         places, pages = self.report.free_places, self.report.free_kv_pages
         queued = 0  # of the sessions that it has not reported yet, and the new one: behind one that waits, all do
-        for needed in map(_pages, (*self.unreported, tokens)):
+        for needed in map(_pages, (*(asked.tokens for asked in self.unreported), tokens)):
             runs = not self.report.waiting and not queued and places > 0 and needed <= pages
             places, pages, queued = places - runs, pages - needed * runs, queued + (not runs)
         return queued > self.report.queue_places
@@ -99,15 +111,18 @@ def _pages(tokens: int) -> int:
     return pages_for(tokens + 2)
 
 
-Policy = Callable[[Sequence[TargetView], Sequence[int]], TargetView]
+# Of one or more targets the one that a session with these tokens goes to, and how many of them it has KV of, 0 where
+# that makes no difference.
+Policy = Callable[[Sequence[TargetView], Sequence[int]], tuple[TargetView, int]]
 
 
 def choose(policy: str, views: Sequence[TargetView], tokens: Sequence[int]) -> TargetView:
-    """Return the target, of one or more, that a session with these tokens goes to."""
-    if len(views) == 1:  # a long prompt takes milliseconds to hash
-        return views[0]
-    chosen = POLICIES[policy](views, tokens)
-    chosen.turn = 1 + max(view.turn for view in views)
+    """Return the target, of one or more, that a session with these tokens goes to, and count it there."""
+    chosen, cached = views[0], 0
+    if len(views) > 1:  # a long prompt takes milliseconds to hash
+        chosen, cached = POLICIES[policy](views, tokens)
+        chosen.turn = 1 + max(view.turn for view in views)
+    chosen.count_open(len(tokens), cached)
     return chosen
 
 
@@ -140,19 +155,19 @@ def cached_tokens(views: Sequence[TargetView], tokens: Sequence[int]) -> list[in
     return cached
 
 
-def _by_prefix(views: Sequence[TargetView], tokens: Sequence[int]) -> TargetView:
+def _by_prefix(views: Sequence[TargetView], tokens: Sequence[int]) -> tuple[TargetView, int]:
     """Return where a session's first token is to be expected after the fewest tokens: those that are ahead of it, and
     those of its own prompt that are not cached."""
     cached = cached_tokens(views, tokens)
-    return min(zip(views, cached, strict=True), key=lambda pair: _load(pair[0], len(tokens), pair[1]))[0]
+    return min(zip(views, cached, strict=True), key=lambda pair: _load(pair[0], len(tokens), pair[1]))
 
 
-def _by_load(views: Sequence[TargetView], tokens: Sequence[int]) -> TargetView:
-    return min(views, key=lambda view: _load(view, len(tokens), 0))
+def _by_load(views: Sequence[TargetView], tokens: Sequence[int]) -> tuple[TargetView, int]:
+    return min(views, key=lambda view: _load(view, len(tokens), 0)), 0
 
 
-def _in_turn(views: Sequence[TargetView], tokens: Sequence[int]) -> TargetView:
-    return min(views, key=lambda view: view.turn)
+def _in_turn(views: Sequence[TargetView], tokens: Sequence[int]) -> tuple[TargetView, int]:
+    return min(views, key=lambda view: view.turn), 0
 
 
 def _load(view: TargetView, tokens: int, cached: int) -> tuple[bool, int, int]:

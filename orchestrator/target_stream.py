@@ -69,11 +69,13 @@ class TargetStream:
     # Sessions.
 
     def open(self, record: Record, number: int) -> None:
-        """Open a session on the target, which must be connected. number: of all that were opened from here."""
+        """Open a session on the target, which must be connected and has it counted (routing.choose).
+
+        number: of all that were opened from here.
+        """
         assert self._outbox is not None
         name = name_on_target(record.session, self._origin, number)
         self._sessions[name], self._names[record.session] = record.session, name
-        self.view.count_open(len(record.tokens))
         self._outbox.put(replace(record.to_open(), session=name))
 
     def close(self, session: str, finished: bool) -> None:

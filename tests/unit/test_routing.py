@@ -120,9 +120,9 @@ def test_what_was_sent_counts_until_the_target_reports_it() -> None:
     target.count_open(300)
     assert target.expected_tokens == 900 + 4 * ANSWER_TOKENS and not target.has_room(1)
     target.take(replace(ROOMY, number=2, opens=1, sessions=3, unread_tokens=600))
-    assert list(target.unreported) == [300]
+    assert list(target.unreported) == [(300, 300)]
     target.take(Report(number=1, opens=2))  # comes late
-    assert list(target.unreported) == [300]
+    assert list(target.unreported) == [(300, 300)]
     target.forget()
     assert not target.unreported and not target.prefixes
 
@@ -165,6 +165,16 @@ def test_a_session_goes_where_its_prefix_is_unless_more_is_ahead_of_it_there_tha
     assert choose("prefix", views, prompt).name == "warmer"
 
 
+def test_sessions_that_come_at_once_go_where_each_ones_prefix_is() -> None:
+    """What a target finds in its KV is not ahead of the next one."""
+    views = [view("a"), view("b")]
+    prompts = [(views[number // 4], text(400, number * 10**5)) for number in range(8)]
+    for warm, prompt in prompts:
+        warm.prefixes.update(prefix_hashes(prompt))
+    assert all(choose("prefix", views, prompt) is warm for warm, prompt in prompts)
+    assert choose("prefix", views, text(400, 10**7)).expected_tokens == 400 * PAGE_SIZE + 5 * ANSWER_TOKENS
+
+
 def test_a_session_goes_where_it_runs_at_once() -> None:
     prompt = text(40)
     full = view("full", prompt, waiting=1)
@@ -190,7 +200,6 @@ def test_load_is_spread_evenly_over_equal_targets(lengths: list[int], policy: st
     views, sent = [view(name) for name in "abcd"], Counter[str]()
     for number, length in enumerate(lengths):
         chosen = choose(policy, views, [1000 + number] * length)
-        chosen.count_open(length)
         sent[chosen.name] += length + ANSWER_TOKENS
     loads = [sent[name] for name in "abcd"]
     assert max(loads) - min(loads) <= max(lengths) + ANSWER_TOKENS
