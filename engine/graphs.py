@@ -73,7 +73,7 @@ class Graphs:
             captured.launch()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with _no_garbage_collected(), torch.cuda.graph(graph, pool=self._pool):
+        with no_garbage_collected(), torch.cuda.graph(graph, pool=self._pool):
             inputs.copy_in()
             captured.launch()
             results.copy_out()
@@ -82,7 +82,7 @@ class Graphs:
 
 
 @contextlib.contextmanager
-def _no_garbage_collected() -> Iterator[None]:
+def no_garbage_collected() -> Iterator[None]:
     """Collect no cycles in this context: a graph or an event that goes while another is captured aborts the process."""
     was_enabled = gc.isenabled()
     gc.disable()
