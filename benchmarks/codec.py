@@ -5,7 +5,6 @@ Encoding starts from a BlockSelection and ends with bytes, decoding the other wa
 """
 
 import argparse
-import gc
 import json
 import os
 import time
@@ -20,6 +19,7 @@ import numpy as np
 
 from benchmarks.selection_trace import BUNDLED, ROUNDS, Trace, churn_of, load_traces, record_traces
 from benchmarks.stack import _processor as processor
+from config.garbage import no_garbage_collected
 from sparsity.selection import BlockSelection
 from wire.selection_codec import decode_selection, encode_selection
 
@@ -104,8 +104,7 @@ def _rows(trace: Trace, repeats: int) -> list[CodecRow]:
 def _measure(name: str, sessions: list[list[BlockSelection]], refers: bool, repeats: int) -> CodecRow:
     """refers: whether a round is coded against the one before."""
     first, steady, encoding, decoding = [], [], [], []
-    gc.disable()  # what it collects is not the codec's
-    try:
+    with no_garbage_collected():  # what is collected is not the codec's
         for rounds in sessions:
             first.append(len(encode_selection(rounds[0])))
             for i in range(FIRST_STEADY, len(rounds)):
@@ -118,8 +117,6 @@ def _measure(name: str, sessions: list[list[BlockSelection]], refers: bool, repe
                 steady.append(len(data))
                 encoding += _times(encode, repeats)
                 decoding += _times(decode, repeats)
-    finally:
-        gc.enable()
     return CodecRow(
         trace=name,
         heads=sessions[0][0].num_heads,

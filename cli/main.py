@@ -16,9 +16,9 @@ import grpc
 from benchmarks import flags as bench
 from cli import flags as client
 from config import add_launch_flags
+from config.garbage import collect_seldom
 from config.version import running_version
 from evaluation.flags import add_calibrate_flags, add_evaluate_flags
-from wire.garbage import collect_seldom
 
 
 class Command(NamedTuple):

@@ -5,7 +5,7 @@ import os
 import sys
 
 from config import DraftSettings, SettingsError, resolve_service
-from wire.garbage import collect_seldom
+from config.garbage import collect_seldom
 from wire.server import run_service
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from config import DraftSettings
+from config.garbage import keep_loaded
 from config.version import running_version
 from draft_service.drafter import Drafter
 from draft_service.hello import draft_hello
@@ -22,7 +23,6 @@ from sparsity.methods import load_served_plan
 from sparsity.plan import Plan
 from wire.access import read_peer_access
 from wire.convert import status_to_pb
-from wire.garbage import keep_loaded
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, check_free, start_server
 from wire.tracing import NO_SPANS, Spans, service_spans
@@ -43,7 +43,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     hello = draft_hello(settings, plan, opened)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    keep_loaded()
+    keep_loaded()  # and let go what loading has left over, before graphs take memory
     with service_spans("specahead-draft", settings.traces) as spans:
         await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, spans)
 
@@ -58,6 +58,25 @@ class _Control(control_pb2_grpc.DraftControlServicer):
     async def SetTargets(self, request: control_pb2.Targets, context: Any) -> control_pb2.TargetsSet:
         self._set_targets(request.addresses)
         return control_pb2.TargetsSet()
+
+
+def _status(hello: Hello, drafter: Drafter, links: Links) -> ServiceStatus:
+    kv = drafter.runner.kv
+    return ServiceStatus(
+        peer=hello.peer,
+        pid=os.getpid(),
+        attached=[link.attached for link in links.states if link.attached],
+        refusal="; ".join(link.refusal for link in links.states if link.refusal),
+        counters={name: float(value) for name, value in drafter.counters.items()},
+        gauges={
+            "pid": os.getpid(),
+            "sessions": drafter.session_count,
+            "kv_pages_held": kv.pool.held,
+            "kv_pages": kv.pool.num_pages,
+            "unprepared_steps": drafter.runner.unprepared,
+        },
+        version=running_version(),
+    )
 
 
 async def serve(
@@ -83,25 +102,10 @@ async def serve(
     if grammars is not None:
         grammars.on_compiled = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
 
-    def status() -> ServiceStatus:
-        return ServiceStatus(
-            peer=hello.peer,
-            pid=os.getpid(),
-            attached=[link.attached for link in links.states if link.attached],
-            refusal="; ".join(link.refusal for link in links.states if link.refusal),
-            counters={name: float(value) for name, value in drafter.counters.items()},
-            gauges={
-                "pid": os.getpid(),
-                "sessions": drafter.session_count,
-                "kv_pages_held": runner.kv.pool.held,
-                "kv_pages": runner.kv.pool.num_pages,
-                "unprepared_steps": runner.unprepared,
-            },
-            version=running_version(),
-        )
-
     add = control_pb2_grpc.add_DraftControlServicer_to_server
-    services = [(add, _Control(status, links.set_targets), "specahead.v1.DraftControl")]
+    services = [
+        (add, _Control(partial(_status, hello, drafter, links), links.set_targets), "specahead.v1.DraftControl")
+    ]
     server = await start_server(settings.host, settings.port, services, access.guard())
     await server.set_serving(True)
     log.info("serving", extra={"address": server.address, "tls": settings.tls_cert != "", "pid": os.getpid()})

@@ -1,7 +1,6 @@
 """CUDA graphs: launches that are captured once and replayed, each with buffers of its own."""
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -11,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from config.garbage import no_garbage_collected
 from engine.staging import Buffers
 
 log = logging.getLogger(__name__)
@@ -73,24 +73,13 @@ class Graphs:
             captured.launch()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        # A graph or an event that is collected while another is captured aborts the process.
         with no_garbage_collected(), torch.cuda.graph(graph, pool=self._pool):
             inputs.copy_in()
             captured.launch()
             results.copy_out()
         inputs.in_graph = results.in_graph = True
         return graph
-
-
-@contextlib.contextmanager
-def no_garbage_collected() -> Iterator[None]:
-    """Collect no cycles in this context: a graph or an event that goes while another is captured aborts the process."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from config import Config, SettingsError
+from config.garbage import keep_loaded
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
@@ -37,7 +38,6 @@ from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import load_served_plan, methods_of
 from wire.access import Guard
-from wire.garbage import keep_loaded
 from wire.messages import ServiceStatus
 from wire.server import start_server
 from wire.streams import run_together

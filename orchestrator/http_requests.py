@@ -1,6 +1,5 @@
 """What every HTTP request goes through: its body is JSON and says so, and it has an id."""
 
-import gc
 import marshal
 import secrets
 import sys
@@ -15,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from config.garbage import no_garbage_collected
 from orchestrator import parse_json
 from orchestrator.child_process import ask_process
 from orchestrator.requests import MAX_NAME
@@ -44,11 +44,8 @@ async def _parse_elsewhere(body: bytes) -> Any:
     if status:
         reason = errors.decode(errors="replace")
         raise ValueError(reason) if status == parse_json.INVALID else ServiceError(reason[-500:])
-    gc.disable()  # it would look at a million new objects again and again
-    try:
+    with no_garbage_collected():  # which would look at a million new objects again and again
         return marshal.loads(out)
-    finally:
-        gc.enable()
 
 
 class JSONRoute(APIRoute):

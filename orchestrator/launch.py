@@ -9,9 +9,9 @@ import sys
 from dataclasses import replace
 
 from config import Config, add_launch_flags, read_launch
+from config.garbage import collect_seldom
 from config.logs import configure_logs
 from wire.errors import ClusterError
-from wire.garbage import collect_seldom
 
 log = logging.getLogger(__name__)
 

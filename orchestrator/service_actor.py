@@ -12,8 +12,8 @@ import ray
 import uvloop
 
 from config import DraftSettings, TargetSettings
+from config.garbage import collect_seldom
 from config.logs import Recorder, Said, configure_logs
-from wire.garbage import collect_seldom
 from wire.server import RunningServer
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ServiceActor:
             self._listening.set_result((announced_address(server.address, self._node), os.getpid()))
 
         try:
-            # Imported now: Ray imports this module first of all, and what follows is much.
+            # Imported behind collect_seldom, since it is much.
             if isinstance(settings, DraftSettings):
                 from draft_service.service import run as run_draft
 

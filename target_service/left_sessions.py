@@ -12,12 +12,11 @@ from wire.messages import At, Commit, FinishReason, Open
 from wire.session_names import name_of_client
 
 MOST_LEFT = 1024
+_FIELDS = tuple(each.name for each in fields(Commit))
+_LISTS = "tokens", "logprobs", "prompt_logprobs", "screening_drafted", "screening_accepted"
 
 
-_LISTS = tuple(each.name for each in fields(Commit) if each.default_factory is list or each.name == "tokens")
-
-
-def _packed(commit: Commit) -> tuple[Any, ...]:
+def _pack(commit: Commit) -> tuple[Any, ...]:
     """Return a commit's values as numbers and tuples of them, which the garbage collector need not look at: there is
     one for each round of all that is generated.
     """
@@ -25,32 +24,35 @@ def _packed(commit: Commit) -> tuple[Any, ...]:
     values["at"], values["finish_reason"] = tuple(commit.at), int(commit.finish_reason)
     for name in _LISTS:
         values[name] = tuple(values[name])
-    return tuple(values.values())
+    return tuple(values[name] for name in _FIELDS)
 
 
-def _unpacked(values: tuple[Any, ...]) -> Commit:
-    named = dict(zip((each.name for each in fields(Commit)), values, strict=True))
-    named["at"], named["finish_reason"] = At(*named["at"]), FinishReason(named["finish_reason"])
-    return Commit(**named | {name: list(named[name]) for name in _LISTS})
+def _unpack(packed: tuple[Any, ...]) -> Commit:
+    values = dict(zip(_FIELDS, packed, strict=True))
+    values["at"], values["finish_reason"] = At(*values["at"]), FinishReason(values["finish_reason"])
+    return Commit(**values | {name: list(values[name]) for name in _LISTS})
 
 
 @dataclass
 class Written:
-    """What an orchestrator was told of a session that it opened by `request`. has_ended: whether the end, too."""
+    """What an orchestrator was told of a session that it opened by `request`.
+
+    has_ended: whether the end, too. packed: the rounds, as of `_pack`.
+    """
 
     request: Open
     has_ended: bool = False
-    _packed: list[tuple[Any, ...]] = field(default_factory=list)
+    packed: list[tuple[Any, ...]] = field(default_factory=list)
 
     def add(self, commit: Commit) -> None:
         """Write down a round that is told."""
-        self._packed.append(_packed(commit))
+        self.packed.append(_pack(commit))
         self.has_ended = commit.finish_reason is not FinishReason.NONE
 
     @property
     def commits(self) -> list[Commit]:
         """All rounds that were told."""
-        return [_unpacked(values) for values in self._packed]
+        return list(map(_unpack, self.packed))
 
     def follows(self, request: Open) -> bool:
         """Return whether another request asks for the same, whatever its seed."""
@@ -66,7 +68,7 @@ class Written:
     def going_on(self, request: Open) -> Open:
         """Return what opens the session again where it stands, by the name of that request."""
         tokens = [*self.request.tokens, *(token for commit in self.commits for token in commit.tokens)]
-        told = bool(self._packed) or not request.wants_prompt_logprobs
+        told = bool(self.packed) or not request.wants_prompt_logprobs
         return replace(request, tokens=tokens, sampling=self.request.sampling, wants_prompt_logprobs=not told)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from config import TargetSettings
+from config.garbage import keep_loaded
 from config.version import running_version
 from draft_service.drafter import Drafter
 from draft_service.hello import draft_hello
@@ -24,7 +25,6 @@ from target_service.servicer import ControlServicer, SpeculationServicer
 from target_service.verifier import OnRound, Verifier
 from wire.access import read_peer_access
 from wire.errors import Unavailable
-from wire.garbage import keep_loaded
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, check_free, start_server
@@ -63,7 +63,7 @@ async def run(
         raise PlanError(f"draft and target do not fit: {mismatch}")
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    keep_loaded()
+    keep_loaded()  # and let go what loading has left over, before graphs take memory
     with service_spans("specahead-target", settings.traces) as spans:
         drafter = None
         if beside is not None:

@@ -1,6 +1,6 @@
 """`python -m benchmarks.serving target|draft`: a service under measurement, which starts as any does."""
 
-from wire.garbage import collect_seldom
+from config.garbage import collect_seldom
 
 
 def main() -> None:

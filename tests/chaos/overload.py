@@ -19,13 +19,13 @@ from collections.abc import Iterator
 import uvloop
 
 from benchmarks.scripted import right_tokens
+from config.garbage import keep_loaded
 from engine.loading.tokenizer import load_tokenizer
 from models import TARGET
 from orchestrator.logprobs import Decode
 from tests.chaos.clients import Answer, Clients
 from tests.chaos.setting import Held
 from tests.stack import Services, Stack, start_gateway, start_service
-from wire.garbage import keep_loaded
 
 SESSIONS = 8
 PROMPTS, TOKENS = (100, 160), (24, 56)  # tokens of a prompt and of an answer: the least and the most

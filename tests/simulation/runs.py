@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from config.garbage import no_garbage_collected
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import World
 
@@ -66,15 +67,12 @@ def _collected_between_seeds() -> Iterator[Callable[[], None]]:
 
     So what is left of a world is freed while it is in the processor's caches, and what was imported is not looked at.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    gc.freeze()
-    try:
-        yield partial(gc.collect, 0)
-    finally:
-        gc.unfreeze()
-        if collects:
-            gc.enable()
+    with no_garbage_collected():
+        gc.freeze()
+        try:
+            yield partial(gc.collect, 0)
+        finally:
+            gc.unfreeze()
 
 
 def run_seeds(seeds: Iterable[int], crowd: bool = False) -> Result:

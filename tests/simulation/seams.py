@@ -1,7 +1,6 @@
 """Where the product meets what the simulator replaces: clocks, gRPC's entry points, ports, process ids and exits."""
 
 import contextlib
-import gc
 import logging
 import os
 import secrets
@@ -12,6 +11,7 @@ from unittest.mock import patch
 
 import grpc
 
+from config.garbage import no_garbage_collected
 from target_service.lookup import FirstGuess
 from tests.simulation.channels import Channel
 from tests.simulation.loop import VirtualLoop
@@ -40,13 +40,10 @@ def replaced(loop: VirtualLoop, network: Network) -> Iterator[None]:
         stack.enter_context(patch.object(logging, "shutdown", lambda: None))
         handlers, root.handlers = root.handlers, [log]
         logging.disable(logging.WARNING)
-        collects = gc.isenabled()
-        gc.disable()  # what is collected when is not up to the seed
+        stack.enter_context(no_garbage_collected())  # what is collected when is not up to the seed
         try:
             yield
         finally:
-            if collects:
-                gc.enable()
             logging.disable(logging.NOTSET)
             root.handlers = handlers
 

@@ -3,7 +3,6 @@
 Without a GPU its passes run eagerly through the torch kernels; on a GPU they are captured.
 """
 
-import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import transformers
 
 from engine.families import read_decoder
-from engine.graphs import Captured, no_garbage_collected
+from engine.graphs import Captured
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
@@ -272,20 +271,3 @@ def test_fused_weights_are_held_once(folder: str) -> None:
     for part in (attention.q_proj, attention.k_proj, attention.v_proj):
         inside = part.weight.data_ptr() - decoder.layers[0].qkv.data_ptr()
         assert 0 <= inside < decoder.layers[0].qkv.nbytes
-
-
-def test_nothing_is_collected_while_a_graph_is_captured() -> None:
-    """Not even where the capture fails, and afterwards as before."""
-
-    def fail_to_capture() -> None:
-        with no_garbage_collected():
-            assert not gc.isenabled()
-            with no_garbage_collected():
-                pass
-            assert not gc.isenabled()
-            raise ValueError("of the capture")
-
-    assert gc.isenabled()
-    with pytest.raises(ValueError, match="of the capture"):
-        fail_to_capture()
-    assert gc.isenabled()

@@ -149,7 +149,7 @@ def test_what_is_kept_of_a_round_is_all_of_it_and_nothing_that_collections_look_
     written.add(told)
     for _ in range(2):  # a tuple is left alone once all that it holds is
         gc.collect()
-    assert not any(map(gc.is_tracked, written._packed))
+    assert not any(map(gc.is_tracked, written.packed))
     written.add(replace(told, logprobs=logprobs, finish_reason=FinishReason.STOP))
     assert written.commits == [told, replace(told, logprobs=logprobs, finish_reason=FinishReason.STOP)]
     assert written.has_ended and isinstance(written.commits[1].finish_reason, FinishReason)

@@ -1,9 +1,6 @@
 """What every server of specahead answers: its health, also to those who watch it; and what it needs to start."""
 
-import gc
 import socket
-import subprocess
-import sys
 from typing import Any
 
 import grpc
@@ -13,7 +10,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
 from target_service import service as target_service
-from wire.garbage import keep_loaded
 from wire.server import start_server
 
 
@@ -39,16 +35,6 @@ async def test_a_taken_port_is_reported_before_a_model_loads(service: Any, kind:
             await service.run(settings, lambda server: None)
 
 
-def test_what_is_loaded_is_kept_out_of_garbage_collections() -> None:
-    gc.unfreeze()  # services of other tests in this process
-    assert len(gc.get_objects()) > 100_000
-    try:
-        keep_loaded()
-        assert len(gc.get_objects()) < 1000
-    finally:
-        gc.unfreeze()
-
-
 async def test_a_message_that_is_too_long_is_refused() -> None:
     server = await start_server("127.0.0.1", 0, [], most_bytes=1000)
     async with grpc.aio.insecure_channel(server.address) as channel:
@@ -60,10 +46,3 @@ async def test_a_message_that_is_too_long_is_refused() -> None:
             await check(health_pb2.HealthCheckRequest(service="x" * 900))
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
     await server.stop(0)
-
-
-def test_what_is_kept_from_collections_is_not_taken_for_leaks_at_the_end() -> None:
-    """Libraries say at exit what of theirs is left."""
-    program = "import triton; from triton._C import libtriton; from wire.garbage import keep_loaded; keep_loaded()"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert ended.stderr == ""

@@ -5,7 +5,9 @@ models, compiled kernels, captured graphs.
 """
 
 import atexit
+import contextlib
 import gc
+from collections.abc import Iterator
 
 _YOUNG = 10_000  # new objects that a collection waits for; Python's default of 700 are there after two busy steps
 
@@ -13,6 +15,18 @@ _YOUNG = 10_000  # new objects that a collection waits for; Python's default of 
 def collect_seldom() -> None:
     """Collect after many new objects. Called first of all: importing what a service needs takes a fifth longer else."""
     gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
+
+
+@contextlib.contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """Collect nothing in this context."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def keep_loaded() -> None:
