@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.backends import Backend, default_backend
 from kernels.compiling import compiles_only
-from kernels.eight_bit_linear import MAX_ROWS, EightBitWeight, eight_bit_linear
+from kernels.few_rows_linear import MOST_ROWS_OF_EIGHT_BITS, EightBitWeight, few_rows_linear, takes
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm, add_scaled
 from kernels.rotary import rotate_and_write_kv
@@ -24,11 +24,6 @@ from kernels.skinny_linear import is_skinny, skinny_linear
 Attend = Callable[[int, Tensor], Tensor]
 # What a layer does with queries, keys and values side by side: (layer, qkv) -> [tokens, heads * dim].
 AttendToQkv = Callable[[int, Tensor], Tensor]
-
-
-# Stretches of inputs that layers with 8-bit weights are cut into: of queries, keys and values, of attention's output
-# and of the MLP's second one.
-QKV_PARTS, OUT_PARTS, DOWN_PARTS = 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -147,7 +142,6 @@ class Decoder:
                 kernels,
                 layer.head_norms,
                 self.epsilon,
-                layer.qkv_bias if qkv.dim() == 3 else None,
             )
             return attend(index, queries).flatten(1)
 
@@ -178,43 +172,55 @@ def _run_wide(
 ) -> Tensor:
     """Return the logits of any number of rows. hidden: [rows, hidden], the embeddings
 
-    Up to MAX_ROWS rows read weights in 8 bits where these are held so, and some layers then give parts to be added up.
-    More rows may give logits than run, since each sequence has room for as many: those count behind the attention.
+    More rows may give logits than run, since each sequence has room for as many.
     """
     residual: Tensor | None = None
-    few = len(hidden) <= MAX_ROWS
+    few = len(hidden) <= MOST_ROWS_OF_EIGHT_BITS  # a pass over more reads no layer in 8 bits
     for index, layer in decoder.numbered_layers:
-        weights = layer.eight_bit if few else None
+        light = layer.eight_bit if few else None
         normed, residual = _add_and_norm(decoder, hidden, residual, layer.input_norm, backend)
-        if weights is None:
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-        else:
-            qkv = eight_bit_linear(normed, weights.qkv, QKV_PARTS, backend=backend)
+        qkv = _linear(
+            normed, layer.qkv, light.qkv if light else None, backend, layer.qkv_bias, in_parts=layer.full_norms is None
+        )
         attended = attention(index, qkv)
         if logits_rows is not None and index == decoder.num_layers - 1:
             if not len(logits_rows):
                 return attended.new_empty(0, len(decoder.lm_head))
             attended, residual = attended[logits_rows], residual[logits_rows]
-            few = few and len(logits_rows) <= MAX_ROWS
-            weights = layer.eight_bit if few else None
-        if weights is None:
-            hidden = F.linear(attended, layer.out, layer.out_bias)
-        else:
-            hidden = eight_bit_linear(attended, weights.out, OUT_PARTS, backend=backend)
+        in_parts = layer.attention_out_norm is None and layer.mlp_norm is not None
+        hidden = _linear(attended, layer.out, light.out if light else None, backend, layer.out_bias, in_parts=in_parts)
         if layer.attention_out_norm is not None:
             hidden, _ = add_rms_norm(hidden, None, layer.attention_out_norm, decoder.epsilon, backend)
         normed, residual = _add_and_norm(decoder, hidden, residual, layer.mlp_norm, backend)
-        if weights is None:
-            hidden = F.linear(silu_and_multiply(F.linear(normed, layer.gate_up), backend), layer.down)
-        else:
-            inner = eight_bit_linear(normed, weights.gate_up, gated=True, backend=backend)
-            hidden = eight_bit_linear(inner, weights.down, DOWN_PARTS, backend=backend)
+        inner = _linear(normed, layer.gate_up, light.gate_up if light else None, backend, gated=True)
+        in_parts = layer.mlp_out_norm is None and layer.input_norm is not None
+        hidden = _linear(inner, layer.down, light.down if light else None, backend, in_parts=in_parts)
         if layer.mlp_out_norm is not None:
             hidden, _ = add_rms_norm(hidden, None, layer.mlp_out_norm, decoder.epsilon, backend)
     normed, _ = _add_and_norm(decoder, hidden, residual, decoder.norm, backend)
-    head = decoder.eight_bit_head if few else None
-    logits = F.linear(normed, decoder.lm_head) if head is None else eight_bit_linear(normed, head, backend=backend)
+    logits = _linear(normed, decoder.lm_head, decoder.eight_bit_head if few else None, backend)
     return logits if decoder.logits_scale == 1.0 else logits * decoder.logits_scale
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    light: EightBitWeight | None,
+    backend: Backend,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    in_parts: bool = False,
+) -> Tensor:
+    """Return a linear layer of x [rows, inputs]: of few rows by a kernel that is bound by reading weights.
+
+    light: the weight in 8 bits, if it is held so. in_parts: whether the result may be [parts, rows, outputs] float32,
+    to be added up.
+    """
+    held = weight if light is None or len(x) > MOST_ROWS_OF_EIGHT_BITS else light
+    if held is light or (backend == "triton" and takes(x, held)):
+        return few_rows_linear(x, held, bias, gated, in_parts, backend)
+    out = F.linear(x, weight, bias)
+    return silu_and_multiply(out, backend) if gated else out
 
 
 def _add_and_norm(

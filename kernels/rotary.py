@@ -27,13 +27,11 @@ def rotate_and_write_kv(
     backend: str = "torch",
     head_norms: Tensor | None = None,
     epsilon: float = 0.0,
-    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the rotated queries; write the rotated keys, and the values, to their slots in place.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], contiguous: queries, keys, values. They may come in parts, [parts,
-    tokens, …] float32, with a bias [(heads + 2 * kv_heads) * head_dim] or none: they are the sum, rounded to the dtype
-    of the pages.
+    tokens, …] float32: they are the sum, rounded to the dtype of the pages.
     cosines, sines: [positions, turned / 2] float32, contiguous; of the first `turned` dimensions of a head, dimension i
     turns with i + turned / 2. The others stay as they are; tables of width 0 turn none.
     positions: [tokens] int32 or int64; slots: [tokens] int64, page * page_size + offset, negative: not written
@@ -46,7 +44,7 @@ def rotate_and_write_kv(
     kv_heads, page_size, dim = k_pages.shape[1:]
     if backend == "torch":
         if qkv.dim() == 3:
-            qkv = (qkv.sum(0) if bias is None else qkv.sum(0) + bias).to(k_pages.dtype)
+            qkv = qkv.sum(0).to(k_pages.dtype)
         queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
         if head_norms is not None:
             queries, keys = (
@@ -62,7 +60,7 @@ def rotate_and_write_kv(
     queries = torch.empty(tokens, heads, dim, dtype=k_pages.dtype, device=qkv.device)
     of_program = 1 if tokens < MANY_TOKENS else HEADS_OF_PROGRAM
     _rotate_and_write_kv_kernel[(tokens, -(-(heads + 2 * kv_heads) // of_program))](
-        *(qkv, bias, cosines, sines, positions, slots, head_norms),
+        *(qkv, cosines, sines, positions, slots, head_norms),
         *(k_pages, v_pages, queries, epsilon, tokens),
         PARTS=1 if qkv.dim() == 2 else len(qkv),
         HEADS=heads,
@@ -90,20 +88,17 @@ def _multiply(x, y):
 
 
 @jit
-def _load_head(qkv_ptr, bias_ptr, token, tokens, at, WIDTH: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
+def _load_head(qkv_ptr, token, tokens, at, WIDTH: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
     """The numbers `at` of a token, from the parts that they come in."""
     total = tl.load(qkv_ptr + token.to(tl.int64) * WIDTH + at)
     for part in tl.static_range(1, PARTS):
         total += tl.load(qkv_ptr + (part * tokens + token).to(tl.int64) * WIDTH + at)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + at)
     return total.to(dtype)
 
 
 @jit
 def _rotate_and_write_kv_kernel(
     qkv_ptr,
-    bias_ptr,
     cosines_ptr,
     sines_ptr,
     positions_ptr,
@@ -133,9 +128,9 @@ def _rotate_and_write_kv_kernel(
         head = tl.program_id(1) * OF_PROGRAM + index
         if head < HEADS + 2 * KV_HEADS:
             dtype: tl.constexpr = k_ptr.dtype.element_ty
-            own = _load_head(qkv_ptr, bias_ptr, token, tokens, head * DIM + at, WIDTH, PARTS, dtype)
+            own = _load_head(qkv_ptr, token, tokens, head * DIM + at, WIDTH, PARTS, dtype)
             if head < HEADS + KV_HEADS:
-                other = _load_head(qkv_ptr, bias_ptr, token, tokens, head * DIM + partner, WIDTH, PARTS, dtype)
+                other = _load_head(qkv_ptr, token, tokens, head * DIM + partner, WIDTH, PARTS, dtype)
                 if norms_ptr is not None:
                     wide = own.to(tl.float32)
                     scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + epsilon)

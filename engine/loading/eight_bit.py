@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
-from engine.decoder import DOWN_PARTS, OUT_PARTS, QKV_PARTS, Decoder, EightBitLayer
+import torch
+
+from engine.decoder import Decoder, EightBitLayer
 from engine.modules import ModulesDecoder
-from kernels.eight_bit_linear import LEAST_DEPTH, quantize
+from kernels.few_rows_linear import LEAST_DEPTH, quantize
 
 
 def with_eight_bit_weights(decoder: Decoder | ModulesDecoder) -> Decoder:
@@ -20,12 +22,11 @@ def with_eight_bit_weights(decoder: Decoder | ModulesDecoder) -> Decoder:
             for part in (layer.out_bias, layer.full_norms, layer.attention_out_norm, layer.mlp_out_norm)
         ):
             raise NotImplementedError("8-bit weights are built for layers that norm what attention and MLP read, alone")
-        parts_of = (layer.qkv, QKV_PARTS), (layer.out, OUT_PARTS), (layer.gate_up, 1), (layer.down, DOWN_PARTS)
-        for weight, parts in parts_of:
-            if decoder.lm_head.is_cuda and weight.shape[1] % (parts * LEAST_DEPTH):
+        for weight in (layer.qkv, layer.out, layer.gate_up, layer.down) if decoder.lm_head.is_cuda else ():
+            if weight.shape[1] % LEAST_DEPTH or weight.dtype == torch.float32:
                 raise NotImplementedError(
-                    f"8-bit weights are built for layers of a multiple of {parts * LEAST_DEPTH} inputs, got "
-                    f"{weight.shape[1]}"
+                    f"8-bit weights are built for 16-bit layers of a multiple of {LEAST_DEPTH} inputs, got "
+                    f"{weight.shape[1]} of {weight.dtype}"
                 )
     held = [EightBitLayer(*map(quantize, (each.qkv, each.out, each.gate_up, each.down))) for each in decoder.layers]
     layers = [replace(layer, eight_bit=weights) for layer, weights in zip(decoder.layers, held, strict=True)]

@@ -181,9 +181,9 @@ def default_tuning(dim: int, sparse: bool, rows: int) -> Tuning:
         if rows > 16:
             return Tuning()
         return Tuning(programs=3) if sparse else Tuning(stages=3)
-    if not sparse:
-        return Tuning(stages=3, programs=3)
-    return Tuning(programs=4 if rows <= 16 else 3)
+    if rows <= 16:
+        return Tuning(programs=4) if sparse else Tuning(tile=64, stages=3, warps=2, programs=6)
+    return Tuning(programs=3) if sparse else Tuning(stages=3, programs=3)
 
 
 def pinned_tuning(dim: int) -> Tuning:

@@ -122,7 +122,7 @@ def test_a_round_and_a_step_compile_and_write_nothing(tmp_path: Path) -> None:
     run = run_on_a_gpu(A_ROUND_AND_A_STEP, tmp_path)
     assert run.returncode == 0, run.stderr
     names = {file.stem for file in tmp_path.glob("*/*.cubin")}
-    expected = "partial_attention_kernel merge_kernel _eight_bit_linear_kernel _rotate_and_write_kv_kernel emit_kernel"
+    expected = "partial_attention_kernel merge_kernel _few_rows_linear_kernel _rotate_and_write_kv_kernel emit_kernel"
     assert names >= {
         *expected.split(),
         "_remember_weights_kernel",
