@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.backends import Backend, default_backend
 from kernels.compiling import compiles_only
-from kernels.few_rows_linear import MOST_ROWS_OF_EIGHT_BITS, EightBitWeight, few_rows_linear, takes
+from kernels.few_rows_linear import MOST_ROWS, EightBitWeight, few_rows_linear, takes
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm, add_scaled
 from kernels.rotary import rotate_and_write_kv
@@ -175,10 +175,13 @@ def _run_wide(
     More rows may give logits than run, since each sequence has room for as many.
     """
     residual: Tensor | None = None
-    few = len(hidden) <= MOST_ROWS_OF_EIGHT_BITS  # a pass over more reads no layer in 8 bits
+    few = len(hidden) <= MOST_ROWS  # a pass over more reads no layer in 8 bits
+    in_eight_bits = few and decoder.eight_bit_head is not None
+    # What is multiplied with 8-bit weights; outputs are given in the model's dtype again.
+    half = torch.float16 if in_eight_bits and backend == "triton" else None
     for index, layer in decoder.numbered_layers:
         light = layer.eight_bit if few else None
-        normed, residual = _add_and_norm(decoder, hidden, residual, layer.input_norm, backend)
+        normed, residual = _add_and_norm(decoder, hidden, residual, layer.input_norm, backend, half)
         qkv = _linear(
             normed, layer.qkv, light.qkv if light else None, backend, layer.qkv_bias, in_parts=layer.full_norms is None
         )
@@ -191,13 +194,13 @@ def _run_wide(
         hidden = _linear(attended, layer.out, light.out if light else None, backend, layer.out_bias, in_parts=in_parts)
         if layer.attention_out_norm is not None:
             hidden, _ = add_rms_norm(hidden, None, layer.attention_out_norm, decoder.epsilon, backend)
-        normed, residual = _add_and_norm(decoder, hidden, residual, layer.mlp_norm, backend)
-        inner = _linear(normed, layer.gate_up, light.gate_up if light else None, backend, gated=True)
+        normed, residual = _add_and_norm(decoder, hidden, residual, layer.mlp_norm, backend, half)
+        inner = _linear(normed, layer.gate_up, light.gate_up if light else None, backend, gated=True, dtype=half)
         in_parts = layer.mlp_out_norm is None and layer.input_norm is not None
         hidden = _linear(inner, layer.down, light.down if light else None, backend, in_parts=in_parts)
         if layer.mlp_out_norm is not None:
             hidden, _ = add_rms_norm(hidden, None, layer.mlp_out_norm, decoder.epsilon, backend)
-    normed, _ = _add_and_norm(decoder, hidden, residual, decoder.norm, backend)
+    normed, _ = _add_and_norm(decoder, hidden, residual, decoder.norm, backend, half)
     logits = _linear(normed, decoder.lm_head, decoder.eight_bit_head if few else None, backend)
     return logits if decoder.logits_scale == 1.0 else logits * decoder.logits_scale
 
@@ -210,25 +213,34 @@ def _linear(
     bias: Tensor | None = None,
     gated: bool = False,
     in_parts: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return a linear layer of x [rows, inputs]: of few rows by a kernel that is bound by reading weights.
 
     light: the weight in 8 bits, if it is held so. in_parts: whether the result may be [parts, rows, outputs] float32,
-    to be added up.
+    to be added up. dtype: of the result, if not the model's.
     """
-    held = weight if light is None or len(x) > MOST_ROWS_OF_EIGHT_BITS else light
-    if held is light or (backend == "triton" and takes(x, held)):
-        return few_rows_linear(x, held, bias, gated, in_parts, backend)
-    out = F.linear(x, weight, bias)
+    held = weight if light is None or len(x) > MOST_ROWS else light
+    if held is light or (backend == "triton" and takes(x)):
+        return few_rows_linear(x, held, bias, gated, in_parts, backend, dtype or weight.dtype)
+    out = F.linear(x.to(weight.dtype), weight, bias)
     return silu_and_multiply(out, backend) if gated else out
 
 
 def _add_and_norm(
-    decoder: Decoder, hidden: Tensor, residual: Tensor | None, norm: Tensor | None, backend: Backend
+    decoder: Decoder,
+    hidden: Tensor,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    backend: Backend,
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what the next part reads, and the residual with `hidden` added; hidden itself is the first residual."""
+    """Return what the next part reads, and the residual with `hidden` added; hidden itself is the first residual.
+
+    dtype: of a norm, if not the model's.
+    """
     if norm is not None:
-        return add_rms_norm(hidden, residual, norm, decoder.epsilon, backend, decoder.residual_scale)
+        return add_rms_norm(hidden, residual, norm, decoder.epsilon, backend, decoder.residual_scale, dtype)
     total = hidden if residual is None else add_scaled(hidden, residual, decoder.residual_scale)
     return total, total
 

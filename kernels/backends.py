@@ -40,6 +40,11 @@ def jit(function: Callable[..., Any]) -> Any:
     return make(function, do_not_specialize=plain)
 
 
+def constant(value: Any) -> Any:
+    """Return a value of a module as kernels take it."""
+    return value if triton is None else tl.constexpr(value)
+
+
 class _Kernel(object if triton is None else triton.JITFunction):  # type: ignore[misc]
     """A kernel that is compiled where it is launched, or ahead of that (kernels.compiling)."""
 

@@ -5,7 +5,9 @@ outputs to fill a GPU; who reads the result adds them up. A launch begins before
 (programmatic dependent launch) and asks for its first weights, which depend on nothing.
 
 Of 8-bit weights only these are rounded (to e4m3, a scale for each output): they are multiplied as 16-bit floats, which
-hold every e4m3 number. Layers of less than five rows are those of kernels.skinny_linear.
+hold every e4m3 number. They lie so that a word of four is one of each quarter of a block of inputs: so a quarter's
+inputs stand side by side, and a lane takes whole words from shared memory, where single bytes took longer than the
+weights themselves. Layers of less than five rows are those of kernels.skinny_linear.
 """
 
 from dataclasses import dataclass
@@ -14,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import ask_for, check_backend, jit, overlapping_launch, power_of_two, tl
+from kernels.backends import ask_for, check_backend, constant, jit, overlapping_launch, power_of_two, tl
 from kernels.gated_activation import silu_and_multiply
 
-# Rows beyond which reading the weights is no longer what takes the time, of weights in 16 bits and in 8.
-MOST_ROWS, MOST_ROWS_OF_EIGHT_BITS = 64, 128
+MOST_ROWS = 64  # beyond it, reading the weights is no longer what takes the time
 LEAST_DEPTH = 128  # inputs that Triton takes at once: a layer has a multiple of them
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _MOST_AHEAD = 512  # bytes of an output's weights asked for before the wait: more are slower (docs/performance.md)
@@ -30,11 +31,19 @@ _SHORTEST = 512  # inputs of a part that comes of cutting one in two for more pr
 class EightBitWeight:
     """A weight of a linear layer: row i is values[i] * scales[i].
 
-    values: [outputs, inputs] float8_e4m3fn; scales: [outputs] float32.
+    values: [outputs, inputs] float8_e4m3fn, in blocks of LEAST_DEPTH inputs of which number 4 i + b stands for the
+    block's input 32 b + i; in their order, if there are no whole blocks. scales: [outputs] float32.
     """
 
     values: Tensor
     scales: Tensor
+
+    def in_order(self) -> Tensor:
+        """Return the weight as it is multiplied: [outputs, inputs] float32."""
+        values = self.values
+        if values.shape[1] % LEAST_DEPTH == 0:
+            values = _turn_blocks(values, LEAST_DEPTH // 4, 4)
+        return values.float() * self.scales[:, None]
 
 
 Weight = Tensor | EightBitWeight
@@ -61,13 +70,19 @@ def quantize(weight: Tensor) -> EightBitWeight:
     for rows in torch.arange(len(weight)).split(4096):  # a part at a time: float32 is four times as large
         here = slice(int(rows[0]), int(rows[-1]) + 1)
         values[here] = (weight[here].float() / scales[here]).clamp(-_LARGEST, _LARGEST).to(values.dtype)
+    if weight.shape[1] % LEAST_DEPTH == 0:
+        values = _turn_blocks(values, 4, LEAST_DEPTH // 4)
     return EightBitWeight(values, scales[:, 0].contiguous())
 
 
-def takes(x: Tensor, weight: Weight) -> bool:
-    """Return whether the Triton kernel takes inputs [rows, inputs] of this weight."""
-    most = MOST_ROWS_OF_EIGHT_BITS if isinstance(weight, EightBitWeight) else MOST_ROWS
-    return len(x) <= most and x.shape[1] % LEAST_DEPTH == 0 and x.dtype in (torch.bfloat16, torch.float16)
+def _turn_blocks(values: Tensor, lines: int, columns: int) -> Tensor:
+    """Return rows whose blocks, each so many lines below one another, are turned into columns."""
+    return values.view(len(values), -1, lines, columns).transpose(2, 3).reshape(values.shape)
+
+
+def takes(x: Tensor) -> bool:
+    """Return whether the Triton kernel takes inputs [rows, inputs]."""
+    return len(x) <= MOST_ROWS and x.shape[1] % LEAST_DEPTH == 0 and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def few_rows_linear(
@@ -77,14 +92,17 @@ def few_rows_linear(
     gated: bool = False,
     in_parts: bool = False,
     backend: str = "torch",
+    dtype: torch.dtype | None = None,
     tuning: Tuning | None = None,
 ) -> Tensor:
-    """Return x @ weight.T + bias, [rows, outputs] in the dtype of x.
+    """Return x @ weight.T + bias, [rows, outputs].
 
     x: [rows, inputs], contiguous; for Triton such as `takes` says, and with 8-bit weights of numbers that float16 holds
+        (float16 itself is fastest)
     weight: [outputs, inputs]; bias: [outputs]
     gated: silu(gate) * up of the two halves of the outputs, the gates first: [rows, outputs / 2]
     in_parts: whether the result may be [parts, rows, outputs] float32, to be added up
+    dtype: of a result that is not in parts; None: that of x
     Triton adds in float32 and rounds once. Raises NotImplementedError for a gated layer in parts or with a bias,
     ValueError for an x that Triton does not take.
     """
@@ -92,31 +110,30 @@ def few_rows_linear(
     if gated and (in_parts or bias is not None):
         raise NotImplementedError("few_rows_linear: a gated layer in parts or with a bias")
     if backend == "torch":
-        values = weight if isinstance(weight, Tensor) else weight.values.float() * weight.scales[:, None]
+        values = weight if isinstance(weight, Tensor) else weight.in_order()
         out = F.linear(x.to(values.dtype), values, None if bias is None else bias.to(values.dtype))
-        return (silu_and_multiply(out) if gated else out).to(x.dtype)
+        return (silu_and_multiply(out) if gated else out).to(dtype or x.dtype)
     values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
     rows, inputs = x.shape
-    outputs = len(values) // 2 if gated else len(values)
+    outputs, itemsize = len(values) // 2 if gated else len(values), values.itemsize
     tuning = tuning or default_tuning(rows, outputs, inputs, gated, in_parts, scales is not None)
-    if not takes(x, weight) or inputs % (tuning.parts * tuning.depth) or not x.is_contiguous():
+    if not takes(x) or inputs % (tuning.parts * tuning.depth) or not x.is_contiguous():
         raise ValueError(
-            f"few_rows_linear: Triton takes up to {MOST_ROWS} contiguous rows of 16-bit numbers "
-            f"({MOST_ROWS_OF_EIGHT_BITS} with 8-bit weights), of a multiple of "
+            f"few_rows_linear: Triton takes up to {MOST_ROWS} contiguous rows of 16-bit numbers, of a multiple of "
             f"{max(LEAST_DEPTH, tuning.parts * tuning.depth)} inputs, got {list(x.shape)} of {x.dtype} with strides "
             f"{x.stride()}"
         )
     shape = (rows, outputs) if tuning.parts == 1 else (tuning.parts, rows, outputs)
-    out = torch.empty(shape, dtype=x.dtype if tuning.parts == 1 else torch.float32, device=x.device)
+    out = torch.empty(shape, dtype=(dtype or x.dtype) if tuning.parts == 1 else torch.float32, device=x.device)
     _few_rows_linear_kernel[(-(-outputs // tuning.columns), tuning.parts)](
-        *(x, values, scales, bias, out, rows),
+        *(x, values if scales is None else values.view(torch.int32), scales, bias, out, rows),
         *(outputs, inputs),
         ROWS=max(16, power_of_two(rows)),
         COLUMNS=tuning.columns,
         DEPTH=tuning.depth,
         PARTS=tuning.parts,
         GATED=gated,
-        AHEAD=asked_ahead(inputs // tuning.parts, values.itemsize),
+        AHEAD=asked_ahead(inputs // tuning.parts, itemsize),
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         **overlapping_launch(x.device),
@@ -131,33 +148,26 @@ def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: 
     inputs: a multiple of LEAST_DEPTH.
     """
     is_large, is_few = outputs > 65536, rows <= 16
-    if in_eight_bits:
-        columns = 32 if is_few else 64
-        parts = _parts(inputs, -(-outputs // columns), 2) if in_parts else 1
-        if is_large:
-            return Tuning(128, 128, 4, 3, parts)
-        if is_few and inputs // parts % 256 == 0:
-            return Tuning(32, 256, 4, 5, parts)
-        return Tuning(64, 128, 8 if gated else 4, 3 if gated else 4, parts)
+    parts = _parts(inputs, -(-outputs // 64), in_eight_bits or is_few) if in_parts else 1
+    deep = in_eight_bits and rows <= 32 and inputs // parts % 256 == 0
+    if is_large and (in_eight_bits or rows > 32):
+        return Tuning(128, 256, 8, 3, parts) if deep else Tuning(128, 128, 8, 4 if in_eight_bits else 3, parts)
+    if deep:
+        return Tuning(64, 256, 4, 4 if is_few and not gated else 3, parts)
     if gated:
-        return Tuning(64, 128, 8, 4)
-    parts = _parts(inputs, -(-outputs // 64), is_few) if in_parts else 1
-    if is_large and rows > 32:
-        return Tuning(128, 128, 8, 3, parts)
-    return Tuning(64, 128, 4, 4 if is_few or is_large else 5, parts)
+        return Tuning(64, 128, 4 if in_eight_bits else 8, 4)
+    return Tuning(64, 128, 4, 4 if in_eight_bits or is_few or is_large else 5, parts)
 
 
-def _parts(inputs: int, tiles: int, doubled: int) -> int:
+def _parts(inputs: int, tiles: int, doubled: bool) -> int:
     """Return into how many parts to cut the inputs of a layer whose outputs are so many tiles: as many as give enough
-    programs, and twice as many, so often, where parts stay long.
+    programs, or twice as many where parts stay long.
     """
     units = inputs // LEAST_DEPTH
     enough = (each for each in range(1, units + 1) if units % each == 0 and tiles * each >= _PROGRAMS)
     parts = next(enough, units)
-    for _ in range(doubled):
-        if units % (2 * parts) == 0 and inputs // (2 * parts) >= _SHORTEST:
-            parts *= 2
-    return parts
+    stay_long = units % (2 * parts) == 0 and inputs // (2 * parts) >= _SHORTEST
+    return 2 * parts if doubled and stay_long else parts
 
 
 def asked_ahead(inputs: int, itemsize: int) -> int:
@@ -166,6 +176,24 @@ def asked_ahead(inputs: int, itemsize: int) -> int:
     itemsize: bytes of a weight.
     """
     return 1 << min(_MOST_AHEAD // itemsize, inputs).bit_length() - 1
+
+
+# Of two words the bytes of one number, and these as float16: for each number.
+_UNPACK = constant(
+    tuple(
+        f"{{ .reg .b32 two; .reg .b16 low; prmt.b32 two, $1, $2, {0x40 + 0x11 * number}; cvt.u16.u32 low, two; "
+        "cvt.rn.f16x2.e4m3x2 $0, low; }"
+        for number in range(4)
+    )
+)
+
+
+@jit
+def _part_of(words, NUMBER: tl.constexpr, IN_PTX: tl.constexpr):
+    """One of the four e4m3 numbers of each word, as float16."""
+    if IN_PTX:
+        return tl.inline_asm_elementwise(_UNPACK[NUMBER], "=r,r,r", [words], tl.float16, is_pure=True, pack=2)
+    return (words >> (8 * NUMBER)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 @jit
@@ -189,29 +217,42 @@ def _few_rows_linear_kernel(
 ):
     """One part of COLUMNS outputs; the weights are the left side of the product, which registers may hold."""
     LENGTH: tl.constexpr = inputs // PARTS
+    WORD: tl.constexpr = 1 if scales_ptr is None else 4  # numbers that values_ptr has side by side
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     row = tl.arange(0, ROWS)
-    depth = tl.arange(0, DEPTH)
+    depth = tl.arange(0, DEPTH // WORD)
     there = row < rows
     known = tl.minimum(column, outputs - 1).to(tl.int64)
-    weights_at = values_ptr + known[:, None] * inputs + depth[None, :] + part * LENGTH
+    first = known * (inputs // WORD) + part * (LENGTH // WORD)
+    ups_behind: tl.constexpr = outputs * (inputs // WORD)
+    weights_at = values_ptr + first[:, None] + depth[None, :]
+    if WORD == 4:
+        depth = depth // 32 * 128 + depth % 32
     x_at = x_ptr + row[None, :] * inputs + depth[:, None] + part * LENGTH
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     ups = sums
     if PDL:
         # At once, before its own wait: what may follow, a norm or a layer like this, reads only constants before its.
         tl.extra.cuda.gdc_launch_dependents()
-        ask_for(values_ptr, known * inputs + part * LENGTH, AHEAD)
+        ask_for(values_ptr, first, AHEAD // WORD)
         if GATED:
-            ask_for(values_ptr, (known + outputs) * inputs, AHEAD)
+            ask_for(values_ptr, first + ups_behind, AHEAD // WORD)
         tl.extra.cuda.gdc_wait()
     for at in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
-        x = tl.load(x_at + at, mask=there[None, :], other=0.0)
-        x = x if scales_ptr is None else x.to(tl.float16)
-        sums = tl.dot(tl.load(weights_at + at).to(x.dtype), x, sums)
-        if GATED:
-            ups = tl.dot(tl.load(weights_at + at + outputs * inputs).to(x.dtype), x, ups)
+        weights = tl.load(weights_at + at // WORD)
+        weights_of_ups = tl.load(weights_at + at // WORD + ups_behind) if GATED else weights
+        if WORD == 1:
+            x = tl.load(x_at + at, mask=there[None, :], other=0.0)
+            sums = tl.dot(weights, x, sums)
+            if GATED:
+                ups = tl.dot(weights_of_ups, x, ups)
+        else:
+            for number in tl.static_range(WORD):
+                x = tl.load(x_at + at + 32 * number, mask=there[None, :], other=0.0).to(tl.float16)
+                sums = tl.dot(_part_of(weights, number, PDL), x, sums)
+                if GATED:
+                    ups = tl.dot(_part_of(weights_of_ups, number, PDL), x, ups)
     if scales_ptr is not None:
         sums = sums * tl.load(scales_ptr + known)[:, None]
         if GATED:

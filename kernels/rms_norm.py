@@ -7,12 +7,19 @@ from kernels.backends import check_backend, follow, jit, overlapping_launch, pow
 
 
 def add_rms_norm(
-    hidden: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, backend: str = "torch", scale: float = 1.0
+    hidden: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    epsilon: float,
+    backend: str = "torch",
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the RMSNorm (Zhang & Sennrich 2019) of residual + scale * hidden, and that sum, in `weight`'s dtype.
 
     hidden, residual: [rows, size]; without a residual the sum is `hidden`, not scaled. weight: [size]. hidden may come
-    in parts beside a residual, [parts, rows, size] float32: it is their sum, rounded to the dtype.
+    in parts beside a residual, [parts, rows, size] float32: it is their sum, rounded to the dtype. dtype: that the norm
+    is given in at last; None: the weight's.
     Statistics are in float32; the normalised row is rounded to the dtype before it is multiplied by the weight, as
     transformers does it.
     """
@@ -22,10 +29,10 @@ def add_rms_norm(
         total = hidden if residual is None else add_scaled(hidden, residual, scale)
         wide = total.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-        return weight * wide.to(hidden.dtype), total
+        return (weight * wide.to(hidden.dtype)).to(dtype or weight.dtype), total
     rows, size = hidden.shape[-2:]
-    out = torch.empty(rows, size, dtype=weight.dtype, device=hidden.device)
-    total = hidden if residual is None else torch.empty_like(out)
+    out = torch.empty(rows, size, dtype=dtype or weight.dtype, device=hidden.device)
+    total = hidden if residual is None else torch.empty_like(out, dtype=weight.dtype)
     _add_rms_norm_kernel[(rows,)](
         *(hidden, residual, weight, out, total),
         *(hidden.stride(-2), size, epsilon, scale),

@@ -15,7 +15,7 @@ from engine.loading.eight_bit import with_eight_bit_weights
 from engine.loading.model import load_model
 from engine.loading.runner import make_decoder, make_runner, modules_decoder
 from kernels.backends import Backend
-from kernels.few_rows_linear import MOST_ROWS_OF_EIGHT_BITS, quantize
+from kernels.few_rows_linear import MOST_ROWS, quantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -41,10 +41,8 @@ def round_weights(decoder: Decoder) -> None:
     """Round, in place, what passes of few rows read in 8 bits."""
     for layer in decoder.layers:
         for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            rounded = quantize(weight)
-            weight.copy_(rounded.values.float() * rounded.scales[:, None])
-    rounded = quantize(decoder.lm_head)
-    decoder.lm_head.copy_(rounded.values.float() * rounded.scales[:, None])
+            weight.copy_(quantize(weight).in_order())
+    decoder.lm_head.copy_(quantize(decoder.lm_head).in_order())
 
 
 def logits(folder: str, rounded: str, tokens: int, given: Logits = "all") -> Tensor:
@@ -77,10 +75,7 @@ def test_passes_of_few_rows_read_weights_in_8_bits(folder: str, tokens: int) -> 
 
 @pytest.mark.parametrize("given", ["all", "last"])
 def test_prompts_read_the_weights_as_they_are(folder: str, given: Logits) -> None:
-    assert torch.equal(
-        logits(folder, "8 bits", MOST_ROWS_OF_EIGHT_BITS + 40, given),
-        logits(folder, "", MOST_ROWS_OF_EIGHT_BITS + 40, given),
-    )
+    assert torch.equal(logits(folder, "8 bits", MOST_ROWS + 40, given), logits(folder, "", MOST_ROWS + 40, given))
 
 
 @torch.inference_mode()
@@ -93,7 +88,7 @@ def test_more_rows_may_give_logits_than_read_8_bits(folder: str) -> None:
     decoder = with_eight_bit_weights(decoder)
     tokens = torch.arange(6, device=DEVICE).view(2, 3)
     slots = torch.arange(1, 4, device=DEVICE)
-    giving = torch.arange(MOST_ROWS_OF_EIGHT_BITS + 1, device=DEVICE) % 3
+    giving = torch.arange(MOST_ROWS + 1, device=DEVICE) % 3
 
     def run(backend: Backend, rows: Tensor) -> Tensor:
         pages = [[torch.zeros(1, 2, 16, 64, dtype=dtype, device=DEVICE) for _ in range(2)] for _ in range(2)]

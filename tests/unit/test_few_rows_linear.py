@@ -10,7 +10,6 @@ from torch import Tensor
 from kernels.few_rows_linear import (
     LEAST_DEPTH,
     MOST_ROWS,
-    MOST_ROWS_OF_EIGHT_BITS,
     Tuning,
     Weight,
     asked_ahead,
@@ -27,7 +26,7 @@ EIGHT_BITS = pytest.mark.parametrize("in_eight_bits", [False, True], ids=["16 bi
 
 
 def small(parts: int = 1) -> Tuning:
-    return Tuning(columns=16, depth=32, warps=4, stages=2, parts=parts)
+    return Tuning(columns=16, depth=128, warps=4, stages=2, parts=parts)
 
 
 def given(rows: int, outputs: int, inputs: int, in_eight_bits: bool) -> tuple[Tensor, Weight, Tensor]:
@@ -38,14 +37,16 @@ def given(rows: int, outputs: int, inputs: int, in_eight_bits: bool) -> tuple[Te
     if not in_eight_bits:
         return x, weight, weight.double()
     rounded = quantize(weight)
-    return x, rounded, rounded.values.double() * rounded.scales.double()[:, None]
+    return x, rounded, rounded.in_order().double()
 
 
-def test_a_weight_is_rounded_by_a_sixteenth_at_most_whatever_its_rows_scales() -> None:
-    weight = torch.randn(5000, 24, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 6, 5000)[:, None]
+@pytest.mark.parametrize("inputs", [24, 256])
+def test_a_weight_is_rounded_by_a_sixteenth_at_most_whatever_its_rows_scales(inputs: int) -> None:
+    random = torch.Generator().manual_seed(1)
+    weight = torch.randn(5000, inputs, generator=random) * torch.logspace(-6, 6, 5000)[:, None]
     weight[7] = 0
     rounded = quantize(weight)
-    back = rounded.values.float() * rounded.scales[:, None]
+    back = rounded.in_order()
     smallest = rounded.scales[:, None] * 2**-6  # below it, steps are even
     assert ((back - weight).abs() <= (weight.abs() / 16).maximum(smallest / 16)).all()
     assert (back[7] == 0).all()
@@ -55,7 +56,7 @@ def test_a_weight_is_rounded_by_a_sixteenth_at_most_whatever_its_rows_scales() -
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("rows", "outputs", "parts"), [(1, 40, 1), (7, 16, 4), (17, 33, 2), (MOST_ROWS, 16, 1)])
 def test_a_layer_and_its_parts(rows: int, outputs: int, parts: int, biased: bool, in_eight_bits: bool) -> None:
-    x, weight, exact = given(rows, outputs, 128, in_eight_bits)
+    x, weight, exact = given(rows, outputs, 128 * parts, in_eight_bits)
     bias = torch.linspace(-3, 3, outputs, device=DEVICE, dtype=DTYPE) if biased else None
     wanted = x.double() @ exact.T + (0 if bias is None else bias.double())
     for backend in ("triton", "torch"):
@@ -68,11 +69,12 @@ def test_a_layer_and_its_parts(rows: int, outputs: int, parts: int, biased: bool
 @EIGHT_BITS
 @pytest.mark.parametrize(("rows", "outputs"), [(5, 16), (32, 24)])
 def test_a_gated_layer(rows: int, outputs: int, in_eight_bits: bool) -> None:
-    x, weight, exact = given(rows, 2 * outputs, 128, in_eight_bits)
+    x, weight, exact = given(rows, 2 * outputs, 256, in_eight_bits)
     gate, up = (x.double() @ exact.T).split(outputs, 1)
     for backend in ("triton", "torch"):
         out = few_rows_linear(x, weight, gated=True, backend=backend, tuning=small())
         torch.testing.assert_close(out.double(), F.silu(gate) * up, rtol=2**-7, atol=2**-8)
+        assert few_rows_linear(x, weight, backend=backend, dtype=torch.float32, tuning=small()).dtype == torch.float32
 
 
 @EIGHT_BITS
@@ -84,7 +86,7 @@ def test_a_layer_is_cut_so_that_it_fills_a_gpu(rows: int, outputs: int, inputs: 
     assert inputs % (cut.parts * cut.depth) == 0
     programs = -(-outputs // cut.columns) * cut.parts
     assert programs >= 64
-    assert cut.parts == 1 or programs <= 800
+    assert cut.parts == 1 or programs <= 300
     assert default_tuning(rows, outputs, inputs, False, False, in_eight_bits).parts == 1
     assert default_tuning(rows, outputs, inputs, True, False, in_eight_bits).parts == 1
 
@@ -95,21 +97,19 @@ def test_what_is_not_built_is_refused() -> None:
         few_rows_linear(x, weight, gated=True, in_parts=True)
     with pytest.raises(NotImplementedError, match="or with a bias"):
         few_rows_linear(x, weight, x[0, :16], gated=True)
-    with pytest.raises(ValueError, match="a multiple of 256 inputs, got \\[4, 128\\]"):
+    with pytest.raises(ValueError, match="a multiple of 1024 inputs, got \\[4, 128\\]"):
         few_rows_linear(x, weight, in_parts=True, backend="triton", tuning=small(8))
     with pytest.raises(ValueError, match="a multiple of 128 inputs, got \\[4, 96\\]"):
         few_rows_linear(x[:, :96].contiguous(), weight, backend="triton", tuning=small())
-    for rows in (MOST_ROWS_OF_EIGHT_BITS + 1, MOST_ROWS + 1):
-        with pytest.raises(ValueError, match="up to 64 contiguous rows of 16-bit numbers \\(128 with 8-bit weights\\)"):
-            few_rows_linear(x[:1].repeat(rows, 1), weight, backend="triton", tuning=small())
-        _, weight, _ = given(4, 32, 128, False)
+    with pytest.raises(ValueError, match="up to 64 contiguous rows"):
+        few_rows_linear(x[:1].repeat(MOST_ROWS + 1, 1), weight, backend="triton", tuning=small())
     with pytest.raises(ValueError, match="float32"):
         few_rows_linear(x.float(), weight, backend="triton", tuning=small())
 
 
 def test_it_compiles_for_a_gpu_whatever_the_length_of_a_part(tmp_path: Path) -> None:
     """Also where the weights that are asked for first are no power of two, and with a bias."""
-    types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*fp32"}
+    types = {"x_ptr": "*fp16", "values_ptr": "*i32", "scales_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*fp32"}
     variants = []
     for length in (128, 256, 384, 640):
         sizes = {"outputs": 64, "inputs": 2 * length, "ROWS": 16, "COLUMNS": 64, "DEPTH": LEAST_DEPTH, "PARTS": 2}
@@ -117,6 +117,6 @@ def test_it_compiles_for_a_gpu_whatever_the_length_of_a_part(tmp_path: Path) -> 
         variants.append(sizes | {"GATED": False, "AHEAD": ahead, "STAGES": 3, "PDL": True})
     where = "kernels.few_rows_linear", "_few_rows_linear_kernel", types | {"rows": "i32"}
     compile_for_a_gpu(*where, variants, tmp_path)
-    types["values_ptr"] = "*bf16"
+    types |= {"x_ptr": "*bf16", "values_ptr": "*bf16"}
     where = *where[:2], types | {"rows": "i32"}
     compile_for_a_gpu(*where, [each | {"scales_ptr": None, "ROWS": 64} for each in variants[2:]], tmp_path)
