@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from config import TargetSettings
-from target_service.round_costs import Load
+from kernels.few_rows_linear import MOST_ROWS
+from target_service.round_costs import Load, sessions_of
 from target_service.self_drafting import BEYOND_BYTES
 
 LIKELY = 0.985  # of the screened tokens: confirmed, before any has been judged (0.989: docs/quality.md)
 NEWEST_TOKEN = 1 / 128  # weight of the newest judged one, once more are known,
 ASSUMED_TOKENS = 16  # as so many of which counts what is assumed
-FORGOTTEN = 1 / 2048  # of what has been seen, in a round of a session that holds nothing: so it is tried again
+# Of what has been seen, in a round of all sessions that hold nothing: so it is tried again. Of what was seen to be
+# confirmed in one of each.
+FORGOTTEN = 1 / 2048
 NEWEST_ROUND = 1 / 64  # weight of the newest round of all sessions
 DEAREST = 4.0  # steps that drafting takes: more is counted as this (a graph that is captured)
 GAIN = 0.02  # by which screening must be faster than going without
@@ -58,9 +61,10 @@ class ConfirmLengths:
 
     gamma: drafted tokens of a round. most: tokens that may be held. share: of the KV, that screening reads.
     weight_tokens: tokens of KV that take as long to read as the weights do. screening_weights: the share of the
-    weights' bytes that a step reads which screens. present: tokens that sessions are to hold now. chance: of a held
-    token to be confirmed. judged: how many were. drafting: what a round takes before the target's step, in seconds.
-    committed: tokens of a round. seconds: by load, of each token of KV that steps of a kind seem to read.
+    weights' bytes that a step reads which screens up to MOST_ROWS tokens. present: tokens that sessions are to hold
+    now. chance: of a held token to be confirmed. judged: how many were. drafting: what a round takes before the
+    target's step, in seconds. committed: tokens of a round. seconds: by load, of each token of KV that steps of a kind
+    seem to read.
     """
 
     gamma: int
@@ -75,10 +79,16 @@ class ConfirmLengths:
     committed: _Mean = field(default_factory=_Mean)
     seconds: dict[Load, dict[StepKind, _Mean]] = field(default_factory=lambda: defaultdict(_of_each_kind))
 
-    def step_size(self, kind: StepKind, tokens: int, read: float) -> float:
+    def step_size(self, load: Load, kind: StepKind, tokens: int, read: float) -> float:
         """Return how many tokens of KV can be read while a step runs over so many, of which it reads so many."""
-        weights = self.weight_tokens * (self.screening_weights if kind is StepKind.SCREENS else 1.0)
+        is_light = kind is StepKind.SCREENS and sessions_of(load) * (self.gamma + 1) <= MOST_ROWS
+        weights = self.weight_tokens * (self.screening_weights if is_light else 1.0)
         return weights + read + BEYOND_BYTES * (self.weight_tokens + tokens)
+
+    def is_tried(self, load: Load) -> bool:
+        """Return whether it is known what steps take at a load that screen and that confirm."""
+        here = self.seconds[load]
+        return min(here[kind].rounds for kind in (StepKind.SCREENS, StepKind.CONFIRMS)) >= ASSUMED_ROUNDS
 
     def note_round(
         self, load: Load, kind: StepKind, tokens: int, read: float, seconds: float, drafting: float, committed: int
@@ -88,9 +98,9 @@ class ConfirmLengths:
         held, what was seen of other steps is forgotten, so that they are tried again.
         """
         seconds, here = max(1e-6, seconds), self.seconds[load]
-        here[kind].add(seconds / self.step_size(kind, tokens, read))
+        here[kind].add(seconds / self.step_size(load, kind, tokens, read))
         for other in (StepKind.SCREENS, StepKind.CONFIRMS) if not self.present else ():
-            here[other].rounds *= 1 - FORGOTTEN
+            here[other].rounds *= 1 - FORGOTTEN / sessions_of(load)
         self.drafting.add(min(DEAREST * seconds, drafting))
         self.committed.add(committed)
 
@@ -136,7 +146,7 @@ class ConfirmLengths:
         here = self.seconds[load]
         seen, assumed = here[kind], ASSUMED[kind] * here[StepKind.DENSE].value
         a_token = (ASSUMED_ROUNDS * assumed + seen.rounds * seen.value) / (ASSUMED_ROUNDS + seen.rounds)
-        return a_token * self.step_size(kind, tokens, read)
+        return a_token * self.step_size(load, kind, tokens, read)
 
 
 def confirm_lengths(settings: TargetSettings, weight_tokens: float) -> ConfirmLengths | None:

@@ -12,7 +12,7 @@ while, by a cost that is assumed. After drafting that did not pay it does withou
 as many, up to 512; with measured costs for so many more that trying again costs a hundredth of the time.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -143,7 +143,8 @@ class Controller:
         self._choice = {announces: Choice(min(most, FIRST_GAMMA), announces) for announces in (False, True)}
         self._plain = {False: False, True: False}
         self._until_decided = {False: 0, True: 0}  # rounds of such sessions until that is decided again, once a step
-        self._in_vain = 0  # how often drafting has been tried again since, without gain
+        # How often drafting has been tried again since, without gain, by load.
+        self._in_vain: defaultdict[Load, int] = defaultdict(int)
         self._read_for = 0.0  # what a draft on the same device has read for since it was tried again
         self._rested = {False: 0.0, True: 0.0}  # rounds of each such session without a draft since
         # Rounds of the present step for which that of the next such session speaks as well.
@@ -248,7 +249,8 @@ class Controller:
         if plain and drafted:
             margin = MARGIN if self._plain[announces] else -PLAIN_MARGIN
             self._plain[announces] = drafted <= plain * (1 + margin)
-            self._in_vain = self._in_vain if self._plain[announces] else 0
+            if not self._plain[announces]:
+                self._in_vain.clear()
         self._choice[announces] = choose(self._choice[announces], rates)
 
     def _tokens(self, acceptance: Acceptance, gamma: int) -> float:
@@ -317,7 +319,7 @@ class Controller:
                 continue  # sessions that come and go pass through many loads
             self._counters["drafting_probes"] += 1
             if present == PLAIN:
-                self._in_vain, self._typical = self._in_vain + 1, self._typical.as_prior()
+                self._in_vain[load], self._typical = self._in_vain[load] + 1, self._typical.as_prior()
                 self._read_for, self._rested = 0.0, {False: 0.0, True: 0.0}
             rounds = (PROBED + 2) * sessions
             self.probe, self._probe_left, self._probe_load = option, rounds, load
@@ -343,11 +345,16 @@ class Controller:
         """Return whether sessions that draft nothing are to try it again, since what they say may have changed.
 
         As seldom as trying it in vain costs TRIAL_SHARE of their time, what the draft reads for it included, and
-        seldomer each time in vain.
+        seldomer each time in vain. Soon where what is accepted says that it pays and it never was tried: that it does
+        not pay was seen at another load then.
         """
         plain = self.costs.seconds(load, PLAIN)
         if not plain or self._rested[announces] < SHORTEST_PAUSE:
             return False
-        drafted = self.costs.last(load, choice) or ASSUMED_TRIAL * plain
+        drafted = self.costs.last(load, choice)
+        if drafted is None:
+            drafted = ASSUMED_TRIAL * plain
+            if self._tokens(self._typical, choice.gamma) / drafted > (1 + MARGIN) / plain and not self._in_vain[load]:
+                return True
         tried = (PROBED + 2) * max(0.0, drafted / plain - 1) + self._read_for / plain
-        return self._rested[announces] >= tried / TRIAL_SHARE * min(2**self._in_vain, LONGEST_WAIT)
+        return self._rested[announces] >= tried / TRIAL_SHARE * min(2 ** self._in_vain[load], LONGEST_WAIT)

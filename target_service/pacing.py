@@ -21,7 +21,8 @@ class StepSeen(NamedTuple):
     now: the time. load: the sessions that generate. size: about how long a step takes that reads everything for one
     that reads the weights alone. kinds: how the sessions' last rounds were made. disturbed: whether something else than
     rounds took time in it or before (prompts, or a graph that was captured). alone: whether it took the time of rounds
-    alone. tokens, tokens_read: tokens of KV of its sessions, all and such as it read.
+    alone. tries: whether it screens or confirms to find out what that takes. tokens, tokens_read: tokens of KV of its
+    sessions, all and such as it read.
     """
 
     now: float
@@ -30,6 +31,7 @@ class StepSeen(NamedTuple):
     kinds: Counter[Choice]
     disturbed: bool
     alone: bool
+    tries: bool
     tokens: int
     tokens_read: float
 
@@ -82,9 +84,11 @@ class Pacing:
         alone = not disturbed and not self._read_last
         self._draft_has_read, self._captures_seen = False, self._runner.captures_made
         self._read_last = bool(step.prefills)
+        tries = self._lengths is not None and not self._lengths.is_tried(load)
+        tries = tries and any(item.screens or item.held for item in step.rounds)
         if self._lengths is not None and alone:
             self._lengths.choose(load, sum(tokens))
-        return StepSeen(now, load, size, kinds, disturbed, alone, sum(tokens), read)
+        return StepSeen(now, load, size, kinds, disturbed, alone, tries, sum(tokens), read)
 
     def _load(self) -> tuple[Load, float]:
         """Return the load by the sessions that generate, and its size, as StepSeen has them."""
@@ -121,7 +125,8 @@ class Pacing:
         if item.is_guessed:  # which says nothing about the draft
             session.committed_at = None
             return
-        session.committed_at = None if seen.disturbed else seen.now
+        is_typical = not seen.disturbed and not seen.tries
+        session.committed_at = seen.now if is_typical else None
         announces = bool(session.announced_by)
         if not item.proposed and self.controller.goes_on_resting(session.pace, announces):
             session.pace = session.pace.paused_with_all(len(session.tokens))
@@ -131,7 +136,7 @@ class Pacing:
             kind=Choice(len(drafted), announces and item.input.read is not None),
             accepted=commit.accepted,
             committed=len(session.tokens),
-            seconds=None if before is None or seen.disturbed else (seen.now - before) / seen.size,
+            seconds=(seen.now - before) / seen.size if before is not None and is_typical else None,
             drafting=commit.draft_seconds / seen.size,
             step=commit.verify_seconds / seen.size,
             announces=announces,

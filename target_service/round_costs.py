@@ -15,7 +15,9 @@ OUTLIER = 3.0  # times the mean: more is counted as this (another session's prom
 SETTLED = 2  # rounds of each session that a figure needs to count; of these, one that is such an outlier is forgotten
 STALE = 4096  # rounds of all sessions at a load, after which a figure that had no part in them is forgotten,
 TRIED_IN = 600  # or as many of each session that trying it again, six rounds each, costs a hundredth of their time
-LEAST_OF_STEP = 0.6  # of what a round that reads everything takes to verify: a plain one takes no less
+# Of what a round that reads everything takes to verify: a plain one takes no less, unless the step runs more rows than
+# these, beyond which it takes longer with each.
+LEAST_OF_STEP, FLAT_ROWS = 0.6, 64
 
 
 class Choice(NamedTuple):
@@ -125,8 +127,12 @@ class RoundCosts:
 
     def least_plain_seconds(self, load: Load) -> float:
         """Return what a plain round takes at least, judged by steps that verify over everything; 0 if none is known."""
-        steps = [self._loads[load].figures[c].step for c in self._known(load) if c.gamma and not c.sparse]
-        return LEAST_OF_STEP * min(steps, default=0.0)
+        least = [
+            self._loads[load].figures[c].step * min(1.0, FLAT_ROWS / (sessions_of(load) * (c.gamma + 1)))
+            for c in self._known(load)
+            if c.gamma and not c.sparse
+        ]
+        return LEAST_OF_STEP * min(least, default=0.0)
 
     def _known(self, load: Load) -> Iterable[Choice]:
         return [c for c in (self._loads[load].figures if load in self._loads else ()) if self.rounds(load, c)]

@@ -18,10 +18,10 @@ def lengths(drafting: float, tokens: int, slower: float = 1.0) -> ConfirmLengths
     second. slower: how many times as long as their sizes say those take that confirm.
     """
     made, rng = ConfirmLengths(GAMMA, MOST, 0.06, WEIGHTS), random.Random(0)
-    a_token = 1 / made.step_size(DENSE, tokens, tokens)
+    a_token = 1 / made.step_size(LOAD, DENSE, tokens, tokens)
     for kind in rng.choices([SCREENS, CONFIRMS, DENSE], k=500):
         read = tokens * (0.06 if kind is SCREENS else 1)
-        takes = made.step_size(kind, tokens, read) * a_token * (slower if kind is CONFIRMS else 1)
+        takes = made.step_size(LOAD, kind, tokens, read) * a_token * (slower if kind is CONFIRMS else 1)
         made.note_round(LOAD, kind, tokens, read, takes, drafting, committed_of(rng))
     return made
 
@@ -39,8 +39,8 @@ def committed_of(rng: random.Random) -> int:
 def tokens_for_the_time(made: ConfirmLengths, most: int, chance: float, tokens: int) -> float:
     """Return the tokens that leave for the time of all steps, by playing 20,000 rounds."""
     rng, held, left, cost = random.Random(1), 0, 0, 0.0
-    a_token, drafting = 1 / made.step_size(DENSE, tokens, tokens), made.drafting.value
-    screens = drafting + made.step_size(SCREENS, tokens, made.share * tokens) * a_token
+    a_token, drafting = 1 / made.step_size(LOAD, DENSE, tokens, tokens), made.drafting.value
+    screens = drafting + made.step_size(LOAD, SCREENS, tokens, made.share * tokens) * a_token
     for _ in range(20_000):
         if held + GAMMA < most:
             cost += screens
@@ -122,8 +122,8 @@ def test_weights_in_eight_bits_have_screening_pay_sooner() -> None:
     settings = TargetSettings(confirm_every=-1, screening_quantization="fp8")
     light, other = confirm_lengths(settings, WEIGHTS), confirm_lengths(TargetSettings(confirm_every=-1), WEIGHTS)
     assert light is not None and other is not None
-    assert other.step_size(SCREENS, 1000, 60) - light.step_size(SCREENS, 1000, 60) == WEIGHTS / 2
-    assert light.step_size(CONFIRMS, 1000, 1000) == other.step_size(CONFIRMS, 1000, 1000)
+    assert other.step_size(LOAD, SCREENS, 1000, 60) - light.step_size(LOAD, SCREENS, 1000, 60) == WEIGHTS / 2
+    assert light.step_size(LOAD, CONFIRMS, 1000, 1000) == other.step_size(LOAD, CONFIRMS, 1000, 1000)
     for made in (light, other):
         for _ in range(50):
             made.note_round(LOAD, DENSE, 30_000, 30_000, 1.0, 0.6, 3)

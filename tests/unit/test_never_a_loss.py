@@ -3,12 +3,14 @@
 On virtual time, so that it repeats; `pytest -rP` prints what each load gains.
 """
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from benchmarks.scripted import VOCAB
 from target_service.verifier import Verifier
+from tests.unit import timed_models
 from tests.unit.clock import Clock
 from tests.unit.timed_models import TARGET, Timed, TimedAlone, TimedPair, TimedTarget
 from wire.messages import Exactness
@@ -92,6 +94,32 @@ def test_three_levels_lose_nothing_and_gain_where_contexts_are_long(
         for how in (levels, {})
     )
     assert sum(three[1:]) / sum(two[1:]) >= least
+
+
+@pytest.mark.parametrize("a_token", [2.7e-5, 4.2e-5])
+def test_finding_out_what_screening_takes_keeps_nobody_from_being_drafted(
+    every_clock: Clock, monkeypatch: pytest.MonkeyPatch, a_token: float
+) -> None:
+    """The first steps that screen and confirm many sessions take long, and by then it is known what plain ones take."""
+    monkeypatch.setattr(timed_models, "TARGET", replace(TARGET, a_token=a_token))
+    levels = {"confirm_every": -1, "synthetic_confirmation": 0.989, "screening_quantization": "fp8"}
+    target = TimedTarget(every_clock, 32, 1024, 0.8, **levels)
+    target.leave_out_draft()
+    gains(target, 32, 1024, [EXACT], runs=1)
+    target.take_draft_back()
+    assert min(gains(target, 32, 1024, [EXACT], runs=6)) >= 1.4
+
+
+def test_a_draft_that_does_not_pay_for_many_is_soon_tried_for_one(
+    every_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where so many tokens are accepted that it should pay."""
+    monkeypatch.setattr(timed_models, "TARGET", replace(TARGET, a_token=1.2e-4))
+    target = TimedTarget(every_clock, 32, 1024, 0.8)
+    assert max(gains(target, 32, 1024, [EXACT])[1:]) < 1.02
+    plain, first, *others = gains(target, 1, 1024, [EXACT])
+    assert plain < first
+    assert min(others) > 1.6
 
 
 @pytest.mark.parametrize(
