@@ -100,8 +100,14 @@ def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -
 def imposed_verdict(item: VerifyRound, settings: TargetSettings, vocab_size: int) -> Imposed:
     """Return a verdict by chance, for measurements with random weights: drafted tokens are kept at the rate of
     synthetic_acceptance, and held ones at that of synthetic_confirmation; where an alternative runs, it is the token
-    that follows instead at the rate of alternatives_share.
+    that follows instead at the rate of alternatives_share. It is the same each time that it is asked for.
     """
+    if item.imposed is None:
+        item.imposed = _impose_verdict(item, settings, vocab_size)
+    return item.imposed
+
+
+def _impose_verdict(item: VerifyRound, settings: TargetSettings, vocab_size: int) -> Imposed:
     session, held, count = item.session, item.held, len(item.proposed)
     base = len(session.tokens) - held
     if not held + count:

@@ -59,6 +59,12 @@ class Pace:
     alone: bool = True
     kind: Choice | None = None
 
+    def judged(self, acceptance: Acceptance) -> "Pace":
+        """Return the pace after a round that was drafted, by which the acceptance is this."""
+        # Said of each session in each step: replace() takes several times as long.
+        trial = max(0, self.trial - 1)
+        return Pace(self.choice, acceptance, trial, self.next_pause, self.paused_until, self.alone, self.kind)
+
     def paused(self, committed: int, least: int = 0) -> "Pace":
         """Return the pace at the start of a pause of at least so many tokens, when `committed` tokens are committed."""
         longer = min(2 * self.next_pause, LONGEST_PAUSE)
@@ -67,7 +73,6 @@ class Pace:
 
     def paused_with_all(self, committed: int) -> "Pace":
         """Return the pace in a pause of all sessions, which lasts on as long as this is said after each round."""
-        # Said of each session in each step: replace() takes several times as long.
         until = committed + FIRST_PAUSE
         return Pace(self.choice, self.acceptance, 0, self.next_pause, until, alone=False, kind=self.kind)
 
@@ -192,7 +197,7 @@ class Controller:
                 self._note_alternative(kind.gamma, accepted, seen.alternative)
             known = pace.acceptance.after_round(kind.gamma, accepted, left_out=seen.left_out)
             self._typical = self._typical.after_round(kind.gamma, accepted, TYPICAL_NEWEST, seen.left_out)
-            pace = replace(pace, acceptance=known, trial=max(0, pace.trial - 1))
+            pace = pace.judged(known)
         if not self._adaptive:
             gained, cost = self._tokens(pace.acceptance, kind.gamma) - 1, seen.cost or ASSUMED_COST * kind.gamma
             useless = kind.gamma and gained < cost and not pace.trial
@@ -307,9 +312,9 @@ class Controller:
             if min(self._probe_left, self._probe_limit) <= 0 or load != self._probe_load:
                 self.probe = None
             return
+        if self._until_decided[seen.announces] > 1:
+            return  # one of the step's sessions says it for all
         is_paused = pace.is_paused(seen.committed)
-        if is_paused and not pace.alone and self._until_decided[seen.announces] > 1:
-            return  # one of the step's sessions says it for all that pause
         present = PLAIN if is_paused else pace.choice
         known = self.costs.rounds(load, present) / (PROBED * sessions_of(load))
         if known < 1 or seen.kind != present:

@@ -13,6 +13,7 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
 from engine.logprobs import TokenLogprobs
 from engine.passes.outputs import StepUnderWay
+from engine.rounds.behind_steps import Imposed
 from engine.runner import Runner
 from engine.sampling import Sampling, one_hot
 from engine.step_loop import share_prefill
@@ -31,7 +32,8 @@ class VerifyRound:
 
     proposal: the draft's; None where the target proposes by itself, or nothing is proposed. wait_seconds: how long the
     target has waited for the proposal. drafting_cost: the tokens that have to be accepted to pay for drafting in the
-    step itself; 0 where nothing is drafted there. is_void: what it gives counts for nothing.
+    step itself; 0 where nothing is drafted there. is_void: what it gives counts for nothing. imposed: what is committed
+    whatever it gives, once that was asked for (target_service.commit).
     """
 
     session: TargetSession
@@ -40,6 +42,7 @@ class VerifyRound:
     wait_seconds: float
     drafting_cost: float = 0.0
     is_void: bool = False
+    imposed: Imposed | None = None
 
     @property
     def held(self) -> int:

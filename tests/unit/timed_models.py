@@ -39,8 +39,8 @@ PLAN = scripted_plan()
 SELF_READ = TargetSettings.self_read_share
 TILE = 32  # rows of queries, heads of a group times queries
 CONFIRMING = 1.28  # of the time of reading KV: 16 tokens of a session instead of 5, 4 x 32K and 4 x 102K on an H200
-# Of a step's time without KV, where it reads the weights in 8 bits: layers of 8B with 40 rows on an H200. It does with no
-# more rows than these.
+# Of a step's time without KV where it reads the weights in 8 bits, as it does with so many rows: layers of 8B with 40
+# rows on an H200.
 LIGHT, MOST_LIGHT = 0.7, MOST_ROWS
 
 
