@@ -30,6 +30,7 @@ ASSUMED_COST = 0.06  # of a drafted token, in plain rounds, where costs are not 
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # tokens
 TRIAL = 4  # rounds that drafting gets after a pause, before it is judged
 TRIAL_SHARE = 0.01  # of the time, that trials may cost where costs are measured
+HOPED = 0.7  # of the tokens that were accepted before, which are counted on then
 ASSUMED_TRIAL = 2.0  # plain rounds that a drafted one takes, where loads like the present one have no figure of it
 PROBED = 4  # rounds of each session that a figure needs to count
 FIRST_GAMMA = 4  # where nothing is known yet
@@ -361,5 +362,6 @@ class Controller:
             drafted = ASSUMED_TRIAL * plain
             if self._tokens(self._typical, choice.gamma) / drafted > (1 + MARGIN) / plain and not self._in_vain[load]:
                 return True
-        tried = (PROBED + 2) * max(0.0, drafted / plain - 1) + self._read_for / plain
+        lost = max(0.0, drafted / plain - HOPED * self._tokens(self._typical, choice.gamma))
+        tried = (PROBED + 2) * lost + self._read_for / plain
         return self._rested[announces] >= tried / TRIAL_SHARE * min(2 ** self._in_vain[load], LONGEST_WAIT)

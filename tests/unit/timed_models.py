@@ -40,8 +40,8 @@ SELF_READ = TargetSettings.self_read_share
 TILE = 32  # rows of queries, heads of a group times queries
 CONFIRMING = 1.28  # of the time of reading KV: 16 tokens of a session instead of 5, 4 x 32K and 4 x 102K on an H200
 # Of a step's time without KV where it reads the weights in 8 bits, as it does with so many rows: layers of 8B with 40
-# rows on an H200.
-LIGHT, MOST_LIGHT = 0.7, MOST_ROWS
+# rows on an H200; and with 8 rows, of passes that draft for their own target.
+LIGHT, MOST_LIGHT, LIGHTEST = 0.7, MOST_ROWS, 0.63
 
 
 @dataclass
@@ -145,7 +145,7 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
         dense = always + sum(reads) * costs.a_kv_token + len(inputs) * costs.a_session
         drafted = max((len(item.tokens) - 1 for item in inputs if _drafts(item)), default=0)
         read = SELF_READ * sum(item.kv.length for item in inputs)
-        a_pass = costs.always * (LIGHT if self.drafts_lightly else 1.0) + costs.choosing / 2
+        a_pass = costs.always * (LIGHTEST if self.drafts_lightly else 1.0) + costs.choosing / 2
         return dense + drafted * (a_pass + read * costs.a_kv_token + len(inputs) * costs.a_session)
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
