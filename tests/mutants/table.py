@@ -47,8 +47,25 @@ MUTANTS: list[Mutant] = [
     *_of(
         "engine/decoder.py",
         "test_eight_bit_decoder",
-        ("more rows give logits than read 8 bits", "few = few and len(logits_rows) <= MAX_ROWS", "pass"),
-        ("a prompt's logits read 8 bits", "few = few and len(logits_rows)", "few = len(logits_rows)"),
+        ("more rows give logits than read 8 bits", "light is None or len(x) > MOST_ROWS", "light is None"),
+        ("a prompt's logits read 8 bits", "decoder.eight_bit_head if few else None", "decoder.eight_bit_head"),
+    ),
+    *_of(
+        "kernels/few_rows_linear.py",
+        "test_few_rows_linear",
+        ("each part adds the bias", "tl.where(part == 0, ", "tl.where(part >= 0, "),
+        ("words hold numbers that stand side by side", "x_at + at + 32 * number", "x_at + at + number"),
+        ("a word's last number loses its sign", "(words >> (8 * NUMBER))", "((words & 0x7FFFFFFF) >> (8 * NUMBER))"),
+    ),
+    *_of(
+        "target_service/pacing.py",
+        "test_never_a_loss",
+        ("finding out what screening takes counts against drafting", "not seen.disturbed and not seen.tries", "not seen.disturbed"),
+    ),
+    *_of(
+        "target_service/round_costs.py",
+        "test_never_a_loss",
+        ("plain steps are thought to take as long as those of many rows", "min(1.0, FLAT_ROWS / (sessions_of(load) * (c.gamma + 1)))", "1.0"),
     ),
     *_of(
         "engine/passes/grouping.py",
