@@ -36,6 +36,7 @@ PROBED = 4  # rounds of each session that a figure needs to count
 FIRST_GAMMA = 4  # where nothing is known yet
 TYPICAL_NEWEST = 1 / 64  # weight of the newest round in what is typical of all sessions
 TYPICAL_ROUNDS = 6  # rounds that what is typical counts as in a session that begins
+READING_FORGOTTEN = 1 / 512  # of what the draft has read for, in a round of each session
 SETTLED = 8  # times as many are seen before what can be estimated is tried, or drafting where nothing is drafted
 SHORTEST_PAUSE = 128  # rounds of each session that draft nothing, before drafting is tried again
 LONGEST_WAIT = 8  # times as long, at most, before it is tried the next time without gain
@@ -151,7 +152,7 @@ class Controller:
         self._until_decided = {False: 0, True: 0}  # rounds of such sessions until that is decided again, once a step
         # How often drafting has been tried again since, without gain, by load.
         self._in_vain: defaultdict[Load, int] = defaultdict(int)
-        self._read_for = 0.0  # what a draft on the same device has read for since it was tried again
+        self._read_for = 0.0  # what a draft on the same device has read for of late, at most since it was tried again
         self._rested = {False: 0.0, True: 0.0}  # rounds of each such session without a draft since
         # Rounds of the present step for which that of the next such session speaks as well.
         self._like_it = {False: 0, True: 0}
@@ -214,6 +215,7 @@ class Controller:
             self.costs.add(load, Choice(kind.gamma, sparse), seen.seconds, seen.drafting, seen.step, rounds)
         rested = self._rested[seen.announces]
         self._rested[seen.announces] = 0.0 if kind.gamma else rested + rounds / max(1, sessions)
+        self._read_for *= 1 - READING_FORGOTTEN * rounds / max(1, sessions)
         self._advance_probe(pace, seen, load, sessions)
         if self.probe is None:
             return self._decide(pace, seen, load, sessions)
@@ -313,9 +315,9 @@ class Controller:
             if min(self._probe_left, self._probe_limit) <= 0 or load != self._probe_load:
                 self.probe = None
             return
-        if self._until_decided[seen.announces] > 1:
-            return  # one of the step's sessions says it for all
         is_paused = pace.is_paused(seen.committed)
+        if is_paused and not pace.alone and self._until_decided[seen.announces] > 1:
+            return  # one of the step's sessions says it for all that pause
         present = PLAIN if is_paused else pace.choice
         known = self.costs.rounds(load, present) / (PROBED * sessions_of(load))
         if known < 1 or seen.kind != present:

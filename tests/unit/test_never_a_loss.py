@@ -110,6 +110,22 @@ def test_finding_out_what_screening_takes_keeps_nobody_from_being_drafted(
     assert min(gains(target, 32, 1024, [EXACT], runs=6)) >= 1.4
 
 
+def test_a_judgement_by_slow_first_rounds_is_soon_made_again(
+    every_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before rounds and steps follow one another on the device, it waits for the host, which takes long for many
+    sessions: drafting seems to gain nothing.
+    """
+    monkeypatch.setattr(timed_models, "TARGET", replace(TARGET, a_token=4.2e-5))
+    monkeypatch.setattr(timed_models, "HOST", (0.0003, 1.6e-4))
+    levels = {"confirm_every": -1, "synthetic_confirmation": 0.989, "screening_quantization": "fp8"}
+    target = TimedTarget(every_clock, 32, 1024, 0.8, **levels)
+    target.leave_out_draft()
+    gains(target, 32, 1024, [EXACT], runs=2)
+    target.take_draft_back()
+    assert gains(target, 32, 1024, [EXACT], runs=6)[-1] >= 1.3
+
+
 def test_a_draft_that_does_not_pay_for_many_is_soon_tried_for_one(
     every_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
