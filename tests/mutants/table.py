@@ -605,6 +605,7 @@ MUTANTS: list[Mutant] = [
         "test_never_a_loss",
         ("the draft goes on beside plain rounds that are tried", "pace.resumed(seen.committed) if self.probe.gamma else", "pace.resumed(seen.committed) if True else"),
         ("each session chooses how many tokens it drafts", "        if is_odd:\n", "        if True:\n"),
+        ("a draft is not tried for as long as it was read for before", "self._read_for *= 1 - READING_FORGOTTEN * rounds / max(1, sessions)", "pass"),
         ("it is tried again as often, however often in vain", "* min(2 ** self._in_vain[load], LONGEST_WAIT)", ""),
         ("rounds of exact and approximate sessions are no figures", "for other, count in others.items() if other.gamma == kind.gamma", "for other, count in others.items() if other == kind"),
         ("one session is drafted beside many that wait for it", "not (is_odd and self._pays_alone(pace, load))", "not is_odd"),
