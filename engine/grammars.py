@@ -16,6 +16,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
+from engine.logit_rules import Followed
+
 KEPT_GRAMMARS = 64  # that were compiled last; sessions copy them
 WORD = 32  # tokens of a word of a mask
 # A mask that would take a step longer than some 15 ms, or a session much memory, ends its session.
@@ -34,7 +36,8 @@ class GrammarState:
     def __init__(self, source: str, prompt_tokens: int, ends: Sequence[int], vocab_size: int) -> None:
         self.source, self.ready, self.error = source, False, ""
         self._ends, self._vocab_size = frozenset(ends), vocab_size
-        self._followed = prompt_tokens  # of the committed tokens: those that the matcher has consumed, or the prompt's
+        self._followed = Followed(prompt_tokens)
+        self._consumed = prompt_tokens  # committed tokens up to the last one that the matcher has consumed
         self._ended = False
         self._matcher: LLMatcher | None = None
 
@@ -48,16 +51,26 @@ class GrammarState:
         self.ready = True
 
     def follow(self, committed: Sequence[int], count: int | None = None) -> None:
-        """Go on to the end of the committed tokens, which begin with those of the last call. count: None for all."""
-        new = committed[self._followed : count]
-        self._followed += len(new)
+        """Go on to the end of the committed tokens, and before that back to where they are those of the last call.
+
+        count: of the tokens that are committed; None for all.
+        """
+        end = len(committed) if count is None else count
+        gone = self._followed.go_back(committed, end)
+        if gone and not self.error:
+            back = max(0, self._consumed - self._followed.count)
+            if back and not self._opened().rollback(back):
+                self.error = _reason(self._opened())
+            self._consumed, self._ended = self._consumed - back, self._ended and self._consumed < self._followed.count
+        new = self._followed.go_on(committed, end)
         if not new or self._ended or self.error:
             return
         matcher = self._opened()
         taken = self._consume(matcher, new)
+        self._consumed += taken
         self._ended = taken < len(new) and new[taken] in self._ends and matcher.is_accepting()
         if taken < len(new) and not self._ended:
-            self.error = f"token {new[taken]} at {self._followed - len(new) + taken} is not what the grammar allows"
+            self.error = f"token {new[taken]} at {self._consumed} is not what the grammar allows"
 
     def _opened(self) -> LLMatcher:
         if self._matcher is None:

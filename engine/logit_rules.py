@@ -17,14 +17,53 @@ class LogitRule(Protocol):
     """Changes the logits of one session. It may keep what it has derived from committed tokens, and nothing else.
 
     Proposed tokens may be rejected: a rule that goes through them goes back to the committed ones before it returns.
+    Committed tokens may be taken back as well, where a later pass has yet to confirm them: a rule that keeps what it
+    has derived from them follows them by `Followed`.
     """
 
     def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
         """Change logits in place, float32 [len(proposed) + 1, vocab].
 
         Row i is of the token that follows `committed` and the first i proposed tokens. A row behind a proposed token
-        that gets -inf is never looked at, and is left as it is. Committed tokens begin with those of the last call.
+        that gets -inf is never looked at, and is left as it is.
         """
+
+
+class Followed:
+    """How many of a session's committed tokens somebody has followed, and the last of them: by these it is seen that
+    some were taken back meanwhile, and maybe others committed in their place.
+    """
+
+    KEPT = 64  # more than are ever unconfirmed
+
+    def __init__(self, count: int) -> None:
+        self.count = self._first = count
+        self._last: list[int] = []
+
+    def go_back(self, committed: Sequence[int], end: int) -> list[int]:
+        """Return the followed tokens that are none of the first `end` committed ones, and go back to before them.
+
+        Raises RuntimeError if more were taken back than are kept.
+        """
+        first = self.count - len(self._last)
+        stand = list(committed[first : min(self.count, end)])
+        if stand == self._last:
+            return []
+        pairs = zip(stand, self._last, strict=False)
+        same = next((place for place, (now, before) in enumerate(pairs) if now != before), len(stand))
+        if not same and first > self._first:
+            raise RuntimeError(f"more than the last {self.KEPT} of {self.count} committed tokens were taken back")
+        gone = self._last[same:]
+        del self._last[same:]
+        self.count -= len(gone)
+        return gone
+
+    def go_on(self, committed: Sequence[int], end: int) -> Sequence[int]:
+        """Return the tokens behind those that were followed, up to `end`, which are followed now."""
+        new = committed[self.count : end]
+        self.count += len(new)
+        self._last = [*self._last, *new][-self.KEPT :]
+        return new
 
 
 class Bias:
@@ -61,23 +100,30 @@ class TokenCounts:
     """Counts how often each token occurs in a session's prompt, and in its output."""
 
     def __init__(self, prompt_tokens: int) -> None:
-        self._prompt_tokens, self._counted = prompt_tokens, 0
+        self._prompt_tokens, self._followed = prompt_tokens, Followed(0)
         self._rows = torch.empty(0)
 
     def update(self, committed: Sequence[int], vocab: int, device: torch.device) -> Tensor:
         """Return the counts of prompt and output, [2, vocab] float32, up to the committed tokens.
 
-        These begin with those of the last call; the tensor is the same in all calls.
+        What is taken back of these is output. The tensor is the same in all calls.
         """
-        if not self._counted:
+        if not self._followed.count:
             self._rows = torch.zeros(2, vocab, device=device)
-        new = torch.tensor(committed[self._counted :], dtype=torch.int64, device=device)
-        since = max(0, self._prompt_tokens - self._counted)
-        for row, tokens in zip(self._rows, (new[:since], new[since:]), strict=True):
-            if len(tokens):
-                row.index_put_((tokens,), torch.ones_like(tokens, dtype=torch.float32), accumulate=True)
-        self._counted = len(committed)
+        in_prompt, in_output = self._rows
+        _count(in_output, self._followed.go_back(committed, len(committed)), -1.0)
+        since = max(0, self._prompt_tokens - self._followed.count)
+        new = self._followed.go_on(committed, len(committed))
+        _count(in_prompt, new[:since], 1.0)
+        _count(in_output, new[since:], 1.0)
         return self._rows
+
+
+def _count(row: Tensor, tokens: Sequence[int], each: float) -> None:
+    """Add a number to a row for each of these tokens, in place."""
+    if tokens:
+        at = torch.tensor(tokens, dtype=torch.int64, device=row.device)
+        row.index_put_((at,), torch.full(at.shape, each, device=row.device), accumulate=True)
 
 
 class Penalties:

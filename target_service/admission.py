@@ -98,9 +98,8 @@ class Admission:
         stop_token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]  # others never come
         rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
         exact = request.exactness is Exactness.EXACT
-        # Rules keep what they derive from committed tokens, which held ones may never be.
         most_held, widest = self._settings.most_held, self._settings.widest_round
-        screened = exact and most_held > 0 and not rules and grammar is None
+        screened = exact and most_held > 0
         guesses_first = exact and self._settings.lookup_first
         session = TargetSession(
             id=request.session,

@@ -320,7 +320,7 @@ def plan_round(
         sampling=session.sampling,
         base=base,
         rules=session.rules,
-        committed=session.tokens,
+        committed=session.tokens[:base] if held and session.rules else session.tokens,
         logprobs=None if screens else session.logprobs,
         screens=screens,
     )

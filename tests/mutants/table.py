@@ -51,6 +51,22 @@ MUTANTS: list[Mutant] = [
         ("a prompt's logits read 8 bits", "decoder.eight_bit_head if few else None", "decoder.eight_bit_head"),
     ),
     *_of(
+        "engine/logit_rules.py",
+        "test_logit_rules",
+        ("tokens that are taken back stay counted", "        if stand == self._last:\n", "        if True:\n"),
+        ("what is taken back is not looked for in what was committed in its place", "stand = list(committed[first : min(self.count, end)])", "stand = self._last[: max(0, end - first)]"),
+    ),
+    *_of(
+        "engine/grammars.py",
+        "test_grammars",
+        ("a text that has ended does not go on where its end is taken back", "self._ended and self._consumed < self._followed.count", "self._ended"),
+    ),
+    *_of(
+        "target_service/planning.py",
+        "test_screening",
+        ("rules of a confirming round follow what is held", "session.tokens[:base] if held and session.rules else session.tokens", "session.tokens"),
+    ),
+    *_of(
         "kernels/few_rows_linear.py",
         "test_few_rows_linear",
         ("each part adds the bias", "tl.where(part == 0, ", "tl.where(part >= 0, "),

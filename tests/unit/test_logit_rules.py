@@ -1,13 +1,16 @@
 """Penalties, biases, masks and cuts, against the distribution worked out token by token in float64."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.judging import Drafted, cut_logits, cuts_of
-from engine.logit_rules import LogitRule, rules_of
+from engine.logit_rules import Followed, LogitRule, TokenCounts, rules_of
 from engine.logprobs import token_logprobs
 from engine.ruled_judging import judge_by_rules
 from engine.sampling import Sampling
@@ -57,6 +60,36 @@ def test_each_position_of_a_round_has_the_distribution_worked_out_by_hand(sampli
                 expected_share = by_hand.get(token, 0.0)
                 assert by_engine.get(token, 0.0) == pytest.approx(expected_share, rel=1e-5, abs=1e-12)
         tokens += [*proposed[: int(rng.integers(0, 3))], int(rng.integers(0, 12))]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32))
+def test_counts_follow_committed_tokens_back_and_on(seed: int) -> None:
+    """Of which some are taken back that were not confirmed, up to as many as a pass can judge."""
+    rng, prompt = random.Random(seed), 40
+    counts, committed = TokenCounts(prompt), [rng.randrange(9) for _ in range(prompt)]
+    confirmed = prompt
+    for _ in range(20):
+        if rng.random() < 0.5:
+            del committed[rng.randint(confirmed, len(committed)) :]
+        if rng.random() < 0.3:
+            confirmed = len(committed)
+        committed += [rng.randrange(9) for _ in range(rng.randint(0, 31 - (len(committed) - confirmed)))]
+        rows = counts.update(committed, 9, torch.device("cpu"))
+        for row, tokens in zip(rows, (committed[:prompt], committed[prompt:]), strict=True):
+            assert row.tolist() == [tokens.count(token) for token in range(9)]
+
+
+def test_more_than_is_kept_cannot_be_taken_back() -> None:
+    followed, tokens = Followed(3), list(range(3 + Followed.KEPT + 5))
+    assert list(followed.go_on(tokens, len(tokens))) == tokens[3:]
+    assert followed.go_back(tokens, len(tokens) - 10) == tokens[-10:]
+    assert followed.go_back(tokens, len(tokens) - 10) == []
+    with pytest.raises(RuntimeError, match=f"the last {Followed.KEPT} of {len(tokens) - 10} committed tokens"):
+        followed.go_back(tokens, 4)
+    few = Followed(3)
+    few.go_on(tokens, 20)
+    assert few.go_back([0, 1, 2, 9, 9], 5) == tokens[3:20]
 
 
 def test_a_plain_sampling_has_no_rules() -> None:

@@ -28,6 +28,7 @@ from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, VOCAB, FakeModel, FakeRunner, hashed
+from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
 from tests.unit.test_sessions import PROMPT, p_value
 from tests.unit.world import Faults, World, prompts, target_probs
 from wire import messages as m
@@ -297,9 +298,10 @@ def test_whatever_happens_only_confirmed_tokens_leave(
         world.check_nothing_left()
 
 
-def test_sampled_outcomes_have_the_dense_distribution(clock: Clock) -> None:
-    """Each token given those before; test_judging has more of it."""
-    model, sampling = Blurs(agreement=3), Sampling(1.2, 0.98, top_k=6)
+@pytest.mark.parametrize("biases", [{}, {3: 1.5, 4: -1.0}], ids=["", "rules"])
+def test_sampled_outcomes_have_the_dense_distribution(clock: Clock, biases: dict[int, float]) -> None:
+    """Each token given those before, as rules change it; test_judging has more of it."""
+    model, sampling = Blurs(agreement=3), Sampling(1.2, 0.98, top_k=6, logit_bias=biases)
     world = screened(clock, 5, model, 4, gamma=2, prefill_chunk=512)
     world.attach()
     prompt = PROMPT * 8  # of a short one everything is read
@@ -319,8 +321,9 @@ def test_sampled_outcomes_have_the_dense_distribution(clock: Clock) -> None:
     by_dense, by_sparse = [], []
     for start, counts in seen.items():
         tokens = [*prompt, *start]
-        by_dense.append(p_value(counts, target_probs(model.target(tokens), sampling)))
-        by_sparse.append(p_value(counts, target_probs(model.sparse(tokens), sampling)))
+        changes = np.array([biases.get(token, 0.0) for token in range(VOCAB)])
+        by_dense.append(p_value(counts, target_probs(model.target(tokens) + changes, sampling)))
+        by_sparse.append(p_value(counts, target_probs(model.sparse(tokens) + changes, sampling)))
     assert min(by_dense) > 1e-4
     assert min(by_sparse) < 1e-6
 
@@ -343,20 +346,72 @@ def test_log_probabilities_are_told_of_each_confirmed_token_by_dense_attention(c
     assert sum(len(commit.prompt_logprobs) for commit in world.commits[name]) == 39
 
 
-RULED = [Sampling(0.0, presence_penalty=0.5), Sampling(0.0, logit_bias={3: 1.0}), Sampling(0.0, min_tokens=3)]
+RULED = [
+    Sampling(0.0, presence_penalty=0.5, frequency_penalty=0.3),
+    Sampling(0.0, repetition_penalty=1.4),
+    Sampling(0.0, logit_bias={3: 1.0, 5: -2.0}),
+    Sampling(0.0, min_tokens=12),
+]
 
 
+@pytest.mark.parametrize("source", ["", WORDS])
 @pytest.mark.parametrize("sampling", RULED)
-def test_sessions_with_rules_have_two_levels(clock: Clock, sampling: Sampling) -> None:
-    """Every round of theirs reads everything and tells its tokens, beside a session that is screened."""
-    world = screened(clock, 2, Screens(screening=3))
-    world.attach()
-    names = [world.open([7] * 40, 30, sampling, stop=[5]), world.open([7] * 40, 30)]
-    world.run()
-    ruled, screened_ = (world.ledger.records[name].totals for name in names)
-    assert (ruled.screening_rounds, ruled.screened, ruled.kv_read_fraction) == (0, 0, 1.0)
-    assert ruled.accepted > 0
-    assert screened_.screening_rounds > 0
+@pytest.mark.parametrize("screening", [1, 3, 4])
+def test_rules_go_back_where_held_tokens_are_rejected(
+    clock: Clock, screening: int, sampling: Sampling, source: str
+) -> None:
+    """What is said is what two levels say, beside a session without rules; by auto as well."""
+    said: list[list[list[int]]] = []
+    screened_rounds = 0
+    for most in (0, 11, -1):
+        model, branches = Screens(screening=screening), 1 + 2 * (screening % 2)
+        world = screened(clock, 2, model, most, branches=branches, grammars=GRAMMARS)
+        world.attach()
+        asked: dict[str, Any] = {"stop": [END], "grammar": source}
+        names = [world.open([7 + n] * 40, 60, sampling, **asked) for n in range(4)] + [world.open([7] * 40, 30)]
+        while world.happen():
+            check_kv(world)
+        said.append([world.ledger.records[name].generated for name in names])
+        ruled = [world.ledger.records[name].totals for name in names[:-1]]
+        assert world.drafter.counters["failed_sessions"] == world.verifier.counters["failed_sessions"] == 0
+        if most > 0:
+            screened_rounds = sum(totals.screening_rounds for totals in ruled)
+            assert (sum(each.confirmed for each in ruled) < sum(each.screened for each in ruled)) == (screening < 4)
+        world.check_nothing_left()
+    assert said[0] == said[1] == said[2]
+    assert all(said[0]) and screened_rounds > 0
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 10**6),
+    screening=st.integers(0, 4),
+    agreement=st.integers(1, 4),
+    sampling=st.sampled_from(RULED),
+    follows_grammar=st.booleans(),
+    breaks=st.booleans(),
+)
+def test_whatever_happens_rules_follow_confirmed_tokens_alone(
+    seed: int, screening: int, agreement: int, sampling: Sampling, follows_grammar: bool, breaks: bool
+) -> None:
+    """Lost drafts, misplaced frames, and sessions that give way, against two levels with nothing of that."""
+    model, source = Screens(agreement=agreement, screening=screening), WORDS if follows_grammar else ""
+
+    def said(most: int, **how: Any) -> list[list[int]]:
+        world = screened(clock, seed, model, most, grammars=GRAMMARS, **how)
+        link = world.attach()
+        if breaks and most:
+            wait = [lambda: None] * 25
+            world.script = [*wait, lambda: world.detach(link), *wait, lambda: bool(world.attach())]  # type: ignore[list-item]
+        prompts = ([7 + n] * 30 for n in range(4))
+        names = [world.open(prompt, 40, sampling, stop=[END], grammar=source) for prompt in prompts]
+        world.run()
+        world.check_nothing_left()
+        return [world.ledger.records[name].generated for name in names]
+
+    clock = Clock()
+    with patch("target_service.verifier.time", clock):
+        assert said(11, pages=40, branches=3, faults=Faults(6, jumps=6)) == said(0)
 
 
 @pytest.mark.parametrize("confirmation", [1.0, 0.8])
