@@ -492,7 +492,9 @@ def test_settings_that_do_not_fit_are_refused_by_name(wrong: dict[str, Any], nam
 
 
 def test_tokens_of_the_bundled_pair_are_those_of_transformers() -> None:
-    """By the real passes: two greedy sessions, and a sampled one of which only the number of its tokens is known."""
+    """By the real passes: two greedy sessions, the second with a penalty, and a sampled one of which only the number of
+    its tokens is known.
+    """
     model, plan = load_model(str(models.TARGET), torch.float32, "cpu", "sdpa"), load_plan(models.PLAN)
     runner = make_runner(model, 2000, step_queries=5, most_queries=13)
     settings = TargetSettings(confirm_every=8, max_context=1000, max_sessions=3, prefill_chunk=256)
@@ -511,8 +513,9 @@ def test_tokens_of_the_bundled_pair_are_those_of_transformers() -> None:
     verifier.protocol.attach(target_end)
     drafter.attach(draft_end)
     texts = [[(7 * i * i + 3 * i) % 4000 + n for i in range(length)] for n, length in ((50, 200), (90, 400), (9, 300))]
-    for name, text in enumerate(texts):
-        sampling = Sampling(0.8, 0.95) if name == 2 else GREEDY
+    for name, (text, sampling) in enumerate(
+        zip(texts, (GREEDY, Sampling(0.0, repetition_penalty=1.3), Sampling(0.8, 0.95)), strict=True)
+    ):
         verifier.admission.open(m.Open(str(name), text, len(text), 40, [], sampling, m.Exactness.EXACT), emit)
     while verifier.gauges["sessions"] or verifier.gauges["queued_sessions"]:
         for actor in (verifier, drafter):
@@ -525,10 +528,9 @@ def test_tokens_of_the_bundled_pair_are_those_of_transformers() -> None:
                 verifier.protocol.receive(target_end, to_target.pop(0))
     assert verifier.counters["confirmed_tokens"] > 40
     assert len(served["2"]) == 40
-    for name, text in enumerate(texts[:2]):
-        expected = model.generate(  # type: ignore[operator]
-            torch.tensor([text]), do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0
-        )
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
+    for name, (text, penalty) in enumerate(zip(texts[:2], (1.0, 1.3), strict=True)):
+        expected = model.generate(torch.tensor([text]), **how, repetition_penalty=penalty)  # type: ignore[operator]
         assert served[str(name)] == expected[0, len(text) :].tolist()
 
 
