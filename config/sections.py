@@ -301,9 +301,8 @@ class TargetSettings(ServiceSettings):
                 f"synthetic_confirmation is {self.synthetic_confirmation}, but verdicts are the target's own: give a "
                 "synthetic_acceptance, or leave it out"
             )
-        if self.lookup_first and (self.confirm_every or not self.has_draft):
-            given = f"draft {self.draft}" if not self.has_draft else "confirm_every"
-            raise SettingsError(f"lookup_first is not built with {given}: leave one of them out")
+        if self.lookup_first and not self.has_draft:
+            raise SettingsError(f"lookup_first is not built with draft {self.draft}: leave one of them out")
         if self.draft_in_target and not self.has_draft:
             raise SettingsError(f"draft_in_target: draft is {self.draft!r}, expected a model's id or folder")
         if self.draft_in_target and self.host_kv_memory:
@@ -353,9 +352,9 @@ class TargetSettings(ServiceSettings):
     @property
     def widest_round(self) -> int:
         """Tokens that a session runs in a round, at most: those that it confirms among them."""
-        if self.confirm_every < 0 or self.lookup_first:
-            return max(READ_AT_ONCE, super().widest_round)
-        return super().widest_round + self.most_held
+        held = max(0, self.confirm_every)
+        least = READ_AT_ONCE if self.confirm_every < 0 or self.lookup_first else 0
+        return max(least, super().widest_round + held)
 
     @property
     def draft_name(self) -> str:

@@ -336,12 +336,12 @@ def plan_round(
 
 def _is_confirmed(session: TargetSession, screening: Screening, proposed: int) -> bool:
     """Return whether a round confirms what a session holds, with so many proposed tokens, and is not screened itself:
-    where nothing is proposed, where it would hold too many tokens, where it does not know what to read, and where the
-    KV of what it holds was cut already for a step that had no room.
+    where nothing is proposed or it is guessed, where it would hold too many tokens, where it does not know what to
+    read, and where the KV of what it holds was cut already for a step that had no room.
     """
     too_many = len(session.tokens) + proposed >= screening.confirmed + screening.most
     is_cut = session.kv.length < len(session.tokens) - 1
-    return not proposed or too_many or screening.is_stale or is_cut
+    return not proposed or session.copies or too_many or screening.is_stale or is_cut
 
 
 def _plan_read(

@@ -191,11 +191,16 @@ class TargetSession:
 
     def guess(self, proposed: int, accepted: int) -> None:
         """Guess what comes next before the draft is asked, behind a round that accepted so many of those tokens that
-        were guessed for it."""
-        if self.first_guess is not None and self.lookup is not None:
+        were guessed for it. Not behind tokens that are held: the text that is looked up in only grows."""
+        if self.first_guess is not None and self.lookup is not None and not self.holds:
             if proposed:
                 self.first_guess.note(proposed, accepted, len(self.tokens))
             self.first_guess.guess(self.lookup, self.tokens, self.max_length - len(self.tokens) - 1)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds tokens that are not confirmed yet."""
+        return self.screening is not None and len(self.tokens) > self.screening.confirmed
 
     @property
     def goes_alone(self) -> bool:

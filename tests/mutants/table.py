@@ -57,6 +57,11 @@ MUTANTS: list[Mutant] = [
         ("what is taken back is not looked for in what was committed in its place", "stand = list(committed[first : min(self.count, end)])", "stand = self._last[: max(0, end - first)]"),
     ),
     *_of(
+        "target_service/session.py",
+        "test_screening",
+        ("it is guessed behind held tokens", " and not self.holds:", ":"),
+    ),
+    *_of(
         "engine/grammars.py",
         "test_grammars",
         ("a text that has ended does not go on where its end is taken back", "self._ended and self._consumed < self._followed.count", "self._ended"),
@@ -64,6 +69,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/planning.py",
         "test_screening",
+        ("guesses are screened", "not proposed or session.copies or", "not proposed or"),
         ("rules of a confirming round follow what is held", "session.tokens[:base] if held and session.rules else session.tokens", "session.tokens"),
     ),
     *_of(

@@ -544,3 +544,50 @@ def test_what_is_held_is_dropped_with_what_it_was_drawn_from() -> None:
     assert screening.supports == [supports[0], supports[1], supports[3]]
     screening.drop(tokens)
     assert (tokens, screening.supports, len(screening.rounds)) == ([1, 2, 3], [], 2)
+
+
+class Circles(Screens):
+    """A text that goes round in a circle, of which sparse attention now and then has another opinion."""
+
+    def target(self, tokens: list[int]) -> np.ndarray:
+        return np.eye(VOCAB, dtype=np.float32)[(tokens[-1] + (len(tokens) % 70 == 0)) % 20 + 1]
+
+    def sparse(self, tokens: list[int]) -> np.ndarray:
+        agrees = hashed(tokens, salt=2) % 8 < 2 * self.screening
+        return self.target(tokens) if agrees else np.roll(self.target(tokens), 2)
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 10**6),
+    screening=st.integers(1, 4),
+    agreement=st.integers(0, 4),
+    most=st.sampled_from([-1, 6, 11]),
+    pages=st.sampled_from([40, 200]),
+    aborted=st.sets(st.integers(0, 4), max_size=2),
+    faults=st.integers(0, 8),
+)
+def test_what_is_looked_up_first_is_judged_by_a_dense_pass(
+    seed: int, screening: int, agreement: int, most: int, pages: int, aborted: set[int], faults: int
+) -> None:
+    """Where nothing is held, beside sessions that hold tokens; whoever leaves, gives way or is lost meanwhile."""
+    clock = Clock()
+    with patch("target_service.verifier.time", clock):
+        model = Circles(agreement=agreement, screening=screening)
+        world = screened(clock, seed, model, most, pages=pages, lookup_first=True, faults=Faults(faults, jumps=faults))
+        world.attach()
+        judged: list[bool] = []
+        execute = world.verifier.execute
+
+        def note(step: VerifyStep) -> VerifyResult:
+            guessed = [item for item in step.rounds if item.is_guessed]
+            judged.extend(not item.screens and not item.held for item in guessed)
+            return execute(step)
+
+        with patch.object(world.verifier, "execute", note):
+            texts = ([n + i for i in range(1, 12)] for n in range(5))
+            names = [world.open(text, 150) for text in texts]
+            world.run_and_check_greedy(names, aborted)
+        assert judged and all(judged)
+        check_kv(world)
+        world.check_nothing_left()
