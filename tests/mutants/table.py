@@ -541,7 +541,7 @@ MUTANTS: list[Mutant] = [
         ("plain steps weigh what they read", "screening.is_to_weigh and (holding or n)", "screening.is_to_weigh"),
         ("more is run than there is room for", "proposed = proposed[: screening.widest - 1 - len(held)]", "proposed = proposed[:99]"),
         ("nothing is ever confirmed but at the end", "    too_many = len(session.tokens)", "    too_many = 0 * len(session.tokens)"),
-        ("no round is screened", "    return not proposed or too_many", "    return True or too_many"),
+        ("no round is screened", "    return not proposed or session.copies or too_many", "    return True or too_many"),
         ("one session confirms while others screen", "    if not holding and len(confirm) < len(screened):", "    if True:"),
         ("held tokens whose KV was cut are screened on", "screening.is_stale or is_cut", "screening.is_stale"),
     ),
