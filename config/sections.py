@@ -242,15 +242,14 @@ class TargetSettings(ServiceSettings):
     lookup_first: bool = _rounds(
         False,
         "exact sessions whose last 16 tokens have occurred before go without their draft, and propose up to 15 tokens "
-        "that followed there, for as long as these are accepted: for agents that repeat much of their context; not "
-        "with confirm_every",
+        "that followed there, for as long as these are accepted: for agents that repeat much of their context",
     )
     draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
     confirm_every: int = _rounds(
         0,
         "tokens of an exact session that the target's sparse attention, over self_read_share of KV, screens at most "
-        "before one dense pass confirms them all, of sessions without penalties, biases, min_tokens and grammars; "
-        "auto (or -1): as many as are the fastest by what is confirmed and by costs, or none; 0: every round is dense",
+        "before one dense pass confirms them all; auto (or -1): as many as are the fastest by what is confirmed and by "
+        "costs, or none; 0: every round is dense",
         least=-1,
         words={"auto": -1},
     )
@@ -262,8 +261,8 @@ class TargetSettings(ServiceSettings):
     )
     screening_quantization: str = _rounds(
         "none",
-        "how steps that screen (confirm_every) read the target's weights; fp8: in 8 bits, held beside those in 16 that "
-        "all else reads",
+        "how steps that screen (confirm_every) up to 64 tokens read the target's weights; fp8: in 8 bits, held beside "
+        "those in 16 that all else reads",
         choices=QUANTIZATIONS,
     )
     self_from: int = _rounds(
