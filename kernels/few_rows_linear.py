@@ -228,7 +228,7 @@ def _few_rows_linear_kernel(
     ups_behind: tl.constexpr = outputs * (inputs // WORD)
     weights_at = values_ptr + first[:, None] + depth[None, :]
     if WORD == 4:
-        depth = depth // 32 * 128 + depth % 32
+        depth = depth // 32 * 128 + depth % 32  # the first input of a word: EightBitWeight, in blocks of LEAST_DEPTH
     x_at = x_ptr + row[None, :] * inputs + depth[:, None] + part * LENGTH
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     ups = sums

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kernels.few_rows_linear import MOST_ROWS
+
 Load = tuple[int, int]  # powers of two: sessions that generate, and tokens of all of them
 
 NEWEST = 1 / 16  # weight of the newest round of all sessions, once more than 16 are known
@@ -15,9 +17,9 @@ OUTLIER = 3.0  # times the mean: more is counted as this (another session's prom
 SETTLED = 2  # rounds of each session that a figure needs to count; of these, one that is such an outlier is forgotten
 STALE = 4096  # rounds of all sessions at a load, after which a figure that had no part in them is forgotten,
 TRIED_IN = 600  # or as many of each session that trying it again, six rounds each, costs a hundredth of their time
-# Of what a round that reads everything takes to verify: a plain one takes no less, unless the step runs more rows than
-# these, beyond which it takes longer with each.
-LEAST_OF_STEP, FLAT_ROWS = 0.6, 64
+# Of what a round that reads everything takes to verify: a plain one takes no less, unless the step runs more than
+# MOST_ROWS, beyond which it takes longer with each.
+LEAST_OF_STEP = 0.6
 
 
 class Choice(NamedTuple):
@@ -128,7 +130,7 @@ class RoundCosts:
     def least_plain_seconds(self, load: Load) -> float:
         """Return what a plain round takes at least, judged by steps that verify over everything; 0 if none is known."""
         least = [
-            self._loads[load].figures[c].step * min(1.0, FLAT_ROWS / (sessions_of(load) * (c.gamma + 1)))
+            self._loads[load].figures[c].step * min(1.0, MOST_ROWS / (sessions_of(load) * (c.gamma + 1)))
             for c in self._known(load)
             if c.gamma and not c.sparse
         ]

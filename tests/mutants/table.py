@@ -87,7 +87,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/round_costs.py",
         "test_never_a_loss",
-        ("plain steps are thought to take as long as those of many rows", "min(1.0, FLAT_ROWS / (sessions_of(load) * (c.gamma + 1)))", "1.0"),
+        ("plain steps are thought to take as long as those of many rows", "min(1.0, MOST_ROWS / (sessions_of(load) * (c.gamma + 1)))", "1.0"),
     ),
     *_of(
         "engine/passes/grouping.py",

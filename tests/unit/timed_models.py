@@ -39,9 +39,9 @@ PLAN = scripted_plan()
 SELF_READ = TargetSettings.self_read_share
 TILE = 32  # rows of queries, heads of a group times queries
 CONFIRMING = 1.28  # of the time of reading KV: 16 tokens of a session instead of 5, 4 x 32K and 4 x 102K on an H200
-# Of a step's time without KV where it reads the weights in 8 bits, as it does with so many rows: layers of 8B with 40
-# rows on an H200; and with 8 rows, of passes that draft for their own target.
-LIGHT, MOST_LIGHT, LIGHTEST = 0.7, MOST_ROWS, 0.63
+# Of a step's time without KV where it reads the weights in 8 bits, as up to MOST_ROWS do: layers of 8B with 40 rows on
+# an H200; and with 8 rows, of passes that draft for their own target.
+LIGHT, LIGHTEST = 0.7, 0.63
 
 
 @dataclass
@@ -137,7 +137,7 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
             for item, output in zip(inputs, outputs, strict=True)
         ]
         costs = self._costs
-        is_light = tokens <= MOST_LIGHT and all(item.light for item in inputs)
+        is_light = tokens <= MOST_ROWS and all(item.light for item in inputs)
         always = max(costs.always * (LIGHT if is_light else 1.0), tokens * costs.a_token)
         always += costs.choosing if any(map(_is_sparse, inputs)) else 0.0
         if any(item.held for item in inputs):
