@@ -314,9 +314,9 @@ class TargetSettings(ServiceSettings):
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""
         least, most, asked = self.most_drafted + 1, MOST_JUDGED - self.most_drafted, self.most_held
         refused = {
-            f"draft {self.draft}": not self.has_draft,
+            f"draft {self.draft}, where sparse attention proposes what a dense pass confirms": self.drafts_for_itself,
+            "draft none, where nothing is proposed": self.draft == "none",
             "deterministic": self.deterministic,
-            "host_kv_memory": self.host_kv_memory > 0,
             # What a round is worth would be measured without what dense passes take back.
             "gamma auto, unless it is auto itself": self.adaptive and self.confirm_every > 0,
             "self_read_share 1, with which nothing is screened": self.self_read_share == 1,

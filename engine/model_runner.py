@@ -246,10 +246,13 @@ class ModelRunner(Runner):
     def _run_over_tiers(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[SequenceOutput]:
         """Run inputs whose KV has partly left the GPU. shape_of: the shape that some of them run in.
 
-        What is listed is fetched, at once if it fits, else in halves; otherwise whole sequences are brought together.
-        What the model drafts by itself is drafted over fetched lists first, and judged by a pass of its own.
+        What is listed is fetched, at once if it fits, else in halves; otherwise whole sequences are brought together,
+        as those are whose lists name everything. What the model drafts by itself is drafted over fetched lists first,
+        and judged by a pass of its own.
         """
         shape = shape_of(inputs)
+        if not shape.weighs and any(_lists_everything(item) for item in inputs):
+            return self._run_apart(inputs)
         if shape.weighs:
             fetched = self._draft_over_tiers(inputs, shape_of)
             outputs = self._run_staged(inputs, lambda part: replace(shape_of(part), drafts=False))
@@ -264,6 +267,16 @@ class ModelRunner(Runner):
                 half = len(inputs) // 2
                 return self._start(inputs[:half])() + self._start(inputs[half:])()
         return self._run_staged(inputs, shape_of)
+
+    def _run_apart(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        """Run inputs whose lists name everything after those that list less, with which they would be fetched: the room
+        for what is fetched would not hold them, and what the others find there would be gone.
+        """
+        outputs: dict[int, SequenceOutput] = {}
+        for everything in (False, True):
+            members = [i for i, item in enumerate(inputs) if _lists_everything(item) is everything]
+            outputs.update(zip(members, self._start([inputs[i] for i in members])(), strict=True))
+        return [outputs[i] for i in range(len(inputs))]
 
     def _draft_over_tiers(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[int]:
         """Have the inputs' tokens drafted by passes that fetch what they list, at once if it fits, else in halves.
@@ -481,6 +494,11 @@ def _gives_a_verdict_alone(item: SequenceInput) -> bool:
     read = item.read
     tells = read is not None and (read.report_blocks or (read.emit_weights and read.lists is not None))
     return item.drafted is not None and item.drafted.is_plain and not tells
+
+
+def _lists_everything(item: SequenceInput) -> bool:
+    """Whether an input's lists are to name all blocks, whatever the pass."""
+    return item.read is not None and item.read.budget is not None and item.read.budget.everything
 
 
 def _is_rare(item: SequenceInput) -> bool:

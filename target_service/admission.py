@@ -123,6 +123,8 @@ class Admission:
             choice=request.choice,
         )
         session.kv.dense = session.reads_all
+        if session.screening is not None:
+            session.kv.settled = session.screening.settled
         if self._drafting is not None and (session.reads_all or session.announced_by):
             session.memory = self._drafting.new_memory()
             session.kv.drafts = True

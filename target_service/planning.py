@@ -3,7 +3,7 @@ now (one token each, and those that it proposes or drafts by itself), and a shar
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from config import TargetSettings
@@ -143,12 +143,7 @@ def plan_verify_step(
             proposed.append((session, proposal))
         else:
             alone.append(session)
-    counts = [(session, len(proposal.tokens)) for session, proposal in proposed]
-    confirms = how_to_confirm([*counts, *((session, 0) for session in alone)])
-    step.rounds = [plan_round(session, proposal, proposal.tokens, now, confirms) for session, proposal in proposed]
-    step.rounds += _plan_alone(alone, settings, drafting, runner.kv, now, confirms)
-    if settings.screens_lightly:
-        screen_lightly(step.rounds)
+    step.rounds = _plan_rounds(proposed, alone, settings, drafting, runner.kv, now)
     starts = [session.kv.length for session in reading]
     shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
     how = settings.most_drafted + 1, runner.deterministic
@@ -175,19 +170,35 @@ def _proposal_of(session: TargetSession) -> Proposal | None:
     return session.ready_proposal() if session.next_round.gamma and not session.awaits_its_end else None
 
 
-def _plan_alone(
-    sessions: list[TargetSession],
+def _plan_rounds(
+    proposed: list[tuple[TargetSession, Proposal]],
+    alone: list[TargetSession],
     settings: TargetSettings,
     drafting: SelfDrafting | None,
     kv: KVCache,
     now: float,
-    confirms: Confirms,
 ) -> list[VerifyRound]:
-    """Return the rounds of sessions without a proposal of a draft. Those that draft for themselves all do, or none."""
-    gamma, cost = drafted_for_themselves(sessions, drafting, kv)
-    if drafting is None or not gamma:
-        proposed = [(session, session.look_up(settings.most_drafted)) for session in sessions]
-        return [plan_round(session, None, tokens, now, confirms) for session, tokens in proposed]
+    """Return the rounds of sessions with a proposal of their draft, and of those without. Of the latter those that
+    draft for themselves all do, or none; then what their own texts propose is judged.
+    """
+    gamma, cost = drafted_for_themselves(alone, drafting, kv)
+    given: list[tuple[TargetSession, Proposal | None, list[int]]] = [(each, own, own.tokens) for each, own in proposed]
+    if not gamma:
+        given += [(session, None, session.look_up(settings.most_drafted)) for session in alone]
+    away = {each.id for each, *_ in given if each.screening is not None and not kv.is_resident(each.kv)}
+    confirms = _how_each_confirms([(each, len(tokens)) for each, _, tokens in given], away)
+    rounds = [plan_round(each, proposal, tokens, now, confirms[each.id]) for each, proposal, tokens in given]
+    if drafting is not None and gamma:
+        rounds += _plan_drafting(alone, drafting, gamma, cost, now)
+    if settings.screens_lightly:
+        screen_lightly(rounds, away)
+    return rounds
+
+
+def _plan_drafting(
+    sessions: list[TargetSession], drafting: SelfDrafting, gamma: int, cost: float, now: float
+) -> list[VerifyRound]:
+    """Return the rounds of sessions that draft so many tokens for themselves. cost: as of `drafted_for_themselves`."""
     rounds = []
     for session in sessions:
         if session.memory is None or session.is_paused:
@@ -264,10 +275,21 @@ def _may_decode_plainly(session: TargetSession, draft_timeout: float, counters: 
     return True
 
 
+def _how_each_confirms(rounds: Sequence[tuple[TargetSession, int]], away: Collection[str]) -> dict[str, Confirms]:
+    """Return how each of these sessions does, by name, with so many proposed tokens: each by itself of those that are
+    `away`, whose KV has partly left the GPU, and the others together. The link brings the KV of one session in the time
+    that it takes for it among others, so that confirming before it must would only bring it more often.
+    """
+    near = [(session, proposed) for session, proposed in rounds if session.id not in away]
+    confirms = dict.fromkeys((session.id for session, _ in near), how_to_confirm(near))
+    far = ((session, proposed) for session, proposed in rounds if session.id in away)
+    return confirms | {session.id: how_to_confirm([(session, proposed)]) for session, proposed in far}
+
+
 def how_to_confirm(rounds: Iterable[tuple[TargetSession, int]]) -> Confirms:
     """Return whether one of these sessions, with so many proposed tokens each, has to confirm what it holds.
 
-    Then all of a step do, and weigh what they read if one is to that holds something, or soon may: one dense pass for
+    Then all of them do, and weigh what they read if one is to that holds something, or soon may: one dense pass for
     all takes less time than passes that list everything for some of them, between which the others screen
     (docs/performance.md).
     """
@@ -280,14 +302,14 @@ def how_to_confirm(rounds: Iterable[tuple[TargetSession, int]]) -> Confirms:
     return Confirms.WEIGHING if weighs else Confirms.YES
 
 
-def screen_lightly(rounds: list[VerifyRound]) -> None:
-    """Have the rounds of a step run by the weights for what a later pass judges, if all of them screen.
-
-    Beside rounds that do not they run by the weights of these, in one pass.
+def screen_lightly(rounds: list[VerifyRound], away: Collection[str] = ()) -> None:
+    """Have the rounds of a step that screen run by the weights for what a later pass judges, unless others run beside
+    them in one pass, by the weights of these. Rounds that read everything have a pass of their own where their sessions
+    are `away`: some of their KV has left the GPU.
     """
-    light = all(item.screens for item in rounds)
+    light = all(item.screens or item.session.id in away for item in rounds)
     for item in rounds:
-        item.input.light = light
+        item.input.light = light and item.screens
 
 
 def plan_round(

@@ -61,6 +61,12 @@ class Screening:
     unweighed: int = WEIGHED_EVERY - 1
 
     @property
+    def settled(self) -> int:
+        """How many of the session's first tokens no later pass writes the KV of: not that of the last confirmed one,
+        which a round that screens may have written."""
+        return self.confirmed - 1
+
+    @property
     def is_to_weigh(self) -> bool:
         """Whether the next confirmation is to weigh what it reads."""
         return self.most > 0 and self.unweighed + 1 >= WEIGHED_EVERY

@@ -384,12 +384,14 @@ class Verifier:
 
     def _tell(self, item: VerifyRound, commit: Commit, supports: list[Support]) -> None:
         """Tell a session's owner of a round, or hold its tokens back until they are confirmed."""
-        screening = item.session.screening
-        if screening is not None and item.screens:
+        session, screening = item.session, item.session.screening
+        if screening is None:
+            session.emit(commit)
+        elif item.screens:
             screening.hold(commit, supports)
         else:
-            weighed = item.input.read is not None
-            item.session.emit(commit if screening is None else screening.release(commit, weighed))
+            session.emit(screening.release(commit, weighed=item.input.read is not None))
+            session.kv.settled = screening.settled
 
     def _report(self, session: TargetSession, commit: Commit) -> None:
         """Tell `on_round` of a round that was read sparsely."""

@@ -29,6 +29,7 @@ class SequenceKV:
     serials: list[int] = field(default_factory=list)  # of leading pages that are offered to the prefix index
     dense_tokens: float = math.inf  # leading tokens at least whose KV does not come of a sparse read
     stored: int = 0  # leading pages that are in the backing store or on their way there (engine.kv.tiered)
+    settled: float = math.inf  # leading tokens whose KV stays as it is; that of others may be written anew
     dense: bool = False  # always read wholly: where KV lies in tiers, its pages leave the GPU last
     drafts: bool = False  # drafted for by passes that read it sparsely
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens

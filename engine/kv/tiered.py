@@ -188,9 +188,12 @@ class TieredKV(KVCache):
         return any(self.pool.references[page] for page in away)
 
     def _offer_full_pages(self, work: list[tuple[SequenceKV, int]]) -> None:
-        """Have the store copy what the sequences of this pass and the last one have committed, many pages at a time."""
+        """Have the store copy what the sequences of this pass and the last one have committed, many pages at a time.
+
+        A page that a later pass may write anew stays on the GPU: it could not be written once it is in the store alone.
+        """
         for sequence in {id(s): s for s in (*self._last_work, *(s for s, _ in work))}.values():
-            self._offer(sequence, sequence.length // PAGE_SIZE)
+            self._offer(sequence, int(min(sequence.length, sequence.settled)) // PAGE_SIZE)
         self._last_work = [sequence for sequence, _ in work]
         self.store.take_up_copies(wait=False)
         if self.store.waiting >= COPIED_AT_ONCE:

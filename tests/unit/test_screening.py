@@ -469,9 +469,10 @@ def test_what_is_confirmed_is_offered_to_later_sessions(clock: Clock, exactness:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"draft": "self"}, "draft self"),
+    ({"draft": "self"}, "draft self, where sparse attention proposes"),
+    ({"draft": "auto"}, "draft auto, where sparse attention proposes"),
+    ({"draft": "none"}, "draft none, where nothing is proposed"),
     ({"deterministic": True}, "deterministic"),
-    ({"host_kv_memory": 1.0}, "host_kv_memory"),
     ({"gamma": 0}, "gamma auto, unless it is auto itself"),
     ({"self_read_share": 1.0}, "self_read_share 1"),
     ({"confirm_every": 4}, "from 5"),
@@ -489,16 +490,18 @@ def test_settings_that_do_not_fit_are_refused_by_name(wrong: dict[str, Any], nam
         TargetSettings(**{"confirm_every": 8, **wrong})
 
 
-def test_tokens_of_the_bundled_pair_are_those_of_transformers() -> None:
+@pytest.mark.parametrize(("kv_tokens", "backing_tokens"), [(2000, 0), (272, 2000)], ids=["", "tiers"])
+def test_tokens_of_the_bundled_pair_are_those_of_transformers(kv_tokens: int, backing_tokens: int) -> None:
     """By the real passes: two greedy sessions, the second with a penalty, and a sampled one of which only the number of
-    its tokens is known.
+    its tokens is known. In tiers a quarter of their KV lies on the device.
     """
     model, plan = load_model(str(models.TARGET), torch.float32, "cpu", "sdpa"), load_plan(models.PLAN)
-    runner = make_runner(model, 2000, step_queries=5, most_queries=13)
-    settings = TargetSettings(confirm_every=8, max_context=1000, max_sessions=3, prefill_chunk=256)
+    sizes = {"max_context": 1000, "max_sessions": 3}
+    runner = make_runner(model, kv_tokens, backing_tokens, 1000, step_queries=5, most_queries=13)
+    settings = TargetSettings(confirm_every=8, prefill_chunk=64 if backing_tokens else 256, **sizes)
     verifier = Verifier(runner, replace(plan, budget=0.1), settings)
     draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu"), 2000)
-    drafter = Drafter(draft, plan, DraftSettings(max_context=1000, max_sessions=3, prefill_chunk=256))
+    drafter = Drafter(draft, plan, DraftSettings(prefill_chunk=256, **sizes))
     to_draft: list[m.TargetEvent] = []
     to_target: list[m.DraftEvent] = []
     served: dict[str, list[int]] = {}
@@ -525,6 +528,7 @@ def test_tokens_of_the_bundled_pair_are_those_of_transformers() -> None:
             while to_target:
                 verifier.protocol.receive(target_end, to_target.pop(0))
     assert verifier.counters["confirmed_tokens"] > 40
+    assert (verifier.totals.get("kv_fetched_pages", 0) > 0) == (backing_tokens > 0)
     assert len(served["2"]) == 40
     how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
     for name, (text, penalty) in enumerate(zip(texts[:2], (1.0, 1.3), strict=True)):

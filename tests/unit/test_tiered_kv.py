@@ -612,6 +612,28 @@ def test_what_is_rolled_back_is_not_stored() -> None:
     check_staged(kv, [(sequence, (*text(1, 2), *[99] * 12))])
 
 
+def test_what_may_be_written_anew_stays_on_the_gpu() -> None:
+    """Full pages that a pass is to write once more do not leave for the store; once they have been, they do."""
+    kv = make(gpu_pages=6, pages=14)
+    sequence = fill(kv, text(1, 2))
+    sequence.settled = sequence.length
+    run_one(kv, sequence, text(1, 4))
+    others = [fill(kv, text(3, 2)), fill(kv, text(5, 1))]
+    assert kv.offload_active
+    assert kv.store.holds[sequence.pages].tolist() == [True, True, False, False, False]
+    kv.truncate(sequence, 2 * PAGE_SIZE + 1)
+    written = [*text(1, 2), *[99] * 30]
+    run_one(kv, sequence, written)
+    kv.check_integrity()
+    check_staged(kv, [(sequence, tuple(written))])
+    sequence.settled = sequence.length
+    run_one(kv, others[1], text(5, 2))
+    run_one(kv, sequence, [*written, 99])
+    kv._copy_to_store()
+    kv.store.take_up_copies(wait=True)
+    assert kv.store.holds[sequence.pages].tolist() == [True, True, True, False]
+
+
 def test_what_is_not_built_or_does_not_fit() -> None:
     for count, pages in ((0, 4), (5, 4)):
         with pytest.raises(ValueError, match=f"{count} GPU pages for 4 pages in the backing store"):
