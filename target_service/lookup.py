@@ -6,6 +6,7 @@ repeats itself: an agent that copies from its context, code that is edited, what
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 SHORTEST = 3  # tokens that must have occurred before
 LONGEST = 16  # tokens that are compared
@@ -34,14 +35,15 @@ class PromptLookup:
                 previous = self._latest.get(self._key, 0)
                 self._latest[self._key] = place
             self._before.append(previous)
-            self._key = (self._key << _TOKEN_BITS | tokens[place]) & _KEY_MASK
+            self._key = _with_token(self._key, tokens[place])
 
-    def propose(self, tokens: Sequence[int], count: int, least: int = SHORTEST) -> list[int]:
+    def propose(self, tokens: Sequence[int], count: int, least: int = SHORTEST, stays: int | None = None) -> list[int]:
         """Return the tokens behind the latest of the longest matches of the text's last tokens, [] if there is none of
         `least` tokens: as many as match, and `count` at most. A match that reaches into what it proposes goes round in
-        a circle.
+        a circle. stays: how many of the tokens will never change, all of them if that is None: no match lies behind
+        these, since what is indexed is not taken back.
         """
-        self.extend(tokens, len(tokens))
+        self.extend(tokens, len(tokens) if stays is None else stays)
         place, length = self._best_match(tokens)
         if length < least:
             return []
@@ -54,7 +56,8 @@ class PromptLookup:
         """Return the place behind the match, and how many tokens match: 0 if the last ones have not occurred before."""
         best, longest, place = 0, 0, 0
         if len(tokens) >= SHORTEST:
-            place = self._latest.get(self._key, 0)
+            key = self._key if len(tokens) == len(self._before) else _key_of(tokens[-SHORTEST:])
+            place = self._latest.get(key, 0)
         for _ in range(PLACES):
             if not place or longest == LONGEST:
                 break
@@ -63,6 +66,15 @@ class PromptLookup:
                 best, longest = place, length
             place = self._before[place]
         return best, longest
+
+
+def _with_token(key: int, token: int) -> int:
+    """Return the key of an n-gram that this token ends, by the key of the one before it."""
+    return (key << _TOKEN_BITS | token) & _KEY_MASK
+
+
+def _key_of(tokens: Sequence[int]) -> int:
+    return reduce(_with_token, tokens, 0)
 
 
 def _common_end(tokens: Sequence[int], place: int) -> int:

@@ -186,7 +186,8 @@ def _plan_rounds(
     if not gamma:
         given += [(session, None, session.look_up(settings.most_drafted)) for session in alone]
     away = {each.id for each, *_ in given if each.screening is not None and not kv.is_resident(each.kv)}
-    confirms = _how_each_confirms([(each, len(tokens)) for each, _, tokens in given], away)
+    counts = [(each, 0 if each.copies else len(tokens)) for each, _, tokens in given]  # guesses are judged densely
+    confirms = _how_each_confirms(counts, away)
     rounds = [plan_round(each, proposal, tokens, now, confirms[each.id]) for each, proposal, tokens in given]
     if drafting is not None and gamma:
         rounds += _plan_drafting(alone, drafting, gamma, cost, now)

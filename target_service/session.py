@@ -131,8 +131,12 @@ class TargetSession:
     @property
     def unread(self) -> int:
         """Committed tokens without KV, not counting the last one, which the next round runs; nor are held ones."""
-        confirmed = len(self.tokens) if self.screening is None else self.screening.confirmed
-        return confirmed - 1 - self.kv.length
+        return self.confirmed - 1 - self.kv.length
+
+    @property
+    def confirmed(self) -> int:
+        """How many of its tokens are committed for good; those behind them are held."""
+        return len(self.tokens) if self.screening is None else self.screening.confirmed
 
     @property
     def reads_all(self) -> bool:
@@ -142,7 +146,7 @@ class TargetSession:
     @property
     def kv_is_dense(self) -> bool:
         """Whether all KV of its rounds comes of passes that read everything."""
-        return self.reads_all if self.screening is None else self.screening.confirmed == len(self.tokens)
+        return self.reads_all if self.screening is None else not self.holds
 
     @property
     def awaits_its_end(self) -> bool:
@@ -181,13 +185,14 @@ class TargetSession:
         return drafted.gamma, bool(self.announced_by) and not drafted.sparse
 
     def look_up(self, gamma: int) -> list[int]:
-        """Return up to `gamma` tokens that its own text proposes: those that followed its last tokens earlier. Where it
-        guesses before its draft does, what it has guessed."""
+        """Return up to `gamma` tokens that its own text proposes: those that followed its last tokens earlier, before
+        any that are held. Where it guesses before its draft does, what it has guessed."""
         if self.first_guess is not None:
             return self.first_guess.tokens
-        if self.lookup is None or self.is_paused:
+        if self.lookup is None or self.is_paused or self.awaits_its_end:
             return []
-        return self.lookup.propose(self.tokens, min(gamma, self.max_length - len(self.tokens) - 1))
+        count = min(gamma, self.max_length - len(self.tokens) - 1)
+        return self.lookup.propose(self.tokens, count, stays=self.confirmed)
 
     def guess(self, proposed: int, accepted: int) -> None:
         """Guess what comes next before the draft is asked, behind a round that accepted so many of those tokens that
@@ -200,7 +205,7 @@ class TargetSession:
     @property
     def holds(self) -> bool:
         """Whether it holds tokens that are not confirmed yet."""
-        return self.screening is not None and len(self.tokens) > self.screening.confirmed
+        return len(self.tokens) > self.confirmed
 
     @property
     def goes_alone(self) -> bool:

@@ -32,9 +32,10 @@ from wire import messages as m
 # What is proposed
 
 
-def searched(tokens: list[int], count: int) -> list[int]:
-    """The same by looking at the whole text."""
-    places = [p for p in range(SHORTEST, len(tokens)) if tokens[p - SHORTEST : p] == tokens[-SHORTEST:]]
+def searched(tokens: list[int], count: int, stays: int | None = None) -> list[int]:
+    """The same by looking at the whole text, or at as much of it as stays."""
+    ends = len(tokens) if stays is None else stays
+    places = [p for p in range(SHORTEST, ends) if tokens[p - SHORTEST : p] == tokens[-SHORTEST:]]
     best, longest = 0, 0
     for place in places[::-1][:PLACES]:
         length = 0
@@ -60,6 +61,19 @@ def test_the_latest_of_the_longest_matches_is_found_however_the_text_grew(
         else:
             assert lookup.propose(tokens[:length], count) == searched(tokens[:length], count)
     assert lookup.propose(tokens, count) == searched(tokens, count)
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.lists(st.integers(0, 2), max_size=9)), st.integers(0, 9))
+def test_what_may_be_taken_back_is_looked_up_but_matched_by_nothing(
+    text: list[int], tries: list[list[int]], count: int
+) -> None:
+    """Of each try half stays, and what follows instead of the other half is found as if that had never been."""
+    lookup, stays = PromptLookup(), list(text)
+    for held in tries:
+        tokens = stays + held
+        assert lookup.propose(tokens, count, stays=len(stays)) == searched(tokens, count, len(stays))
+        stays += held[: len(held) // 2]
+    assert lookup.propose(stays, count) == searched(stays, count)
 
 
 def test_proposals_by_hand() -> None:
@@ -260,17 +274,24 @@ def test_a_grammar_is_followed(clock: Clock) -> None:
     assert totals(world)[1] > 8
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bool) -> None:
-    """first: before a draft is asked, which goes on where nothing is guessed; else there is no draft."""
+@pytest.mark.parametrize(("first", "screened"), [(False, False), (True, False), (False, True)])
+def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bool, screened: bool) -> None:
+    """first: before a draft is asked, which goes on where nothing is guessed; else there is no draft. screened: by
+    sparse attention over KV in tiers, a quarter of which lies on the device.
+    """
     model = load_model(str(models.TARGET), torch.float32, "cpu", "sdpa")
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(4, 4096, (length,), generator=generator).tolist() * 3 for length in (20, 90)]
-    sizes = TargetSettings(max_context=1000, max_sessions=2)
-    how = {"draft_in_target": True, "lookup_first": True} if first else {"draft": "ngram"}
-    given, plan = replace(sizes, **how), load_plan(models.PLAN)  # type: ignore[arg-type]
+    if screened:
+        texts = [text * 2 for text in texts]
+    sizes = TargetSettings(max_context=1000, max_sessions=2, prefill_chunk=64)
+    how: dict[str, Any] = {"draft_in_target": True, "lookup_first": True} if first else {"draft": "ngram"}
+    if screened:
+        how |= {"confirm_every": 12, "self_read_share": 0.25}
+    given, plan = replace(sizes, **how), load_plan(models.PLAN)
     widths: dict[str, Any] = {"step_queries": 5, "most_queries": given.widest_round}
-    verifier = Verifier(make_runner(model, 4000, 0, 1000, (), **widths), plan, given)
+    room = (208, 4000) if screened else (4000, 0)
+    verifier = Verifier(make_runner(model, *room, 1000, (), **widths), plan, given)
     steps: Any = verifier
     if first:
         draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu", "sdpa"), 4000, 0, 1000, ())
@@ -287,6 +308,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bo
         steps.finish_step(step, steps.execute(step))
     counted = verifier.counters
     assert counted["ngram_accepted_tokens"] > 50
+    assert (counted["confirmed_tokens"] > 40) == (verifier.totals.get("kv_fetched_pages", 0) > 0) == screened
     assert (counted["rounds"] > counted["ngram_rounds"]) == first
     for name, text in enumerate(texts):
         expected = model.generate(  # type: ignore[operator]

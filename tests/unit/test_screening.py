@@ -298,14 +298,22 @@ def test_whatever_happens_only_confirmed_tokens_leave(
         world.check_nothing_left()
 
 
-@pytest.mark.parametrize("biases", [{}, {3: 1.5, 4: -1.0}], ids=["", "rules"])
-def test_sampled_outcomes_have_the_dense_distribution(clock: Clock, biases: dict[int, float]) -> None:
-    """Each token given those before, as rules change it; test_judging has more of it."""
+@pytest.mark.parametrize(
+    ("biases", "proposer"),
+    [({}, "none"), ({3: 1.5, 4: -1.0}, "none"), ({3: 5.0}, "ngram")],
+    ids=["", "rules", "looked up"],
+)
+def test_sampled_outcomes_have_the_dense_distribution(clock: Clock, biases: dict[int, float], proposer: str) -> None:
+    """Each token given those before, as rules change it, whether a draft proposes or the text itself; test_judging has
+    more of it.
+    """
     model, sampling = Blurs(agreement=3), Sampling(1.2, 0.98, top_k=6, logit_bias=biases)
-    world = screened(clock, 5, model, 4, gamma=2, prefill_chunk=512)
-    world.attach()
-    prompt = PROMPT * 8  # of a short one everything is read
-    names = [world.open(prompt, 4, replace(sampling, seed=seed)) for seed in range(400)]
+    world = screened(clock, 5, model, 4, gamma=2, prefill_chunk=512, proposer=proposer)
+    if proposer == "none":
+        world.attach()
+    # Of a short one everything is read; one that repeats a token goes on with it, if that is likely.
+    prompt, most = (PROMPT * 8, 4) if proposer == "none" else ([3] * 160, 16)
+    names = [world.open(prompt, most, replace(sampling, seed=seed)) for seed in range(400)]
     world.run()
     world.check_nothing_left()
     counted = world.verifier.counters
@@ -591,5 +599,33 @@ def test_what_is_looked_up_first_is_judged_by_a_dense_pass(
             names = [world.open(text, 150) for text in texts]
             world.run_and_check_greedy(names, aborted)
         assert judged and all(judged)
+        check_kv(world)
+        world.check_nothing_left()
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 10**6),
+    screening=st.integers(0, 4),
+    gamma=st.integers(1, 4),
+    most=st.sampled_from([-1, 6, 11]),
+    pages=st.sampled_from([40, 200]),
+    aborted=st.sets(st.integers(0, 4), max_size=2),
+)
+def test_what_is_looked_up_without_a_draft_is_screened(
+    seed: int, screening: int, gamma: int, most: int, pages: int, aborted: set[int]
+) -> None:
+    """Sessions that repeat themselves now and then, in the same steps; some give way for room, some are aborted."""
+    clock = Clock()
+    with patch("target_service.verifier.time", clock):
+        model = Circles(screening=screening)
+        world = screened(clock, seed, model, most, gamma=gamma, pages=pages, proposer="ngram")
+        names = [world.open([n + i for i in range(1, 12)], 150) for n in range(5)]
+        world.run_and_check_greedy(names, aborted)
+        counted = world.verifier.counters
+        assert counted["rounds"] == counted["ngram_rounds"]
+        assert most < 0 or counted["screened_tokens"] > 50
+        if screening == 4:
+            assert counted["confirmed_tokens"] == counted["screened_tokens"]
         check_kv(world)
         world.check_nothing_left()

@@ -126,7 +126,7 @@ class World:
                 synthetic_acceptance=synthetic_acceptance,
                 synthetic_confirmation=synthetic_confirmation,
                 prompt_read_share=prompt_read_share,
-                draft=str(models.DRAFT) if confirm_every or lookup_first else proposer,
+                draft=str(models.DRAFT) if proposer == "none" and (confirm_every or lookup_first) else proposer,
                 lookup_first=lookup_first,
                 self_from=self_from,
                 confirm_every=confirm_every,
