@@ -313,6 +313,7 @@ class TargetSettings(ServiceSettings):
     def _check_confirm_every(self) -> None:
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""
         least, most, asked = self.most_drafted + 1, MOST_JUDGED - self.most_drafted, self.most_held
+        auto = MOST_JUDGED // 2 if self.host_kv_memory else READ_AT_ONCE - 3
         refused = {
             f"draft {self.draft}, where sparse attention proposes what a dense pass confirms": self.drafts_for_itself,
             "draft none, where nothing is proposed": self.draft == "none",
@@ -326,7 +327,7 @@ class TargetSettings(ServiceSettings):
         if not least <= asked <= most:
             raise SettingsError(
                 f"confirm_every is {asked}: with a gamma of {self.most_drafted} it must be 0, or from {least} (a "
-                f"round's tokens) to {most}; auto takes a gamma of at most {READ_AT_ONCE - 3}"
+                f"round's tokens) to {most}; auto takes a gamma of at most {auto}"
             )
 
     @property
@@ -344,15 +345,18 @@ class TargetSettings(ServiceSettings):
     def most_held(self) -> int:
         """Tokens of an exact session that are screened before a dense pass confirms them, at most; 0: none are.
 
-        By auto so many that one drafted token fits beside them into a pass.
+        By auto so many that one drafted token fits beside them into a pass that reads the KV once. Where KV comes from
+        the host that is no matter, and a whole proposal fits beside as many as can be judged.
         """
-        return READ_AT_ONCE - 2 if self.confirm_every < 0 else self.confirm_every
+        if self.confirm_every >= 0:
+            return self.confirm_every
+        return MOST_JUDGED - self.most_drafted if self.host_kv_memory else READ_AT_ONCE - 2
 
     @property
     def widest_round(self) -> int:
         """Tokens that a session runs in a round, at most: those that it confirms among them."""
-        held = max(0, self.confirm_every)
         least = READ_AT_ONCE if self.confirm_every < 0 or self.lookup_first else 0
+        held = self.most_held if self.confirm_every > 0 or self.host_kv_memory else 0
         return max(least, super().widest_round + held)
 
     @property

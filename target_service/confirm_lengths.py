@@ -3,17 +3,20 @@
 A dense pass costs what sparse attention leaves out, once for all tokens that are held: the more, the cheaper a token.
 But behind one that it rejects all are lost, and their rounds with them. So the best length follows from how many tokens
 are confirmed, and from what steps of each kind take: as many tokens of KV as can be read meanwhile, by their sizes, and
-corrected by what they were seen to take. All sessions hold as many, since the sessions of a step confirm together.
+corrected by what they were seen to take. All sessions hold as many, since the sessions of a step confirm together. Over
+KV in tiers most of a dense pass is what comes over the link, of which steps that screen need little: how much each kind
+brings is seen as well.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from config import TargetSettings
 from kernels.few_rows_linear import MOST_ROWS
 from target_service.round_costs import Load, sessions_of
-from target_service.self_drafting import BEYOND_BYTES
+from target_service.self_drafting import BEYOND_BYTES, LINK
 
 LIKELY = 0.985  # of the screened tokens: confirmed, before any has been judged (0.989: docs/quality.md)
 NEWEST_TOKEN = 1 / 128  # weight of the newest judged one, once more are known,
@@ -39,6 +42,14 @@ class StepKind(Enum):
 ASSUMED, ASSUMED_ROUNDS = {StepKind.SCREENS: 1.0, StepKind.CONFIRMS: 1.2, StepKind.DENSE: 1.0}, 16
 
 
+class StepReads(NamedTuple):
+    """Tokens of KV of a step's sessions: all, those that it reads, and those of them that come from the host."""
+
+    tokens: float
+    read: float
+    fetched: float = 0.0
+
+
 @dataclass
 class _Mean:
     """A mean of the newest rounds. rounds: as how many it counts."""
@@ -49,6 +60,13 @@ class _Mean:
     def add(self, value: float) -> None:
         self.rounds = min(self.rounds + 1, 1 / NEWEST_ROUND)
         self.value += (value - self.value) / self.rounds
+
+    def beside(self, assumed: float, lasts: bool = True) -> float:
+        """Return the mean of what was seen and of what is assumed, which counts less with each round that was seen
+        unless it `lasts`.
+        """
+        counts = ASSUMED_ROUNDS if lasts else max(0.0, ASSUMED_ROUNDS - self.rounds)
+        return (counts * assumed + self.rounds * self.value) / (counts + self.rounds)
 
 
 def _of_each_kind() -> dict[StepKind, _Mean]:
@@ -64,7 +82,7 @@ class ConfirmLengths:
     weights' bytes that a step reads which screens up to MOST_ROWS tokens. present: tokens that sessions are to hold
     now. chance: of a held token to be confirmed. judged: how many were. drafting: what a round takes before the
     target's step, in seconds. committed: tokens of a round. seconds: by load, of each token of KV that steps of a kind
-    seem to read.
+    seem to read. fetched: by load, the share of their KV that rounds of a kind bring from the host.
     """
 
     gamma: int
@@ -78,12 +96,13 @@ class ConfirmLengths:
     drafting: _Mean = field(default_factory=_Mean)
     committed: _Mean = field(default_factory=_Mean)
     seconds: dict[Load, dict[StepKind, _Mean]] = field(default_factory=lambda: defaultdict(_of_each_kind))
+    fetched: dict[Load, dict[StepKind, _Mean]] = field(default_factory=lambda: defaultdict(_of_each_kind))
 
-    def step_size(self, load: Load, kind: StepKind, tokens: int, read: float) -> float:
-        """Return how many tokens of KV can be read while a step runs over so many, of which it reads so many."""
+    def step_size(self, load: Load, kind: StepKind, reads: StepReads) -> float:
+        """Return how many tokens of KV can be read from the GPU's own memory while a step runs that reads so."""
         is_light = kind is StepKind.SCREENS and sessions_of(load) * (self.gamma + 1) <= MOST_ROWS
         weights = self.weight_tokens * (self.screening_weights if is_light else 1.0)
-        return weights + read + BEYOND_BYTES * (self.weight_tokens + tokens)
+        return weights + reads.read + LINK * reads.fetched + BEYOND_BYTES * (self.weight_tokens + reads.tokens)
 
     def is_tried(self, load: Load) -> bool:
         """Return whether it is known what steps take at a load that screen and that confirm."""
@@ -91,16 +110,25 @@ class ConfirmLengths:
         return min(here[kind].rounds for kind in (StepKind.SCREENS, StepKind.CONFIRMS)) >= ASSUMED_ROUNDS
 
     def note_round(
-        self, load: Load, kind: StepKind, tokens: int, read: float, seconds: float, drafting: float, committed: int
+        self,
+        load: Load,
+        kind: StepKind,
+        reads: StepReads,
+        seconds: float,
+        drafting: float,
+        committed: int,
+        fetched: float = 0.0,
     ) -> None:
-        """Take note of a session's round, in a step over so many tokens of KV of which it read so many: seconds of the
-        step, and of what went by before it for the draft; tokens that the session committed or held. While nothing is
+        """Take note of a session's round, in a step that read so: seconds of the step, and of what went by before it
+        for the draft; tokens that the session committed or held; the share of its KV that was fetched. While nothing is
         held, what was seen of other steps is forgotten, so that they are tried again.
         """
-        seconds, here = max(1e-6, seconds), self.seconds[load]
-        here[kind].add(seconds / self.step_size(load, kind, tokens, read))
+        seconds, here, fetched_here = max(1e-6, seconds), self.seconds[load], self.fetched[load]
+        here[kind].add(seconds / self.step_size(load, kind, reads))
+        fetched_here[kind].add(fetched)
         for other in (StepKind.SCREENS, StepKind.CONFIRMS) if not self.present else ():
-            here[other].rounds *= 1 - FORGOTTEN / sessions_of(load)
+            for seen in (here[other], fetched_here[other]):
+                seen.rounds *= 1 - FORGOTTEN / sessions_of(load)
         self.drafting.add(min(DEAREST * seconds, drafting))
         self.committed.add(committed)
 
@@ -138,15 +166,19 @@ class ConfirmLengths:
         kept = self.chance**held
         gained = kept * a_round + sum(self.chance**i for i in range(round(held)))
         rounds = held / a_round + (1 - kept)
-        screens = self.drafting.value + self._step_seconds(load, StepKind.SCREENS, tokens, self.share * tokens)
-        confirms = self._step_seconds(load, StepKind.CONFIRMS if most else StepKind.DENSE, tokens, tokens)
+        screens = self.drafting.value + self._step_seconds(load, StepKind.SCREENS, tokens)
+        confirms = self._step_seconds(load, StepKind.CONFIRMS if most else StepKind.DENSE, tokens)
         return gained / (rounds * screens + self.drafting.value + confirms)
 
-    def _step_seconds(self, load: Load, kind: StepKind, tokens: int, read: float) -> float:
-        here = self.seconds[load]
-        seen, assumed = here[kind], ASSUMED[kind] * here[StepKind.DENSE].value
-        a_token = (ASSUMED_ROUNDS * assumed + seen.rounds * seen.value) / (ASSUMED_ROUNDS + seen.rounds)
-        return a_token * self.step_size(load, kind, tokens, read)
+    def _step_seconds(self, load: Load, kind: StepKind, tokens: int) -> float:
+        """Return what a step takes. As large a part of what it reads is assumed to be fetched as of all that a dense
+        step reads.
+        """
+        share = self.share if kind is StepKind.SCREENS else 1.0
+        here, fetched = self.seconds[load], self.fetched[load]
+        a_token = here[kind].beside(ASSUMED[kind] * here[StepKind.DENSE].value)
+        brought = fetched[kind].beside(share * fetched[StepKind.DENSE].value, lasts=False)
+        return a_token * self.step_size(load, kind, StepReads(tokens, share * tokens, brought * tokens))
 
 
 def confirm_lengths(settings: TargetSettings, weight_tokens: float) -> ConfirmLengths | None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from config import TargetSettings
 from engine.runner import Runner
-from target_service.confirm_lengths import StepKind, confirm_lengths
+from target_service.confirm_lengths import StepKind, StepReads, confirm_lengths
 from target_service.controller import UNDECIDED, Controller, RoundSeen
 from target_service.planning import VerifyRound, VerifyStep
 from target_service.round_costs import Choice, Load
@@ -21,8 +21,7 @@ class StepSeen(NamedTuple):
     now: the time. load: the sessions that generate. size: about how long a step takes that reads everything for one
     that reads the weights alone. kinds: how the sessions' last rounds were made. disturbed: whether something else than
     rounds took time in it or before (prompts, or a graph that was captured). alone: whether it took the time of rounds
-    alone. tries: whether it screens or confirms to find out what that takes. tokens, tokens_read: tokens of KV of its
-    sessions, all and such as it read.
+    alone. tries: whether it screens or confirms to find out what that takes. reads: what it read of KV.
     """
 
     now: float
@@ -32,8 +31,7 @@ class StepSeen(NamedTuple):
     disturbed: bool
     alone: bool
     tries: bool
-    tokens: int
-    tokens_read: float
+    reads: StepReads
 
 
 class Pacing:
@@ -72,8 +70,10 @@ class Pacing:
         self._draft_has_read = True
         self.controller.note_reading(seconds / self._load()[1])
 
-    def see(self, step: VerifyStep, now: float) -> StepSeen:
-        """Return what is known of a step that has ended at the time `now`; to be called once."""
+    def see(self, step: VerifyStep, fetched: int, now: float) -> StepSeen:
+        """Return what is known of a step that has ended at the time `now`; to be called once. fetched: (layer, KV head,
+        token) triples that its rounds have brought from the host.
+        """
         load, size = self._load()
         kinds = Counter(session.pace.kind for session in self._sessions.values() if session.pace.kind)
         tokens = [len(item.session.tokens) for item in step.rounds]
@@ -88,7 +88,13 @@ class Pacing:
         tries = tries and any(item.screens or item.held for item in step.rounds)
         if self._lengths is not None and alone:
             self._lengths.choose(load, sum(tokens))
-        return StepSeen(now, load, size, kinds, disturbed, alone, tries, sum(tokens), read)
+        reads = StepReads(sum(tokens), read, fetched / self._triples)
+        return StepSeen(now, load, size, kinds, disturbed, alone, tries, reads)
+
+    @property
+    def _triples(self) -> int:
+        """How many (layer, KV head, token) triples a token of KV is."""
+        return self._runner.kv.num_layers * self._runner.kv.kv_heads
 
     def _load(self) -> tuple[Load, float]:
         """Return the load by the sessions that generate, and its size, as StepSeen has them."""
@@ -107,8 +113,9 @@ class Pacing:
         if seen.alone and commit.drafted and not item.is_guessed:
             drafting = commit.draft_seconds if self._settings.draft_in_target else commit.wait_seconds
             kind = StepKind.SCREENS if item.screens else StepKind.CONFIRMS if item.held else StepKind.DENSE
+            fetched = commit.kv_tokens_fetched / self._triples / len(item.session.tokens)
             took = commit.verify_seconds, drafting
-            lengths.note_round(seen.load, kind, seen.tokens, seen.tokens_read, *took, commit.accepted + 1)
+            lengths.note_round(seen.load, kind, seen.reads, *took, commit.accepted + 1, fetched)
 
     def decide(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:
         """Have the controller say how a session's next round is made, by the one that was committed just now.

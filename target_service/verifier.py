@@ -305,7 +305,8 @@ class Verifier:
                 # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
                 dense = session.prompt_tokens - 1 if self.runner.deterministic else None
                 self.runner.kv.index_prefix(session.kv, session.tokens, dense)
-        seen = self.pacing.see(step, time.monotonic())
+        fetched = sum(output.tokens_fetched for output in result.outputs)
+        seen = self.pacing.see(step, fetched, time.monotonic())
         behind = self._under_way.rounds if self._under_way is not None else []
         under_way = {id(item.session): item.input.rows for item in behind}
         for item, output in zip(step.rounds, result.outputs, strict=True):

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from config import TargetSettings
-from target_service.confirm_lengths import ASSUMED_ROUNDS, LIKELY, ConfirmLengths, StepKind, confirm_lengths
+from target_service.confirm_lengths import ASSUMED_ROUNDS, LIKELY, ConfirmLengths, StepKind, StepReads, confirm_lengths
 
 WEIGHTS = 120_000.0  # of 8b, in tokens of its KV
 GAMMA, MOST, ACCEPTED = 4, 24, 0.8
@@ -18,11 +18,11 @@ def lengths(drafting: float, tokens: int, slower: float = 1.0) -> ConfirmLengths
     second. slower: how many times as long as their sizes say those take that confirm.
     """
     made, rng = ConfirmLengths(GAMMA, MOST, 0.06, WEIGHTS), random.Random(0)
-    a_token = 1 / made.step_size(LOAD, DENSE, tokens, tokens)
+    a_token = 1 / made.step_size(LOAD, DENSE, StepReads(tokens, tokens))
     for kind in rng.choices([SCREENS, CONFIRMS, DENSE], k=500):
         read = tokens * (0.06 if kind is SCREENS else 1)
-        takes = made.step_size(LOAD, kind, tokens, read) * a_token * (slower if kind is CONFIRMS else 1)
-        made.note_round(LOAD, kind, tokens, read, takes, drafting, committed_of(rng))
+        takes = made.step_size(LOAD, kind, StepReads(tokens, read)) * a_token * (slower if kind is CONFIRMS else 1)
+        made.note_round(LOAD, kind, StepReads(tokens, read), takes, drafting, committed_of(rng))
     return made
 
 
@@ -39,8 +39,8 @@ def committed_of(rng: random.Random) -> int:
 def tokens_for_the_time(made: ConfirmLengths, most: int, chance: float, tokens: int) -> float:
     """Return the tokens that leave for the time of all steps, by playing 20,000 rounds."""
     rng, held, left, cost = random.Random(1), 0, 0, 0.0
-    a_token, drafting = 1 / made.step_size(LOAD, DENSE, tokens, tokens), made.drafting.value
-    screens = drafting + made.step_size(LOAD, SCREENS, tokens, made.share * tokens) * a_token
+    a_token, drafting = 1 / made.step_size(LOAD, DENSE, StepReads(tokens, tokens)), made.drafting.value
+    screens = drafting + made.step_size(LOAD, SCREENS, StepReads(tokens, made.share * tokens)) * a_token
     for _ in range(20_000):
         if held + GAMMA < most:
             cost += screens
@@ -100,7 +100,7 @@ def test_nothing_is_held_until_it_is_known_what_dense_steps_take_at_a_load() -> 
     for _ in range(ASSUMED_ROUNDS):
         made.choose((6, 16), 400_000)
         assert made.present == 0
-        made.note_round((6, 16), DENSE, 400_000, 400_000, 1.0, 0.4, 3)
+        made.note_round((6, 16), DENSE, StepReads(400_000, 400_000), 1.0, 0.4, 3)
     made.choose((6, 16), 400_000)
     assert made.present > 0
 
@@ -108,11 +108,11 @@ def test_nothing_is_held_until_it_is_known_what_dense_steps_take_at_a_load() -> 
 def test_steps_that_screen_are_tried_again_where_they_were_too_slow() -> None:
     made = lengths(0.4, 400_000)
     for _ in range(200):
-        made.note_round(LOAD, SCREENS, 400_000, 24_000, 3.0, 0.4, 3)
+        made.note_round(LOAD, SCREENS, StepReads(400_000, 24_000), 3.0, 0.4, 3)
     assert chosen(made, 0.99, 400_000) == 0
     rounds = 0
     while not chosen(made, 0.99, 400_000) and rounds < 20_000:
-        made.note_round(LOAD, DENSE, 400_000, 400_000, 1.0, 0.4, 3)
+        made.note_round(LOAD, DENSE, StepReads(400_000, 400_000), 1.0, 0.4, 3)
         rounds += 1
     assert 1_000 < rounds < 15_000
 
@@ -122,20 +122,48 @@ def test_weights_in_eight_bits_have_screening_pay_sooner() -> None:
     settings = TargetSettings(confirm_every=-1, screening_quantization="fp8")
     light, other = confirm_lengths(settings, WEIGHTS), confirm_lengths(TargetSettings(confirm_every=-1), WEIGHTS)
     assert light is not None and other is not None
-    assert other.step_size(LOAD, SCREENS, 1000, 60) - light.step_size(LOAD, SCREENS, 1000, 60) == WEIGHTS / 2
-    assert light.step_size(LOAD, CONFIRMS, 1000, 1000) == other.step_size(LOAD, CONFIRMS, 1000, 1000)
+    assert (
+        other.step_size(LOAD, SCREENS, StepReads(1000, 60)) - light.step_size(LOAD, SCREENS, StepReads(1000, 60))
+        == WEIGHTS / 2
+    )
+    assert light.step_size(LOAD, CONFIRMS, StepReads(1000, 1000)) == other.step_size(
+        LOAD, CONFIRMS, StepReads(1000, 1000)
+    )
     for made in (light, other):
         for _ in range(50):
-            made.note_round(LOAD, DENSE, 30_000, 30_000, 1.0, 0.6, 3)
+            made.note_round(LOAD, DENSE, StepReads(30_000, 30_000), 1.0, 0.6, 3)
     assert chosen(light, 0.98, 30_000) > 0 == chosen(other, 0.98, 30_000)
+
+
+def test_what_comes_over_the_link_has_more_tokens_held_until_steps_that_screen_bring_as_much() -> None:
+    """A dense pass takes ten times as long over tiers; one that screens does where its lists find no room."""
+    whole, listed, cold = StepReads(30_000, 30_000, 22_500), StepReads(30_000, 1_800, 1_350), 0.75
+    made = ConfirmLengths(GAMMA, MOST, 0.06, WEIGHTS)
+    takes = {kind: made.step_size(LOAD, kind, whole) for kind in (DENSE, CONFIRMS)}
+    for _ in range(ASSUMED_ROUNDS):
+        made.note_round(LOAD, DENSE, whole, takes[DENSE], 0.0, 3, cold)
+    assert chosen(made, 0.98, 30_000) == MOST
+    for _ in range(100):
+        made.note_round(LOAD, SCREENS, listed, made.step_size(LOAD, SCREENS, listed), 0.0, 3, 0.06 * cold)
+        made.note_round(LOAD, CONFIRMS, whole, takes[CONFIRMS], 0.0, 3, cold)
+    assert chosen(made, 0.98, 30_000) == MOST
+    staged = listed._replace(fetched=whole.fetched)
+    for _ in range(300):
+        made.note_round(LOAD, SCREENS, staged, made.step_size(LOAD, SCREENS, staged), 0.0, 3, cold)
+    assert chosen(made, 0.98, 30_000) == 0
+    rounds = 0
+    while not chosen(made, 0.98, 30_000) and rounds < 20_000:
+        made.note_round(LOAD, DENSE, whole, takes[DENSE], 0.0, 3, cold)
+        rounds += 1
+    assert 1_000 < rounds < 15_000, "it is tried again"
 
 
 def test_a_graph_that_is_captured_counts_as_four_steps_at_most() -> None:
     made = lengths(0.4, 100_000)
     before = made.drafting.value
-    made.note_round(LOAD, DENSE, 100_000, 100_000, 0.01, 2.0, 3)
+    made.note_round(LOAD, DENSE, StepReads(100_000, 100_000), 0.01, 2.0, 3)
     assert made.drafting.value < before
-    made.note_round(LOAD, DENSE, 100_000, 100_000, 1.0, 200.0, 3)
+    made.note_round(LOAD, DENSE, StepReads(100_000, 100_000), 1.0, 200.0, 3)
     assert before < made.drafting.value < 1.2 * before
 
 

@@ -96,6 +96,26 @@ def test_three_levels_lose_nothing_and_gain_where_contexts_are_long(
     assert sum(three[1:]) / sum(two[1:]) >= least
 
 
+@pytest.mark.parametrize(
+    ("sessions", "context", "anew", "least"),
+    [(1, 32768, 0.1, 2.5), (4, 32768, 0.1, 3.5), (4, 1024, 0.1, 0.98), (4, 32768, 20.0, 0.97)],
+)
+def test_three_levels_over_tiers_bring_what_is_cold_less_often(
+    every_clock: Clock, sessions: int, context: int, anew: float, least: float
+) -> None:
+    """Three quarters of all KV lie on the host. anew: of what is listed of them, is fetched in a round: all KV instead,
+    where the lists find no room.
+    """
+    levels = {"confirm_every": -1, "synthetic_confirmation": 0.989}
+    rates = []
+    for how in (levels, {}):
+        served = TimedPair(every_clock, sessions, context, 0.8, host_kv_memory=1.0, **how)
+        served.have_cold(0.75, anew)
+        rates.append(gains(served, sessions, context, [EXACT]))
+    three, two = rates
+    assert sum(three[1:]) / sum(two[1:]) >= least
+
+
 @pytest.mark.parametrize("a_token", [2.7e-5, 4.2e-5])
 def test_finding_out_what_screening_takes_keeps_nobody_from_being_drafted(
     every_clock: Clock, monkeypatch: pytest.MonkeyPatch, a_token: float

@@ -486,6 +486,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"confirm_every": 4}, "from 5"),
     ({"confirm_every": 28}, "to 27"),
     ({"confirm_every": -1, "gamma": 14}, "auto takes a gamma of at most 13"),
+    ({"confirm_every": -1, "gamma": 16, "host_kv_memory": 1.0}, "auto takes a gamma of at most 15"),
     ({"confirm_every": 0, "screening_quantization": "fp8"}, "0: nothing is screened"),
 ]
 
@@ -493,7 +494,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("wrong", "named"), REFUSED)
 def test_settings_that_do_not_fit_are_refused_by_name(wrong: dict[str, Any], named: str) -> None:
     assert TargetSettings(confirm_every=8).widest_round == 13
-    assert (TargetSettings(confirm_every=-1).most_held, TargetSettings(confirm_every=-1).widest_round) == (14, 16)
+    by_auto = TargetSettings(confirm_every=-1), TargetSettings(confirm_every=-1, host_kv_memory=1.0)
+    assert [(each.most_held, each.widest_round) for each in by_auto] == [(14, 16), (27, 32)]
+    assert TargetSettings(confirm_every=-1, host_kv_memory=1.0, gamma=15).widest_round == 32
     with pytest.raises(SettingsError, match=f"confirm_every .*{named}"):
         TargetSettings(**{"confirm_every": 8, **wrong})
 

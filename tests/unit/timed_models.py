@@ -25,6 +25,7 @@ from engine.rounds.under_way import RoundsUnderWay
 from engine.sampling import Sampling
 from kernels.few_rows_linear import MOST_ROWS
 from target_service.draft_in_target import StepsByTurns
+from target_service.self_drafting import LINK
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.chaining import ChainingRunner, RoundsAtOnce, StepAtOnce
@@ -42,6 +43,8 @@ CONFIRMING = 1.28  # of the time of reading KV: 16 tokens of a session instead o
 # Of a step's time without KV where it reads the weights in 8 bits, as up to MOST_ROWS do: layers of 8B with 40 rows on
 # an H200; and with 8 rows, of passes that draft for their own target.
 LIGHT, LIGHTEST = 0.7, 0.63
+# Of tokens of KV that lie on the host and are listed to screen: fetched anew in a round. Most have been before.
+LISTED_ANEW = 0.1
 
 
 @dataclass
@@ -106,13 +109,16 @@ def _is_sparse(item: SequenceInput) -> bool:
 
 
 class TimedRunner(ChainingRunner, ScriptedRunner):
-    """A scripted model whose steps take their time on a device. costs: of a step, or of a pass of a draft's round."""
+    """A scripted model whose steps take their time on a device. costs: of a step, or of a pass of a draft's round.
+    cold: the share of all KV that lies on the host; anew: of this, that is fetched once more where it is listed.
+    """
 
     def __init__(self, device: Device, costs: Costs, errs: bool, pages: int) -> None:
         super().__init__(errs, pages)
         self.goes_ahead = self.chains = True
         self.weight_tokens = costs.always / costs.a_kv_token
         self._device, self._costs = device, costs
+        self.cold, self.anew = 0.0, LISTED_ANEW
         self.drafts_lightly = False  # by weights in 8 bits, for itself
         self._launches = False  # what runs now is not waited for
         self._ends = 0.0  # when what was launched last has ended
@@ -143,6 +149,10 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
         if any(item.held for item in inputs):
             reads = [CONFIRMING * read for read in reads]
         dense = always + sum(reads) * costs.a_kv_token + len(inputs) * costs.a_session
+        for item, output, read in zip(inputs, outputs, reads, strict=True):
+            fetched = self.cold * (min(read * self.anew, item.kv.length) if _is_sparse(item) else item.kv.length)
+            output.tokens_fetched = round(fetched) * rows
+            dense += fetched * LINK * costs.a_kv_token
         drafted = max((len(item.tokens) - 1 for item in inputs if _drafts(item)), default=0)
         read = SELF_READ * sum(item.kv.length for item in inputs)
         a_pass = costs.always * (LIGHTEST if self.drafts_lightly else 1.0) + costs.choosing / 2
@@ -310,15 +320,22 @@ class TimedPair(Timed):
     """
 
     def __init__(
-        self, clock: Clock, sessions: int, context: int, acceptance: float, branches: int = 8, foresight: float = 0.85
+        self,
+        clock: Clock,
+        sessions: int,
+        context: int,
+        acceptance: float,
+        branches: int = 8,
+        foresight: float = 0.85,
+        **others: Any,
     ) -> None:
         super().__init__()
         self.clock = clock
-        target, draft = _runners([Device(clock), Device(clock)], sessions, context)
-        settings = _target_settings(sessions, context, acceptance)
+        self.target, draft = _runners([Device(clock), Device(clock)], sessions, context)
+        settings = _target_settings(sessions, context, acceptance, **others)
         limits = {"max_sessions": settings.max_sessions, "max_context": settings.max_context, "prefill_chunk": 8192}
         drafting = DraftSettings(gamma=0, max_gamma=settings.max_gamma, branches=branches, micro_batches=1, **limits)
-        self.verifier = Verifier(target, PLAN, settings)
+        self.verifier = Verifier(self.target, PLAN, settings)
         self.drafter = ControlledDrafter(draft, PLAN, drafting)
         self.drafter._controls = Controls(foresight=foresight)
         self._target, self._draft = _Side(self.verifier), _Side(self.drafter)
@@ -328,6 +345,12 @@ class TimedPair(Timed):
         self._at_draft = TargetPeer(lambda event: self._send(self._target, event))
         self.verifier.protocol.attach(self._at_target)
         self.drafter.attach(self._at_draft)
+
+    def have_cold(self, share: float, anew: float = LISTED_ANEW) -> None:
+        """Have this share of the target's KV lie on the host; such a part of it is fetched anew where it is listed."""
+        self.target.cold, self.target.anew = share, anew
+        self.target.goes_ahead = self.target.chains = False
+        self.target.kv.is_resident = lambda sequence: False  # type: ignore[method-assign]
 
     def run_until_idle(self) -> None:
         self._at(self.clock.now, lambda: self._advance(self._target))
