@@ -198,7 +198,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--read-share", type=float, default=0.1, help="of later draft steps")
     parser.add_argument(
         "--hot", type=float, default=0.0, metavar="SHARE",
-        help="measure approximate, or none and self, again with this share of the target's KV on its GPU, in tiers",
+        help="measure approximate, or all modes where it is not asked for, again with this share of the target's KV on "
+        "its GPU, in tiers",
     )  # fmt: skip
     parser.add_argument(
         "--replay",

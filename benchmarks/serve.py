@@ -174,7 +174,8 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
     with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, f"services, hot {hot:g}"):
         of_run = run.pair, room, flags.breakdown, bool(run.trace), run.seconds
         deployment = Deployment(start, Path(folder), *of_run, flags.targets, together=True)
-        modes = [mode for mode in flags.modes if mode not in _ALONE and (not hot or mode == "approximate")]
+        measured = _modes_over_tiers(flags.modes) if hot else flags.modes
+        modes = [mode for mode in measured if mode not in _ALONE]
         (address,) = deployment.start(with_draft=bool(modes))
         run.results.starts.append(deployment.start_seconds)
         deployment.wait_until_prepared()
@@ -183,8 +184,8 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
             with _noted_failure(run, f"{shape}, prompts"):
                 _read_prompts(run, address, shape, is_new=shape.context not in known and not hot)
                 known.add(shape.context)
-            for mode in _ALONE if not hot or "self" in flags.modes else ():
-                if mode in flags.modes:
+            for mode in _ALONE:
+                if mode in measured:
                     deployment.control(Controls(attached=False, self_drafting=mode == "self"))
                     _measure_row(run, deployment, address, shape, Way(mode, hot=hot))
         for shape in shapes if modes else []:
@@ -197,6 +198,11 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
                 deployment.control(controls)
                 _measure_row(run, deployment, address, shape, Way(mode, waves, ahead, branches, hot, replayed))
         note("stopping the services")
+
+
+def _modes_over_tiers(modes: list[str]) -> list[str]:
+    """Return which modes are measured again over tiers: approximate alone if it is asked for, else all."""
+    return [mode for mode in modes if mode == "approximate"] or modes
 
 
 def _room(run: _Run, shapes: list[Shape], hot: float) -> Room:
