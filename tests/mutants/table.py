@@ -60,6 +60,7 @@ MUTANTS: list[Mutant] = [
         "target_service/session.py",
         "test_screening",
         ("it is guessed behind held tokens", " and not self.holds:", ":"),
+        ("held tokens are indexed to be looked up", "count, stays=self.confirmed)", "count)"),
     ),
     *_of(
         "engine/grammars.py",
@@ -97,7 +98,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/planning.py",
         "test_screening",
-        ("what confirms runs by weights in 8 bits", "light = all(item.screens for item in rounds)", "light = True"),
+        ("what confirms runs by weights in 8 bits", "light = all(item.screens or item.session.id in away for item in rounds)", "light = True"),
     ),
     *_of(
         "target_service/behind_rounds.py",
@@ -444,7 +445,29 @@ MUTANTS: list[Mutant] = [
         ("all is confirmed", "kept = self.chance**held", "kept = 1.0"),
         ("what was seen is never forgotten", "FORGOTTEN * max(0.0, LIKELY - self.chance)", "0.0"),
         ("one step says how long those of its kind take", "ASSUMED, ASSUMED_ROUNDS = {StepKind.SCREENS: 1.0, StepKind.CONFIRMS: 1.2, StepKind.DENSE: 1.0}, 16", "ASSUMED, ASSUMED_ROUNDS = {StepKind.SCREENS: 1.0, StepKind.CONFIRMS: 1.2, StepKind.DENSE: 1.0}, 0.1"),
-        ("how long steps of a kind take is what sizes say", "seen.rounds * seen.value) / (ASSUMED_ROUNDS + seen.rounds)", "0) / ASSUMED_ROUNDS"),
+        ("how long steps of a kind take is what sizes say", "self.rounds * self.value) / (counts + self.rounds)", "0) / ASSUMED_ROUNDS"),
+        ("what comes over the link takes no time", " + LINK * reads.fetched", ""),
+        ("what was once assumed to be fetched counts for good", "fetched[StepKind.DENSE].value, lasts=False)", "fetched[StepKind.DENSE].value)"),
+    ),
+    *_of(
+        "engine/kv/tiered.py",
+        "test_tiered_kv",
+        ("what may be written anew leaves for the store", "int(min(sequence.length, sequence.settled))", "sequence.length"),
+    ),
+    *_of(
+        "engine/model_runner.py",
+        "test_screening_over_tiers",
+        ("what lists everything is fetched", "if not shape.weighs and any(", "if False and any("),
+    ),
+    *_of(
+        "target_service/planning.py",
+        "test_screening_over_tiers",
+        ("sessions whose KV has left the GPU confirm together", " and not kv.is_resident(each.kv)}", " and False}"),
+    ),
+    *_of(
+        "target_service/verifier.py",
+        "test_screening_over_tiers",
+        ("nothing that was confirmed is stored", "            session.kv.settled = screening.settled\n", ""),
     ),
     *_of(
         "target_service/lookup.py",
@@ -452,6 +475,7 @@ MUTANTS: list[Mutant] = [
         ("a short match is a guess", "count, least=LONGEST)", "count)"),
         ("a guess in vain is tried again at once", "self.begins, self.pause = committed + self.pause,", "self.begins, self.pause = committed,"),
         ("pauses stay as short", "min(2 * self.pause, LONGEST_PAUSE)", "self.pause"),
+        ("what may be taken back is indexed", "len(tokens) if stays is None else stays", "len(tokens)"),
     ),
     *_of(
         "target_service/session.py",

@@ -623,8 +623,17 @@ def test_what_is_looked_up_without_a_draft_is_screened(
     with patch("target_service.verifier.time", clock):
         model = Circles(screening=screening)
         world = screened(clock, seed, model, most, gamma=gamma, pages=pages, proposer="ngram")
-        names = [world.open([n + i for i in range(1, 12)], 150) for n in range(5)]
-        world.run_and_check_greedy(names, aborted)
+        execute = world.verifier.execute
+
+        def check(step: VerifyStep) -> VerifyResult:
+            for session in step.sessions:
+                assert session.lookup is not None
+                assert len(session.lookup._before) <= session.confirmed, "what is indexed is never taken back"
+            return execute(step)
+
+        with patch.object(world.verifier, "execute", check):
+            names = [world.open([n + i for i in range(1, 12)], 150) for n in range(5)]
+            world.run_and_check_greedy(names, aborted)
         counted = world.verifier.counters
         assert counted["rounds"] == counted["ngram_rounds"]
         assert most < 0 or counted["screened_tokens"] > 50
