@@ -606,7 +606,7 @@ def test_what_is_looked_up_first_is_judged_by_a_dense_pass(
         world.check_nothing_left()
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 10**6),
     screening=st.integers(0, 4),
