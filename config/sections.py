@@ -315,7 +315,6 @@ class TargetSettings(ServiceSettings):
         least, most, asked = self.most_drafted + 1, MOST_JUDGED - self.most_drafted, self.most_held
         refused = {
             f"draft {self.draft}": not self.has_draft,
-            "deterministic": self.deterministic,
             "host_kv_memory": self.host_kv_memory > 0,
             # What a round is worth would be measured without what dense passes take back.
             "gamma auto, unless it is auto itself": self.adaptive and self.confirm_every > 0,
@@ -350,10 +349,13 @@ class TargetSettings(ServiceSettings):
 
     @property
     def widest_round(self) -> int:
-        """Tokens that a session runs in a round, at most: those that it confirms among them."""
+        """Tokens that a session runs in a round, at most: those that it confirms among them.
+
+        All steps of a deterministic target have room for as many, so that what rounds are does not tell in its tokens.
+        """
         held = max(0, self.confirm_every)
-        least = READ_AT_ONCE if self.confirm_every < 0 or self.lookup_first else 0
-        return max(least, super().widest_round + held)
+        wide = self.confirm_every < 0 or self.lookup_first or self.deterministic
+        return max(READ_AT_ONCE if wide else 0, super().widest_round + held)
 
     @property
     def draft_name(self) -> str:

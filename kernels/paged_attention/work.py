@@ -188,9 +188,10 @@ def default_tuning(dim: int, sparse: bool, rows: int) -> Tuning:
     return Tuning(programs=3) if sparse else Tuning(stages=3, programs=3)
 
 
-def pinned_tuning(dim: int) -> Tuning:
+def pinned_tuning(dim: int, group: int, max_queries: int) -> Tuning:
     """Results that depend on nothing else in the batch, as long as `max_queries` is the same."""
-    return replace(default_tuning(dim, False, 32), segment=32)
+    tile_queries, _ = row_tiles_of(max_queries, group)
+    return replace(default_tuning(dim, False, max(32, tile_queries * group)), segment=32)
 
 
 def row_tiles_of(max_queries: int, group: int) -> tuple[int, int]:

@@ -313,7 +313,7 @@ def test_weights_of_several_layers_are_added_together(sparse: bool, most: int, m
 def test_pinned_splits_give_the_same_bits_in_any_batch(sparse: bool) -> None:
     """Each sequence alone and among others, of tiles and segments so small that all are split."""
     case = ragged(5, 2, [5, 5, 5, 5], longest=220)
-    tuning = replace(pinned_tuning(16), tile=16, segment=2)
+    tuning = replace(pinned_tuning(16, 2, 5), tile=16, segment=2)
     blocks = in_blocks(case, 16, 5).packed_lists(16) if sparse else None
     starts = case.arguments[5]
 

@@ -470,7 +470,6 @@ def test_what_is_confirmed_is_offered_to_later_sessions(clock: Clock, exactness:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft": "self"}, "draft self"),
-    ({"deterministic": True}, "deterministic"),
     ({"host_kv_memory": 1.0}, "host_kv_memory"),
     ({"gamma": 0}, "gamma auto, unless it is auto itself"),
     ({"self_read_share": 1.0}, "self_read_share 1"),
@@ -484,6 +483,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("wrong", "named"), REFUSED)
 def test_settings_that_do_not_fit_are_refused_by_name(wrong: dict[str, Any], named: str) -> None:
     assert TargetSettings(confirm_every=8).widest_round == 13
+    assert TargetSettings(confirm_every=8, deterministic=True).widest_round == 16
     assert (TargetSettings(confirm_every=-1).most_held, TargetSettings(confirm_every=-1).widest_round) == (14, 16)
     with pytest.raises(SettingsError, match=f"confirm_every .*{named}"):
         TargetSettings(**{"confirm_every": 8, **wrong})
