@@ -100,7 +100,7 @@ class Bench:
             read_weights=not drafts,
             decay=0.9,
             judged=True,
-            drafts=drafts,
+            drafts=queries - 1 if drafts else 0,
             weighs=drafts,
         )
         if self.kv.means is None:

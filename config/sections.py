@@ -313,11 +313,10 @@ class TargetSettings(ServiceSettings):
     def _check_confirm_every(self) -> None:
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""
         least, most, asked = self.most_drafted + 1, MOST_JUDGED - self.most_drafted, self.most_held
-        auto = MOST_JUDGED // 2 if self.host_kv_memory else READ_AT_ONCE - 3
+        auto = MOST_JUDGED // 2 if self._holds_many else READ_AT_ONCE - 3
         refused = {
             f"draft {self.draft}, where sparse attention proposes what a dense pass confirms": self.drafts_for_itself,
             "draft none, where nothing is proposed": self.draft == "none",
-            "deterministic": self.deterministic,
             # What a round is worth would be measured without what dense passes take back.
             "gamma auto, unless it is auto itself": self.adaptive and self.confirm_every > 0,
             "self_read_share 1, with which nothing is screened": self.self_read_share == 1,
@@ -345,19 +344,28 @@ class TargetSettings(ServiceSettings):
     def most_held(self) -> int:
         """Tokens of an exact session that are screened before a dense pass confirms them, at most; 0: none are.
 
-        By auto so many that one drafted token fits beside them into a pass that reads the KV once. Where KV comes from
-        the host that is no matter, and a whole proposal fits beside as many as can be judged.
+        By auto so many that one drafted token fits beside them into a pass that reads the KV once.
         """
         if self.confirm_every >= 0:
             return self.confirm_every
-        return MOST_JUDGED - self.most_drafted if self.host_kv_memory else READ_AT_ONCE - 2
+        return MOST_JUDGED - self.most_drafted if self._holds_many else READ_AT_ONCE - 2
+
+    @property
+    def _holds_many(self) -> bool:
+        """Whether auto may hold as many tokens as can be judged: where KV comes from the host it is no matter how often
+        a pass reads it. A deterministic target keeps to the width that its steps have in any case.
+        """
+        return self.confirm_every < 0 and self.host_kv_memory > 0 and not self.deterministic
 
     @property
     def widest_round(self) -> int:
-        """Tokens that a session runs in a round, at most: those that it confirms among them."""
-        least = READ_AT_ONCE if self.confirm_every < 0 or self.lookup_first else 0
-        held = self.most_held if self.confirm_every > 0 or self.host_kv_memory else 0
-        return max(least, super().widest_round + held)
+        """Tokens that a session runs in a round, at most: those that it confirms among them.
+
+        All steps of a deterministic target have room for as many, so that what rounds are does not tell in its tokens.
+        """
+        held = self.most_held if self.confirm_every > 0 or self._holds_many else 0
+        wide = self.confirm_every < 0 or self.lookup_first or self.deterministic
+        return max(READ_AT_ONCE if wide else 0, super().widest_round + held)
 
     @property
     def draft_name(self) -> str:

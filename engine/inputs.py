@@ -132,6 +132,11 @@ class SequenceInput:
     light: bool = False
 
     @property
+    def screens(self) -> bool:
+        """Whether a later pass judges what it leaves."""
+        return self.drafted is not None and self.drafted.screens
+
+    @property
     def rows(self) -> int:
         """How many tokens run, alternatives included; behind `tokens` their KV lies for this pass alone."""
         return len(self.tokens) + self.alternatives

@@ -23,7 +23,9 @@ class Drafted:
     base: the position of the first token. rules: what changes its logits, given `committed`, the tokens before base.
     logprobs: how many likely tokens to tell at each position with their log probabilities, beside the token's own;
     None: none, nor its own. screens: whether a later pass judges what this one leaves. Then sampled tokens are drawn by
-    uniforms of their own, from the WIDE_SUPPORT likeliest, and the output tells what each was drawn from.
+    uniforms of their own, from the WIDE_SUPPORT likeliest, and the output tells what each was drawn from. foresees:
+    whether that pass draws its own tokens, whatever was screened (a deterministic runner). Then this one draws by the
+    same uniforms, so that both mostly draw the same token, and tells nothing.
     """
 
     tokens: list[int]
@@ -34,6 +36,7 @@ class Drafted:
     committed: Sequence[int] = ()
     logprobs: int | None = None
     screens: bool = False
+    foresees: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -43,7 +46,7 @@ class Drafted:
     @property
     def tells_supports(self) -> bool:
         """Whether the output tells what the verdict's tokens were drawn from."""
-        return self.screens and not self.sampling.greedy
+        return self.screens and not self.foresees and not self.sampling.greedy
 
 
 def verdict_layout(rows: int, gamma: int, support: int, cuts: int = 0) -> Layout:
@@ -97,7 +100,7 @@ def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) ->
         arrays["temperature"][i], arrays["top_p"][i] = sampling.temperature, sampling.top_p
         if "top_k" in arrays:
             arrays["top_k"][i], arrays["min_p"][i] = sampling.top_k, sampling.min_p
-        accept, draw = (USE_SCREEN_ACCEPT, USE_SCREEN_DRAW) if item.screens else (USE_ACCEPT, USE_TARGET)
+        accept, draw = (USE_SCREEN_ACCEPT, USE_SCREEN_DRAW) if item.tells_supports else (USE_ACCEPT, USE_TARGET)
         if "accept_uniforms" in arrays:  # else the position is known on the device alone
             arrays["accept_uniforms"][i, :n] = uniforms(sampling.seed, item.base, n, accept)
             arrays["draw_uniforms"][i, : n + 1] = uniforms(sampling.seed, item.base, n + 1, draw)

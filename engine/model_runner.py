@@ -70,10 +70,11 @@ class ModelRunner(Runner):
     max_context: tokens of a sequence, at most. step_queries: tokens of a sequence that most steps have, γ + 1 in a
     target. most_queries: that the widest of its steps has, if that is more. deterministic: what a sequence gives
     depends on its own tokens only, not on what runs beside it nor on how its rounds fell: every step has one shape,
-    prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix products round
-    otherwise in a step than in a prompt. attention_backend: None: the device's, and in prompts cuDNN where it can;
-    "torch" on a GPU needs enforce_eager. weight_bytes: of the decoder. drafting: what runs the passes that draft
-    (SparseRead.drafts), and those whose tokens a later pass judges (SequenceInput.light); None: the decoder.
+    that of the widest, prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix
+    products round otherwise in a step than in a prompt. Steps whose tokens a later one judges have the shapes that they
+    have elsewhere. attention_backend: None: the device's, and in prompts cuDNN where it can; "torch" on a GPU needs
+    enforce_eager. weight_bytes: of the decoder. drafting: what runs the passes that draft (SparseRead.drafts), and
+    those whose tokens a later pass judges (SequenceInput.light); None: the decoder.
 
     Raises ValueError for an attention backend that cannot attend here.
     """
@@ -102,7 +103,7 @@ class ModelRunner(Runner):
             queries=max(step_queries, STEP_QUERIES, most_queries),
             pinned_sequences=PINNED_SEQUENCES if deterministic else 0,
         )
-        self._widest = [self._limits.queries] if most_queries > step_queries else []
+        self._widest = [self._limits.queries] if most_queries > step_queries and not deterministic else []
         self._captures = not enforce_eager and decoder.can_capture and self.device.type == "cuda"
         # On a CPU reading all by lists costs more than reading the weights twice. What a deterministic step gives must
         # not depend on what runs beside it.
@@ -203,7 +204,7 @@ class ModelRunner(Runner):
     def _start(self, inputs: list[SequenceInput]) -> Started:
         """Run inputs of one kind, or launch them where they run in one pass. Returns what waits for their outputs."""
         is_prompt = self._limits.is_prompt(inputs[0])
-        if not self.deterministic:
+        if not self._limits.pins(inputs[0]):
             return self._start_pass(inputs, captured=self._captures and not is_prompt)
         if is_prompt:
             outputs = [self._read_pinned(item) for item in inputs]
@@ -255,7 +256,7 @@ class ModelRunner(Runner):
             return self._run_apart(inputs)
         if shape.weighs:
             fetched = self._draft_over_tiers(inputs, shape_of)
-            outputs = self._run_staged(inputs, lambda part: replace(shape_of(part), drafts=False))
+            outputs = self._run_staged(inputs, lambda part: replace(shape_of(part), drafts=0))
             for output, tokens in zip(outputs, fetched, strict=True):
                 output.tokens_fetched += tokens
             return outputs
@@ -332,16 +333,18 @@ class ModelRunner(Runner):
         reads: list[SparseRead | None],
         sequences: int,
         gammas: Sequence[int] = (),
-        light: Sequence[SparseRead | None] = (),
+        screened: Sequence[SparseRead | None] = (),
+        lightly: bool = False,
     ) -> None:
         """Capture the steps that requests take, and load what judges by rules."""
         kinds = self._ends_of_prompts()
-        every = [*((read, False) for read in reads), *((read, True) for read in light)]
-        for (read, is_light), sampling in itertools.product(every, SAMPLINGS):
+        every = [(read, False, False) for read in reads]
+        every += itertools.product(screened, (True,), (False, True)[: 1 + lightly])
+        for (read, screens, light), sampling in itertools.product(every, SAMPLINGS):
             for queries in self._queries_of(read, gammas):
                 for supports in self._supports_of(queries, sampling):
-                    drafted, tokens = Drafted([0] * (queries - 1), supports, sampling, 0), [0] * queries
-                    kinds.append(SequenceInput(SequenceKV(), tokens, "all", read, drafted, light=is_light))
+                    drafted = Drafted([0] * (queries - 1), supports, sampling, 0, screens=screens)
+                    kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted, light=light))
         self._capture(kinds, sequences)
 
     def _queries_of(self, read: SparseRead | None, gammas: Sequence[int]) -> list[int]:
@@ -374,9 +377,8 @@ class ModelRunner(Runner):
             return
         counts = [1 << i for i in range(power_of_two(sequences).bit_length())]
         sized = [(item, count) for item in kinds for count in counts]
-        shapes = [
-            shape for item, count in sized if count <= COMPILED_SESSIONS for shape in self._shapes_of(item, count)
-        ]
+        compiled = (self._shapes_of(item, count) for item, count in sized if count <= COMPILED_SESSIONS)
+        shapes = dict.fromkeys(itertools.chain.from_iterable(compiled))
         compile_ahead([partial(self._passes.launches_of, shape) for shape in shapes])
         now = [(item, count) for item, count in sized if count <= WARM_SESSIONS and not _is_rare(item)]
         with tell_captures(self._passes.graphs, "steps"):

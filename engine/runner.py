@@ -71,13 +71,14 @@ class Runner:
         reads: list[SparseRead | None],
         sequences: int,
         gammas: Sequence[int] = (),
-        light: Sequence[SparseRead | None] = (),
+        screened: Sequence[SparseRead | None] = (),
+        lightly: bool = False,
     ) -> None:
         """Make ready for steps that read so, of up to so many sequences: now for up to WARM_SESSIONS of them, for more,
         and for what few requests ask for, by `warm_up_more`. There may be nothing to do.
 
-        gammas: the numbers of tokens that steps may draft by themselves. light: what steps read whose tokens a later
-        pass judges (SequenceInput.light).
+        gammas: the numbers of tokens that steps may draft by themselves. screened: what steps read whose tokens a later
+        pass judges. lightly: whether these may run by weights of their own (SequenceInput.light).
         """
 
     def warm_up_more(self) -> None:

@@ -98,8 +98,7 @@ class Admission:
         stop_token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]  # others never come
         rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
         exact = request.exactness is Exactness.EXACT
-        most_held, widest = self._settings.most_held, self._settings.widest_round
-        screened = exact and most_held > 0
+        screened = exact and self._settings.most_held > 0
         guesses_first = exact and self._settings.lookup_first
         session = TargetSession(
             id=request.session,
@@ -115,7 +114,7 @@ class Admission:
             logprobs=request.alternatives if request.wants_logprobs else None,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request, screened),
-            screening=Screening(most_held, widest, len(request.tokens)) if screened else None,
+            screening=self._screening(request) if screened else None,
             lookup=PromptLookup() if guesses_first or self._settings.draft in ("ngram", "auto") else None,
             first_guess=FirstGuess(READ_AT_ONCE - 1) if guesses_first else None,
             traceparent=request.traceparent,
@@ -148,6 +147,11 @@ class Admission:
                 f"session {request.session}: sparsity must be one of {', '.join(self._methods)}; got {name!r}"
             )
         return Reader(METHODS[name], self._plan, self._report_blocks)
+
+    def _screening(self, request: Open) -> Screening:
+        """Return what a session that is screened holds back: nothing yet."""
+        sizes = self._settings.most_held, self._settings.widest_round, len(request.tokens)
+        return Screening(*sizes, deterministic=self._deterministic)
 
     def _grammar(self, request: Open) -> GrammarState | None:
         """Return the grammar that a session's text must follow, which begins to compile; None if there is none."""

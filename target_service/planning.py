@@ -62,7 +62,7 @@ class VerifyRound:
     @property
     def screens(self) -> bool:
         """Whether what it accepts is held back until a dense pass confirms it."""
-        return self.input.drafted is not None and self.input.drafted.screens
+        return self.input.screens
 
 
 @dataclass
@@ -146,7 +146,7 @@ def plan_verify_step(
     step.rounds = _plan_rounds(proposed, alone, settings, drafting, runner.kv, now)
     starts = [session.kv.length for session in reading]
     shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
-    how = settings.most_drafted + 1, runner.deterministic
+    how = settings.widest_round, runner.deterministic
     for session, share in zip(reading, shares, strict=True):
         if share:
             step.prefills.append((session, _plan_reading(session, share, *how)))
@@ -325,8 +325,11 @@ def plan_round(
     screening, base = session.screening, len(session.tokens)
     confirms_alone = screening is not None and _is_confirmed(session, screening, len(proposed))
     screens = screening is not None and confirms is Confirms.NO and not confirms_alone
-    # Beside sessions that screen it lists everything, to run in their pass, and weighs that at no further cost.
+    # Beside sessions that screen it lists everything, to run in their pass, and weighs that at no further cost, unless
+    # it runs in a pass apart.
     weighs = confirms is not Confirms.YES
+    if screening is not None and screening.deterministic and confirms is Confirms.NO:
+        weighs = screening.is_to_weigh
     read = _plan_read(session, proposal, len(proposed), screens, weighs)
     screens &= read is not None and not read.reads_all
     supports = proposal.supports if proposal is not None else []
@@ -337,6 +340,8 @@ def plan_round(
         supports = supports[: len(proposed)]
         if screening.supports:
             supports = [*screening.supports, *(supports or map(one_hot, proposed))]
+        elif held:  # they were drawn from nothing that is known
+            supports = []
     drafted = Drafted(
         tokens=[*held, *proposed],
         supports=supports,
@@ -346,6 +351,7 @@ def plan_round(
         committed=session.tokens[:base] if held and session.rules else session.tokens,
         logprobs=None if screens else session.logprobs,
         screens=screens,
+        foresees=screens and screening is not None and screening.deterministic,
     )
     tokens = [session.tokens[base - 1], *drafted.tokens]
     since = session.stats.waiting_since

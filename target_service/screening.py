@@ -49,7 +49,8 @@ class Screening:
     each of these was drawn from, none in a greedy session. rounds: the commits of the rounds since the last
     confirmation, which nobody was told of. ends: whether the text ends with the held tokens, if they are confirmed.
     unweighed: confirmations since the last that weighed what it read; of a session that has weighed nothing as many as
-    make the next one weigh.
+    make the next one weigh. deterministic: whether the target draws its own tokens where it confirms, whatever was
+    screened, so that there are no supports, and reads everything in passes apart from those that screen.
     """
 
     most: int
@@ -59,6 +60,7 @@ class Screening:
     rounds: list[Commit] = field(default_factory=list)
     ends: bool = False
     unweighed: int = WEIGHED_EVERY - 1
+    deterministic: bool = False
 
     @property
     def settled(self) -> int:

@@ -123,7 +123,5 @@ def self_drafting(settings: TargetSettings, plan: Plan, weight_tokens: float) ->
     if not settings.drafts_for_itself or not plan.sparse_layers:
         return None
     plan = replace(plan, budget=settings.self_read_share)
-    # Each number of tokens has a shape of its own, by which results would differ in their last bits.
-    adaptive = settings.adaptive and not settings.deterministic
-    drafting = SelfDrafting(plan, settings.most_drafted, weight_tokens, settings.self_from, adaptive)
+    drafting = SelfDrafting(plan, settings.most_drafted, weight_tokens, settings.self_from, settings.adaptive)
     return replace(drafting, pass_weights=0.5) if settings.draft_quantization == "fp8" else drafting

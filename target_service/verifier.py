@@ -107,18 +107,17 @@ class Verifier:
             nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
             read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
             reads += [] if read is None else [read]
-        light: list[SparseRead | None] = []
+        screened: list[SparseRead | None] = []
         if self.settings.most_held:
             reader = screening_reader(self.plan, self.settings, self._on_round is not None)
             reads.append(reader.read(None, 1, 1))
             reader.finish(SequenceOutput())  # its first round reads everything, as those that confirm
-            reads.append(reader.read(None, 1, 1))
-            light += reads[-1:] if self.settings.screens_lightly else []
+            screened.append(reader.read(None, 1, 1))
         if self._drafting is not None:
             reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
         own_gammas = [] if self._drafting is None else self._drafting.gammas
-        self.runner.warm_up(reads, self.settings.max_sessions, own_gammas, light)
+        self.runner.warm_up(reads, self.settings.max_sessions, own_gammas, screened, self.settings.screens_lightly)
 
     @property
     def is_idle(self) -> bool:

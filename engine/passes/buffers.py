@@ -110,11 +110,11 @@ def _logits_layout(shape: PassShape, logits_rows: int | None) -> Layout:
     if shape.judged:
         layout |= verdict_layout(shape.sequences, shape.queries - 1, shape.support, shape.cuts)
         if shape.drafts and shape.support:
-            layout["draft_uniforms"] = (shape.sequences, shape.queries - 1), torch.float64
+            layout["draft_uniforms"] = (shape.sequences, shape.drafts), torch.float64
         for name in UNIFORMS:
             if shape.turn and shape.drafts and name in layout:
                 (rows, columns), dtype = layout.pop(name)
-                layout[name + AHEAD] = (rows, columns + shape.queries - 1), dtype
+                layout[name + AHEAD] = (rows, columns + shape.drafts), dtype
         logits_rows = shape.sequences * (shape.queries + shape.alternatives)
     if logits_rows is not None:
         layout["logits_rows"] = (logits_rows,), torch.int64
@@ -131,7 +131,7 @@ def _results_layout(shape: PassShape) -> Layout:
     if shape.alternatives:
         layout["alternative"] = of_sequence
     if shape.drafts:
-        layout["drafted"] = (shape.sequences, shape.queries - 1), torch.int32
+        layout["drafted"] = (shape.sequences, shape.drafts), torch.int32
     if shape.fetches:  # as engine.kv.fetch.FetchPlan has them, summed
         layout |= dict.fromkeys(("listed", "fetched", "overflow"), ((1,), torch.int32))
         layout["missed"] = of_sequence

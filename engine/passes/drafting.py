@@ -37,10 +37,11 @@ def draft_tokens(
     support_probs. fetched: what brings the listed pages, if some are not on the GPU. It launches only.
     """
     heads, tables, ends = heads_of(decoder, kv), given["block_tables"], given["lengths"]
-    drafted, present = shape.queries - 1, ends > 0
-    sizes = shape.sequences, shape.queries
+    drafted, present = shape.drafts, ends > 0
+    sizes = shape.sequences, drafted + 1
     of_tokens = [name for name in ("token_ids", "positions", "slots", "kept_slots") if name in given]
-    tokens = given["token_ids"].view(sizes)
+    rows = shape.sequences * (drafted + 1)  # a pinned shape has room for more
+    tokens = given["token_ids"][:rows].view(sizes)
     starts = torch.arange(shape.sequences + 1, dtype=torch.int32, device=ends.device)
     listed = listed_reads(heads, Rows(starts, ends, tables, 1), kv, shape, given, attention, fetched)
     tables_of = tables_of_layers(shape, kv, given)
@@ -50,7 +51,7 @@ def draft_tokens(
         attend = LayerAttention(heads, each, kv.layer_pages, attention, listed, tables_of=tables_of)
         if shape.dense_layers:
             attend.dense_work = plan_reads(heads, each, attention)
-        row: dict[str, Tensor] = {name: given[name].view(sizes)[:, index].contiguous() for name in of_tokens}
+        row: dict[str, Tensor] = {name: given[name][:rows].view(sizes)[:, index].contiguous() for name in of_tokens}
         slots = slots_of_layers(shape, kv, row)
         logits = decoder.run(row["token_ids"], row["positions"], slots, kv.k_pages, kv.v_pages, attend)
         listed = replace(listed, wait=None)  # the first pass has waited

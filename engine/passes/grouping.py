@@ -21,7 +21,8 @@ class StepLimits:
 
     pages: of a sequence, at most. step_queries: tokens of a sequence that most steps have. queries: that a step has, at
     most; a sequence with more reads a prompt. pinned_sequences: of every step, where results must not depend on the
-    batch; 0: a power of two.
+    batch; 0: a power of two. Such steps all have room for `queries` tokens of each, but for those whose tokens a later
+    pass judges, of which nothing depends on how they round.
     """
 
     pages: int
@@ -32,6 +33,10 @@ class StepLimits:
     @property
     def pinned(self) -> bool:
         return self.pinned_sequences > 0
+
+    def pins(self, item: SequenceInput) -> bool:
+        """Whether what an input gives must not depend on the batch."""
+        return self.pinned and not item.screens
 
     def is_prompt(self, item: SequenceInput) -> bool:
         """Whether an input runs in a pass of its exact size."""
@@ -84,11 +89,14 @@ def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
     """Return the same value for inputs that run in one pass."""
     read = item.read
     kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.prompt, item.light)
+    kind += (limits.pins(item),)
     if read is None:
         return kind
     kind += (read.block_size, read.group_means, read.emit_weights, read.dense_layers)
     if read.budget is None:
         return kind
+    # Lists of all blocks round otherwise than a pass without lists.
+    kind += (limits.pins(item) and read.budget.everything,)
     memory = read.budget.memory
     drafts = len(item.tokens) if read.drafts else 0
     return (*kind, drafts, memory.decay, memory.importance.numpy().tobytes())
@@ -97,13 +105,15 @@ def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
 def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:
     """Return the shape of the captured step that inputs of one kind run in."""
     longest = max(len(item.tokens) for item in inputs)
-    sizes = (1, limits.step_queries, limits.queries)[limits.pinned :]
-    sequences = limits.pinned_sequences or power_of_two(len(inputs))
-    queries = next(n for n in sizes if n >= longest)
-    if inputs[0].read is not None and inputs[0].read.drafts and not limits.pinned:
+    pinned = limits.pins(inputs[0])
+    sequences = limits.pinned_sequences if pinned else power_of_two(len(inputs))
+    queries = limits.queries
+    if not pinned:
+        queries = next(n for n in (1, limits.step_queries, limits.queries) if n >= longest)
+    if inputs[0].read is not None and inputs[0].read.drafts and not pinned:
         queries = longest  # all but the first of a sequence are drafted
-    shape = PassShape(sequences, sequences * queries, queries, limits.pages, pinned=limits.pinned)
-    shape = _complete(shape, inputs, kv)
+    shape = PassShape(sequences, sequences * queries, queries, limits.pages, pinned=pinned)
+    shape = _complete(shape, inputs, kv, limits)
     if shape.support:
         cuts = max(CUTS, power_of_two(shape.cuts)) if shape.cuts else 0
         sizes = SUPPORT, WIDE_SUPPORT, power_of_two(shape.support)
@@ -127,16 +137,17 @@ def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits, ro
     shape = PassShape(len(inputs), count, longest, pages, pinned=rows > 0)
     if alternatives:
         shape = replace(shape, alternatives=alternatives, longest=max(item.rows for item in inputs))
-    return _complete(shape, inputs, kv)
+    return _complete(shape, inputs, kv, limits)
 
 
-def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> PassShape:
+def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:
     """Return the shape with how these inputs of one kind attend and what they give."""
     first, read = inputs[0], inputs[0].read
     shape = replace(shape, kept=bool(kv.kept_layers), light=first.light)
     if first.drafted is not None:
         rounds = [item.drafted for item in inputs if item.drafted is not None]
-        shape = replace(shape, judged=True, support=support_of(rounds), cuts=cuts_of(rounds))
+        shape = replace(shape, judged=True, draws_own=limits.pinned)
+        shape = replace(shape, support=support_of(rounds), cuts=cuts_of(rounds))
     if read is None:
         return shape
     kv.check_dense_layers(read.dense_layers)
@@ -148,7 +159,7 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> Pas
     if read.budget is not None:
         support = WIDE_SUPPORT if read.drafts and shape.support else shape.support
         shape = replace(shape, width=shape.blocks, decay=read.budget.memory.decay, support=support)
-        drafts = read.drafts and len(first.tokens) > 1  # a pinned shape has room for more
+        drafts = len(first.tokens) - 1 if read.drafts else 0
         weighs = read.drafts or all(item.read and item.read.budget and item.read.budget.everything for item in inputs)
         return replace(shape, read_weights=not weighs, drafts=drafts, weighs=weighs)
     width = max((entry[0].shape[1] for entry in _lists(inputs)), default=0)

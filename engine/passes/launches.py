@@ -52,7 +52,7 @@ def run_pass(
         fetched = kv.fetch_plan(*listed, given["round"])
     if shape.drafts:
         draft_tokens(drafting or decoder, kv, shape, given, attention, fetched)
-        buffers.results.device["drafted"].copy_(given["draft_tokens"])
+        buffers.results.device["drafted"].copy_(given["draft_tokens"][:, : shape.drafts])
     if fetched is not None:
         _leave_fetched(buffers, fetched)
     if shape.drafts_alone:
@@ -85,7 +85,7 @@ def _attention_of(
     """Return how the layers of a pass attend."""
     of_sequences = given["query_starts"], given["lengths"], given["block_tables"]
     rows = Rows(*of_sequences, shape.most_rows, given.get("visible"))
-    tuning = pinned_tuning(heads.dim) if shape.pinned else None
+    tuning = pinned_tuning(heads.dim, heads.group, shape.most_rows) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention)
     if not shape.width or shape.dense_layers or shape.weighs:
         attend.dense_work = plan_reads(heads, rows, attention, tuning)
@@ -117,7 +117,7 @@ def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None
     backend = default_backend(given["logits"].device)
     if shape.judged:
         by_sequence = drafted_logits(given["logits"], shape)
-        verdicts = judge(by_sequence, given, backend, whatever_is_drafted=shape.pinned, cuts=shape.cuts)
+        verdicts = judge(by_sequence, given, backend, whatever_is_drafted=shape.draws_own, cuts=shape.cuts)
         judged = Judged(*verdicts, are_finite(by_sequence, given["draft_counts"], backend))
         if shape.alternatives:
             judged, alternative = go_on_behind_alternatives(judged, given, shape, kv)

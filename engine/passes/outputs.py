@@ -103,7 +103,8 @@ def _tell_supports(buffers: Buffers, shape: PassShape, inputs: list[SequenceInpu
         assert item.drafted is not None
         if (shape.drafts_alone or not item.drafted.is_plain) and not item.drafted.sampling.greedy:
             ids, probs = (buffers.tensors[name][i].cpu().numpy() for name in ("support_ids", "support_probs"))
-            item.drafted.supports[:] = [Support(*of_token) for of_token in zip(ids, probs, strict=True)]
+            of_tokens = zip(ids[: shape.drafts], probs[: shape.drafts], strict=True)
+            item.drafted.supports[:] = [Support(*of_token) for of_token in of_tokens]
 
 
 def _give_logits(buffers: Buffers, inputs: list[SequenceInput], outputs: list[SequenceOutput]) -> None:
@@ -125,7 +126,7 @@ def _judge_by_rules(
     if not ruled:
         return
     logits = drafted_logits(buffers.tensors["logits"], shape)[[i for i, _ in ruled]]
-    judged = judge_by_rules(logits, [drafted for _, drafted in ruled], whatever_is_drafted=shape.pinned)
+    judged = judge_by_rules(logits, [drafted for _, drafted in ruled], whatever_is_drafted=shape.draws_own)
     for (i, _), item in zip(ruled, judged, strict=True):
         outputs[i].verdict, outputs[i].logprobs, outputs[i].supports = item.verdict, item.logprobs, item.supports
         outputs[i].finite &= item.finite

@@ -16,10 +16,11 @@ class PassShape:
     where a budget is shared out in the pass. judged: whether the pass ends in verdicts, each sequence having
     drafted all its tokens but the first. support: entries of a distribution that they were drawn from, at most; 0:
     all are greedy. cuts: the largest top_k that there is room for, 0 where no distribution is cut by top_k or
-    min_p. pinned: whether splits of attention are independent of the batch. kept: whether some layers' pages lie at
+    min_p. pinned: whether splits of attention are independent of the batch. draws_own: whether the target draws its own
+    token at each position, and accepts a drafted one that is the same. kept: whether some layers' pages lie at
     their own numbers, others' where the KV put them. fetches: whether block tables name pages of the backing store,
-    and listed ones are fetched first. drafts: whether all tokens but the first of each sequence are drafted before by
-    passes over lists, which are all that runs if they fetch. weighs: whether the pass that judges reads everything,
+    and listed ones are fetched first. drafts: how many tokens of each sequence, all but the first, are drafted before
+    by passes over lists, which are all that runs if they fetch. weighs: whether the pass that judges reads everything,
     and has the budget's memory take up what it weighs (SparseRead.drafts). turn: 1 or 2 for a step of one token a
     sequence, or one that drafts, which may begin before the host has seen the last one: it takes what the last one has
     left on the device, and leaves its own (engine.passes.behind_steps). Such steps take turns between two sets of
@@ -43,9 +44,10 @@ class PassShape:
     support: int = 0
     cuts: int = 0
     pinned: bool = False
+    draws_own: bool = False
     kept: bool = False
     fetches: bool = False
-    drafts: bool = False
+    drafts: int = 0
     weighs: bool = False
     turn: int = 0
     behind: bool = False
@@ -61,12 +63,12 @@ class PassShape:
     @property
     def shares_out(self) -> bool:
         """Whether lists are made of a budget; a pass that weighs needs none but to draft."""
-        return self.decay is not None and (self.drafts or not self.weighs)
+        return self.decay is not None and (self.drafts > 0 or not self.weighs)
 
     @property
     def drafts_alone(self) -> bool:
         """Whether nothing runs but the passes that draft."""
-        return self.drafts and self.fetches
+        return self.drafts > 0 and self.fetches
 
     @property
     def blocks(self) -> int:

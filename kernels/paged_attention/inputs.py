@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MOST_BEYOND = 128  # tokens behind those that there are, whose blocks may be listed for passes to come
 # The second-order term overshoots for keys that are far from normal; beyond this (a factor of e²) it is cut.
 MAX_VARIANCE_TERM = 2.0
 
@@ -12,7 +13,8 @@ MAX_VARIANCE_TERM = 2.0
 class BlockLists:
     """The KV blocks that each (sequence, KV head) reads; `block_size` tokens divide a page or are whole pages.
 
-    lists: [sequences, kv_heads, width] int32 logical blocks, each at most once
+    lists: [sequences, kv_heads, width] int32 logical blocks, ascending; some may lie behind the tokens that there are,
+        by up to MOST_BEYOND tokens
     counts: [sequences, kv_heads] int32, valid entries of `lists`
     slots: [sequences, kv_heads, width * pages of a block] int32, where the listed pages lie: rows of the pages taken as
         [pages * kv_heads, page_size, head_dim], not negative; None: block tables say it. Only for blocks of whole pages

@@ -29,41 +29,71 @@ def program_of(tile, total, programs, MIN_TILES: tl.constexpr):
 
 
 @jit
-def _kv_places(
+def _numbers_at(
     place,
-    sequence,
-    kv_head,
-    tokens,
-    length,
-    source,
+    inside,
+    item_row,
+    sources,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """Of the tokens at `place` in what an item reads: where they lie, their positions, and whether they are there.
+    """Where in the pages the numbers of the tokens at `place` in what an item reads begin.
 
-    source: block tables, lists and pieces, and the strides of a table and of a list.
+    inside: which of them are looked up. item_row: sequence * KV_HEADS + the KV head. sources: block tables, lists and
+    pieces (`Work.pieces`), and the strides of a table and of a list.
     """
-    tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width = source
+    tables_ptr, _lists_ptr, pieces_ptr, table_stride, list_width = sources
     if SPARSE:
         PIECE: tl.constexpr = min(BLOCK, PAGE)
-        # Where a token lies and which it is are two loads side by side: neither waits for the other.
-        list_row = sequence * KV_HEADS + kv_head
-        inside = place < tokens
-        piece_row = list_row * (list_width * (BLOCK // PIECE))
-        piece = tl.load(pieces_ptr + piece_row + place // PIECE, mask=inside, other=0)
-        block = tl.load(lists_ptr + list_row * list_width + place // BLOCK, mask=inside, other=0)
-        at = (piece.to(tl.int64) * PIECE + place % PIECE) * DIM
-        position = tl.where(inside, block * BLOCK + place % BLOCK, length)
-        there = position < length
-    else:
-        position = place
-        there = place < length
-        page = tl.load(tables_ptr + sequence * table_stride + place // PAGE, mask=there, other=0).to(tl.int64)
-        at = ((page * KV_HEADS + kv_head) * PAGE + place % PAGE) * DIM
-    return at, position, there
+        piece_at = pieces_ptr + item_row * (list_width * (BLOCK // PIECE)) + place // PIECE
+        return (tl.load(piece_at, mask=inside, other=0).to(tl.int64) * PIECE + place % PIECE) * DIM
+    page_at = tables_ptr + item_row // KV_HEADS * table_stride + place // PAGE
+    page = tl.load(page_at, mask=inside, other=0).to(tl.int64)
+    return ((page * KV_HEADS + item_row % KV_HEADS) * PAGE + place % PAGE) * DIM
+
+
+@jit
+def _item(
+    item,
+    row_tiles,
+    tile_starts_ptr,
+    starts_ptr,
+    lengths_ptr,
+    lists_ptr,
+    counts_ptr,
+    list_width,
+    KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NEWEST: tl.constexpr,
+    SPARSE: tl.constexpr,
+):
+    """What an item is: its tiles, its queries' rows, its sequence's tokens, how many of them it reads, and where the
+    last NEWEST blocks that it reads end.
+    """
+    sequence = item // (row_tiles * KV_HEADS)
+    first, stop = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
+    start, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
+    length = tl.load(lengths_ptr + sequence)
+    tokens = length
+    ends = tl.arange(0, NEWEST)
+    if SPARSE:
+        count = tl.load(counts_ptr + item // row_tiles)
+        place = count - 1 - ends
+        ends = tl.load(lists_ptr + item // row_tiles * list_width + place, mask=place >= 0, other=-1) * BLOCK + BLOCK
+        tokens = count * BLOCK
+    return first, stop, start, end, length, tokens, ends
+
+
+@jit
+def _place_of(position, tokens, ends, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
+    """How many of the tokens that an item reads lie before a position. tokens, ends: of `_item`."""
+    if SPARSE:
+        behind = tl.minimum(tl.maximum(ends[None, :] - position[:, None], 0), BLOCK)
+        position = tokens - tl.sum(behind, 1)
+    return position
 
 
 @jit
@@ -104,6 +134,7 @@ def partial_attention_kernel(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    NEWEST: tl.constexpr,
     TILE: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -119,7 +150,8 @@ def partial_attention_kernel(
     """One program's stretch of the row of tiles; a partial result at slot (program + item) for each item in it."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4
-    source = (tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
+    sources = (tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
+    of_items = (row_tiles, tile_starts_ptr, starts_ptr, lengths_ptr, lists_ptr, counts_ptr, list_width)
     program = tl.program_id(0)
     total = tl.load(tile_starts_ptr + items)
     item = tl.load(first_items_ptr + program)
@@ -135,31 +167,24 @@ def partial_attention_kernel(
         offs_tile = (
             (eights // (4 * (BLOCK // 8)) * 4 + eights % 4) * BLOCK + eights // 4 % (BLOCK // 8) * 8 + offs_tile % 8
         )
+    # Of what the launch before makes, the queries and the newest tokens' KV, nothing is read up to the wait.
+    known = tl.minimum(item, items - 1)  # a program may have no tiles
+    first, stop, start, end, length, tokens, ends = _item(known, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
     if PDL:
-        # Of what the launch before makes, the queries and the newest tokens' KV, nothing is read up to the wait.
         if tile < last:
-            sequence = item // (row_tiles * KV_HEADS)
-            kv_head = (item // row_tiles) % KV_HEADS
-            length = tl.load(lengths_ptr + sequence)
-            tokens = length
-            if SPARSE:
-                tokens = tl.load(counts_ptr + sequence * KV_HEADS + kv_head) * BLOCK
-            place = (tile - tl.load(tile_starts_ptr + item)) * TILE + offs_tile
-            at, _position, _there = _kv_places(
-                place, sequence, kv_head, tokens, length, source, KV_HEADS, DIM, PAGE, BLOCK, SPARSE
-            )
+            place = (tile - first) * TILE + offs_tile
+            at = _numbers_at(place, place < tokens, item // row_tiles, sources, KV_HEADS, DIM, PAGE, BLOCK, SPARSE)
             ask_for(k_ptr, at, DIM)
             ask_for(v_ptr, at, DIM)
         tl.extra.cuda.gdc_wait()
+        # All programs are there: what follows takes no place of theirs, and waits by itself.
+        tl.extra.cuda.gdc_launch_dependents()
     while tile < last:
-        first = tl.load(tile_starts_ptr + item)
-        stop = tl.minimum(last, tl.load(tile_starts_ptr + item + 1))
+        stop = tl.minimum(last, stop)
         row_tile = item % row_tiles
-        kv_head = (item // row_tiles) % KV_HEADS
-        sequence = item // (row_tiles * KV_HEADS)
-        start = tl.load(starts_ptr + sequence)
-        queries = tl.load(starts_ptr + sequence + 1) - start
-        length = tl.load(lengths_ptr + sequence)
+        item_row = item // row_tiles
+        kv_head = item_row % KV_HEADS
+        queries = end - start
         query = row_tile * QUERIES + offs_row // GROUP
         real = (offs_row < QUERIES * GROUP) & (query < queries)
         head = kv_head * GROUP + offs_row % GROUP
@@ -167,28 +192,33 @@ def partial_attention_kernel(
         q = tl.load(q_ptr + q_at[:, None] + offs_dim[None, :], mask=real[:, None], other=0.0)
         if BRANCHED:
             visible_at = visible_ptr + (start + query) * 3
-            limit = tl.load(visible_at, mask=real, other=0) - 1
+            limit = tl.load(visible_at, mask=real, other=0)
             own_first = tl.load(visible_at + 1, mask=real, other=0)
             own_last = tl.load(visible_at + 2, mask=real, other=0)
         else:
-            limit = tl.where(real, length - queries + query, -1)  # the last position that a row may see
+            limit = tl.where(real, length - queries + query + 1, 0)  # a row sees what is before it
+        there_to = length
+        if SPARSE and not BRANCHED:
+            # Lists ascend: by the last few blocks it is known up to which place in the list a row sees all tokens.
+            limit = tl.where(real, _place_of(limit, tokens, ends, BLOCK, SPARSE), 0)
+            there_to = tl.max(_place_of(tl.full([1], length, tl.int32), tokens, ends, BLOCK, SPARSE), 0)
         maximum = tl.full([ROWS], -float("inf"), tl.float32)
         total_weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
-        list_row = sequence * KV_HEADS + kv_head
-        tokens = length
-        if SPARSE:
-            tokens = tl.load(counts_ptr + list_row) * BLOCK
         token_tiles = tl.cdiv(tokens, TILE)
         for t in tl.range(tile - first, tl.minimum(stop - first, token_tiles), num_stages=STAGES):
             place = t * TILE + offs_tile
-            at, position, there = _kv_places(
-                place, sequence, kv_head, tokens, length, source, KV_HEADS, DIM, PAGE, BLOCK, SPARSE
-            )
+            at = _numbers_at(place, place < tokens, item_row, sources, KV_HEADS, DIM, PAGE, BLOCK, SPARSE)
+            position = place
+            if SPARSE and BRANCHED:
+                # Where a token lies and which it is are two loads side by side: neither waits for the other.
+                block = tl.load(lists_ptr + item_row * list_width + place // BLOCK, mask=place < tokens, other=0)
+                position = tl.where(place < tokens, block * BLOCK + place % BLOCK, length)
+            there = position < there_to
             k = tl.load(k_ptr + at[None, :] + offs_dim[:, None], mask=there[None, :], other=0.0)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-            # `limit` and `own_last` lie below `length`: what is not there is not seen either.
-            seen = position[None, :] <= limit[:, None]
+            # `limit` and `own_last` do not lie behind `there_to`: what is not there is not seen either.
+            seen = position[None, :] < limit[:, None]
             if BRANCHED:
                 seen |= (position[None, :] >= own_first[:, None]) & (position[None, :] < own_last[:, None])
             scores = tl.where(seen, scores, -float("inf"))
@@ -214,12 +244,13 @@ def partial_attention_kernel(
                     mask=(offs_row < QUERIES * GROUP)[:, None] & (block < tl.cdiv(tokens, BLOCK))[None, :],
                 )
         if MEANS:
+            sequence = item_row // KV_HEADS
             groups = tl.load(group_counts_ptr + sequence)
             for t in tl.range(tl.maximum(tile - first, token_tiles) - token_tiles, stop - first - token_tiles):
                 group = t * GROUP_TILE + tl.arange(0, GROUP_TILE)
                 inside = group < groups
                 slot = tl.load(group_tables_ptr + sequence * group_stride + group, mask=inside, other=0)
-                unread = tl.load(unread_ptr + list_row * group_stride + group, mask=inside, other=0.0)
+                unread = tl.load(unread_ptr + item_row * group_stride + group, mask=inside, other=0.0)
                 there = unread > 0
                 at = (slot.to(tl.int64) * KV_HEADS + kv_head) * DIM
                 across = at[None, :] + offs_dim[:, None]
@@ -249,8 +280,8 @@ def partial_attention_kernel(
         tl.store(partial_ptr + slot_at[:, None] * DIM + offs_dim[None, :], acc, mask=kept[:, None])
         tile = stop
         item += 1
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if tile < last:
+            first, stop, start, end, length, tokens, ends = _item(item, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
 
 
 @jit

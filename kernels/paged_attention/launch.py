@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends import overlapping_launch, power_of_two
-from kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans
+from kernels.paged_attention.inputs import MAX_VARIANCE_TERM, MOST_BEYOND, Batch, BlockLists, GroupMeans
 from kernels.paged_attention.kernel import merge_kernel, partial_attention_kernel
 from kernels.paged_attention.work import GROUP_TILE, LEAST_ROWS, Work, plan_work, row_tiles_of
 
@@ -106,6 +106,7 @@ def _attend_in_parts(
     slots = (programs + items) * rows
     partial = torch.empty(slots, batch.dim, dtype=torch.float32, device=device)
     partial_max, partial_sum = torch.empty(2, slots, dtype=torch.float32, device=device)
+    block = sums.block_size or (1 if blocks is None else blocks.block_size)
     listed = (nothing, nothing) if blocks is None else (blocks.lists, blocks.counts)
     stand_ins = (nothing,) * 5 if means is None else (means.k, means.v, means.k_variance, means.tables, means.counts)
     partial_attention_kernel[(programs,)](
@@ -123,7 +124,8 @@ def _attend_in_parts(
         ROWS=max(LEAST_ROWS, power_of_two(rows)),
         DIM=batch.dim,
         PAGE=batch.page_size,
-        BLOCK=sums.block_size or (1 if blocks is None else blocks.block_size),
+        BLOCK=block,
+        NEWEST=1 if blocks is None else power_of_two(-(-(batch.max_queries + MOST_BEYOND) // block) + 1),
         TILE=tuning.tile,
         GROUP_TILE=GROUP_TILE,
         MIN_TILES=tuning.least_tiles,

@@ -182,13 +182,16 @@ def default_tuning(dim: int, sparse: bool, rows: int) -> Tuning:
             return Tuning()
         return Tuning(programs=3) if sparse else Tuning(stages=3)
     if rows <= 16:
-        return Tuning(programs=4) if sparse else Tuning(tile=64, stages=3, warps=2, programs=6)
+        if sparse:
+            return Tuning(tile=64, stages=4, warps=2, programs=6)
+        return Tuning(tile=64, stages=3, warps=2, programs=6)
     return Tuning(programs=3) if sparse else Tuning(stages=3, programs=3)
 
 
-def pinned_tuning(dim: int) -> Tuning:
+def pinned_tuning(dim: int, group: int, max_queries: int) -> Tuning:
     """Results that depend on nothing else in the batch, as long as `max_queries` is the same."""
-    return replace(default_tuning(dim, False, 32), segment=32)
+    tile_queries, _ = row_tiles_of(max_queries, group)
+    return replace(default_tuning(dim, False, max(32, tile_queries * group)), segment=32)
 
 
 def row_tiles_of(max_queries: int, group: int) -> tuple[int, int]:

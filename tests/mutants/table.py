@@ -96,6 +96,23 @@ MUTANTS: list[Mutant] = [
         ("rounds of different weights run in one pass", "item.prompt, item.light)", "item.prompt)"),
     ),
     *_of(
+        "engine/passes/grouping.py",
+        "test_deterministic",
+        ("a deterministic step is as wide as it must be", "queries = limits.queries\n    if not pinned:", "if True:"),
+        ("what screens runs in deterministic steps", "return self.pinned and not item.screens", "return self.pinned"),
+        ("lists of all blocks serve a deterministic pass", "limits.pins(item) and read.budget.everything", "False"),
+    ),
+    *_of(
+        "engine/judging.py",
+        "test_deterministic",
+        ("a deterministic target screens by other draws", "if item.tells_supports else (USE_ACC", "if item.screens else (USE_ACC"),
+    ),
+    *_of(
+        "engine/passes/drafting.py",
+        "test_deterministic",
+        ("as many are drafted as a step has room for", "drafted, present = shape.drafts,", "drafted, present = shape.queries - 1,"),
+    ),
+    *_of(
         "target_service/planning.py",
         "test_screening",
         ("what confirms runs by weights in 8 bits", "light = all(item.screens or item.session.id in away for item in rounds)", "light = True"),

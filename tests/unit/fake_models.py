@@ -259,7 +259,8 @@ class FakeRunner(ChainingRunner):
                 for out, verdict, is_finite in zip(outs, verdicts, finite, strict=True):
                     out.verdict, out.finite = verdict, bool(is_finite)
                 continue
-            for out, found in zip(outs, judge_by_rules(padded_rows(logits, len(rounds)), rounds), strict=True):
+            ruled = judge_by_rules(padded_rows(logits, len(rounds)), rounds, self.deterministic)
+            for out, found in zip(outs, ruled, strict=True):
                 out.verdict, out.finite = found.verdict, found.finite
                 out.logprobs, out.supports = found.logprobs, found.supports
 

@@ -94,7 +94,8 @@ def shuffled_case(
     for row, count in enumerate(pages_of):
         tables[row, :count] = torch.tensor([shuffled.pop() for _ in range(count)], dtype=torch.int32)
     lists = [
-        [rng.permutation(count)[: rng.integers(0, count + 1)].tolist() for _ in range(kv_heads)] for count in pages_of
+        [sorted(rng.permutation(count)[: rng.integers(0, count + 1)].tolist()) for _ in range(kv_heads)]
+        for count in pages_of
     ]
     shape = (sum(pages_of) + 3, kv_heads, page_size, dim)
     queries = torch.randn(sum(counts), kv_heads * group, dim)
@@ -297,7 +298,7 @@ def in_blocks(case: Case, block_size: int, seed: int) -> Case:
 
     def draw(blocks: int) -> list[int]:
         count = rng.choice([0, blocks, rng.integers(0, blocks + 1)], p=[0.15, 0.15, 0.7])
-        return rng.permutation(blocks)[:count].tolist()
+        return sorted(rng.permutation(blocks)[:count].tolist())
 
     kv_heads = case.k_pages.shape[1]
     return replace(case, lists=[[draw(-(-n // block_size)) for _ in range(kv_heads)] for n in case.kv_lengths])

@@ -22,6 +22,7 @@ from kernels.paged_attention import (
     pool_blocks,
     weights,
 )
+from kernels.paged_attention.inputs import MOST_BEYOND
 from tests.unit.test_paged_attention import (
     SCALE,
     Case,
@@ -84,6 +85,31 @@ def test_lists_and_their_weights(seed: int, group: int, counts: list[int], block
     got, weights = in_triton(case, blocks, kernel=paged_attention_with_read_weights)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(weights, wanted_weights, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_behind_the_tokens_are_not_seen(seed: int) -> None:
+    """As lists have them that are made once for several passes: all behind the tokens, or every other one."""
+    rng = np.random.default_rng(seed)
+    case = ragged(seed, 2, [5, 3, 1, 5])
+    room = torch.zeros(len(case.kv_lengths), MOST_BEYOND // 16, dtype=torch.int32)
+    case = replace(case, block_tables=torch.cat([case.block_tables, room], 1))
+    wanted = paged_attention(case.batch, case.packed_lists())
+    k, v = (torch.full_like(pages, torch.nan) for pages in (case.k_pages, case.v_pages))  # it may be anything
+    for i, length in enumerate(case.kv_lengths):
+        at = torch.arange(length)
+        page = case.block_tables[i, at // 16].long()
+        k[page, :, at % 16], v[page, :, at % 16] = case.k_pages[page, :, at % 16], case.v_pages[page, :, at % 16]
+    case = replace(case, k_pages=k, v_pages=v)
+    lists = [
+        [
+            [*own, *range(-(-length // 16), -(-length // 16) + MOST_BEYOND // 16 - 1, int(rng.integers(1, 3)))]
+            for own in of_heads
+        ]
+        for of_heads, length in zip(case.lists, case.kv_lengths, strict=True)
+    ]
+    got = in_triton(case, replace(case, lists=lists).packed_lists())
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("group_size", "block_size"), [(64, 16), (64, 64), (128, 32)])
@@ -287,7 +313,7 @@ def test_weights_of_several_layers_are_added_together(sparse: bool, most: int, m
 def test_pinned_splits_give_the_same_bits_in_any_batch(sparse: bool) -> None:
     """Each sequence alone and among others, of tiles and segments so small that all are split."""
     case = ragged(5, 2, [5, 5, 5, 5], longest=220)
-    tuning = replace(pinned_tuning(16), tile=16, segment=2)
+    tuning = replace(pinned_tuning(16, 2, 5), tile=16, segment=2)
     blocks = in_blocks(case, 16, 5).packed_lists(16) if sparse else None
     starts = case.arguments[5]
 

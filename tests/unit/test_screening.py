@@ -480,7 +480,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft": "self"}, "draft self, where sparse attention proposes"),
     ({"draft": "auto"}, "draft auto, where sparse attention proposes"),
     ({"draft": "none"}, "draft none, where nothing is proposed"),
-    ({"deterministic": True}, "deterministic"),
     ({"gamma": 0}, "gamma auto, unless it is auto itself"),
     ({"self_read_share": 1.0}, "self_read_share 1"),
     ({"confirm_every": 4}, "from 5"),
@@ -497,6 +496,8 @@ def test_settings_that_do_not_fit_are_refused_by_name(wrong: dict[str, Any], nam
     by_auto = TargetSettings(confirm_every=-1), TargetSettings(confirm_every=-1, host_kv_memory=1.0)
     assert [(each.most_held, each.widest_round) for each in by_auto] == [(14, 16), (27, 32)]
     assert TargetSettings(confirm_every=-1, host_kv_memory=1.0, gamma=15).widest_round == 32
+    assert TargetSettings(confirm_every=-1, host_kv_memory=1.0, deterministic=True).widest_round == 16
+    assert TargetSettings(confirm_every=8, deterministic=True).widest_round == 16
     with pytest.raises(SettingsError, match=f"confirm_every .*{named}"):
         TargetSettings(**{"confirm_every": 8, **wrong})
 

@@ -41,14 +41,29 @@ class Served:
     """
 
     def __init__(
-        self, folder: Path, seed: int, gpu_pages: int, pages: int = PAGES, every: int = 11, share: float = 0.5
+        self,
+        folder: Path,
+        seed: int,
+        gpu_pages: int,
+        pages: int = PAGES,
+        every: int = 11,
+        share: float = 0.5,
+        deterministic: bool = False,
     ) -> None:
         limits: dict[str, Any] = {"max_sessions": 4, "max_context": CONTEXT, "prefill_chunk": 48}
         settings = TargetSettings(
-            **limits, confirm_every=every, self_read_share=share, host_kv_memory=1.0 if gpu_pages < PAGES else 0.0
+            **limits,
+            confirm_every=every,
+            self_read_share=share,
+            host_kv_memory=1.0 if gpu_pages < PAGES else 0.0,
+            deterministic=deterministic,
         )
         self.runner = runner_of(
-            folder, gpu_pages, pages if gpu_pages < PAGES else 0, most_queries=settings.widest_round
+            folder,
+            gpu_pages,
+            pages if gpu_pages < PAGES else 0,
+            most_queries=settings.widest_round,
+            deterministic=deterministic,
         )
         self.kv, self.rng = self.runner.kv, random.Random(seed)
         self.verifier = Verifier(self.runner, PLAN, settings)
@@ -120,12 +135,15 @@ class Served:
             pass
 
 
-@pytest.mark.parametrize(("gpu_pages", "every", "share"), [(40, 8, 0.5), (GPU_PAGES, 8, 0.2), (20, 16, 0.5)])
+@pytest.mark.parametrize(
+    ("gpu_pages", "every", "share", "deterministic"),
+    [(40, 8, 0.5, False), (GPU_PAGES, 8, 0.2, False), (GPU_PAGES, 8, 0.2, True), (20, 16, 0.5, False)],
+)
 def test_greedy_tokens_are_those_of_plain_decoding_without_tiers(
-    runner: ModelRunner, folder: Path, gpu_pages: int, every: int, share: float
+    runner: ModelRunner, folder: Path, gpu_pages: int, every: int, share: float, deterministic: bool
 ) -> None:
     """Whatever each level rejects, whoever shares a prefix, is aborted, gives way, or loses the draft in between."""
-    served = Served(folder, every, gpu_pages, 45, every, share)
+    served = Served(folder, every, gpu_pages, 45, every, share, deterministic)
     served.attach()
     prompts = [tokens(n, n) for n in (300, 150, 200)]
     prompts.append([*prompts[0][:260], *tokens(20, 5)])

@@ -77,10 +77,10 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return compiled
 
 
-def runner_of(folder: Any, most_queries: int = 0) -> ModelRunner:
+def runner_of(folder: Any, most_queries: int = 0, **how: Any) -> ModelRunner:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(str(folder), torch.float32, device)
-    runner = make_runner(model, 4096, max_context=400, most_queries=most_queries)
+    runner = make_runner(model, 4096, max_context=400, most_queries=most_queries, **how)
     runner._captures = runner._passes.graphs.captures = True
     return runner
 
@@ -111,10 +111,11 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
 
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization: str) -> None:
+@pytest.mark.parametrize("pinned", [False, True], ids=["", "deterministic"])
+def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization: str, pinned: bool) -> None:
     """Whatever is held and proposed, and whether what is read is weighed."""
-    settings = TargetSettings(confirm_every=8, gamma=GAMMA, screening_quantization=quantization)
-    runner, plan = runner_of(models.TARGET, settings.widest_round), load_plan(models.PLAN)
+    settings = TargetSettings(confirm_every=8, gamma=GAMMA, screening_quantization=quantization, deterministic=pinned)
+    runner, plan = runner_of(models.TARGET, settings.widest_round, deterministic=pinned), load_plan(models.PLAN)
     verifier = Verifier(runner, plan, settings)
     verifier.warm_up()
     prepare(runner)
@@ -130,11 +131,13 @@ def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization
         if i == 2 and not (proposed and not held):  # it screens a proposal
             continue
         count = held + proposed
-        supports = [] if sampling.greedy else [drawn[1]] * held + [drawn[0]] * proposed
+        told = not sampling.greedy and not (pinned and held)
+        supports = [drawn[1]] * held + [drawn[0]] * proposed if told else []
         kvs = [SequenceKV() for _ in range(SESSIONS)]
         for kv in kvs:
             runner.forward([SequenceInput(kv, list(range(base - 1)))])
-        drafted, light = Drafted([5] * count, supports, sampling, base), i == 2 and quantization == "fp8"
+        drafted = Drafted([5] * count, supports, sampling, base, screens=i == 2, foresees=i == 2 and pinned)
+        light = i == 2 and quantization == "fp8"
         runner.forward([SequenceInput(kv, [4] * (count + 1), "all", read, drafted, light=light) for kv in kvs])
         for kv in kvs:
             runner.kv.release(kv)

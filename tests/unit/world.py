@@ -131,6 +131,7 @@ class World:
                 self_from=self_from,
                 confirm_every=confirm_every,
                 screening_quantization=screening_quantization,
+                deterministic=runner.deterministic,
             ),
             on_round,
             grammars,
