@@ -178,6 +178,30 @@ MUTANTS: list[Mutant] = [
         ("of many pieces of a prompt each merge is rounded", "dtype=torch.float32)", "dtype=queries.dtype)"),
     ),
     *_of(
+        "kernels/paged_attention/kernel.py",
+        "test_paged_attention_triton",
+        (
+            "listed blocks behind the tokens count as a whole one before them",
+            "tl.minimum(tl.maximum(ends[None, :] - position[:, None], 0), BLOCK)",
+            "tl.maximum(ends[None, :] - position[:, None], 0)",
+        ),
+        (
+            "a row sees what is listed behind it",
+            "            limit = tl.where(real, _place_of(limit, tokens, ends, BLOCK, SPARSE), 0)\n",
+            "            limit = tl.where(real, tokens, 0)\n",
+        ),
+        (
+            "values that nobody wrote are multiplied",
+            "            there_to = tl.max(_place_of(tl.full([1], length, tl.int32), tokens, ends, BLOCK, SPARSE), 0)\n",
+            "            there_to = tokens\n",
+        ),
+        (
+            "a program goes on with the tokens of the item before",
+            "            first, stop, start, end, length, tokens, ends = _item(item, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)\n",
+            "            first, stop, start, end, length, _, _ = _item(item, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)\n",
+        ),
+    ),
+    *_of(
         "kernels/draft_reads.py",
         "test_draft_reads",
         (
