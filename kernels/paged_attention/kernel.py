@@ -70,8 +70,8 @@ def _item(
     NEWEST: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """What an item is: its tiles, its queries' rows, its sequence's tokens, how many of them it reads, and where the
-    last NEWEST blocks that it reads end.
+    """What an item is: its tiles, its queries' rows, its sequence's tokens, how many tokens it reads, and where the
+    last NEWEST blocks of its list end.
     """
     sequence = item // (row_tiles * KV_HEADS)
     first, stop = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
@@ -88,12 +88,10 @@ def _item(
 
 
 @jit
-def _place_of(position, tokens, ends, BLOCK: tl.constexpr, SPARSE: tl.constexpr):
-    """How many of the tokens that an item reads lie before a position. tokens, ends: of `_item`."""
-    if SPARSE:
-        behind = tl.minimum(tl.maximum(ends[None, :] - position[:, None], 0), BLOCK)
-        position = tokens - tl.sum(behind, 1)
-    return position
+def _place_of(position, tokens, ends, BLOCK: tl.constexpr):
+    """How many of the tokens that a list names lie before a position. tokens, ends: of `_item`."""
+    behind = tl.minimum(tl.maximum(ends[None, :] - position[:, None], 0), BLOCK)
+    return tokens - tl.sum(behind, 1)
 
 
 @jit
@@ -200,8 +198,8 @@ def partial_attention_kernel(
         there_to = length
         if SPARSE and not BRANCHED:
             # Lists ascend: by the last few blocks it is known up to which place in the list a row sees all tokens.
-            limit = tl.where(real, _place_of(limit, tokens, ends, BLOCK, SPARSE), 0)
-            there_to = tl.max(_place_of(tl.full([1], length, tl.int32), tokens, ends, BLOCK, SPARSE), 0)
+            limit = tl.where(real, _place_of(limit, tokens, ends, BLOCK), 0)
+            there_to = tl.max(_place_of(tl.full([1], length, tl.int32), tokens, ends, BLOCK), 0)
         maximum = tl.full([ROWS], -float("inf"), tl.float32)
         total_weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)

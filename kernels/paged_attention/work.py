@@ -182,9 +182,7 @@ def default_tuning(dim: int, sparse: bool, rows: int) -> Tuning:
             return Tuning()
         return Tuning(programs=3) if sparse else Tuning(stages=3)
     if rows <= 16:
-        if sparse:
-            return Tuning(tile=64, stages=4, warps=2, programs=6)
-        return Tuning(tile=64, stages=3, warps=2, programs=6)
+        return Tuning(tile=64, stages=4 if sparse else 3, warps=2, programs=6)
     return Tuning(programs=3) if sparse else Tuning(stages=3, programs=3)
 
 

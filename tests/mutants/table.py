@@ -187,12 +187,12 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a row sees what is listed behind it",
-            "            limit = tl.where(real, _place_of(limit, tokens, ends, BLOCK, SPARSE), 0)\n",
+            "            limit = tl.where(real, _place_of(limit, tokens, ends, BLOCK), 0)\n",
             "            limit = tl.where(real, tokens, 0)\n",
         ),
         (
             "values that nobody wrote are multiplied",
-            "            there_to = tl.max(_place_of(tl.full([1], length, tl.int32), tokens, ends, BLOCK, SPARSE), 0)\n",
+            "            there_to = tl.max(_place_of(tl.full([1], length, tl.int32), tokens, ends, BLOCK), 0)\n",
             "            there_to = tokens\n",
         ),
         (

@@ -431,6 +431,28 @@ class FakeRunner(ChainingRunner):
         return int(ids[0, pick[0]]), (ids, top)
 
 
+class PinnedFakeRunner(FakeRunner):
+    """Deterministic: tokens do not depend on what is drafted.
+
+    Values in the last layer hold whether a token ran in a prompt or in a round, by which a real model's KV may differ.
+    """
+
+    deterministic = True
+
+    def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        starts = [item.kv.length for item in inputs]
+        outputs = super().forward(inputs)
+        for item, start in zip(inputs, starts, strict=True):
+            at = torch.arange(start, item.kv.length)
+            pages = torch.tensor(item.kv.pages)[at // PAGE_SIZE]
+            self.kv.v_pages[-1][pages, 0, at % PAGE_SIZE, 0] = 1.0 + (item.drafted is not None)
+        return outputs
+
+    def runs(self, kv: SequenceKV) -> list[float]:
+        """Of each token with KV: 1 for a prompt's, 2 for a round's."""
+        return self.kv.v_pages[-1][kv.pages, 0, :, 0].flatten()[: kv.length].tolist()
+
+
 def changed(logits: np.ndarray, history: list[int], rules: RoundRules | None) -> np.ndarray:
     """Logits behind `history` as the target's rules change them."""
     changed_row = logits.copy()

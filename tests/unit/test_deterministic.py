@@ -35,7 +35,7 @@ from target_service.planning import VerifyResult, VerifyStep
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier
 from tests.unit.clock import Clock
-from tests.unit.fake_models import GREEDY
+from tests.unit.fake_models import GREEDY, PinnedFakeRunner
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
 from tests.unit.test_screening import Blurs, ScreeningRunner, Screens, check_kv
 from tests.unit.world import Faults, World
@@ -285,26 +285,14 @@ def test_all_chains_give_the_tokens_of_plain_decoding_in_sixteen_bits(chain: str
 # Scripted models, whatever happens on the way
 
 
-class PinnedScreeningRunner(ScreeningRunner):
-    """Deterministic. Values hold besides whether a token ran in a prompt or in a round, by which KV may differ."""
-
-    deterministic = True
+class PinnedScreeningRunner(ScreeningRunner, PinnedFakeRunner):
+    """Confirms what is held whatever it was drawn from."""
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         for item in inputs:
             if item.held and item.drafted is not None:
                 assert not item.drafted.supports and not item.screens
-        starts = [item.kv.length for item in inputs]
-        outputs = super().forward(inputs)
-        for item, start in zip(inputs, starts, strict=True):
-            at = torch.arange(start, item.kv.length)
-            pages = torch.tensor(item.kv.pages)[at // PAGE_SIZE]
-            self.kv.v_pages[1][pages, 0, at % PAGE_SIZE, 0] = 1.0 + (item.drafted is not None)
-        return outputs
-
-    def runs(self, kv: SequenceKV) -> list[float]:
-        """Of each token with KV: 1 for a prompt's, 2 for a round's."""
-        return self.kv.v_pages[1][kv.pages, 0, :, 0].flatten()[: kv.length].tolist()
+        return super().forward(inputs)
 
 
 class PinnedWorld(World):

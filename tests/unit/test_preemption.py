@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import models
 from config import ModelSettings, TargetSettings
 from engine.inputs import SequenceInput, SequenceOutput
-from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.loading.memory import room_for_kv
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
@@ -23,7 +23,7 @@ from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.proposals import together
 from tests.unit.clock import Clock
-from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
+from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner, PinnedFakeRunner
 from tests.unit.world import Faults, World, prompts
 from wire import messages as m
 from wire.errors import InvalidArgument, ResourceExhausted
@@ -121,27 +121,12 @@ def test_as_many_sessions_as_may_run_do_also_where_each_fills_its_context(clock:
     assert len(room.verifier.admission.running) == sessions
 
 
-class PinnedRunner(FakeRunner):
-    """Deterministic: tokens do not depend on what is drafted.
-
-    Values hold whether a token ran in a prompt or in a round, by which a real model's KV may differ.
-    """
-
-    deterministic = True
+class PinnedRunner(PinnedFakeRunner):
+    """Every step has room for 16 tokens."""
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        starts = [item.kv.length for item in inputs]
-        outputs = super().forward(inputs)
-        for item, start in zip(inputs, starts, strict=True):
-            assert item.drafted is None or len(item.tokens) <= 16
-            at = torch.arange(start, item.kv.length)
-            pages = torch.tensor(item.kv.pages)[at // PAGE_SIZE]
-            self.kv.v_pages[0][pages, 0, at % PAGE_SIZE, 0] = 1.0 + (item.drafted is not None)
-        return outputs
-
-    def runs(self, kv: SequenceKV) -> list[float]:
-        """Of each token with KV: 1 for a prompt's, 2 for a round's."""
-        return self.kv.v_pages[0][kv.pages, 0, :, 0].flatten()[: kv.length].tolist()
+        assert all(item.drafted is None or len(item.tokens) <= 16 for item in inputs)
+        return super().forward(inputs)
 
 
 class PinnedRoom(Room):
