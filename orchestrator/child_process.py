@@ -14,7 +14,8 @@ async def ask_process(command: Sequence[str], given: bytes, seconds: float | Non
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)  # noqa: ASYNC220 (starts in a moment)
     try:
-        out, errors = await asyncio.wait_for(asyncio.to_thread(process.communicate, given), seconds)
+        async with asyncio.timeout(seconds):
+            out, errors = await asyncio.to_thread(process.communicate, given)
     finally:
         process.kill()  # which does nothing to one that has ended; the thread then ends too
     return process.returncode, out, errors

@@ -122,7 +122,8 @@ async def keep_told(lines: Mapping[str, ControlLine], targets: Directory) -> Non
     while True:
         await asyncio.gather(*(_tell(line, targets) for name, line in lines.items() if side_of(name) == "draft"))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(targets.changed(), BEAT_SECONDS)
+            async with asyncio.timeout(BEAT_SECONDS):
+                await targets.changed()
 
 
 async def _tell(draft: ControlLine, targets: Directory) -> None:

@@ -119,7 +119,8 @@ class TargetStream:
 
     async def _serve(self, channel: grpc.aio.Channel, control: control_pb2_grpc.TargetControlStub) -> None:
         """Serve until the stream ends. Raises what ended it; TimeoutError if the target cannot be reached."""
-        await asyncio.wait_for(channel.channel_ready(), 1.0)
+        async with asyncio.timeout(1.0):
+            await channel.channel_ready()
         call = control.Serve(metadata=self._access.metadata)
         outbox: Outbox[ServeRequest | Beat] = Outbox()
 

@@ -55,7 +55,8 @@ class FaultyLine(speculation_pb2_grpc.SpeculationServicer):
         try:
             while True:
                 try:
-                    frame = await asyncio.wait_for(queue.get(), 0.02 if held else 0.2)
+                    async with asyncio.timeout(0.02 if held else 0.2):
+                        frame = await queue.get()
                 except TimeoutError:  # a quiet line: what was held back goes out now
                     if held:
                         yield self._batch(kind, held)

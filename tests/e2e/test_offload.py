@@ -93,7 +93,7 @@ def refusal_over_http(stack: Stack, prompt: list[int], max_tokens: int) -> tuple
 def test_a_full_host_has_the_younger_one_give_way(small: Stack, stack: Stack, books: list[str], tokenizer: Any) -> None:
     """It goes on later; what host memory cannot hold by itself is refused."""
     prompt = tokenizer.encode(books[1][5000:35_000])
-    texts = [(prompt[:850], 300), (prompt[850:1050], 350)]  # they need 72 and 35 pages of 80
+    texts = [(prompt[:1000], 150), (prompt[1000:1200], 200)]  # they need 72 and 25 pages of 80
     wanted = [generate(stack.stub(), text, max_tokens=most, ignore_eos=True).tokens for text, most in texts]
     (first, most), (second, fewer) = texts
     for _ in range(5):  # on a busy machine the first may be over before the second needs its room

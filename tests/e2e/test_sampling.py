@@ -12,7 +12,7 @@ from models import TARGET
 from tests.client import generate
 from tests.stack import Services, Stack, start_gateway, start_services
 
-DRAWS, DRAWS_OF_BROKEN, AT_ONCE = 1000, 500, 32
+DRAWS, DRAWS_OF_BROKEN, AT_ONCE = 700, 400, 32
 PROMPT = "The old man looked at the"
 TEMPERATURE, TOP_P = 0.7, 0.8
 
@@ -47,7 +47,7 @@ def _distributions(prompt: list[int]) -> list[dict[int, float]]:
                 kept = ordered[:count] / ordered[:count].sum()
                 for token, p in zip(ids[:count].tolist(), kept.tolist(), strict=True):
                     marginal[token] += prefixes[key] * p
-                    if prefixes[key] * p > 1e-7:  # what is cut off here is far below what 1,000 draws can see
+                    if prefixes[key] * p > 1e-7:  # what is cut off here is far below what so many draws can see
                         longer[(*key, token)] = prefixes[key] * p
         marginals.append(marginal)
         prefixes = longer

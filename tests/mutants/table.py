@@ -283,6 +283,7 @@ MUTANTS: list[Mutant] = [
         ("a lost target counts as connected", "self._outbox, sessions = None, list(self._names)", "sessions = list(self._names)"),
         ("names are the same everywhere", "name_on_target(record.session, self._origin, number)", "record.session"),
         ("one bad event ends the stream for good", "            except Exception:", "            except KeyError:"),
+        ("a cancellation is lost", "await channel.channel_ready()", "await asyncio.wait_for(channel.channel_ready(), 1.0)"),
     ),
     *_of(
         "orchestrator/routing.py",
@@ -631,7 +632,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "orchestrator/service_status.py",
         "test_draft_links test_status",
-        ("drafts are told at changes alone", "targets.changed(), BEAT_SECONDS)", "targets.changed(), 1e9)"),
+        ("drafts are told at changes alone", "asyncio.timeout(BEAT_SECONDS)", "asyncio.timeout(1e9)"),
         ("only one target counts", "            total.update(status.gauges)", "            total = Counter(status.gauges)"),
     ),
     *_of(

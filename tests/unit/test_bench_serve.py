@@ -195,13 +195,12 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
-    sizes = ["--shapes", "4x200", "--tokens", "600", "--modes", "none", "approximate", "--breakdown"]
+    sizes = ["--shapes", "4x200", "--tokens", "400", "--modes", "approximate", "--breakdown"]
     main([*TINY, *sizes, "--targets", "2", "--draft-in-target", "--json", str(file)])
     content = json.loads(file.read_text())
     assert content["failures"] == []
     assert set(content["starts"][0]) == {"target-1", "target-2"}
-    none, drafted = content["rows"]
-    assert (none["figures"]["tokens_a_round"], none["breakdown"]["draft_idle"]) == (1, 1)
+    (drafted,) = content["rows"]
     assert 1 < drafted["figures"]["tokens_a_round"] <= 5 and drafted["figures"]["kv_read"] < 1
     assert drafted["breakdown"]["parts"]["draft_gpu"] > 0 < drafted["breakdown"]["parts"]["verify_gpu"]
     assert drafted["breakdown"]["target_idle"] + drafted["breakdown"]["draft_idle"] >= 1

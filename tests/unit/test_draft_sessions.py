@@ -375,7 +375,8 @@ async def serve(stand: DraftStand, seconds: float) -> None:
     drafter = stand.drafter
     steps = drafter.plan_step, drafter.execute, drafter.finish_step, drafter.fail_step
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(run_step_loop(*steps, asyncio.Event(), lambda: None, 60), seconds)
+        async with asyncio.timeout(seconds):
+            await run_step_loop(*steps, asyncio.Event(), lambda: None, 60)
 
 
 def begin(name: str, epoch: int = 0) -> m.Begin:

@@ -44,4 +44,5 @@ async def test_more_than_may_wait_ends_the_waiting() -> None:
     assert not waiting.done()
     outbox.put(begin(60))
     with pytest.raises(ResourceExhausted, match="does not read"):
-        await asyncio.wait_for(waiting, 1)
+        async with asyncio.timeout(1):
+            await waiting

@@ -310,7 +310,7 @@ KINDS = {  # lines, full, dirty, stamped
 SMALL = {"LISTED": 32, "PARTS": 3, "FOUND": 32, "JOINED": 2, "CLAIMS": 4, "SWEPT": 32, "SWEEPERS": 2}
 
 
-@pytest.mark.parametrize(("sequences", "kv_heads", "width", "per_block"), [(1, 1, 30, 1), (5, 2, 12, 3), (3, 4, 60, 1)])
+@pytest.mark.parametrize(("sequences", "kv_heads", "width", "per_block"), [(1, 1, 30, 1), (5, 2, 12, 3), (3, 2, 40, 1)])
 @pytest.mark.parametrize(("kind", "small"), [*((kind, True) for kind in KINDS), ("as served", False), ("full", False)])
 def test_triton_equals_the_reference(
     kind: str, sequences: int, kv_heads: int, width: int, per_block: int, small: bool, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -376,6 +377,29 @@ async def test_a_session_goes_to_no_target_that_has_said_nothing_since_its_own_w
         assert router.routed == {"0": 1}
         speaking.set()
         assert await asked == [3, 7]
+
+
+async def test_a_stream_that_connects_while_the_targets_are_left_ends() -> None:
+    """It is cancelled in the moment in which the channel becomes ready."""
+
+    @contextlib.asynccontextmanager
+    async def dial(address: str) -> AsyncIterator[Any]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            ready = channel.channel_ready
+
+            async def ready_as_all_is_left() -> None:
+                await ready()
+                router.leave(Unavailable("leaving"))
+                left.set()
+
+            channel.channel_ready = ready_as_all_is_left
+            yield channel
+
+    left = asyncio.Event()
+    async with serving(Target()) as targets:
+        router = Router(targets, SimpleNamespace(dial=dial, metadata=()), resume_timeout=30)
+        async with asyncio.timeout(5), router.connected_to_targets():
+            await left.wait()
 
 
 async def test_what_kills_one_target_after_the_other_is_given_up_at_the_third() -> None:

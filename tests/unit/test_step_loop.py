@@ -52,7 +52,8 @@ class Loop:
     def run(self) -> None:
         async def until_idle() -> None:
             loop = run_step_loop(self.plan, self.execute, self.finish, self.fail, asyncio.Event(), lambda: None, 60)
-            await asyncio.wait_for(loop, 0.2)
+            async with asyncio.timeout(0.2):
+                await loop
 
         try:
             asyncio.run(until_idle())
@@ -74,7 +75,8 @@ async def test_what_a_step_gave_is_sent_before_the_next_one_is_planned_or_while_
     steps = plan, lambda work: work, finish, lambda work, error: False
     loop = run_step_loop(*steps, asyncio.Event(), lambda: None, 60, sends_first)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(loop, 0.2)
+        async with asyncio.timeout(0.2):
+            await loop
     assert told[:3] == (["planned", "sent", "planned"] if sends_first else ["planned", "planned", "sent"])
 
 
@@ -97,7 +99,8 @@ async def test_what_is_unprepared_is_made_ready_while_there_is_nothing_to_do() -
     given = lambda: steps.pop(0) if steps else None, execute, lambda work, result: None, lambda work, error: False
     loop = run_step_loop(*given, asyncio.Event(), lambda: None, 60, warm_up_more=warm_up_more)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(loop, 0.2)
+        async with asyncio.timeout(0.2):
+            await loop
     assert told == ["warm-up", "warm-up", "a step", "another", "warm-up", "warm-up"]
 
 

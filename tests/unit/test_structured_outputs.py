@@ -311,7 +311,7 @@ async def test_forced_calls_parse_and_their_arguments_are_valid(
     rng, written = random.Random(1), 0
     source = await call_source(tokenizer, form, tool_choice=choice)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
-    for _ in range(15):
+    for _ in range(9):
         tokens = write(source, tokenizer, rng)
         if tokens is None:
             continue
@@ -324,7 +324,7 @@ async def test_forced_calls_parse_and_their_arguments_are_valid(
             jsonschema.validate(json.loads(call.arguments), schemas[call.name])
             assert choice == "required" or call.name == "sea"
         written += 1
-    assert written > 5
+    assert written > 3
 
 
 SEA = {

@@ -580,10 +580,12 @@ async def test_a_target_outlives_a_step_that_fails_but_not_three_in_a_row(failur
     )
     if ends:
         with pytest.raises(RuntimeError, match="3 model steps failed in a row, the last with RuntimeError: failure 2"):
-            await asyncio.wait_for(loop, 10)
+            async with asyncio.timeout(10):
+                await loop
     else:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(loop, 1)
+            async with asyncio.timeout(1):
+                await loop
     failed = [event.session for event in served if isinstance(event, m.Closed)]
     assert failed == names[:failures]
     whole = {event.at.session for event in served if isinstance(event, m.Commit) and event.finish_reason}

@@ -110,8 +110,7 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
 
 
 @pytest.mark.usefixtures("captures")
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
-@pytest.mark.parametrize("pinned", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(("quantization", "pinned"), [("none", False), ("fp8", True)], ids=["", "fp8, deterministic"])
 def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization: str, pinned: bool) -> None:
     """Whatever is held and proposed, and whether what is read is weighed."""
     settings = TargetSettings(confirm_every=8, gamma=GAMMA, screening_quantization=quantization, deterministic=pinned)
