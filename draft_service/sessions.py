@@ -86,6 +86,7 @@ class DraftSession:
 
     round: the round that is drafted or under judgement. method: what it announces by, None if it announces nothing.
     gamma: tokens that the target wants drafted a round, at most `most_gamma`. dense: whether it wants no announcements.
+    target_draws_own: whether it keeps the tokens that it draws itself, and this draft is to draw by the same numbers.
     ready_due: whether the target is still to be told that it may wait for this draft. rules: what changes its logits.
     grammar: what its text follows. traceparent: of its request, if that is traced.
 
@@ -112,6 +113,7 @@ class DraftSession:
     gamma: int
     most_gamma: int
     dense: bool = False
+    target_draws_own: bool = False
     rules: SessionRules | None = None
     grammar: GrammarState | None = None
     traceparent: str = ""
@@ -154,6 +156,7 @@ class DraftSession:
             gamma=min(begin.gamma or gamma, gamma),
             most_gamma=gamma,
             dense=begin.dense,
+            target_draws_own=begin.draws_own,
             rules=session_rules(sampling, begin.prompt_tokens, begin.stop_token_ids),
             grammar=grammar,
             traceparent=begin.traceparent,

@@ -24,7 +24,7 @@ from engine.rounds.requests import (
     StepBefore,
     branches_of,
 )
-from engine.sampling import USE_DRAFT, Sampling, uniforms
+from engine.sampling import USE_DRAFT, USE_TARGET, uniforms
 from engine.step_loop import share_prefill
 from sparsity.plan import Plan
 from sparsity.rounds import announced_selection, announcement_request
@@ -184,7 +184,7 @@ def _plan_behind(session: DraftSession, place: int, plan: Plan, gamma: int, refr
     before = StepBefore(
         place,
         [session.tokens[base - 2] for base in bases],
-        [_draws(session.sampling, base, gamma + 1) for base in bases],
+        [_draws(session, base, gamma + 1) for base in bases],
         [_announcement_request(session, plan, base) for base in bases],
     )
     sampling = session.sampling
@@ -218,9 +218,10 @@ def _refresh_together(sessions: list[DraftSession], settings: DraftSettings) -> 
     return not branched or any(session.refresh_due(settings.draft_refresh_every) for session in sessions)
 
 
-def _draws(sampling: Sampling, position: int, count: int) -> np.ndarray:
+def _draws(session: DraftSession, position: int, count: int) -> np.ndarray:
     """Return what the tokens from a position on are drawn with, [count] float64."""
-    return _no_draws(count) if sampling.greedy else uniforms(sampling.seed, position, count, USE_DRAFT)
+    use = USE_TARGET if session.target_draws_own else USE_DRAFT
+    return _no_draws(count) if session.sampling.greedy else uniforms(session.sampling.seed, position, count, use)
 
 
 @lru_cache
@@ -249,7 +250,7 @@ def _plan_round(session: DraftSession, plan: Plan, gamma: int, most_branches: in
     if drafted is not None:
         for accepted, token in likely_outcomes(drafted, session.acceptance, most_branches):
             length = session.committed + accepted
-            branches.append(Branch(length, token, _draws(sampling, length + 1, gamma + 1)))
+            branches.append(Branch(length, token, _draws(session, length + 1, gamma + 1)))
         tokens, base = [], 1 + min(branch.length for branch in branches)
         rules = session.rules_behind(branches)
         if len(branches) == 1:  # it goes on behind all tokens
@@ -262,7 +263,7 @@ def _plan_round(session: DraftSession, plan: Plan, gamma: int, most_branches: in
         tokens=tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        uniforms=_draws(sampling, base, gamma + 1),
+        uniforms=_draws(session, base, gamma + 1),
         announce=_announcement_request(session, plan, base),
         memory=session.memory,
         refresh=refresh,

@@ -11,7 +11,7 @@ from engine.logit_rules import LogitRule
 from engine.sampling import USE_ACCEPT, USE_SCREEN_ACCEPT, USE_SCREEN_DRAW, USE_TARGET, Sampling, Support, uniforms
 from engine.staging import Layout
 from kernels.backends import Backend
-from kernels.rejection import DraftedRows, accept_greedy, judge_greedy, judge_sampled
+from kernels.rejection import DraftedRows, accept_greedy, draw_own, judge_greedy, judge_sampled
 
 WIDE_SUPPORT = 4096  # entries of a distribution of the model's own, so that next to nothing is cut off
 
@@ -123,7 +123,7 @@ def judge(
     these rounds, if that is not 0. whatever_is_drafted: whether
     the tokens must be those of plain decoding also where they are sampled. Then the target draws its own token at each
     position, and a drafted one is accepted if it is the same. That is as exact as the rule of speculative sampling,
-    which accepts more, but whose tokens depend on those that were proposed.
+    which accepts somewhat more, but whose tokens depend on those that were proposed.
     """
     if "temperature" not in inputs:
         return judge_greedy(logits, inputs["draft_tokens"], inputs["draft_counts"], backend)
@@ -154,16 +154,7 @@ def cut_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, min_p: Tensor
 
 def _draw_own(logits: Tensor, drafted: DraftedRows, backend: Backend) -> Tensor:
     """Return the tokens that the target draws by itself, int64 [rows, γ + 1]; each position is a row of its own."""
-    rows, places, vocab = logits.shape
-    nothing = drafted.support_probs.new_empty(rows * places, 0)
-    alone = DraftedRows(
-        draft_tokens=nothing.int(),
-        draft_counts=drafted.draft_counts.new_zeros(rows * places),
-        support_ids=nothing.int()[..., None],
-        support_probs=nothing[..., None],
-        temperature=drafted.temperature.repeat_interleave(places),
-        top_p=drafted.top_p.repeat_interleave(places),
-        accept_uniforms=drafted.accept_uniforms.new_empty(rows * places, 0),
-        draw_uniforms=drafted.draw_uniforms.reshape(-1, 1),
-    )
-    return judge_sampled(logits.reshape(rows * places, 1, vocab), alone, backend)[1].view(rows, places).long()
+    rows, places, _ = logits.shape
+    temperature, top_p = (each.repeat_interleave(places) for each in (drafted.temperature, drafted.top_p))
+    drawn = draw_own(logits.flatten(0, 1), temperature, top_p, drafted.draw_uniforms.flatten(), backend)
+    return drawn.view(rows, places).long()

@@ -1,13 +1,16 @@
 """Which token comes next, of rows that are drafted: launches only."""
 
-import torch
 from torch import Tensor
+
+from kernels.backends import default_backend
+from kernels.rejection import race
 
 
 def draw_tokens(
     logits: Tensor, best: Tensor, temperature: Tensor, top_p: Tensor, least: Tensor, uniforms: Tensor, support: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a token of each row, from its likeliest ones.
+    """Draw a token of each row, from its likeliest ones, by a race (kernels.rejection.race): a target that draws by the
+    same numbers mostly draws the same.
 
     logits: [rows, vocab]. best: [rows] int64, the likeliest token, which is taken where the temperature is 0.
     temperature, top_p: [rows] float32; uniforms: [rows] float64. least: [rows or 1, n or 1] float32, the share of the
@@ -23,9 +26,5 @@ def draw_tokens(
     kept = (before < top_p[:, None]) & (top >= least * top[:, :1])
     top = top.where(kept, 0.0)
     top = top / top.sum(-1, keepdim=True)
-    cumulative = top.double().cumsum(-1)
-    reached = cumulative <= uniforms[:, None] * cumulative[:, -1:]
-    last = ((top > 0).sum(-1) - 1).clamp(min=0)  # the logits of an empty row may be anything
-    at = torch.minimum(reached.sum(-1), last)
-    drawn = ids.gather(1, at[:, None])[:, 0]
+    drawn = ids.gather(1, race(top, ids, uniforms, default_backend(logits.device))[:, None])[:, 0]
     return best.where(greedy, drawn), ids, top

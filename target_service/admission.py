@@ -120,6 +120,7 @@ class Admission:
             traceparent=request.traceparent,
             caller=request.caller,
             choice=request.choice,
+            draws_own=self._deterministic,
         )
         session.kv.dense = session.reads_all
         if session.screening is not None:

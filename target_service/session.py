@@ -67,16 +67,17 @@ class TargetSession:
     changes its logits; grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the
     prompt's tokens but its first, as far as it is read; None if not asked for, or told already. traceparent: of its
     request, if that is traced. caller, choice: of its request, too: whose it is, and which of the request's choices
-    this is. reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end
-    of it; None: everything. lookup: what proposes tokens by itself; None: nothing. first_guess: when that does so
-    before a draft; None: in place of one. memory: what its KV weighed, if it drafts for itself. screening: what it
-    holds back until it is confirmed; None: nothing ever. weighed: the tokens that were committed before the last round
-    that weighed it; 0: none has. pace: what is decided about its rounds. next_round: how that is made. committed_at:
-    when its last round was finished, if it has run nothing else since. drafted: whether to wait for the draft's
-    proposals. proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the
-    current round was proposed before the last verdict. held: what was announced for the round judged last, by its key.
-    last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
-    next round reads; reads: what the last round that was looked at read.
+    this is. draws_own: whether the target keeps the tokens that it draws itself, whatever is proposed. reader: how an
+    approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it; None:
+    everything. lookup: what proposes tokens by itself; None: nothing. first_guess: when that does so before a draft;
+    None: in place of one. memory: what its KV weighed, if it drafts for itself. screening: what it holds back until it
+    is confirmed; None: nothing ever. weighed: the tokens that were committed before the last round that weighed it; 0:
+    none has. pace: what is decided about its rounds. next_round: how that is made. committed_at: when its last round
+    was finished, if it has run nothing else since. drafted: whether to wait for the draft's proposals. proposals: by
+    round; those for the next one assume different outcomes of this one. foreseen: whether the current round was
+    proposed before the last verdict. held: what was announced for the round judged last, by its key. last_judged: the
+    round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the next round
+    reads; reads: what the last round that was looked at read.
     """
 
     id: str
@@ -101,6 +102,7 @@ class TargetSession:
     traceparent: str = ""
     caller: str = ""
     choice: int = 0
+    draws_own: bool = False
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
     round: int = 0
@@ -176,7 +178,7 @@ class TargetSession:
         """Return the message with which a draft begins to draft for this session, from where it stands."""
         text = self.prompt_tokens, sorted(self.stop_token_ids), self.grammar.source if self.grammar else ""
         place = self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by
-        return Begin(*place, *text, self.traceparent, *self.asked)
+        return Begin(*place, *text, self.traceparent, *self.asked, self.draws_own)
 
     @property
     def asked(self) -> tuple[int, bool]:

@@ -20,9 +20,13 @@ import pytest
 
 from engine.loading.tokenizer import load_tokenizer
 from models import TARGET
+from tests import interpreter
 from tests.books import read_books
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 (hooks)
 from tests.stack import Stack, free_port, start_stack
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    interpreter.hasten()
 
 # Loopback only, and no token: a Ray that is named by RAY_ADDRESS takes one from the environment alone.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}

@@ -150,7 +150,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Begin:
-    """gamma: tokens to draft a round; 0: as many as the handshake says. dense: announce nothing for now."""
+    """gamma: tokens to draft a round; 0: as many as the handshake says. dense: announce nothing for now. draws_own:
+    whether the target keeps the tokens that it draws itself, so that the draft is to draw by the same numbers.
+    """
 
     at: At
     tokens: list[int]
@@ -163,6 +165,7 @@ class Begin:
     traceparent: str = ""  # W3C; empty: not traced
     gamma: int = 0
     dense: bool = False
+    draws_own: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,8 @@ from engine.sampling import USE_ACCEPT, USE_DRAFT, USE_TARGET, uniforms
 from engine.staging import Staging
 
 # Of the uniforms that are laid out here: those of steps that draft, and those of all positions at which one may begin.
-_USES = {
-    "draft_uniforms": USE_DRAFT,
-    "draft_uniforms" + AHEAD: USE_DRAFT,
-    "accept_uniforms" + AHEAD: USE_ACCEPT,
-    "draw_uniforms" + AHEAD: USE_TARGET,
-}
+_USES = {"accept_uniforms" + AHEAD: USE_ACCEPT, "draw_uniforms" + AHEAD: USE_TARGET}
+_DRAFTING = "draft_uniforms", "draft_uniforms" + AHEAD
 
 
 def lay_out_pass(
@@ -61,7 +57,8 @@ def lay_out_pass(
     if shape.judged:
         rounds = [item.drafted for item in inputs if item.drafted is not None]
         lay_out_verdicts(host, rounds)
-        for name, use in _USES.items():
+        drafting = USE_TARGET if shape.draws_own else USE_DRAFT
+        for name, use in (_USES | dict.fromkeys(_DRAFTING, drafting)).items():
             if (array := host.get(name)) is not None:
                 for i, drafted in enumerate(rounds):
                     array[i] = uniforms(drafted.sampling.seed, drafted.base, array.shape[1], use)

@@ -3,25 +3,38 @@
 Terms: a drafted token is *accepted* or rejected; after the first rejection one *recovered* token is drawn
 from the residual of the two distributions; after acceptance of all, one *bonus* token from the target's.
 
-`reference` has the rules in torch; `greedy` and `sampled` judge by Triton.
+`reference` has the rules in torch; `greedy` and `sampled` judge by Triton. `race` draws tokens so that target and draft
+mostly draw the same.
 """
 
 from torch import Tensor
 
 from kernels.backends import check_backend
 from kernels.rejection.greedy import judge_greedy_in_triton
+from kernels.rejection.race import race
 from kernels.rejection.reference import (
     DraftedRows,
     accept_greedy,
     accept_sampled,
     draw,
+    draw_own_in_torch,
     judge_greedy_in_torch,
     judge_sampled_in_torch,
     truncated_probs,
 )
-from kernels.rejection.sampled import judge_sampled_in_triton
+from kernels.rejection.sampled import draw_own_in_triton, judge_sampled_in_triton
 
-__all__ = ["DraftedRows", "accept_greedy", "accept_sampled", "draw", "judge_greedy", "judge_sampled", "truncated_probs"]
+__all__ = [
+    "DraftedRows",
+    "accept_greedy",
+    "accept_sampled",
+    "draw",
+    "draw_own",
+    "judge_greedy",
+    "judge_sampled",
+    "race",
+    "truncated_probs",
+]
 
 
 def judge_greedy(
@@ -64,6 +77,16 @@ def judge_sampled(logits: Tensor, drafted: DraftedRows, backend: str = "torch") 
             raise ValueError(f"judge_sampled: {name} is {tuple(tensor.shape)}, not a contiguous {shape}")
     judge = judge_sampled_in_triton if backend == "triton" else judge_sampled_in_torch
     return judge(logits, drafted)
+
+
+def draw_own(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor, backend: str = "torch") -> Tensor:
+    """Draw a token of each row by `race`, from its truncated distribution; the likeliest one at temperature 0.
+
+    logits: [rows, vocab] float32, bfloat16 or float16, contiguous. temperature, top_p: [rows] float32; uniforms: [rows]
+    float64, as of `race.arrivals`. Returns [rows] int32.
+    """
+    check_backend("draw_own", backend)
+    return (draw_own_in_triton if backend == "triton" else draw_own_in_torch)(logits, temperature, top_p, uniforms)
 
 
 def _check_judged(operation: str, logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> None:

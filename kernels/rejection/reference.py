@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.rejection.race import race
+
 
 @dataclass(frozen=True)
 class DraftedRows:
@@ -110,6 +112,13 @@ def truncated_probs(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tenso
 def judge_greedy_in_torch(logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
     accepted, following = accept_greedy(draft_tokens.long(), draft_counts.long(), logits.argmax(-1))
     return accepted.int(), following.int()
+
+
+def draw_own_in_torch(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
+    greedy = temperature == 0
+    probs = truncated_probs(logits, temperature.where(~greedy, 1.0), top_p)
+    drawn = race(probs, torch.arange(logits.shape[1], device=logits.device)[None], uniforms)
+    return logits.argmax(-1).where(greedy, drawn).int()
 
 
 def judge_sampled_in_torch(logits: Tensor, drafted: DraftedRows) -> tuple[Tensor, Tensor]:

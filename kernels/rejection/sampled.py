@@ -2,7 +2,7 @@
 
 The smallest set of mass top_p is that of all entries up to some depth, and among those of just this depth of the lower
 indices. It is found without sorting: `bracket` narrows down where this depth lies, `threshold` finds it, and `drawing`
-draws.
+draws; where the target draws its own tokens whatever is drafted, `race` does.
 """
 
 import torch
@@ -13,6 +13,7 @@ from kernels.rejection.bracket import coarse_kernel, fine_kernel, list_kernel
 from kernels.rejection.drawing import draw_kernel, weights_kernel
 from kernels.rejection.greedy import best_kernel
 from kernels.rejection.layout import EDGES, FLOATS, INTS, split_vocabulary
+from kernels.rejection.race import race_kernel, winner_kernel
 from kernels.rejection.reference import DraftedRows
 from kernels.rejection.threshold import verdict_kernel
 
@@ -27,19 +28,11 @@ def judge_sampled_in_triton(logits: Tensor, drafted: DraftedRows) -> tuple[Tenso
     accepted, following = torch.empty(2, rows, dtype=torch.int32, device=device)
     if not rows:
         return accepted, following
-    ints = torch.empty(rows * (gamma + 1), INTS, dtype=torch.int32, device=device)
     weights = torch.empty(rows, splits, chunk, device=device, dtype=torch.float32)
     chunk_sums = torch.empty(rows, 2, splits, device=device, dtype=torch.float32)
     common = (logits, drafted.draft_counts, drafted.temperature)
     support, width = (drafted.support_ids, drafted.support_probs), drafted.support_ids.shape[2]
-    floats, *candidates = _list_candidates(common, drafted.top_p, gamma, cut)
-    verdict_kernel[(rows * (gamma + 1),)](
-        *(*common, drafted.top_p, floats, ints, *candidates, drafted.draft_tokens, *support),
-        *(drafted.accept_uniforms, gamma, width),
-        **cut,
-        CANDIDATES=min(CANDIDATES, chunk),
-        num_warps=8,
-    )
+    floats, ints = _judge_positions(logits, drafted, cut)
     weights_kernel[(splits, rows)](
         *(*common, floats, ints, *support, weights, chunk_sums, accepted, following, gamma, width),
         **cut,
@@ -51,6 +44,47 @@ def judge_sampled_in_triton(logits: Tensor, drafted: DraftedRows) -> tuple[Tenso
         num_warps=8,
     )
     return accepted, following
+
+
+def draw_own_in_triton(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw as `kernels.rejection.draw_own` describes it."""
+    rows = len(logits)
+    drawn = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if not rows:
+        return drawn
+    alone, cut = _nothing_drafted(temperature, top_p, uniforms), split_vocabulary(logits[:, None], 0)
+    floats, ints = _judge_positions(logits[:, None], alone, cut)
+    best = torch.empty(rows, cut["SPLITS"], dtype=torch.float32, device=logits.device)
+    tokens = torch.empty_like(best, dtype=torch.int32)
+    race_kernel[(cut["SPLITS"], rows)](logits, temperature, floats, ints, uniforms, best, tokens, **cut)
+    winner_kernel[(rows,)](temperature, ints, best, tokens, drawn, **cut)
+    return drawn
+
+
+def _nothing_drafted(temperature: Tensor, top_p: Tensor, uniforms: Tensor) -> DraftedRows:
+    rows, nothing = len(temperature), temperature.new_empty(len(temperature), 0)
+    counts = torch.zeros(rows, dtype=torch.int32, device=temperature.device)
+    of_draft = nothing.int(), counts, nothing.int()[..., None], nothing[..., None]
+    return DraftedRows(*of_draft, temperature, top_p, nothing.to(uniforms.dtype), uniforms[:, None])
+
+
+def _judge_positions(logits: Tensor, drafted: DraftedRows, cut: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """Find each position's threshold, and whether its drafted token passes; return floats and ints of
+    kernels.rejection.layout.
+    """
+    rows, gamma = drafted.draft_tokens.shape
+    common = (logits, drafted.draft_counts, drafted.temperature)
+    support, width = (drafted.support_ids, drafted.support_probs), drafted.support_ids.shape[2]
+    ints = torch.empty(rows * (gamma + 1), INTS, dtype=torch.int32, device=logits.device)
+    floats, *candidates = _list_candidates(common, drafted.top_p, gamma, cut)
+    verdict_kernel[(rows * (gamma + 1),)](
+        *(*common, drafted.top_p, floats, ints, *candidates, drafted.draft_tokens, *support),
+        *(drafted.accept_uniforms, gamma, width),
+        **cut,
+        CANDIDATES=min(CANDIDATES, cut["CHUNK"]),
+        num_warps=8,
+    )
+    return floats, ints
 
 
 def _list_candidates(

@@ -286,6 +286,19 @@ MUTANTS: list[Mutant] = [
         ("a cancellation is lost", "await channel.channel_ready()", "await asyncio.wait_for(channel.channel_ready(), 1.0)"),
     ),
     *_of(
+        "draft_service/steps.py",
+        "test_deterministic",
+        ("a draft draws by numbers of its own", "USE_TARGET if session.target_draws_own else USE_DRAFT", "USE_DRAFT"),
+    ),
+    *_of(
+        "kernels/rejection/race.py",
+        "test_race",
+        ("a race knows the position alone", "(ids + bits) & 0xFFFFFFFF", "(0 * ids + bits) & 0xFFFFFFFF"),
+        ("a race knows half of the number", "^ (bits >> 32)", "^ 0"),
+        ("what is cut off takes part", "inside = is_kept(bits_of(depth), index, cut, last) & (index < VOCAB)", "inside = index < VOCAB"),
+        ("a greedy row races", "if scale_of(temperature_ptr, row) == 0:", "if False:"),
+    ),
+    *_of(
         "orchestrator/routing.py",
         "test_routing",
         ("an old report counts", "if report.number <= self.report.number:", "if False:"),

@@ -30,11 +30,11 @@ from engine.rounds.requests import (
 )
 from engine.rounds.rules import RoundRules
 from engine.ruled_judging import judge_by_rules
-from engine.sampling import USE_DRAFT, Sampling, Support, uniforms
+from engine.sampling import USE_DRAFT, USE_TARGET, Sampling, Support, uniforms
 from engine.staging import Staging
 from kernels.backends import default_backend
 from kernels.finite_rows import are_finite
-from kernels.rejection import draw, truncated_probs
+from kernels.rejection import race, truncated_probs
 from kernels.shared_budget import room_left, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 from sparsity.plan import uniform_plan
@@ -193,14 +193,15 @@ class FakeRunner(ChainingRunner):
             self.lists_drafted_by.append(self._lists_of(item.read, length))
         history = [*self.tokens_in(item.kv), item.tokens[0]]
         sampling = item.drafted.sampling
-        picks = uniforms(sampling.seed, item.drafted.base, len(item.tokens), USE_DRAFT)
+        use = USE_TARGET if self.deterministic else USE_DRAFT
+        picks = uniforms(sampling.seed, item.drafted.base, len(item.tokens), use)
         for index in range(1, len(item.tokens)):
             logits = torch.from_numpy(self.own_draft(history))[None]
             token = int(logits.argmax())
             if not sampling.greedy:
                 probs = truncated_probs(logits, torch.tensor([sampling.temperature]), torch.tensor([sampling.top_p]))
                 ids, top = limit_support(probs, VOCAB)
-                token = int(ids[0, draw(top, torch.tensor(picks[index - 1 : index]))[0]])
+                token = int(ids[0, race(top, ids, torch.tensor(picks[index - 1 : index]))[0]])
                 item.drafted.supports.append(Support(ids[0].numpy(), top[0].numpy()))
             item.tokens[index] = item.drafted.tokens[index - 1] = token
             history.append(token)
@@ -427,7 +428,7 @@ class FakeRunner(ChainingRunner):
         row = cut_logits(torch.from_numpy(logits)[None, None], heat, top_k, min_p, max(1, item.top_k))[0]
         probs = truncated_probs(row, heat, top_p)
         ids, top = limit_support(probs, settings.support)
-        pick = draw(top, torch.from_numpy(uniforms[index : index + 1]))
+        pick = race(top, ids, torch.from_numpy(uniforms[index : index + 1]))
         return int(ids[0, pick[0]]), (ids, top)
 
 

@@ -7,6 +7,7 @@ numbers are near. On a GPU they are the same.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -244,7 +245,7 @@ class Generated:
     counters: Counter[str] = field(default_factory=Counter)
 
 
-def generate(chain: dict[str, Any], dtype: torch.dtype = torch.float32) -> Generated:
+def generate(chain: dict[str, Any], dtype: torch.dtype = torch.float32, draft_model: Path = models.DRAFT) -> Generated:
     """Serve the texts by a deterministic target, with a draft in its process where there is one."""
     chain = {"draft": str(models.DRAFT), "self_read_share": 0.2, **chain}
     of_target = TargetSettings(max_context=1000, max_sessions=4, prefill_chunk=256, deterministic=True, **chain)
@@ -252,7 +253,7 @@ def generate(chain: dict[str, Any], dtype: torch.dtype = torch.float32) -> Gener
     verifier = Verifier(runner_of(dtype, **widths), PLAN, of_target)
     steps: Any = verifier
     if of_target.has_draft:
-        draft = make_runner(load_model(str(models.DRAFT), dtype, DEVICE), 16000, max_context=1000)
+        draft = make_runner(load_model(str(draft_model), dtype, DEVICE), 16000, max_context=1000)
         steps = StepsByTurns(verifier, Drafter(draft, PLAN, replace(of_target, draft_in_target=True).own_draft))
     made = Generated([[] for _ in SERVED], counters=verifier.counters)
 
@@ -281,6 +282,13 @@ def test_all_chains_give_the_tokens_of_plain_decoding(plainly: Generated, chain:
     assert found.accepted > 10 > plainly.accepted
     if chain == "three levels":
         assert found.counters["confirmed_tokens"] > 40
+
+
+def test_a_draft_that_thinks_alike_draws_alike(plainly: Generated) -> None:
+    """It draws by the same numbers as the target, which keeps nothing but what it draws itself."""
+    found = generate({}, draft_model=models.TARGET)
+    assert found.tokens == plainly.tokens
+    assert found.accepted > 0.75 * sum(map(len, found.tokens)), "four of five could be"
 
 
 @in_bits

@@ -27,7 +27,7 @@ from engine.model_runner import ModelRunner
 from engine.rounds import launches
 from engine.sampling import USE_DRAFT, Sampling, uniforms
 from evaluation.attending import forward_weighing
-from kernels.rejection import draw, truncated_probs
+from kernels.rejection import race, truncated_probs
 from sparsity.announce import announce
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
@@ -134,7 +134,7 @@ def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
     probs = truncated_probs(logits, *(torch.full((len(logits),), x) for x in (sampling.temperature, sampling.top_p)))
     probs[probs < sampling.min_p * probs.amax(1, keepdim=True)] = 0
     ids, top = limit_support(probs, sampling.top_k or DraftSettings.support)
-    drawn = draw(top, torch.from_numpy(uniforms(sampling.seed, event.at.base, len(logits), USE_DRAFT)))
+    drawn = race(top, ids, torch.from_numpy(uniforms(sampling.seed, event.at.base, len(logits), USE_DRAFT)))
     assert event.tokens == ids.gather(1, drawn[:, None])[:count, 0].tolist()
     assert len(event.supports) == count
     limited = torch.zeros_like(probs).scatter(1, ids, top)
@@ -267,14 +267,15 @@ def test_a_draft_that_fell_behind_catches_up_before_its_round(runner: ModelRunne
 @pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.7500001, 4), (1.0, 4)])
 def test_a_draft_draws_from_a_nucleus_of_just_top_p(top_p: float, kept: int) -> None:
     """Of four tokens of one probability, which is exact in binary."""
-    given = {"temperature": torch.ones(1), "top_p": torch.full((1,), top_p), "uniforms": torch.full((1, 1), 0.999)}
-    given["least"] = torch.zeros(1, 1)
+    rows = 100
+    given = {"temperature": torch.ones(rows), "top_p": torch.full((rows,), top_p), "least": torch.zeros(1, 1)}
+    given["uniforms"] = torch.from_numpy(uniforms(1, 0, rows, 0))[None]
     round_ = SimpleNamespace(given=given, settings=SimpleNamespace(support=64), shape=SimpleNamespace(sampled=True))
-    drawn, distribution = launches._sample(torch.zeros(1, 4), torch.zeros(1).long(), round_, 0)  # type: ignore[arg-type]
+    drawn, distribution = launches._sample(torch.zeros(rows, 4), torch.zeros(rows).long(), round_, 0)  # type: ignore[arg-type]
     assert distribution is not None
     ids, probs = distribution
-    assert probs.tolist() == [pytest.approx([1 / kept] * kept + [0.0] * (4 - kept))]
-    assert int(drawn[0]) == int(ids[0, kept - 1])
+    assert probs.tolist() == rows * [pytest.approx([1 / kept] * kept + [0.0] * (4 - kept))]
+    assert set(drawn.tolist()) == set(ids[0, :kept].tolist())
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

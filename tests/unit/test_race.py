@@ -1,0 +1,116 @@
+"""Draws that two models share: right distributions, the same in torch and Triton, and mostly the same token."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.rejection.layout
+from engine.loading.model import load_model
+from engine.sampling import USE_TARGET, uniforms
+from kernels.rejection import draw_own, race, truncated_probs
+from kernels.rejection.race import arrivals
+from models import DRAFT, TARGET
+from tests.unit.test_rejection import p_value
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def numbers(count: int, seed: int = 1) -> Tensor:
+    return torch.from_numpy(uniforms(seed, 0, count, USE_TARGET))
+
+
+def test_arrivals_are_exponential_and_know_nothing_of_one_another() -> None:
+    """Of tokens side by side as of others: in mean, spread, and where it counts, at the first to arrive."""
+    found = arrivals(numbers(100_000), torch.tensor([[0, 1, 2, 151_000]])).double()
+    assert (found > 0).all() and found.isfinite().all()
+    assert (found.mean(0) - 1).abs().max() < 0.02 and (found.var(0) - 1).abs().max() < 0.04
+    assert (torch.corrcoef(found.T) - torch.eye(4)).abs().max() < 0.02
+    for level in (1e-3, 1e-2, 0.5):
+        share = 1 - torch.exp(torch.tensor(-level))
+        assert ((found < level).double().mean(0) / share - 1).abs().max() < 0.5 * level**-0.5 / 30 + 0.02
+    assert ((found[:, 0] < 0.1) & (found[:, 1] < 0.1)).double().mean() == pytest.approx(0.0952**2, rel=0.15)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_is_drawn_has_the_truncated_distribution(backend: str) -> None:
+    rows, vocab = (20_000, 40) if backend == "torch" or DEVICE == "cuda" else (300, 5)
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
+    heat, top_p = torch.full((rows,), 0.8), torch.full((rows,), 0.9)
+    given = (each.to(DEVICE) for each in (logits.expand(rows, -1).contiguous(), heat, top_p, numbers(rows)))
+    drawn = draw_own(*given, backend).cpu().long()
+    probs = truncated_probs(logits[None], heat[:1], top_p[:1])[0]
+    assert p_value(drawn.bincount(minlength=vocab), probs) > 1e-3
+    assert (probs[drawn] > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_draws_what_torch_draws(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over chunks of a vocabulary, greedy rows, top_p that keep one or all, rows with but one finite entry."""
+    monkeypatch.setattr(kernels.rejection.layout, "CHUNK", 64)
+    generator = torch.Generator().manual_seed(2)
+    logits = (torch.randn(14, 300, generator=generator) * 3).to(dtype)
+    logits[3] = -torch.inf
+    logits[3, 277] = 1.0
+    heat = torch.tensor([0.0, 1.0, 0.5, 1.0, 2.0, 0.7, 1.0] * 2)
+    top_p = torch.tensor([1.0, 1.0, 0.9, 1.0, 0.5, 1e-6, 0.99] * 2)
+    for seed in range(4):
+        given = logits, heat, top_p, numbers(14, seed)
+        wanted = draw_own(*given)
+        assert draw_own(*(each.to(DEVICE) for each in given), "triton").tolist() == wanted.tolist()
+        assert wanted[3] == 277 and wanted[0] == logits[0].argmax() and wanted[5] == logits[5].argmax()
+    assert draw_own(*(each[:0].to(DEVICE) for each in given), "triton").tolist() == []
+
+
+@pytest.mark.parametrize("count", [1, 7, 64])
+def test_of_few_tokens_triton_finds_the_same_first_one(count: int) -> None:
+    """Also where some are left out, at either end."""
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.rand(40, 5000, generator=generator).argsort(1)[:, :count].contiguous()
+    probs = torch.rand(40, count, generator=generator)
+    if count > 1:
+        probs[:20, 0] = probs[10:, -1] = 0
+    given = numbers(120).view(40, 3)[:, 1]  # of one step, among those of others
+    wanted = race(probs, ids, given)
+    assert race(*(each.to(DEVICE) for each in (probs, ids, given)), "triton").tolist() == wanted.tolist()
+    assert (probs.gather(1, wanted[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.5, 1.5])
+def test_two_who_draw_by_the_same_numbers_mostly_draw_the_same(apart: float) -> None:
+    """At least Σ min(p, q) / Σ max(p, q) of the time, whatever order and share of the vocabulary each has."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4000, 200, generator=generator) * 2
+    p = logits.softmax(1)
+    q = (logits + apart * torch.randn(4000, 200, generator=generator)).softmax(1)
+    top, ids = q.topk(64)
+    q = torch.zeros_like(p).scatter(1, ids, top / top.sum(1, keepdim=True))
+    given = numbers(4000)
+    ours = race(p, torch.arange(200)[None], given)
+    theirs = ids.gather(1, race(top, ids, given)[:, None])[:, 0]
+    least = (torch.minimum(p, q).sum(1) / torch.maximum(p, q).sum(1)).mean()
+    agreed = (ours == theirs).float().mean()
+    assert agreed > least - 0.02
+    assert agreed > 0.9 or apart > 0
+    assert agreed > 1.5 * (p * q).sum(1).mean(), "numbers of their own would do as well"
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "least"), [(1.0, 1.0, 0.54), (0.8, 0.95, 0.54), (0.6, 0.95, 0.54)])
+def test_the_bundled_pair_draws_the_same_more_often_than_not(
+    books: list[str], tokenizer: Any, temperature: float, top_p: float, least: float
+) -> None:
+    """`pytest -rP` prints how often, beside draws by separate numbers and the rule of speculative sampling."""
+    texts = [tokenizer.encode(book[30_000:34_000])[:500] for book in books]
+    with torch.inference_mode():
+        models = [load_model(str(model), torch.float32, "cpu", "sdpa") for model in (TARGET, DRAFT)]
+        rows = [torch.cat([model(torch.tensor([text])).logits[0, 200:] for text in texts]) for model in models]
+    heat, nucleus = torch.full((len(rows[0]),), temperature), torch.full((len(rows[0]),), top_p)
+    p, q = (truncated_probs(each, heat, nucleus) for each in rows)
+    given = numbers(len(p))
+    ours, theirs = (race(each, torch.arange(p.shape[1])[None], given) for each in (p, q))
+    same, apart, rule = (ours == theirs).float().mean(), (p * q).sum(1).mean(), torch.minimum(p, q).sum(1).mean()
+    print(
+        f"T {temperature}, top-p {top_p}: {same:.2f} the same, {apart:.2f} by separate numbers, {rule:.2f} by the rule"
+    )
+    assert same > least
