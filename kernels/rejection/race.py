@@ -10,8 +10,8 @@ Speculative Decoding"), where draws by the inverse of the cumulative distributio
 import torch
 from torch import Tensor
 
+import kernels.rejection.layout as layout
 from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
-from kernels.rejection import layout
 from kernels.rejection.greedy import likeliest_of
 from kernels.rejection.layout import FLOATS, INTS, bits_of, depth_of, is_kept, logits_at, scale_of
 
