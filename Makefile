@@ -41,13 +41,13 @@ demo: setup  ## Launch the bundled pair and continue a text
 
 test: setup lint check-protos  ## Lint, types, stubs, and all tests but those that take long
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/e2e
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/simulation tests/test_models.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" tests/unit tests/simulation tests/test_models.py
 
-test-long: setup  ## The end-to-end tests that take long: a cluster that grows and shrinks, the loss of its head
-	$(BIN)/python -m pytest -m long tests/e2e
+test-long: setup  ## What takes long: a cluster that grows and shrinks, the loss of its head, benchmarks' smallest runs
+	$(BIN)/python -m pytest -m long tests/e2e tests/unit
 
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not long" tests/unit
 
 # Environments of real clients, each with what its file in tests/clients/environments names. openai's own client, which is
 # light, is in CI as well: tests/unit and tests/e2e ask by it.

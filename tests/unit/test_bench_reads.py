@@ -119,6 +119,7 @@ def test_the_bundled_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "stretched" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In small, through the real services."""
     small = {"PROMPT": 236, "GENERATED": 30, "ROUNDS": 5, "BLOCKS": 10, "BLOCKS_AT_100K": 20, "AT_ONCE": 2}

@@ -193,6 +193,7 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "approximate, 1 wave, 2 branches, hot 0.4" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     sizes = ["--shapes", "4x200", "--tokens", "400", "--modes", "approximate", "--breakdown"]
@@ -216,7 +217,7 @@ def test_rows_over_tiers_say_so() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_smallest_run_of_a_target_that_drafts_for_itself(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     main([*TINY, "--shapes", "2x200", "--tokens", "400", "--modes", "none", "self", "--breakdown", "--json", str(file)])

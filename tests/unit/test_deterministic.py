@@ -175,9 +175,9 @@ def check_a_pass_over_many_tokens(probe: Probe, count: int, weighs: bool, beside
     probe.release(one, many, *(item.kv for item in others))
 
 
-@pytest.mark.parametrize("weighs", [False, True], ids=["", "weighs"])
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
-@pytest.mark.parametrize("count", [5, 13, 16])
+@pytest.mark.parametrize(
+    ("count", "beside", "weighs"), [(5, False, True), (13, True, False), (13, False, False), (16, True, True)]
+)
 def test_a_pass_over_many_tokens_gives_what_steps_of_one_give(count: int, weighs: bool, beside: bool) -> None:
     check_a_pass_over_many_tokens(Probe(runner_of()), count, weighs, beside)
 
