@@ -16,7 +16,7 @@ from protos import inference_pb2
 from tests.client import APPROXIMATE, EXACT, generate, metric, read_by_rounds
 from tests.stack import Stack
 
-NEW_TOKENS, PROMPTS, AT_ONCE = 48, 12, 8
+NEW_TOKENS, PROMPTS, AT_ONCE = 64, 12, 8
 
 
 @pytest.fixture(scope="module")
