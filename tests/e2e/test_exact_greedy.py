@@ -21,9 +21,9 @@ NEW_TOKENS, PROMPTS, AT_ONCE = 64, 12, 8
 
 @pytest.fixture(scope="module")
 def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
-    """Prompts of 16 to 4,000 tokens from all books, their lengths spread evenly on a logarithmic scale."""
+    """Prompts of 16 to 6,000 tokens from all books, their lengths spread evenly on a logarithmic scale."""
     chosen = random.Random(7)
-    lengths = [round(16 * (4000 / 16) ** (i / (PROMPTS - 1))) for i in range(PROMPTS)]
+    lengths = [round(16 * (6000 / 16) ** (i / (PROMPTS - 1))) for i in range(PROMPTS)]
     prompts = []
     for i, length in enumerate(lengths):
         book = books[i % len(books)]
