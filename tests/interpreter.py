@@ -14,8 +14,8 @@ def hasten() -> None:
     """Leave out of it what takes most of its time and finds nothing here.
 
     It looks through Triton's language at each call of one function by another, where once a launch will do, and in 64
-    bits at each sum and product of integers, which overflow at sizes that no test has. An interpreter of another
-    version is left alone.
+    bits at each sum and product of integers, which overflow at sizes that no test has, or, in a hash, by intent. An
+    interpreter of another version is left alone.
     """
     if hasattr(interpreter, "_LangPatchScope"):
         object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
