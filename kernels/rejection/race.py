@@ -4,7 +4,8 @@ Token i of a position arrives at E_i / p_i; the first is drawn, which has the di
 independent and exponential (the Gumbel-max trick in other words). They are made of the position's uniform number and of
 i alone. So whoever knows that number draws by the same E: two distributions p and q then agree at least as often as
 Σ min(p, q) / Σ max(p, q) (Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative
-Decoding", arXiv 2408.07978), where draws by the inverse of the cumulative distribution agree as the tokens' order has it.
+Decoding", arXiv 2408.07978), where draws by the inverse of the cumulative distribution agree as the tokens' order
+has it.
 """
 
 import torch
