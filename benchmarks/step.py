@@ -14,6 +14,7 @@ from engine.announcing import Announcer
 from engine.decoder import Decoder
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
+from engine.loading.any_order import with_sums_in_any_order
 from engine.passes.buffers import make_buffers
 from engine.passes.launches import run_pass
 from engine.passes.shape import PassShape
@@ -28,7 +29,7 @@ BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as 
 
 
 class Bench:
-    """A decoder with KV for the largest case; `bandwidth` in bytes a second."""
+    """A decoder with KV for the largest case. bandwidth: in bytes a second; drafts: whether it is a draft's."""
 
     def __init__(
         self,
@@ -38,9 +39,12 @@ class Bench:
         longest: int,
         device: str = "cuda",
         batch: int = max(BATCHES),
+        drafts: bool = False,
     ) -> None:
         self.shape, self.bandwidth, self.repeats, self.device = shape, bandwidth, repeats, torch.device(device)
         self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE, device)
+        if drafts:
+            self.decoder = with_sums_in_any_order(self.decoder)
         self.attention = default_backend(self.device)
         pages = batch * (longest // PAGE_SIZE)
         self.kv = KVCache(
@@ -207,7 +211,7 @@ def run(flags: argparse.Namespace) -> None:
     table: list[TimedRow] = []
     with torch.inference_mode():
         for name, measure in ((flags.target_shape, target_rows), (flags.draft_shape, draft_rows)):
-            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest)
+            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest, drafts=measure is draft_rows)
             for batch, context in cases:
                 table += measure(bench, batch, context)
             del bench

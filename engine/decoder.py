@@ -14,8 +14,11 @@ from torch import Tensor
 
 from kernels.backends import Backend, default_backend
 from kernels.compiling import compiles_only
+from kernels.embedding import embed_in_float32
 from kernels.few_rows_linear import MOST_ROWS, EightBitWeight, few_rows_linear, takes
 from kernels.gated_activation import silu_and_multiply
+from kernels.residual_linear import RmsNorm, Unscaled, add_linear, gated_of_norm, parts_of_norm
+from kernels.residual_linear import takes as takes_residual
 from kernels.rms_norm import add_rms_norm, add_scaled
 from kernels.rotary import rotate_and_write_kv
 from kernels.skinny_linear import is_skinny, skinny_linear
@@ -23,7 +26,9 @@ from kernels.skinny_linear import is_skinny, skinny_linear
 # What a layer does with its rotated queries: (layer, queries [tokens, heads, dim]) -> [tokens, heads, dim].
 Attend = Callable[[int, Tensor], Tensor]
 # What a layer does with queries, keys and values side by side: (layer, qkv) -> [tokens, heads * dim].
-AttendToQkv = Callable[[int, Tensor], Tensor]
+AttendToQkv = Callable[[int, Tensor | Unscaled], Tensor]
+# Up to so many rows layers are skinny, where sums are added in any order: more are read sooner by those.
+_SKINNY_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class DecoderLayer:
     head_norms: [2, head_dim], of each head's query and of each head's key (Qwen3).
     full_norms: [heads * head_dim] and [kv_heads * head_dim], of all heads' queries and keys together (OLMo-2).
     rotates: whether the layer turns queries and keys by their positions. eight_bit: what passes of few rows read.
+    wide_norms: input_norm and mlp_norm in float32, where passes of few rows may add sums in any order.
     """
 
     input_norm: Tensor | None
@@ -64,6 +70,7 @@ class DecoderLayer:
     full_norms: tuple[Tensor, Tensor] | None = None
     rotates: bool = True
     eight_bit: EightBitLayer | None = None
+    wide_norms: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,9 +133,10 @@ class Decoder:
         """
         kernels = backend or default_backend(token_ids.device)
 
-        def attention(index: int, qkv: Tensor) -> Tensor:
+        def attention(index: int, qkv: Tensor | Unscaled) -> Tensor:
             layer = self.layers[index]
             if layer.full_norms is not None:
+                assert isinstance(qkv, Tensor)
                 qkv = _norm_all_heads(qkv, layer.full_norms, self.epsilon, kernels)
             queries = rotate_and_write_kv(
                 qkv,
@@ -142,9 +150,14 @@ class Decoder:
                 kernels,
                 layer.head_norms,
                 self.epsilon,
+                layer.qkv_bias if isinstance(qkv, Unscaled) else None,
             )
             return attend(index, queries).flatten(1)
 
+        rows = max(len(token_ids), 0 if logits_rows is None else len(logits_rows))
+        in_any_order = self.layers[0].wide_norms is not None and takes_residual(rows, self.embedding.shape[1])
+        if in_any_order and rows > _SKINNY_ROWS:
+            return _run_in_any_order(self, token_ids, attention, logits_rows, kernels)
         hidden = F.embedding(token_ids, self.embedding)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
@@ -243,6 +256,28 @@ def _add_and_norm(
         return add_rms_norm(hidden, residual, norm, decoder.epsilon, backend, decoder.residual_scale, dtype)
     total = hidden if residual is None else add_scaled(hidden, residual, decoder.residual_scale)
     return total, total
+
+
+def _run_in_any_order(
+    decoder: Decoder, token_ids: Tensor, attention: AttendToQkv, logits_rows: Tensor | None, backend: Backend
+) -> Tensor:
+    """Return the logits of a few rows, of a decoder that says that sums may be added in any order."""
+    residual = embed_in_float32(token_ids, decoder.embedding, decoder.embedding_scale, backend)
+    scale, epsilon = decoder.residual_scale, decoder.epsilon
+    for index, layer in decoder.numbered_layers:
+        assert layer.wide_norms is not None
+        input_norm, mlp_norm = (RmsNorm(weight, epsilon) for weight in layer.wide_norms)
+        attended = attention(index, parts_of_norm(residual, input_norm, layer.qkv, backend))
+        if logits_rows is not None and index == decoder.num_layers - 1:
+            if not len(logits_rows):
+                return attended.new_empty(0, len(decoder.lm_head))
+            attended, residual = attended[logits_rows], residual[logits_rows]
+        add_linear(residual, attended, layer.out, scale, backend)
+        inner = gated_of_norm(residual, mlp_norm, layer.gate_up, backend)
+        add_linear(residual, inner, layer.down, scale, backend)
+    normed, _ = add_rms_norm(residual, None, decoder.norm, epsilon, backend, dtype=decoder.norm.dtype)
+    logits = _linear(normed, decoder.lm_head, None, backend)
+    return logits if decoder.logits_scale == 1.0 else logits * decoder.logits_scale
 
 
 def _run_skinny(decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits_rows: Tensor | None) -> Tensor:

@@ -115,7 +115,7 @@ def few_rows_linear(
         return (silu_and_multiply(out) if gated else out).to(dtype or x.dtype)
     values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
     rows, inputs = x.shape
-    outputs, itemsize = len(values) // 2 if gated else len(values), values.itemsize
+    outputs = len(values) // 2 if gated else len(values)
     tuning = tuning or default_tuning(rows, outputs, inputs, gated, in_parts, scales is not None)
     if not takes(x) or inputs % (tuning.parts * tuning.depth) or not x.is_contiguous():
         raise ValueError(
@@ -125,20 +125,45 @@ def few_rows_linear(
         )
     shape = (rows, outputs) if tuning.parts == 1 else (tuning.parts, rows, outputs)
     out = torch.empty(shape, dtype=(dtype or x.dtype) if tuning.parts == 1 else torch.float32, device=x.device)
+    launch_few_rows(x, weight, out, tuning, bias, gated)
+    return out
+
+
+def launch_few_rows(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    tuning: Tuning,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    squares: Tensor | None = None,
+    adds: bool = False,
+    scale: float = 1.0,
+) -> None:
+    """Launch the kernel: of a layer as of `few_rows_linear`, or of one of kernels.residual_linear.
+
+    norm: [inputs] float32, what x, then in float32, is multiplied by; squares: [parts, rows] float32, where the sums of
+    the squares of x go; None: outputs are scaled by them, as an RMSNorm with `epsilon` is. adds: to out, times scale.
+    """
+    values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+    rows, inputs = x.shape
+    outputs = len(values) // 2 if gated else len(values)
     _few_rows_linear_kernel[(-(-outputs // tuning.columns), tuning.parts)](
-        *(x, values if scales is None else values.view(torch.int32), scales, bias, out, rows),
-        *(outputs, inputs),
+        *(x, norm, values if scales is None else values.view(torch.int32), scales, bias, out, squares, rows),
+        *(outputs, inputs, epsilon, scale),
         ROWS=max(16, power_of_two(rows)),
         COLUMNS=tuning.columns,
         DEPTH=tuning.depth,
         PARTS=tuning.parts,
         GATED=gated,
-        AHEAD=asked_ahead(inputs // tuning.parts, itemsize),
+        ADD=adds,
+        AHEAD=asked_ahead(max(LEAST_DEPTH, inputs // tuning.parts), values.itemsize),
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         **overlapping_launch(x.device),
     )
-    return out
 
 
 def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: bool, in_eight_bits: bool) -> Tuning:
@@ -199,39 +224,49 @@ def _part_of(words, NUMBER: tl.constexpr, IN_PTX: tl.constexpr):
 @jit
 def _few_rows_linear_kernel(
     x_ptr,
+    norm_ptr,
     values_ptr,
     scales_ptr,
     bias_ptr,
     out_ptr,
+    squares_ptr,
     rows,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
+    epsilon: tl.constexpr,
+    scale: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     GATED: tl.constexpr,
+    ADD: tl.constexpr,
     AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One part of COLUMNS outputs; the weights are the left side of the product, which registers may hold."""
-    LENGTH: tl.constexpr = inputs // PARTS
+    UNITS: tl.constexpr = inputs // DEPTH  # of which a part has as many as another, or one more
     WORD: tl.constexpr = 1 if scales_ptr is None else 4  # numbers that values_ptr has side by side
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
+    begin = UNITS * part // PARTS * DEPTH
+    length = UNITS * (part + 1) // PARTS * DEPTH - begin
+    if UNITS % PARTS == 0:
+        length = UNITS // PARTS * DEPTH
     row = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH // WORD)
     there = row < rows
     known = tl.minimum(column, outputs - 1).to(tl.int64)
-    first = known * (inputs // WORD) + part * (LENGTH // WORD)
+    first = known * (inputs // WORD) + begin // WORD
     ups_behind: tl.constexpr = outputs * (inputs // WORD)
     weights_at = values_ptr + first[:, None] + depth[None, :]
     if WORD == 4:
         depth = depth // 32 * 128 + depth % 32  # the first input of a word: EightBitWeight, in blocks of LEAST_DEPTH
-    x_at = x_ptr + row[None, :] * inputs + depth[:, None] + part * LENGTH
+    x_at = x_ptr + row[None, :] * inputs + depth[:, None] + begin
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     ups = sums
+    squares = tl.zeros([DEPTH, ROWS], tl.float32)
     if PDL:
         # At once, before its own wait: what may follow, a norm or a layer like this, reads only constants before its.
         tl.extra.cuda.gdc_launch_dependents()
@@ -239,11 +274,14 @@ def _few_rows_linear_kernel(
         if GATED:
             ask_for(values_ptr, first + ups_behind, AHEAD // WORD)
         tl.extra.cuda.gdc_wait()
-    for at in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
+    for at in tl.range(0, length, DEPTH, num_stages=STAGES):
         weights = tl.load(weights_at + at // WORD)
         weights_of_ups = tl.load(weights_at + at // WORD + ups_behind) if GATED else weights
         if WORD == 1:
             x = tl.load(x_at + at, mask=there[None, :], other=0.0)
+            if norm_ptr is not None:  # in float32, else loads of it would not be asked for ahead
+                squares += x * x
+                x = (x * tl.load(norm_ptr + begin + at + depth)[:, None]).to(weights.dtype)
             sums = tl.dot(weights, x, sums)
             if GATED:
                 ups = tl.dot(weights_of_ups, x, ups)
@@ -257,9 +295,20 @@ def _few_rows_linear_kernel(
         sums = sums * tl.load(scales_ptr + known)[:, None]
         if GATED:
             ups = ups * tl.load(scales_ptr + outputs + known)[:, None]
+    if norm_ptr is not None:
+        of_rows = tl.sum(squares, 0)
+        if squares_ptr is not None:
+            tl.store(squares_ptr + part * rows + row, of_rows, mask=row < tl.where(tl.program_id(0) == 0, rows, 0))
+        else:
+            by = tl.rsqrt(of_rows / inputs + epsilon)[None, :]
+            sums, ups = sums * by, ups * by
     if GATED:
         sums = sums * tl.sigmoid(sums) * ups
     if bias_ptr is not None:
         sums += tl.where(part == 0, tl.load(bias_ptr + known).to(tl.float32), 0.0)[:, None]
-    out_at = out_ptr + (part * rows + row[None, :]).to(tl.int64) * outputs + column[:, None]
-    tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=there[None, :] & (column < outputs)[:, None])
+    inside = there[None, :] & (column < outputs)[:, None]
+    if ADD:
+        tl.atomic_add(out_ptr + row[None, :] * outputs + column[:, None], sums * scale, mask=inside, sem="relaxed")
+    else:
+        out_at = out_ptr + (part * rows + row[None, :]).to(tl.int64) * outputs + column[:, None]
+        tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=inside)

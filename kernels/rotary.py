@@ -7,8 +7,9 @@ only the first dimensions of a head (Phi-4-mini).
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
 from kernels.kv_write import write_kv
+from kernels.residual_linear import Unscaled
 from kernels.rms_norm import add_rms_norm
 
 MANY_TOKENS = 256  # from here on a program takes several heads: what a token's heads share is loaded once
@@ -16,7 +17,7 @@ HEADS_OF_PROGRAM = 8
 
 
 def rotate_and_write_kv(
-    qkv: Tensor,
+    qkv: Tensor | Unscaled,
     cosines: Tensor,
     sines: Tensor,
     positions: Tensor,
@@ -27,11 +28,13 @@ def rotate_and_write_kv(
     backend: str = "torch",
     head_norms: Tensor | None = None,
     epsilon: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the rotated queries; write the rotated keys, and the values, to their slots in place.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], contiguous: queries, keys, values. They may come in parts, [parts,
-    tokens, …] float32: they are the sum, rounded to the dtype of the pages.
+    tokens, …] float32: they are the sum, rounded to the dtype of the pages. Of what is not scaled yet they are what it
+    is once it is scaled and `bias` is added.
     cosines, sines: [positions, turned / 2] float32, contiguous; of the first `turned` dimensions of a head, dimension i
     turns with i + turned / 2. The others stay as they are; tables of width 0 turn none.
     positions: [tokens] int32 or int64; slots: [tokens] int64, page * page_size + offset, negative: not written
@@ -43,7 +46,9 @@ def rotate_and_write_kv(
     check_backend("rotate_and_write_kv", backend)
     kv_heads, page_size, dim = k_pages.shape[1:]
     if backend == "torch":
-        if qkv.dim() == 3:
+        if isinstance(qkv, Unscaled):
+            qkv = (qkv.scaled() if bias is None else qkv.scaled() + bias).to(k_pages.dtype)
+        elif qkv.dim() == 3:
             qkv = qkv.sum(0).to(k_pages.dtype)
         queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
         if head_norms is not None:
@@ -56,13 +61,18 @@ def rotate_and_write_kv(
         kept = slots >= 0
         write_kv(k_pages, v_pages, slots[kept], _rotate(keys, cos, sin)[kept], values[kept])
         return _rotate(queries, cos, sin)
-    tokens = qkv.shape[-2]
-    queries = torch.empty(tokens, heads, dim, dtype=k_pages.dtype, device=qkv.device)
+    squares, size, norm_epsilon, numbers = None, 1, 0.0, qkv
+    if isinstance(qkv, Unscaled):
+        squares, size, norm_epsilon, numbers = qkv.squares, qkv.size, qkv.epsilon, qkv.parts
+    assert isinstance(numbers, Tensor)
+    tokens = numbers.shape[-2]
+    queries = torch.empty(tokens, heads, dim, dtype=k_pages.dtype, device=numbers.device)
     of_program = 1 if tokens < MANY_TOKENS else HEADS_OF_PROGRAM
     _rotate_and_write_kv_kernel[(tokens, -(-(heads + 2 * kv_heads) // of_program))](
-        *(qkv, cosines, sines, positions, slots, head_norms),
-        *(k_pages, v_pages, queries, epsilon, tokens),
-        PARTS=1 if qkv.dim() == 2 else len(qkv),
+        *(numbers, squares, bias, cosines, sines, positions, slots, head_norms),
+        *(k_pages, v_pages, queries, epsilon, size, norm_epsilon, tokens),
+        PARTS=1 if numbers.dim() == 2 else len(numbers),
+        SQUARES=1 if numbers.dim() == 2 else power_of_two(len(numbers)),
         HEADS=heads,
         KV_HEADS=kv_heads,
         PAGE=page_size,
@@ -70,7 +80,7 @@ def rotate_and_write_kv(
         HALF=cosines.shape[1],
         OF_PROGRAM=of_program,
         num_warps=1,
-        **overlapping_launch(qkv.device),
+        **overlapping_launch(numbers.device),
     )
     return queries
 
@@ -88,17 +98,23 @@ def _multiply(x, y):
 
 
 @jit
-def _load_head(qkv_ptr, token, tokens, at, WIDTH: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """The numbers `at` of a token, from the parts that they come in."""
+def _load_head(qkv_ptr, bias_ptr, by, token, tokens, at, WIDTH: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """The numbers `at` of a token, from the parts that they come in, times `by`."""
     total = tl.load(qkv_ptr + token.to(tl.int64) * WIDTH + at)
     for part in tl.static_range(1, PARTS):
         total += tl.load(qkv_ptr + (part * tokens + token).to(tl.int64) * WIDTH + at)
+    if by is not None:
+        total = total * by
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + at).to(tl.float32)
     return total.to(dtype)
 
 
 @jit
 def _rotate_and_write_kv_kernel(
     qkv_ptr,
+    squares_ptr,
+    bias_ptr,
     cosines_ptr,
     sines_ptr,
     positions_ptr,
@@ -108,8 +124,11 @@ def _rotate_and_write_kv_kernel(
     v_ptr,
     queries_ptr,
     epsilon: tl.constexpr,
+    size: tl.constexpr,
+    norm_epsilon: tl.constexpr,
     tokens,
     PARTS: tl.constexpr,
+    SQUARES: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -124,13 +143,18 @@ def _rotate_and_write_kv_kernel(
     partner = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
     follow(PDL)
     slot = tl.load(slots_ptr + token)
+    by = None
+    if squares_ptr is not None:
+        part = tl.arange(0, SQUARES)
+        squares = tl.load(squares_ptr + part * tokens + token, mask=part < PARTS, other=0.0)
+        by = tl.rsqrt(tl.sum(squares, 0) / size + norm_epsilon)
     for index in tl.static_range(OF_PROGRAM):
         head = tl.program_id(1) * OF_PROGRAM + index
         if head < HEADS + 2 * KV_HEADS:
             dtype: tl.constexpr = k_ptr.dtype.element_ty
-            own = _load_head(qkv_ptr, token, tokens, head * DIM + at, WIDTH, PARTS, dtype)
+            own = _load_head(qkv_ptr, bias_ptr, by, token, tokens, head * DIM + at, WIDTH, PARTS, dtype)
             if head < HEADS + KV_HEADS:
-                other = _load_head(qkv_ptr, token, tokens, head * DIM + partner, WIDTH, PARTS, dtype)
+                other = _load_head(qkv_ptr, bias_ptr, by, token, tokens, head * DIM + partner, WIDTH, PARTS, dtype)
                 if norms_ptr is not None:
                     wide = own.to(tl.float32)
                     scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + epsilon)

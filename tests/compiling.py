@@ -24,7 +24,9 @@ for fixed in variants:
     aligned = {at: [["tt.divisibility", 16]] for at in pointers}
     source = ASTSource(kernel, signature, fixed, aligned)
     options = {"launch_pdl": True} if "PDL" in names and fixed.get((names.index("PDL"),)) else {}
-    compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+    program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert program.metadata.shared <= 227 * 1024, f"{program.metadata.shared} bytes of shared memory"
+    compiled.append(program.asm["ptx"])
 print(json.dumps(compiled))
 """
 
@@ -32,7 +34,7 @@ print(json.dumps(compiled))
 def compile_for_a_gpu(
     module: str, kernel: str, types: Mapping[str, str], variants: Sequence[Mapping[str, object]], cache: Path
 ) -> list[str]:
-    """Compile a kernel of a module for a Hopper GPU; return the PTX of each variant.
+    """Compile a kernel of a module for a Hopper GPU, in whose shared memory it fits; return the PTX of each variant.
 
     types: Triton's names for the types of what is passed at a launch, pointers to multiples of 16 as tensors' are.
     variants: the values of everything else, None of tensors that are not there, which may have a type. cache: a folder

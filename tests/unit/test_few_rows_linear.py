@@ -114,7 +114,8 @@ def test_it_compiles_for_a_gpu_whatever_the_length_of_a_part(tmp_path: Path) -> 
     for length in (128, 256, 384, 640):
         sizes = {"outputs": 64, "inputs": 2 * length, "ROWS": 16, "COLUMNS": 64, "DEPTH": LEAST_DEPTH, "PARTS": 2}
         ahead = asked_ahead(length, 1)
-        variants.append(sizes | {"GATED": False, "AHEAD": ahead, "STAGES": 3, "PDL": True})
+        nothing = {"norm_ptr": None, "squares_ptr": None, "epsilon": 0.0, "scale": 1.0, "ADD": False}
+        variants.append(sizes | nothing | {"GATED": False, "AHEAD": ahead, "STAGES": 3, "PDL": True})
     where = "kernels.few_rows_linear", "_few_rows_linear_kernel", types | {"rows": "i32"}
     compile_for_a_gpu(*where, variants, tmp_path)
     types |= {"x_ptr": "*bf16", "values_ptr": "*bf16"}

@@ -3,11 +3,15 @@
 1 to 16 rows, and groups of 1 to 8 query heads a KV head (Qwen2.5 has 7, Llama-3.2-3B and SmolLM2 have 3).
 """
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import Tensor
 
+import engine.decoder
 from engine.decoder import Decoder, DecoderLayer
+from engine.loading.any_order import with_sums_in_any_order
 from kernels.backends import Backend
 from kernels.paged_attention import (
     Batch,
@@ -17,12 +21,13 @@ from kernels.paged_attention import (
     paged_attention_with_block_weights,
     paged_attention_with_read_weights,
 )
+from kernels.residual_linear import MOST_ROWS as MOST_IN_ANY_ORDER
 from kernels.skinny_linear import MAX_ROWS, is_skinny, skinny_linear
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, KV_HEADS, DIM = 16, 1, 16
-HIDDEN, INNER, VOCAB = 16, 24, 20
+VOCAB = 20
 SCALE = DIM**-0.5
 # Each number of rows and each group at least once.
 SHAPES = [*((rows, 9 - rows) for rows in range(1, 9)), *((rows, 1) for rows in range(9, 17))]
@@ -33,7 +38,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype)
 
 
-def decoder_of(group: int) -> Decoder:
+def decoder_of(group: int, hidden: int = 16, inner: int = 24) -> Decoder:
     """Return one layer of random float16 weights (the interpreter multiplies no bfloat16), with biases."""
     heads, dtype = KV_HEADS * group, torch.float16
 
@@ -41,23 +46,23 @@ def decoder_of(group: int) -> Decoder:
         return random(outputs, inputs, dtype=dtype) / inputs**0.5
 
     def norm() -> Tensor:
-        return 1 + random(HIDDEN, dtype=dtype) / 4
+        return 1 + random(hidden, dtype=dtype) / 4
 
     layer = DecoderLayer(
         input_norm=norm(),
-        qkv=weight((heads + 2 * KV_HEADS) * DIM, HIDDEN),
+        qkv=weight((heads + 2 * KV_HEADS) * DIM, hidden),
         qkv_bias=random((heads + 2 * KV_HEADS) * DIM, dtype=dtype),
-        out=weight(HIDDEN, heads * DIM),
+        out=weight(hidden, heads * DIM),
         mlp_norm=norm(),
-        gate_up=weight(2 * INNER, HIDDEN),
-        down=weight(HIDDEN, INNER),
+        gate_up=weight(2 * inner, hidden),
+        down=weight(hidden, inner),
     )
     angles = torch.rand(64, DIM // 2, device=DEVICE) * 6
     return Decoder(
-        embedding=random(VOCAB, HIDDEN, dtype=dtype),
+        embedding=random(VOCAB, hidden, dtype=dtype),
         layers=[layer],
         norm=norm(),
-        lm_head=weight(VOCAB, HIDDEN),
+        lm_head=weight(VOCAB, hidden),
         cosines=angles.cos(),
         sines=angles.sin(),
         heads=heads,
@@ -70,28 +75,42 @@ def decoder_of(group: int) -> Decoder:
 @pytest.mark.parametrize(("rows", "group"), [*SHAPES, (10, 7)])  # the last fills more than a tile of 64
 def test_a_pass(rows: int, group: int) -> None:
     """Norms, linear layers, rotation, KV writes, attention and activation of a decoder, one row of them not written."""
-    decoder, pages = decoder_of(group), random(3, KV_HEADS, PAGE, DIM, dtype=torch.float16)
-    ids = torch.randint(VOCAB, (rows,), device=DEVICE)
+    decoder = decoder_of(group)
+    for ours, wanted in zip(run(decoder, rows, "triton"), run(decoder, rows, "torch"), strict=True):
+        torch.testing.assert_close(ours, wanted, atol=0.06, rtol=0.03)
+
+
+@pytest.mark.parametrize("rows", [2, 3, MOST_IN_ANY_ORDER, MOST_IN_ANY_ORDER + 1])
+def test_a_pass_that_adds_sums_in_any_order(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives what another pass gives, but for rounding; where there are few or many rows it is that pass."""
+    plain, used = decoder_of(8, hidden=256, inner=384), Mock(wraps=engine.decoder._run_in_any_order)
+    monkeypatch.setattr(engine.decoder, "_run_in_any_order", used)
+    ours = run(with_sums_in_any_order(plain), rows, "triton")
+    assert used.called == (2 < rows <= MOST_IN_ANY_ORDER)
+    for one, other in zip(ours, run(plain, rows, "torch"), strict=True):
+        torch.testing.assert_close(one, other, atol=0.06, rtol=0.03)
+
+
+def run(decoder: Decoder, rows: int, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits of tokens behind others, all but one of which are written, and the pages of KV."""
+    random_ = torch.Generator(DEVICE).manual_seed(rows)
+    k_pages = torch.randn(5, KV_HEADS, PAGE, DIM, generator=random_, device=DEVICE).half()
+    v_pages = k_pages.flip(0).clone()
     before = 21  # tokens with KV before the pass
+    ids = torch.randint(VOCAB, (rows,), generator=random_, device=DEVICE)
     positions = before + torch.arange(rows, device=DEVICE)
-    tables = torch.tensor([[2, 0, 1]], dtype=torch.int32, device=DEVICE)
+    tables = torch.tensor([[2, 0, 1, 4, 3]], dtype=torch.int32, device=DEVICE)
     slots = tables[0, positions // PAGE].long() * PAGE + positions % PAGE
     slots[rows // 2] = -1
     lengths = torch.tensor([before + rows], dtype=torch.int32, device=DEVICE)
     starts = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
 
-    def run(backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
-        k_pages, v_pages = pages.clone(), pages.flip(0).clone()
+    def attend(_: int, queries: Tensor) -> Tensor:
+        batch = Batch(queries, k_pages, v_pages, tables, lengths, starts, SCALE, rows)
+        return paged_attention(batch, backend=backend)
 
-        def attend(_: int, queries: Tensor) -> Tensor:
-            batch = Batch(queries, k_pages, v_pages, tables, lengths, starts, SCALE, rows)
-            return paged_attention(batch, backend=backend)
-
-        logits = decoder.run(ids, positions, slots, [k_pages], [v_pages], attend, backend=backend)
-        return logits, k_pages, v_pages
-
-    for ours, wanted in zip(run("triton"), run("torch"), strict=True):
-        torch.testing.assert_close(ours, wanted, atol=0.06, rtol=0.03)
+    logits = decoder.run(ids, positions, slots, [k_pages], [v_pages], attend, backend=backend)
+    return logits, k_pages, v_pages
 
 
 @pytest.mark.parametrize("rows", range(1, 17))

@@ -1,0 +1,35 @@
+"""A decoder whose passes of few rows may add sums in any order, as a draft's may."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from engine.decoder import Decoder, DecoderLayer
+from kernels.few_rows_linear import LEAST_DEPTH
+
+
+def with_sums_in_any_order(decoder: Decoder) -> Decoder:
+    """Return a decoder whose passes of few rows take less time, and differ in their last bits from run to run.
+
+    What a draft proposes need not be the same each time. Where this is not built for the decoder's layers, it is
+    returned as it is.
+    """
+    if decoder.eight_bit_head is not None or not all(map(_is_built_for, decoder.layers)):
+        return decoder
+    return replace(decoder, layers=[replace(layer, wide_norms=_wide_norms(layer)) for layer in decoder.layers])
+
+
+def _is_built_for(layer: DecoderLayer) -> bool:
+    more = layer.out_bias, layer.attention_out_norm, layer.mlp_out_norm, layer.full_norms, layer.eight_bit
+    weights = layer.qkv, layer.out, layer.gate_up, layer.down
+    return (
+        None not in (layer.input_norm, layer.mlp_norm)
+        and all(part is None for part in more)
+        and all(weight.shape[1] % LEAST_DEPTH == 0 and weight.itemsize == 2 for weight in weights)
+    )
+
+
+def _wide_norms(layer: DecoderLayer) -> tuple[Tensor, Tensor]:
+    assert layer.input_norm is not None
+    assert layer.mlp_norm is not None
+    return layer.input_norm.float(), layer.mlp_norm.float()
