@@ -17,8 +17,7 @@ from kernels.compiling import compiles_only
 from kernels.embedding import embed_in_float32
 from kernels.few_rows_linear import MOST_ROWS, EightBitWeight, few_rows_linear, takes
 from kernels.gated_activation import silu_and_multiply
-from kernels.residual_linear import RmsNorm, Unscaled, add_linear, gated_of_norm, parts_of_norm
-from kernels.residual_linear import takes as takes_residual
+from kernels.residual_linear import MOST_NORMED_ROWS, RmsNorm, Unscaled, add_linear, gated_of_norm, parts_of_norm
 from kernels.rms_norm import add_rms_norm, add_scaled
 from kernels.rotary import rotate_and_write_kv
 from kernels.skinny_linear import is_skinny, skinny_linear
@@ -53,7 +52,7 @@ class DecoderLayer:
     head_norms: [2, head_dim], of each head's query and of each head's key (Qwen3).
     full_norms: [heads * head_dim] and [kv_heads * head_dim], of all heads' queries and keys together (OLMo-2).
     rotates: whether the layer turns queries and keys by their positions. eight_bit: what passes of few rows read.
-    wide_norms: input_norm and mlp_norm in float32, where passes of few rows may add sums in any order.
+    wide_norms: input_norm and mlp_norm in float32, where passes of few rows add sums in any order.
     """
 
     input_norm: Tensor | None
@@ -82,7 +81,8 @@ class Decoder:
     rotate, mostly all.
     epsilon: of all norms. attention_scale: what products of queries and keys are multiplied by. embedding_scale,
     residual_scale, logits_scale: what embeddings, the outputs of attention and MLP, and logits are multiplied by
-    (Granite). eight_bit_head: the lm_head in 8 bits, if the layers are held so, too.
+    (Granite). eight_bit_head: the lm_head in 8 bits, if the layers are held so, too. in_any_order: whether passes of
+    few rows add sums in any order: they differ in their last bits from run to run, and take less time.
     """
 
     embedding: Tensor
@@ -99,6 +99,7 @@ class Decoder:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     eight_bit_head: EightBitWeight | None = None
+    in_any_order: bool = False
 
     can_capture = True  # in CUDA graphs
 
@@ -155,8 +156,7 @@ class Decoder:
             return attend(index, queries).flatten(1)
 
         rows = max(len(token_ids), 0 if logits_rows is None else len(logits_rows))
-        in_any_order = self.layers[0].wide_norms is not None and takes_residual(rows, self.embedding.shape[1])
-        if in_any_order and rows > _SKINNY_ROWS:
+        if self._adds_in_any_order(rows):
             return _run_in_any_order(self, token_ids, attention, logits_rows, kernels)
         hidden = F.embedding(token_ids, self.embedding)
         if self.embedding_scale != 1.0:
@@ -169,6 +169,13 @@ class Decoder:
         if kernels == "triton" and stays_skinny and not norms_outputs and self.eight_bit_head is None:
             return _run_skinny(self, hidden, attention, logits_rows)
         return _run_wide(self, hidden, attention, logits_rows, kernels)
+
+    def _adds_in_any_order(self, rows: int) -> bool:
+        """Whether a pass of so many rows adds sums in any order. Weights of 16 bits are read sooner by skinny layers
+        where there are hardly any rows.
+        """
+        least, most = (1, MOST_ROWS) if self.eight_bit_head is not None else (_SKINNY_ROWS + 1, MOST_NORMED_ROWS)
+        return self.in_any_order and least <= rows <= most
 
 
 def _norm_all_heads(qkv: Tensor, norms: tuple[Tensor, Tensor], epsilon: float, backend: Backend) -> Tensor:
@@ -261,23 +268,50 @@ def _add_and_norm(
 def _run_in_any_order(
     decoder: Decoder, token_ids: Tensor, attention: AttendToQkv, logits_rows: Tensor | None, backend: Backend
 ) -> Tensor:
-    """Return the logits of a few rows, of a decoder that says that sums may be added in any order."""
+    """Return the logits of a few rows, of a decoder whose layers add to a residual in float32, in any order."""
     residual = embed_in_float32(token_ids, decoder.embedding, decoder.embedding_scale, backend)
-    scale, epsilon = decoder.residual_scale, decoder.epsilon
+    scale, of_norms = decoder.residual_scale, (decoder.epsilon, backend)
     for index, layer in decoder.numbered_layers:
-        assert layer.wide_norms is not None
-        input_norm, mlp_norm = (RmsNorm(weight, epsilon) for weight in layer.wide_norms)
-        attended = attention(index, parts_of_norm(residual, input_norm, layer.qkv, backend))
+        weights = layer.eight_bit or layer
+        attended = attention(index, _qkv_of(layer, residual, *of_norms))
         if logits_rows is not None and index == decoder.num_layers - 1:
             if not len(logits_rows):
                 return attended.new_empty(0, len(decoder.lm_head))
             attended, residual = attended[logits_rows], residual[logits_rows]
-        add_linear(residual, attended, layer.out, scale, backend)
-        inner = gated_of_norm(residual, mlp_norm, layer.gate_up, backend)
-        add_linear(residual, inner, layer.down, scale, backend)
-    normed, _ = add_rms_norm(residual, None, decoder.norm, epsilon, backend, dtype=decoder.norm.dtype)
-    logits = _linear(normed, decoder.lm_head, None, backend)
+        add_linear(residual, attended, weights.out, scale, backend)
+        add_linear(residual, _inner_of(layer, residual, *of_norms), weights.down, scale, backend)
+    half = torch.float16 if decoder.eight_bit_head is not None else None
+    normed, _ = add_rms_norm(residual, None, decoder.norm, *of_norms, dtype=half or decoder.norm.dtype)
+    logits = few_rows_linear(
+        normed, decoder.eight_bit_head or decoder.lm_head, None, backend=backend, dtype=decoder.norm.dtype
+    )
     return logits if decoder.logits_scale == 1.0 else logits * decoder.logits_scale
+
+
+def _qkv_of(layer: DecoderLayer, residual: Tensor, epsilon: float, backend: Backend) -> Tensor | Unscaled:
+    """Return a layer's queries, keys and values of a residual in float32. In 8 bits its norm is a launch of its own,
+    since inputs that are normed as they are read keep such weights waiting.
+    """
+    if layer.eight_bit is None:
+        assert layer.wide_norms is not None
+        return parts_of_norm(residual, RmsNorm(layer.wide_norms[0], epsilon), layer.qkv, backend)
+    normed = _norm_to_half(residual, layer.input_norm, epsilon, backend)
+    how = layer.qkv_bias, False, True, backend, layer.qkv.dtype
+    return few_rows_linear(normed, layer.eight_bit.qkv, *how)
+
+
+def _inner_of(layer: DecoderLayer, residual: Tensor, epsilon: float, backend: Backend) -> Tensor:
+    """Return what the MLP of a layer has between its linear layers."""
+    if layer.eight_bit is None:
+        assert layer.wide_norms is not None
+        return gated_of_norm(residual, RmsNorm(layer.wide_norms[1], epsilon), layer.gate_up, backend)
+    normed = _norm_to_half(residual, layer.mlp_norm, epsilon, backend)
+    return few_rows_linear(normed, layer.eight_bit.gate_up, gated=True, backend=backend)
+
+
+def _norm_to_half(residual: Tensor, weight: Tensor | None, epsilon: float, backend: Backend) -> Tensor:
+    assert weight is not None
+    return add_rms_norm(residual, None, weight, epsilon, backend, dtype=torch.float16)[0]
 
 
 def _run_skinny(decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits_rows: Tensor | None) -> Tensor:

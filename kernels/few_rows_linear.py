@@ -144,8 +144,9 @@ def launch_few_rows(
 ) -> None:
     """Launch the kernel: of a layer as of `few_rows_linear`, or of one of kernels.residual_linear.
 
-    norm: [inputs] float32, what x, then in float32, is multiplied by; squares: [parts, rows] float32, where the sums of
-    the squares of x go; None: outputs are scaled by them, as an RMSNorm with `epsilon` is. adds: to out, times scale.
+    norm: [inputs] float32, what x, then in float32, is multiplied by; the weight is of 16 bits. squares: [parts, rows]
+    float32, where the sums of the squares of x go; None: outputs are scaled by them, as an RMSNorm with `epsilon` is.
+    adds: to out, times scale.
     """
     values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
     rows, inputs = x.shape

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
-from kernels.few_rows_linear import LEAST_DEPTH, Tuning, launch_few_rows
+from kernels.few_rows_linear import LEAST_DEPTH, MOST_ROWS, Tuning, Weight, launch_few_rows
 from kernels.gated_activation import silu_and_multiply
 
-MOST_ROWS = 32  # more have no room in shared memory, in float32
+MOST_NORMED_ROWS = 32  # more have no room in shared memory, in float32
 _PROGRAMS = 132  # the multiprocessors of an H100 or H200
 
 
@@ -44,28 +44,24 @@ class Unscaled:
         return self.parts.sum(0) * torch.rsqrt(self.squares.sum(0) / self.size + self.epsilon)[:, None]
 
 
-def takes(rows: int, inputs: int) -> bool:
-    """Return whether Triton takes so many rows of so many inputs."""
-    return rows <= MOST_ROWS and inputs % LEAST_DEPTH == 0
-
-
 def add_linear(
     residual: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     scale: float = 1.0,
     backend: str = "torch",
     tuning: Tuning | None = None,
 ) -> None:
     """Add scale * x @ weight.T to the residual, in place.
 
-    residual: [rows, outputs] float32; x: [rows, inputs], weight: [outputs, inputs], of 16 bits
+    residual: [rows, outputs] float32; x: [rows, inputs], of 16 bits; weight: [outputs, inputs]
     """
-    _check("add_linear", x, backend)
+    _check("add_linear", x, MOST_ROWS, backend)
     if backend == "torch":
-        residual += scale * F.linear(x, weight).float()
+        values = weight if isinstance(weight, Tensor) else weight.in_order()
+        residual += scale * F.linear(x.to(values.dtype), values).float()
         return
-    launch_few_rows(x, weight, residual, tuning or cut(*weight.shape), adds=True, scale=scale)
+    launch_few_rows(x, weight, residual, tuning or cut(weight), adds=True, scale=scale)
 
 
 def gated_of_norm(
@@ -75,12 +71,11 @@ def gated_of_norm(
 
     residual: [rows, inputs] float32; weight: [outputs, inputs], of 16 bits, the gates first
     """
-    _check("gated_of_norm", residual, backend)
+    _check("gated_of_norm", residual, MOST_NORMED_ROWS, backend)
     if backend == "torch":
-        normed = _multiply_normed(residual, norm, weight).scaled()
-        return silu_and_multiply(normed).to(weight.dtype)
-    out = torch.empty(len(residual), len(weight) // 2, dtype=weight.dtype, device=weight.device)
-    tuning = tuning or cut_gated(weight.shape[1])
+        return silu_and_multiply(_multiply_normed(residual, norm, weight).scaled()).to(weight.dtype)
+    out = torch.empty(len(residual), len(weight) // 2, dtype=weight.dtype, device=residual.device)
+    tuning = tuning or cut_gated(weight)
     launch_few_rows(residual, weight, out, tuning, gated=True, norm=norm.weight, epsilon=norm.epsilon)
     return out
 
@@ -92,10 +87,10 @@ def parts_of_norm(
 
     residual: [rows, inputs] float32; weight: [outputs, inputs], of 16 bits
     """
-    _check("parts_of_norm", residual, backend)
+    _check("parts_of_norm", residual, MOST_NORMED_ROWS, backend)
     if backend == "torch":
         return _multiply_normed(residual, norm, weight)
-    tuning = tuning or cut(*weight.shape)
+    tuning = tuning or cut(weight)
     rows, device = len(residual), residual.device
     parts = torch.empty(tuning.parts, rows, len(weight), device=device)
     squares = torch.empty(tuning.parts, rows, device=device)
@@ -108,24 +103,29 @@ def _multiply_normed(residual: Tensor, norm: RmsNorm, weight: Tensor) -> Unscale
     return Unscaled(out[None], residual.pow(2).sum(1)[None], residual.shape[1], norm.epsilon)
 
 
-def _check(operation: str, x: Tensor, backend: str) -> None:
+def _check(operation: str, x: Tensor, most_rows: int, backend: str) -> None:
     check_backend(operation, backend)
-    if backend == "triton" and (not takes(*x.shape) or not x.is_contiguous()):
+    rows, inputs = x.shape
+    if backend == "triton" and (rows > most_rows or inputs % LEAST_DEPTH or not x.is_contiguous()):
         raise ValueError(
-            f"{operation}: Triton takes up to {MOST_ROWS} contiguous rows of a multiple of {LEAST_DEPTH} inputs, got "
+            f"{operation}: Triton takes up to {most_rows} contiguous rows of a multiple of {LEAST_DEPTH} inputs, got "
             f"{list(x.shape)} with strides {x.stride()}"
         )
 
 
-# How layers are cut: among the fastest of those measured on an H200 with layers of 0.5B and 1B (docs/performance.md).
+# How layers are cut: among the fastest of those measured on an H200 with layers of 0.5B, 1B and 8B
+# (docs/performance.md).
 
 
-def cut(outputs: int, inputs: int) -> Tuning:
-    """One program for each multiprocessor, about."""
-    columns = 64
-    parts = min(inputs // LEAST_DEPTH, max(1, _PROGRAMS // -(-outputs // columns)))
-    return Tuning(columns, LEAST_DEPTH, 4, 6, parts)
+def cut(weight: Weight) -> Tuning:
+    """One program for each multiprocessor, about; of weights in 8 bits up to two, that are shorter."""
+    if not isinstance(weight, Tensor):
+        depth = 2 * LEAST_DEPTH if weight.values.shape[1] % (2 * LEAST_DEPTH) == 0 else LEAST_DEPTH
+        return Tuning(64, depth, 4, 4, min(4, weight.values.shape[1] // depth))
+    outputs, inputs = weight.shape
+    parts = min(inputs // LEAST_DEPTH, max(1, _PROGRAMS // -(-outputs // 64)))
+    return Tuning(64, LEAST_DEPTH, 4, 6, parts)
 
 
-def cut_gated(inputs: int) -> Tuning:
-    return Tuning(64, LEAST_DEPTH, 4, 4 if inputs > 8 * LEAST_DEPTH else 3)
+def cut_gated(weight: Tensor) -> Tuning:
+    return Tuning(64, LEAST_DEPTH, 4, 4 if weight.shape[1] > 8 * LEAST_DEPTH else 3)

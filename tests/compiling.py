@@ -18,7 +18,8 @@ module, name, types, variants = json.loads(sys.argv[1])
 kernel = getattr(importlib.import_module(module), name)
 names, compiled = kernel.arg_names, []
 for fixed in variants:
-    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+    own = types | fixed.pop("types", {})
+    signature = {name: "constexpr" if name in fixed else own[name] for name in names}
     fixed = {(names.index(name),): tuple(value) if isinstance(value, list) else value for name, value in fixed.items()}
     pointers = [(index,) for index, name in enumerate(names) if signature[name].startswith("*")]
     aligned = {at: [["tt.divisibility", 16]] for at in pointers}
@@ -37,8 +38,8 @@ def compile_for_a_gpu(
     """Compile a kernel of a module for a Hopper GPU, in whose shared memory it fits; return the PTX of each variant.
 
     types: Triton's names for the types of what is passed at a launch, pointers to multiples of 16 as tensors' are.
-    variants: the values of everything else, None of tensors that are not there, which may have a type. cache: a folder
-    for what Triton keeps.
+    variants: the values of everything else, None of tensors that are not there, which may have a type; "types": those
+    that a variant has of its own. cache: a folder for what Triton keeps.
     """
     given = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     asked = json.dumps([module, kernel, dict(types), [dict(each) for each in variants]])

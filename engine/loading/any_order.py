@@ -11,16 +11,17 @@ from kernels.few_rows_linear import LEAST_DEPTH
 def with_sums_in_any_order(decoder: Decoder) -> Decoder:
     """Return a decoder whose passes of few rows take less time, and differ in their last bits from run to run.
 
-    What a draft proposes need not be the same each time. Where this is not built for the decoder's layers, it is
-    returned as it is.
+    What a draft proposes need not be the same each time. Where this is not built for a decoder's layers, it is returned
+    as it is.
     """
-    if decoder.eight_bit_head is not None or not all(map(_is_built_for, decoder.layers)):
+    if not all(map(_is_built_for, decoder.layers)):
         return decoder
-    return replace(decoder, layers=[replace(layer, wide_norms=_wide_norms(layer)) for layer in decoder.layers])
+    layers = [replace(layer, wide_norms=_wide_norms(layer)) for layer in decoder.layers]
+    return replace(decoder, layers=layers, in_any_order=True)
 
 
 def _is_built_for(layer: DecoderLayer) -> bool:
-    more = layer.out_bias, layer.attention_out_norm, layer.mlp_out_norm, layer.full_norms, layer.eight_bit
+    more = layer.out_bias, layer.attention_out_norm, layer.mlp_out_norm, layer.full_norms
     weights = layer.qkv, layer.out, layer.gate_up, layer.down
     return (
         None not in (layer.input_norm, layer.mlp_norm)

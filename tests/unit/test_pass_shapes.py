@@ -12,6 +12,7 @@ from torch import Tensor
 import engine.decoder
 from engine.decoder import Decoder, DecoderLayer
 from engine.loading.any_order import with_sums_in_any_order
+from engine.loading.eight_bit import with_eight_bit_weights
 from kernels.backends import Backend
 from kernels.paged_attention import (
     Batch,
@@ -21,7 +22,7 @@ from kernels.paged_attention import (
     paged_attention_with_block_weights,
     paged_attention_with_read_weights,
 )
-from kernels.residual_linear import MOST_ROWS as MOST_IN_ANY_ORDER
+from kernels.residual_linear import MOST_NORMED_ROWS
 from kernels.skinny_linear import MAX_ROWS, is_skinny, skinny_linear
 
 pytest.importorskip("triton")
@@ -80,13 +81,17 @@ def test_a_pass(rows: int, group: int) -> None:
         torch.testing.assert_close(ours, wanted, atol=0.06, rtol=0.03)
 
 
-@pytest.mark.parametrize("rows", [2, 3, MOST_IN_ANY_ORDER, MOST_IN_ANY_ORDER + 1])
-def test_a_pass_that_adds_sums_in_any_order(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "in_eight_bits"),
+    [*((rows, False) for rows in (2, 3, MOST_NORMED_ROWS, MOST_NORMED_ROWS + 1)), (1, True), (40, True)],
+)
+def test_a_pass_that_adds_sums_in_any_order(rows: int, in_eight_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives what another pass gives, but for rounding; where there are few or many rows it is that pass."""
     plain, used = decoder_of(8, hidden=256, inner=384), Mock(wraps=engine.decoder._run_in_any_order)
     monkeypatch.setattr(engine.decoder, "_run_in_any_order", used)
+    plain = with_eight_bit_weights(plain) if in_eight_bits else plain
     ours = run(with_sums_in_any_order(plain), rows, "triton")
-    assert used.called == (2 < rows <= MOST_IN_ANY_ORDER)
+    assert used.called == (in_eight_bits or 2 < rows <= MOST_NORMED_ROWS)
     for one, other in zip(ours, run(plain, rows, "torch"), strict=True):
         torch.testing.assert_close(one, other, atol=0.06, rtol=0.03)
 

@@ -9,17 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.embedding import embed_in_float32
-from kernels.few_rows_linear import LEAST_DEPTH, Tuning, asked_ahead
-from kernels.residual_linear import MOST_ROWS, RmsNorm, add_linear, cut, cut_gated, gated_of_norm, parts_of_norm
+from kernels.few_rows_linear import LEAST_DEPTH, MOST_ROWS, EightBitWeight, Tuning, Weight, asked_ahead, quantize
+from kernels.residual_linear import MOST_NORMED_ROWS, RmsNorm, add_linear, cut, cut_gated, gated_of_norm, parts_of_norm
 from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no arithmetic of bfloat16
 EPSILON = 1e-5
+EIGHT_BITS = pytest.mark.parametrize("in_eight_bits", [False, True], ids=["16 bits", "8 bits"])
 CLOSE: dict[str, float] = {"rtol": 2**-6, "atol": 2**-6}
 # rows, outputs, inputs, parts: outputs that fill no tile, and parts of which one is longer than another
-SIZES = [(1, 40, 128, 1), (7, 64, 640, 3), (17, 130, 384, 2), (MOST_ROWS, 16, 256, 2)]
+SIZES = [(1, 40, 128, 1), (7, 64, 640, 3), (17, 130, 384, 2), (MOST_NORMED_ROWS, 16, 256, 2)]
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -27,7 +28,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def weight_of(outputs: int, inputs: int) -> Tensor:
-    return random(outputs, inputs, seed=1, dtype=torch.float32).div(inputs**0.5).to(DTYPE)
+    return (random(outputs, inputs, seed=1) / inputs**0.5).to(DTYPE)
 
 
 def norm_of(size: int) -> RmsNorm:
@@ -39,14 +40,18 @@ def normed(residual: Tensor, norm: RmsNorm) -> Tensor:
     return wide * torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + EPSILON) * norm.weight
 
 
+@EIGHT_BITS
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "parts"), SIZES)
-def test_a_layer_is_added_to_the_residual(rows: int, outputs: int, inputs: int, parts: int) -> None:
-    x, weight = random(rows, inputs, dtype=DTYPE), weight_of(outputs, inputs)
-    before = random(rows, outputs, seed=3)
-    wanted = before.double() + 0.5 * x.double() @ weight.double().T
+def test_a_layer_is_added_to_the_residual(
+    rows: int, outputs: int, inputs: int, parts: int, in_eight_bits: bool
+) -> None:
+    x, weight, before = random(rows, inputs, dtype=DTYPE), weight_of(outputs, inputs), random(rows, outputs, seed=3)
+    held: Weight = quantize(weight) if in_eight_bits else weight
+    exact = weight.double() if isinstance(held, Tensor) else held.in_order().double()
+    wanted = before.double() + 0.5 * x.double() @ exact.T
     for backend in ("triton", "torch"):
         residual = before.clone()
-        add_linear(residual, x, weight, 0.5, backend, Tuning(64, 128, 4, 3, parts))
+        add_linear(residual, x, held, 0.5, backend, Tuning(64, 128, 4, 3, parts))
         torch.testing.assert_close(residual.double(), wanted, **CLOSE)
 
 
@@ -85,7 +90,7 @@ def test_what_triton_does_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match=r"gated_of_norm: .* multiple of 128 inputs, got \[4, 96\]"):
         gated_of_norm(random(4, 96), norm, weight, "triton")
     with pytest.raises(ValueError, match=r"parts_of_norm: Triton takes up to 32 contiguous rows"):
-        parts_of_norm(random(MOST_ROWS + 1, 128), norm_of(128), weight_of(32, 128), "triton")
+        parts_of_norm(random(MOST_NORMED_ROWS + 1, 128), norm_of(128), weight_of(32, 128), "triton")
     with pytest.raises(ValueError, match=r"add_linear: .* with strides \(256, 2\)"):
         add_linear(random(2, 32), random(2, 256, dtype=DTYPE)[:, ::2], weight_of(32, 128), 1.0, "triton")
 
@@ -93,16 +98,16 @@ def test_what_triton_does_not_take_is_refused() -> None:
 def test_it_compiles_for_a_gpu_as_it_is_cut(tmp_path: Path) -> None:
     """In all three forms, with as many rows as it takes."""
     outputs, inputs = 3072, 2048
-    types = {"x_ptr": "*fp32", "norm_ptr": "*fp32", "values_ptr": "*bf16", "squares_ptr": "*fp32", "out_ptr": "*fp32"}
-    nothing = {"scales_ptr": None, "bias_ptr": None}
-    shared: dict[str, Any] = nothing | {
+    types = {f"{name}_ptr": "*fp32" for name in ("x", "norm", "squares", "out")}
+    types |= {"values_ptr": "*bf16", "rows": "i32"}
+    shared: dict[str, Any] = {
+        "bias_ptr": None,
         "outputs": outputs,
         "inputs": inputs,
         "epsilon": EPSILON,
         "scale": 1.0,
-        "ROWS": MOST_ROWS,
+        "ROWS": MOST_NORMED_ROWS,
         "COLUMNS": 64,
-        "DEPTH": LEAST_DEPTH,
         "PDL": True,
         "GATED": False,
         "ADD": False,
@@ -110,11 +115,18 @@ def test_it_compiles_for_a_gpu_as_it_is_cut(tmp_path: Path) -> None:
 
     def variant(tuning: Tuning, **more: Any) -> dict[str, Any]:
         ahead = asked_ahead(max(LEAST_DEPTH, inputs // tuning.parts), 2)
-        return shared | {"PARTS": tuning.parts, "STAGES": tuning.stages, "AHEAD": ahead} | more
+        of_tuning = {"PARTS": tuning.parts, "STAGES": tuning.stages, "DEPTH": tuning.depth, "AHEAD": ahead}
+        return shared | of_tuning | more
 
-    plain, gated = cut(outputs, inputs), cut_gated(inputs)
-    variants = [variant(plain), variant(gated, GATED=True, squares_ptr=None)]
-    where = "kernels.few_rows_linear", "_few_rows_linear_kernel"
-    compile_for_a_gpu(*where, types | {"rows": "i32"}, variants, tmp_path)
-    adding = variant(plain, ADD=True, norm_ptr=None, squares_ptr=None)
-    compile_for_a_gpu(*where, types | {"rows": "i32", "x_ptr": "*bf16"}, [adding], tmp_path)
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16)
+    light = EightBitWeight(torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn), torch.empty(outputs))
+    nothing, adds = {"scales_ptr": None}, {"ADD": True, "norm_ptr": None, "squares_ptr": None}
+    adding = {"types": {"x_ptr": "*bf16"}} | adds
+    adding_light = {"types": {"x_ptr": "*bf16", "values_ptr": "*i32", "scales_ptr": "*fp32"}, "ROWS": MOST_ROWS} | adds
+    variants = [
+        variant(cut(weight), **nothing),
+        variant(cut_gated(weight), GATED=True, squares_ptr=None, **nothing),
+        variant(cut(weight), **adding, **nothing),
+        variant(cut(light), **adding_light),
+    ]
+    compile_for_a_gpu("kernels.few_rows_linear", "_few_rows_linear_kernel", types, variants, tmp_path)
