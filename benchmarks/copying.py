@@ -16,14 +16,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from tqdm import tqdm
 
 import models
 from config import TargetSettings
 from config.sections import READ_AT_ONCE
 from draft_service.drafter import Drafter
-from engine.loading.model import default_device, load_model, resolve_dtype
+from engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
 from engine.loading.runner import make_runner
 from engine.loading.tokenizer import load_tokenizer
 from engine.model_runner import ModelRunner
@@ -179,7 +178,7 @@ def run(flags: argparse.Namespace) -> None:
         Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _runners(loaded: list[nn.Module], settings: TargetSettings, kv_tokens: int) -> list[ModelRunner]:
+def _runners(loaded: list[LoadedModel], settings: TargetSettings, kv_tokens: int) -> list[ModelRunner]:
     """Return runners for a target of these settings, and for a draft if there is one, which wait for each step: what it
     gave is replaced by what is dictated.
     """

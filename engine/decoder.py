@@ -6,7 +6,7 @@ linear layers that include what stands beside them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +106,10 @@ class Decoder:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def with_vocabulary(self, count: int) -> "Decoder":
+        """Return the decoder with the logits of the ids below `count` alone."""
+        return replace(self, lm_head=self.lm_head[:count])
 
     @property
     def numbered_layers(self) -> list[tuple[int, DecoderLayer]]:

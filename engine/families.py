@@ -1,46 +1,52 @@
-"""Which transformers architectures engine.decoder runs, and how their weights become its description.
+"""Which transformers architectures engine.decoder runs: how they name their weights, and of what shapes these are.
 
-A family is a row of a table: the names of its modules. All else is read from the model's config and modules. The
-weights are those of the transformers model, whose modules keep working: they become views of the fused ones.
+A family is a row of a table. All else is read from the model's config. engine.loading.fused reads the weights.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
-
-from engine.decoder import Decoder, DecoderLayer
+Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class ModuleNames:
-    """How a family names its layers' modules; a norm that it does not have is None.
+class Family:
+    """How a family names what its layers are made of; a norm that it does not have is None.
 
     qkv, gate_up: the linear layers whose rows are queries, keys, values, and gate, up; one name if they are fused.
+    bias: of attention: "none"; "qkv", of queries, keys and values; "config", of these and of the output where the
+    config asks for it (attention_bias). normed: what norms of queries and keys are over, if there are any.
+    partly_rotary: whether the config may let only a part of a head's dimensions rotate. says: what a config.json has to
+    say beside what all families say, since the family gives its absence a meaning of its own (engine.loading.config).
     """
 
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     input_norm: str | None = "input_layernorm"
     attention_out_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_out_norm: str | None = None
+    bias: Literal["none", "qkv", "config"] = "config"
+    normed: Literal["nothing", "each head", "all heads"] = "nothing"
+    partly_rotary: bool = False
+    says: tuple[str, ...] = ()
 
 
 FAMILIES = {
-    "llama": ModuleNames(),
-    "mistral": ModuleNames(),
-    "qwen2": ModuleNames(),
-    "qwen3": ModuleNames(),
-    "granite": ModuleNames(),
-    "smollm3": ModuleNames(),
-    "phi3": ModuleNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
-    "olmo2": ModuleNames(
+    "llama": Family(),
+    "mistral": Family(bias="none", says=("sliding_window",)),
+    "qwen2": Family(bias="qkv", says=("use_sliding_window",)),
+    "qwen3": Family(normed="each head", says=("use_sliding_window", "head_dim")),
+    "granite": Family(says=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")),
+    "smollm3": Family(says=("use_sliding_window", "no_rope_layers")),
+    "phi3": Family(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",), bias="none", partly_rotary=True),
+    "olmo2": Family(
         input_norm=None,
         attention_out_norm="post_attention_layernorm",
         mlp_norm=None,
         mlp_out_norm="post_feedforward_layernorm",
+        normed="all heads",
     ),
 }
 
@@ -55,7 +61,7 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
     alibi = getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt")
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     activation = getattr(config, "hidden_act", None)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = head_dim(config)
     window = sliding_window(config)
     features = {
         "a mixture of experts": experts,
@@ -63,6 +69,7 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
         "attention with linear biases (ALiBi)": alibi,
         f"a sliding window of {window} tokens": window,
         f"the architecture {config.model_type} (there is {', '.join(FAMILIES)})": config.model_type not in FAMILIES,
+        "quantized weights": getattr(config, "quantization_config", None),
         f"the activation {activation} (there is silu)": activation != "silu",
         "biases in the MLP": getattr(config, "mlp_bias", False),
         f"rotary embedding of kind {rotary}, which depends on a sequence's length": rotary in ("dynamic", "longrope"),
@@ -70,6 +77,11 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
         and (dim < 16 or dim & (dim - 1)),
     }
     return next((feature for feature, needed in features.items() if needed), None)
+
+
+def head_dim(config: Any) -> int:
+    """Return the dimensions of a head of attention."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def sliding_window(config: Any) -> int | None:
@@ -80,86 +92,44 @@ def sliding_window(config: Any) -> int | None:
     return int(window) if window < config.max_position_embeddings else None
 
 
-@torch.inference_mode()
-def read_decoder(model: nn.Module) -> Decoder:
-    """Describe a transformers causal LM, and fuse its weights in place.
+def weight_shapes(config: Any) -> Shapes:
+    """Return the shapes of all weights that a checkpoint of one of FAMILIES has, by name.
 
-    Raises NotImplementedError, naming the feature, for a model that needs more than the fused decoder does.
+    The head is among them also where it is tied to the embedding, and a checkpoint need not have it.
     """
-    config: Any = model.config
-    feature = unbuilt_feature(config, next(model.parameters()).is_cuda)
-    if feature is not None:
-        raise NotImplementedError(
-            f"{config.model_type}: the fused decoder is not built for {feature}: use --enforce-eager"
-        )
-    inner: Any = model.model
-    cosines, sines = _rotary_table(inner, config.max_position_embeddings)
-    return Decoder(
-        embedding=inner.embed_tokens.weight,
-        layers=[_read_layer(layer, FAMILIES[config.model_type]) for layer in inner.layers],
-        norm=inner.norm.weight,
-        lm_head=model.lm_head.weight,  # type: ignore[union-attr,arg-type]
-        cosines=cosines,
-        sines=sines,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        epsilon=config.rms_norm_eps,
-        attention_scale=inner.layers[0].self_attn.scaling,
-        embedding_scale=getattr(config, "embedding_multiplier", 1.0),
-        residual_scale=getattr(config, "residual_multiplier", 1.0),
-        logits_scale=1 / getattr(config, "logits_scaling", 1.0),
-    )
+    vocab, hidden = config.vocab_size, config.hidden_size
+    layer = _layer_shapes(config, FAMILIES[config.model_type])
+    return {
+        EMBEDDING: (vocab, hidden),
+        **{
+            f"{layer_name(index)}{name}": shape
+            for index in range(config.num_hidden_layers)
+            for name, shape in layer.items()
+        },
+        NORM: (hidden,),
+        HEAD: (vocab, hidden),
+    }
 
 
-def _read_layer(layer: Any, names: ModuleNames) -> DecoderLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = [getattr(attention, name) for name in names.qkv]
-    head_norms, full_norms = _read_norms_of_heads(attention)
-    return DecoderLayer(
-        input_norm=_norm_of(layer, names.input_norm),
-        qkv=_fuse([module.weight for module in projections]),
-        qkv_bias=None if projections[0].bias is None else torch.cat([module.bias for module in projections]),
-        out=attention.o_proj.weight,
-        out_bias=attention.o_proj.bias,
-        attention_out_norm=_norm_of(layer, names.attention_out_norm),
-        mlp_norm=_norm_of(layer, names.mlp_norm),
-        gate_up=_fuse([getattr(mlp, name).weight for name in names.gate_up]),
-        down=mlp.down_proj.weight,
-        mlp_out_norm=_norm_of(layer, names.mlp_out_norm),
-        head_norms=head_norms,
-        full_norms=full_norms,
-        rotates=bool(getattr(attention, "use_rope", True)),
-    )
+def layer_name(index: int) -> str:
+    """Return what the names of a layer's weights begin with."""
+    return f"model.layers.{index}."
 
 
-def _norm_of(layer: Any, name: str | None) -> Tensor | None:
-    return None if name is None else getattr(layer, name).weight
-
-
-def _read_norms_of_heads(attention: Any) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-    """Return head_norms and full_norms of a DecoderLayer: by their length they are of a head or of all heads."""
-    if not hasattr(attention, "q_norm"):
-        return None, None
-    queries, keys = attention.q_norm.weight, attention.k_norm.weight
-    if len(queries) == len(keys) == attention.head_dim:
-        return torch.stack([queries, keys]), None
-    return None, (queries, keys)
-
-
-def _fuse(weights: list[nn.Parameter]) -> Tensor:
-    """Return one matrix of several; the parameters become views of it, so that nothing is held twice."""
-    if len(weights) == 1:
-        return weights[0].data
-    fused = torch.cat([weight.data for weight in weights])
-    for weight, part in zip(weights, fused.split([len(weight) for weight in weights]), strict=True):
-        weight.data = part
-    return fused
-
-
-def _rotary_table(inner: Any, positions: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [positions, turned / 2] float32."""
-    device = inner.embed_tokens.weight.device
-    like = torch.zeros(1, dtype=torch.float32, device=device)
-    cosines, sines = inner.rotary_emb(like, torch.arange(positions, device=device)[None])
-    half = cosines.shape[-1] // 2
-    return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
+def _layer_shapes(config: Any, family: Family) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = (heads * head_dim(config) for heads in (config.num_attention_heads, config.num_key_value_heads))
+    shapes: Shapes = {"self_attn.o_proj.weight": (hidden, queries), "mlp.down_proj.weight": (hidden, inner)}
+    biased = family.bias == "qkv" or (family.bias == "config" and getattr(config, "attention_bias", False))
+    for names, rows in ((family.qkv, (queries, keys, keys)), (family.gate_up, (inner, inner))):
+        for name, count in zip(names, rows if len(names) > 1 else (sum(rows),), strict=True):
+            shapes[f"{name}.weight"] = (count, hidden)
+            if biased and names is family.qkv:
+                shapes[f"{name}.bias"] = (count,)
+    if biased and family.bias == "config":
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if family.normed != "nothing":
+        of_queries, of_keys = (queries, keys) if family.normed == "all heads" else (head_dim(config),) * 2
+        shapes |= {"self_attn.q_norm.weight": (of_queries,), "self_attn.k_norm.weight": (of_keys,)}
+    norms = family.input_norm, family.attention_out_norm, family.mlp_norm, family.mlp_out_norm
+    return shapes | {f"{norm}.weight": (hidden,) for norm in norms if norm is not None}

@@ -1,14 +1,13 @@
 """A model run by transformers' own modules: any architecture whose layers all use full attention, without graphs.
 
-Its attention is registered with transformers as `specahead`. Causality is enforced by positions in the kernels, so no
-mask is ever built.
+Its attention is registered with transformers as `specahead` (engine.loading.module). Causality is enforced by positions
+in the kernels, so no mask is ever built.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.decoder import Attend
 from kernels.kv_write import write_kv
@@ -65,8 +64,18 @@ class ModulesDecoder:
         logits: Tensor = result.logits[0, :, : self.vocab]
         return logits
 
+    def with_vocabulary(self, count: int) -> "ModulesDecoder":
+        """Return the decoder with the logits of the ids below `count` alone; the module's head is cut in place."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+        for name in ("weight", "bias"):
+            values = getattr(head, name, None)
+            if values is not None:
+                setattr(head, name, nn.Parameter(values.data[:count], requires_grad=False))
+        head.out_features = count
+        return replace(self, vocab=count)
 
-def _attention(
+
+def attend_in_pass(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -77,7 +86,10 @@ def _attention(
     running: _Pass | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, tokens, dim]; key, value [1, kv_heads, tokens, dim] -> [1, tokens, heads, dim], None"""
+    """The attention that transformers' modules call. Raises NotImplementedError for what they ask of it beside.
+
+    query [1, heads, tokens, dim]; key, value [1, kv_heads, tokens, dim] -> [1, tokens, heads, dim], None
+    """
     if running is None:
         raise RuntimeError("the 'specahead' attention runs within a pass; call the model through a runner")
     unsupported = [k for k, v in keywords.items() if v is not None and v is not False and k not in _HARMLESS]
@@ -94,9 +106,3 @@ def _attention(
     kept = slots >= 0
     write_kv(running.k_pages[layer], running.v_pages[layer], slots[kept], keys[kept], values[kept])
     return running.attend(layer, queries.contiguous())[None], None
-
-
-def register() -> None:
-    """Make `attn_implementation="specahead"` known to transformers. Harmless when repeated."""
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)

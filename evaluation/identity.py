@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from torch import nn
 from tqdm import tqdm
 
 from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from engine.kv.pages import PAGE_SIZE, pages_for
-from engine.loading.model import default_device, load_model, resolve_dtype
+from engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
@@ -155,7 +154,7 @@ def _first_difference(wanted: dict[str, list[int]], got: dict[str, list[int]]) -
 
 
 def _generate(
-    target: nn.Module, draft: nn.Module, plan: Plan, requests: Requests, mix: str, frames: int | None
+    target: LoadedModel, draft: LoadedModel, plan: Plan, requests: Requests, mix: str, frames: int | None
 ) -> tuple[dict[str, list[int]], dict[str, float]]:
     """What each session generated. frames None: no tiers."""
     verifier = Verifier(
@@ -189,7 +188,7 @@ def _generate(
     return tokens, verifier.totals
 
 
-def _open_target(model: nn.Module, requests: Requests, mix: str, frames: int | None) -> ModelRunner:
+def _open_target(model: LoadedModel, requests: Requests, mix: str, frames: int | None) -> ModelRunner:
     pages = requests.pages(mix)
     return make_runner(
         model,

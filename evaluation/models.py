@@ -4,12 +4,14 @@ import hashlib
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from engine.decoder import Decoder
 from engine.loading.eight_bit import with_eight_bit_weights
 from engine.loading.model import load_model
-from engine.loading.runner import make_decoder, make_runner
+from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
+from engine.modules import ModulesDecoder
 
 
 def load_runner(
@@ -21,9 +23,8 @@ def load_runner(
     NotImplementedError for a model that this is not built for.
     """
     loaded = load_model(model, dtype, device)
-    decoder = make_decoder(loaded)
-    drafting = with_eight_bit_weights(decoder) if drafts_in_eight_bits else None
-    return make_runner(loaded, kv_tokens, decoder=decoder, drafting=drafting, enforce_eager=True)
+    drafting = with_eight_bit_weights(loaded.decoder) if drafts_in_eight_bits else None
+    return make_runner(loaded, kv_tokens, drafting=drafting, enforce_eager=True)
 
 
 def model_hash(model: str) -> str:
@@ -38,17 +39,20 @@ def model_hash(model: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def output_projections(model: nn.Module) -> list[Tensor]:
+def output_projections(decoder: Decoder | ModulesDecoder) -> list[Tensor]:
     """Return each layer's attention output projection, [hidden, heads * head_dim].
 
     Raises NotImplementedError for an architecture whose attention has none under a name that we know.
     """
+    if isinstance(decoder, Decoder):
+        return [layer.out for layer in decoder.layers]
     found: dict[int, Tensor] = {}
-    for module in model.modules():
+    for module in decoder.model.modules():
         layer = getattr(module, "layer_idx", None)
         names = [name for name in ("o_proj", "out_proj", "dense", "c_proj", "wo") if hasattr(module, name)]
         if layer is not None and names:
             found[layer] = getattr(module, names[0]).weight.detach()
-    if sorted(found) != list(range(model.config.num_hidden_layers)):  # type: ignore[union-attr,arg-type]
-        raise NotImplementedError(f"{type(model).__name__}: no output projection of attention found in every layer")
+    if sorted(found) != list(range(decoder.num_layers)):
+        name = type(decoder.model).__name__
+        raise NotImplementedError(f"{name}: no output projection of attention found in every layer")
     return [found[layer] for layer in sorted(found)]

@@ -1,10 +1,9 @@
 """What a service opens before it serves: a model that fits its settings, with KV."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from config import ModelSettings
@@ -13,11 +12,12 @@ from engine.decoder import Decoder
 from engine.families import unbuilt_feature
 from engine.grammars import Grammars
 from engine.kv.pages import PAGE_SIZE
+from engine.loading.config import load_config
 from engine.loading.eight_bit import with_eight_bit_weights
 from engine.loading.memory import backing_store_tokens, bytes_of_token, context_of, room_for_kv
-from engine.loading.model import default_device, limit_vocabulary, load_model, resolve_dtype
-from engine.loading.runner import make_decoder, make_runner
-from engine.loading.shape import ModelShape, load_config, read_shape
+from engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
+from engine.loading.runner import make_runner
+from engine.loading.shape import ModelShape
 from engine.loading.tokenizer import (
     count_token_ids,
     load_generation_config,
@@ -25,7 +25,6 @@ from engine.loading.tokenizer import (
     stop_token_ids,
     tokenizer_hash,
 )
-from engine.modules import ModulesDecoder
 from engine.runner import Runner
 
 # No passes, all of few rows, or of these what a later pass judges: those that draft for the model itself, or screen.
@@ -48,17 +47,14 @@ class _Loaded:
     if it does so."""
 
     settings: ModelSettings
-    module: nn.Module
+    model: LoadedModel
     tokenizer: PreTrainedTokenizerBase
-    decoder: Decoder | ModulesDecoder
     drafting: Decoder | None
-    shape: ModelShape
-    dtype: torch.dtype
     device: str
 
     def room(self, beside: int = 0) -> int:
         """Return the tokens of KV to make room for, once all weights are loaded (engine.loading.memory)."""
-        return room_for_kv(self.settings, self.shape, self.dtype, self.device, beside)
+        return room_for_kv(self.settings, self.model.shape, self.model.dtype, self.device, beside)
 
 
 def open_model(settings: ModelSettings, eight_bit: EightBit = "none") -> OpenedModel:
@@ -80,7 +76,7 @@ def open_both(
     eight_bit, of_second: as of `open_model`, which says what this raises, of each model.
     """
     second, first = _load(beside, of_second), _load(settings, eight_bit)
-    tokens = first.room(bytes_of_token(second.shape, second.dtype))
+    tokens = first.room(bytes_of_token(second.model.shape, second.model.dtype))
     rounds = beside.max_sessions * (2 * beside.widest_round + PAGE_SIZE)
     return _open(first, tokens), _open(second, beside.kv_tokens or tokens + rounds)
 
@@ -94,19 +90,19 @@ def _load(settings: ModelSettings, eight_bit: EightBit = "none") -> _Loaded:
     loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # which is measured in the shape of its config
-        limit_vocabulary(loaded, count_token_ids(tokenizer))
-    decoder = make_decoder(loaded)
-    light = None if eight_bit == "none" else with_eight_bit_weights(decoder)
+        loaded = loaded.with_vocabulary(count_token_ids(tokenizer))
+    light = None if eight_bit == "none" else with_eight_bit_weights(loaded.decoder)
     if device != "cpu":
         torch.cuda.empty_cache()  # what making the weights has left over is room for KV
-    decoders = (decoder, light) if eight_bit == "drafting" else (light or decoder, None)
-    return _Loaded(settings, loaded, tokenizer, *decoders, read_shape(loaded.config), dtype, device)
+    if light is not None and eight_bit == "all":
+        loaded = replace(loaded, decoder=light)
+    return _Loaded(settings, loaded, tokenizer, light if eight_bit == "drafting" else None, device)
 
 
 def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
     """Return a loaded model with KV for so many tokens on its device. Raises ValueError if that is too little."""
-    settings, shape = loaded.settings, loaded.shape
-    backing, context = backing_store_tokens(settings, shape, loaded.dtype), context_of(settings, shape)
+    settings, shape = loaded.settings, loaded.model.shape
+    backing, context = backing_store_tokens(settings, shape, loaded.model.dtype), context_of(settings, shape)
     if settings.host_kv_memory and backing < max(context, tokens):
         raise ValueError(
             f"{settings.model}: KV for {backing} tokens fits on the host, the backing store of all of it; a context "
@@ -114,12 +110,11 @@ def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
             "or kv_memory"
         )
     runner = make_runner(
-        loaded.module,
+        loaded.model,
         tokens,
         backing,
         context,
         settings.dense_layers,
-        loaded.decoder,
         enforce_eager=settings.enforce_eager,
         step_queries=settings.most_drafted + 1,
         most_queries=settings.widest_round,

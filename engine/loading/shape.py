@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig
-
-from engine.families import sliding_window
+from engine.families import head_dim, sliding_window
+from engine.loading.config import load_config
 
 
 @dataclass(frozen=True)
@@ -34,20 +33,14 @@ def read_shape(config: Any) -> ModelShape:
             f"{config.model_type}: a sliding window of {window} tokens; only attention to all tokens is built, with "
             "--enforce-eager too"
         )
-    heads = config.num_attention_heads
     return ModelShape(
         num_layers=config.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim(config),
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
     )
-
-
-def load_config(model: str) -> Any:
-    """Return the transformers config in a folder or of a Hugging Face id."""
-    return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 
 def load_shape(model: str) -> ModelShape:

@@ -5,11 +5,17 @@ import json
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+from engine.loading.config import load_config
 
 
 def load_tokenizer(model: str) -> Any:
     """Return the tokenizer in a folder or of a Hugging Face id; code from the hub is never run."""
-    return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    named = get_tokenizer_config(model)
+    # transformers reads the config by itself where the tokenizer's class has to be found by that of the config.
+    config = load_config(model) if "tokenizer_class" in named and "auto_map" not in named else None
+    return AutoTokenizer.from_pretrained(model, config=config, trust_remote_code=False)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

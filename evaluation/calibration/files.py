@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.kv.pages import PAGE_SIZE
-from engine.loading.model import default_device, load_model, resolve_dtype
-from engine.loading.runner import make_runner
+from engine.loading.model import default_device, resolve_dtype
 from engine.loading.tokenizer import load_tokenizer
 from evaluation.calibration.counting import calibrate
 from evaluation.calibration.plans import to_plan
@@ -28,8 +27,7 @@ def calibrate_files(
     device = default_device()
     dtype = resolve_dtype("auto", device)
     room = settings.context + PAGE_SIZE
-    draft_runner, loaded = load_runner(draft, dtype, device, room), load_model(target, dtype, device)
-    target_runner = make_runner(loaded, room, enforce_eager=True)
+    draft_runner, target_runner = (load_runner(model, dtype, device, room) for model in (draft, target))
     texts, text_hash = read_passages(files, load_tokenizer(target), passages, settings.context)
     provenance = _provenance(draft, target, files, passages, text_hash)
     task = json.dumps([provenance, asdict(settings)])
@@ -39,7 +37,7 @@ def calibrate_files(
         target_runner,
         texts,
         settings,
-        output_projections(loaded),
+        output_projections(target_runner.decoder),
         draft_heads,
         load_progress(progress_file, task),
         lambda counted: save_progress(progress_file, task, counted),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.loading.model import load_model
+from engine.loading.module import load_module
 from models import TARGET
 from tests.client import generate
 from tests.stack import Services, start_gateway, start_services
@@ -62,7 +62,7 @@ def run(services: Services, prompts: list[list[int]], at_once: int, drafted: boo
 )
 def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[int]], flags: tuple[str, ...]) -> None:
     outputs = run(start_services("--dtype", "bfloat16", *flags), prompts, 8)
-    model: Any = load_model(str(TARGET), torch.float32, "cpu", "sdpa")
+    model: Any = load_module(str(TARGET), torch.float32, "cpu", "sdpa")
     followed = 0
     for prompt, tokens in zip(prompts, outputs, strict=True):
         with torch.inference_mode():

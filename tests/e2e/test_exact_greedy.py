@@ -10,7 +10,7 @@ import pytest
 import torch
 from openai import NotFoundError, OpenAI
 
-from engine.loading.model import load_model
+from engine.loading.module import load_module
 from models import DRAFT, TARGET
 from protos import inference_pb2
 from tests.client import APPROXIMATE, EXACT, generate, metric, read_by_rounds
@@ -43,7 +43,7 @@ def greedy() -> Proof:
     Each must be the likeliest by transformers' logits after the prompt and the tokens before it, which makes them, one
     after the other, those of its greedy `generate`; one pass says it of all.
     """
-    model: Any = load_model(str(TARGET), torch.float32, "cpu", "sdpa")
+    model: Any = load_module(str(TARGET), torch.float32, "cpu", "sdpa")
     proven: dict[tuple[int, ...], list[int]] = {}
 
     def is_greedy(prompt: list[int], tokens: list[int]) -> bool:

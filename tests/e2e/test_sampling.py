@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.loading.model import load_model
+from engine.loading.module import load_module
 from models import TARGET
 from tests.client import generate
 from tests.stack import Services, Stack, start_gateway, start_services
@@ -31,7 +31,7 @@ main()
 @torch.inference_mode()
 def _distributions(prompt: list[int]) -> list[dict[int, float]]:
     """The target's distribution of each of the first three tokens, by plain enumeration of all prefixes."""
-    model: Any = load_model(str(TARGET), torch.float32, "cpu", "sdpa")
+    model: Any = load_module(str(TARGET), torch.float32, "cpu", "sdpa")
     prefixes: dict[tuple[int, ...], float] = {(): 1.0}
     marginals: list[dict[int, float]] = []
     for _ in range(3):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from engine.loading.model import load_model
+from engine.loading.module import load_module
 from engine.sampling import Sampling
 from models import TARGET
 from tests.stack import Stack
@@ -19,7 +19,7 @@ STOP = 198
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load_model(str(TARGET), torch.float32, "cpu", "sdpa")
+    return load_module(str(TARGET), torch.float32, "cpu", "sdpa")
 
 
 @pytest.fixture(scope="module")

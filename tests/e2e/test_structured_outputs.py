@@ -10,7 +10,7 @@ import torch
 from openai import OpenAI
 
 from engine.grammars import Grammars
-from engine.loading.model import load_model
+from engine.loading.module import load_module
 from models import TARGET
 from orchestrator.compile_grammar import make_source
 from orchestrator.structured_outputs import SPACES
@@ -83,7 +83,7 @@ def test_a_text_that_is_cut_off_need_not_parse(client: OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load_model(str(TARGET), torch.float32, "cpu", "sdpa")
+    return load_module(str(TARGET), torch.float32, "cpu", "sdpa")
 
 
 @torch.inference_mode()

@@ -45,6 +45,18 @@ MUTANTS: list[Mutant] = [
         ("the last layer goes on with other rows", "residual = attended[logits_rows], ", "residual = attended[: len(logits_rows)], "),
     ),
     *_of(
+        "engine/loading/fused.py",
+        "test_checkpoints",
+        ("a weight of another shape is repeated to fit", "if tensor.shape != part.shape:", "if False:"),
+        ("a head that differs is tied all the same", "return embedding if torch.equal(head, embedding) else head", "return embedding"),
+    ),
+    *_of(
+        "engine/loading/config.py",
+        "test_checkpoints",
+        ("what a family fills in is not asked for", "all(name in values for name in family.says)", "True"),
+        ("a quantized checkpoint is taken for a plain one", '("use_sliding_window", "quantization_config", "per_layer_config")', '("use_sliding_window", "per_layer_config")'),
+    ),
+    *_of(
         "engine/decoder.py",
         "test_eight_bit_decoder",
         ("more rows give logits than read 8 bits", "light is None or len(x) > MOST_ROWS", "light is None"),

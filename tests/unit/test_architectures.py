@@ -12,26 +12,18 @@ import torch
 import transformers
 
 from engine.decoder import Decoder
-from engine.families import FAMILIES, read_decoder, sliding_window, unbuilt_feature
+from engine.families import FAMILIES, sliding_window, unbuilt_feature
 from engine.inputs import Logits, SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading import runner as loading_runner
-from engine.loading.model import load_model
+from engine.loading.fused import read_decoder
+from engine.loading.model import load_model, load_modules
+from engine.loading.module import load_module
+from engine.loading.runner import make_runner
 from engine.loading.shape import read_shape
-from engine.modules import ModulesDecoder
 from engine.runner import Runner
 from evaluation.models import load_runner
 from kernels.backends import Backend
-
-HEAD = 16 if torch.cuda.is_available() else 8  # dimensions: kernels on a GPU take no fewer
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 4 * HEAD,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-}
+from tests.unit.tiny_models import CONFIGS, FUSED, HEAD, SIZES, save_tiny, sizes
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LONG = {
@@ -40,60 +32,20 @@ LONG = {
     "short_factor": [1.0] * (HEAD // 2),
     "long_factor": [2.0] * (HEAD // 2),
 }
-
-
-def sizes(heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
-    return SIZES | {"num_attention_heads": heads, "num_key_value_heads": kv_heads} | others
-
-
-# How many query heads share a KV head: 1, 2, 3, 4 or 7.
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**sizes(4, 2, head_dim=16)),
-    "llama, biases, tied": lambda: transformers.LlamaConfig(
-        **sizes(6, 2, hidden_size=6 * HEAD), attention_bias=True, tie_word_embeddings=True
-    ),
-    "mistral": lambda: transformers.MistralConfig(**sizes(4, 1), sliding_window=None),
-    "qwen2": lambda: transformers.Qwen2Config(**sizes(7, 1, hidden_size=7 * HEAD)),
-    "qwen3": lambda: transformers.Qwen3Config(**sizes(6, 2, head_dim=HEAD)),
-    "qwen3, groups of 7": lambda: transformers.Qwen3Config(**sizes(14, 2, head_dim=16)),
-    "phi3": lambda: transformers.Phi3Config(**sizes(4, 4), pad_token_id=0),
-    "phi3, partly rotary": lambda: transformers.Phi3Config(
-        **sizes(6, 2, hidden_size=96), pad_token_id=0, partial_rotary_factor=0.75
-    ),
-    "granite": lambda: transformers.GraniteConfig(
-        **sizes(4, 1), embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=4.0
-    ),
-    "olmo2": lambda: transformers.Olmo2Config(**sizes(4, 4)),
-    "olmo2, groups of 4": lambda: transformers.Olmo2Config(**sizes(8, 2, hidden_size=8 * HEAD)),
-    "smollm3": lambda: transformers.SmolLM3Config(
-        **sizes(6, 2, hidden_size=6 * HEAD), no_rope_layer_interval=2, pad_token_id=0
-    ),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
-}
 ALL: list[Logits] = ["all"] * 4
 NONE: list[Logits] = ["none"] * 4
 LAST: list[Logits] = ["last"] * 4
-FUSED = [name for name in CONFIGS if name != "gpt_neox"]
 
 
 @pytest.fixture
 def folder(request: Any, tmp_path: Path) -> str:
-    torch.manual_seed(0)
-    config = CONFIGS[request.param]()
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # biases and norms are constants at first, which would hide them
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path)
+    save_tiny(CONFIGS[request.param](), tmp_path)
     return str(tmp_path)
 
 
 @pytest.mark.parametrize("folder", CONFIGS, indirect=True)
-def test_logits_of_the_modules_equal_eager_transformers(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading_runner, "unbuilt_feature", lambda *_, **__: "anything")
-    runner = load_runner(folder, torch.float32, "cpu", 512)
-    assert isinstance(runner.decoder, ModulesDecoder)
-    check_logits(folder, runner)
+def test_logits_of_the_modules_equal_eager_transformers(folder: str) -> None:
+    check_logits(folder, make_runner(load_modules(folder, torch.float32, "cpu"), 512))
 
 
 @pytest.mark.parametrize("folder", FUSED, indirect=True)
@@ -108,7 +60,7 @@ def check_logits(folder: str, runner: Runner) -> None:
 
     In some passes all rows give logits, in some those of one sequence, or the last of each, or none.
     """
-    reference = load_model(folder, torch.float32, "cpu", "eager")
+    reference = load_module(folder, torch.float32, "cpu", "eager")
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in (1, 17, 40, 75)]
     with torch.inference_mode():
@@ -151,12 +103,11 @@ def test_a_sliding_window_is_refused_where_it_hides_tokens() -> None:
     assert sliding_window(unused) is None
 
 
-def test_a_sliding_window_is_refused_in_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sliding_window_is_refused_in_the_step(tmp_path: Path) -> None:
     """A model that asks attention for something by keyword must not be answered as if it had not."""
     config = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=256)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    monkeypatch.setattr(loading_runner, "unbuilt_feature", lambda *_, **__: "anything")
-    runner = load_runner(str(tmp_path), torch.float32, "cpu", 64)
+    runner = make_runner(load_modules(str(tmp_path), torch.float32, "cpu"), 64)
     with pytest.raises(NotImplementedError, match="sliding_window"):
         runner.forward([SequenceInput(SequenceKV(), [1, 2, 3], "all")])
 
@@ -177,10 +128,8 @@ def test_a_sliding_window_is_refused_in_the_step(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_the_fused_decoder_names_what_it_does_not_do(config: Any, feature: str) -> None:
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config())
     with pytest.raises(NotImplementedError, match=rf"{feature}.*use --enforce-eager"):
-        read_decoder(model)
+        read_decoder(config(), {}, torch.float32, "cpu")
 
 
 def test_heads_that_no_kernel_takes_are_refused_on_a_gpu_alone() -> None:
@@ -212,7 +161,8 @@ def check_kernels(folder: str, rows: int, giving: list[int]) -> None:
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no arithmetic of bfloat16
-    decoder = read_decoder(load_model(folder, dtype, device, "eager"))
+    decoder = load_model(folder, dtype, device).decoder
+    assert isinstance(decoder, Decoder)
     token_ids, positions = torch.arange(2 * rows, device=device).view(2, rows)
     slots = torch.arange(1, rows + 1, device=device)
     logits_rows = torch.tensor(giving, dtype=torch.int64, device=device)

@@ -209,7 +209,7 @@ def test_prompts_are_read_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch
 def test_prompts_read_a_share_of_what_is_before_them_but_in_layers_that_read_all() -> None:
     """Side by side with one that reads everything."""
     model = load_model(str(models.TARGET), torch.float32, "cpu")
-    layers = tuple(range(model.config.num_hidden_layers))  # type: ignore[union-attr,arg-type]
+    layers = tuple(range(model.shape.num_layers))
     hows = {
         "dense": None,
         "all layers dense": SparsePrompt(0.2, layers),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import models
 from engine.loading.model import load_model
+from engine.loading.module import load_module
 from engine.model_runner import ModelRunner
 from evaluation.calibration import (
     CalibrationSettings,
@@ -41,7 +42,7 @@ def pair() -> tuple[ModelRunner, ModelRunner]:
 
 @pytest.fixture(scope="module")
 def projections() -> list[Tensor]:
-    return output_projections(load_model(str(models.TARGET), torch.float32, "cpu"))
+    return output_projections(load_model(str(models.TARGET), torch.float32, "cpu").decoder)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def count(
 
 def whole_matrices(model: str, tokens: list[int], last: int) -> Tensor:
     """Mean weights by block of the three queries before `last`: [layers, heads, blocks], by transformers itself."""
-    loaded = load_model(model, torch.float32, "cpu", "eager")
+    loaded = load_module(model, torch.float32, "cpu", "eager")
     attentions = loaded(torch.tensor([tokens[:last]]), output_attentions=True).attentions
     rows = torch.stack([a[0, :, -3:, :] for a in attentions])  # [layers, heads, 3, tokens]
     return rows.unflatten(-1, (-1, 16)).sum(-1).mean(2)

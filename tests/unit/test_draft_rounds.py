@@ -21,8 +21,8 @@ from draft_service.sessions import TargetPeer
 from engine.grammars import Grammars, unpack_mask
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV, pages_for
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner, modules_decoder
+from engine.loading.model import load_model, load_modules
+from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.rounds import launches
 from engine.sampling import USE_DRAFT, Sampling, uniforms
@@ -58,7 +58,7 @@ def runner() -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def reference(runner: ModelRunner) -> ModelRunner:
-    decoder = modules_decoder(load_model(str(models.DRAFT), torch.float32, DEVICE))
+    decoder = load_modules(str(models.DRAFT), torch.float32, DEVICE).decoder
     sizes = runner.kv.num_layers, runner.kv.kv_heads, runner.kv.k_pages[0].shape[3]
     kv = KVCache(*sizes, pages_for(1024), device=DEVICE)
     return ModelRunner(decoder, kv, VOCAB, 1000, attention_backend="torch")

@@ -1,5 +1,6 @@
 """A decoder whose passes of few rows read weights in 8 bits, against one whose weights are rounded so."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from engine.decoder import Decoder
 from engine.inputs import Logits, SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.loading.eight_bit import with_eight_bit_weights
-from engine.loading.model import load_model
-from engine.loading.runner import make_decoder, make_runner, modules_decoder
+from engine.loading.model import load_model, load_modules
+from engine.loading.runner import make_runner
 from kernels.backends import Backend
 from kernels.few_rows_linear import MOST_ROWS, quantize
 
@@ -48,14 +49,14 @@ def round_weights(decoder: Decoder) -> None:
 def logits(folder: str, rounded: str, tokens: int, given: Logits = "all") -> Tensor:
     """Return the logits of a prompt of so many tokens. rounded: how weights are: not, in 8 bits, or rounded as these"""
     loaded = load_model(folder, DTYPE, DEVICE)
-    decoder = make_decoder(loaded)
+    decoder = loaded.decoder
     assert isinstance(decoder, Decoder)
     with torch.inference_mode():
         if rounded == "8 bits":
             decoder = with_eight_bit_weights(decoder)
         elif rounded:
             round_weights(decoder)
-    runner = make_runner(loaded, 1024, max_context=400, decoder=decoder)
+    runner = make_runner(replace(loaded, decoder=decoder), 1024, max_context=400)
     prompt = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
     (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, given)])
     assert output.logits is not None
@@ -83,7 +84,7 @@ def test_more_rows_may_give_logits_than_read_8_bits(folder: str) -> None:
     """The last layer then reads the weights as they are. Interpreted where there is no GPU."""
     pytest.importorskip("triton")
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no arithmetic of bfloat16
-    decoder = make_decoder(load_model(folder, dtype, DEVICE))
+    decoder = load_model(folder, dtype, DEVICE).decoder
     assert isinstance(decoder, Decoder)
     decoder = with_eight_bit_weights(decoder)
     tokens = torch.arange(6, device=DEVICE).view(2, 3)
@@ -102,7 +103,7 @@ def test_more_rows_may_give_logits_than_read_8_bits(folder: str) -> None:
 
 def test_what_is_not_built_is_refused(folder: str, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="built for the fused decoder"):
-        with_eight_bit_weights(modules_decoder(load_model(folder, DTYPE, DEVICE)))
+        with_eight_bit_weights(load_modules(folder, DTYPE, DEVICE).decoder)
     transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)).save_pretrained(tmp_path / "olmo2")
     with pytest.raises(NotImplementedError, match="norm what attention and MLP read, alone"):
-        with_eight_bit_weights(make_decoder(load_model(str(tmp_path / "olmo2"), DTYPE, DEVICE)))
+        with_eight_bit_weights(load_model(str(tmp_path / "olmo2"), DTYPE, DEVICE).decoder)

@@ -12,14 +12,13 @@ import pytest
 import torch
 import transformers
 
-from engine.families import read_decoder
 from engine.graphs import Captured
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner, modules_decoder
+from engine.loading.model import load_model, load_modules
+from engine.loading.runner import make_runner
 from engine.logit_rules import rules_of
 from engine.model_runner import PINNED_SEQUENCES, ModelRunner
 from engine.ruled_judging import judge_by_rules
@@ -74,7 +73,7 @@ class Pair:
 
     def __init__(self, folder: str, sequences: int) -> None:
         self.graphs = make_runner(load_model(folder, torch.float32, DEVICE), 4096, max_context=400)
-        modules, kv = modules_decoder(load_model(folder, torch.float32, DEVICE)), self.graphs.kv
+        modules, kv = load_modules(folder, torch.float32, DEVICE).decoder, self.graphs.kv
         of_model = kv.num_layers, kv.kv_heads, kv.k_pages[0].shape[3]
         self.plain = ModelRunner(modules, KVCache(*of_model, 256, device=DEVICE), VOCAB, 400, attention_backend="torch")
         self.runners = (self.plain, self.graphs)
@@ -261,13 +260,3 @@ def test_a_deterministic_runner_gives_the_same_whatever_runs_beside(
     alone = logits(first, 1, 0)
     many = logits(first, 5, 11)
     assert same(alone[:VOCAB], many[:VOCAB])
-
-
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_fused_weights_are_held_once(folder: str) -> None:
-    model = load_model(folder, torch.float32, DEVICE)
-    decoder = read_decoder(model)
-    attention = model.model.layers[0].self_attn  # type: ignore[union-attr,index]
-    for part in (attention.q_proj, attention.k_proj, attention.v_proj):
-        inside = part.weight.data_ptr() - decoder.layers[0].qkv.data_ptr()
-        assert 0 <= inside < decoder.layers[0].qkv.nbytes

@@ -14,6 +14,7 @@ import models
 from config import SettingsError, TargetSettings
 from draft_service.drafter import Drafter
 from engine.loading.model import load_model
+from engine.loading.module import load_module
 from engine.loading.runner import make_runner
 from engine.sampling import Sampling
 from sparsity.plan import load_plan
@@ -279,7 +280,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bo
     """first: before a draft is asked, which goes on where nothing is guessed; else there is no draft. screened: by
     sparse attention over KV in tiers, a quarter of which lies on the device.
     """
-    model = load_model(str(models.TARGET), torch.float32, "cpu", "sdpa")
+    model = load_model(str(models.TARGET), torch.float32, "cpu")
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(4, 4096, (length,), generator=generator).tolist() * 3 for length in (20, 90)]
     if screened:
@@ -294,7 +295,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bo
     verifier = Verifier(make_runner(model, *room, 1000, (), **widths), plan, given)
     steps: Any = verifier
     if first:
-        draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu", "sdpa"), 4000, 0, 1000, ())
+        draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu"), 4000, 0, 1000, ())
         steps = StepsByTurns(verifier, Drafter(draft, plan, given.own_draft))
     served: dict[str, list[int]] = {"0": [], "1": []}
 
@@ -310,8 +311,9 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bo
     assert counted["ngram_accepted_tokens"] > 50
     assert (counted["confirmed_tokens"] > 40) == (verifier.totals.get("kv_fetched_pages", 0) > 0) == screened
     assert (counted["rounds"] > counted["ngram_rounds"]) == first
+    reference: Any = load_module(str(models.TARGET), torch.float32, "cpu", "sdpa")
     for name, text in enumerate(texts):
-        expected = model.generate(  # type: ignore[operator]
+        expected = reference.generate(
             torch.tensor([text]), do_sample=False, max_new_tokens=64, eos_token_id=None, pad_token_id=0
         )
         assert served[str(name)] == expected[0, len(text) :].tolist()

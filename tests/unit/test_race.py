@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kernels.rejection.layout
-from engine.loading.model import load_model
+from engine.loading.module import load_module
 from engine.sampling import USE_TARGET, uniforms
 from kernels.rejection import draw, draw_own, race, truncated_probs
 from kernels.rejection.race import arrivals
@@ -104,7 +104,7 @@ def test_the_bundled_pair_draws_the_same_more_often_than_not(
     """`pytest -rP` prints how often, beside draws by separate numbers and the rule of speculative sampling."""
     texts = [tokenizer.encode(book[30_000:34_000])[:500] for book in books]
     with torch.inference_mode():
-        models = [load_model(str(model), torch.float32, "cpu", "sdpa") for model in (TARGET, DRAFT)]
+        models = [load_module(str(model), torch.float32, "cpu", "sdpa") for model in (TARGET, DRAFT)]
         rows = [torch.cat([model(torch.tensor([text])).logits[0, 200:] for text in texts]) for model in models]
     heat, nucleus = torch.full((len(rows[0]),), temperature), torch.full((len(rows[0]),), top_p)
     p, q = (truncated_probs(each, heat, nucleus) for each in rows)

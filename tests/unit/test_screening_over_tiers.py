@@ -12,6 +12,7 @@ import torch
 from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
+from engine.decoder import Decoder
 from engine.kv.pages import PAGE_SIZE
 from engine.kv.tiered import TieredKV
 from engine.loading.model import load_model
@@ -69,9 +70,11 @@ class Served:
         self.verifier = Verifier(self.runner, PLAN, settings)
         loaded = load_model(str(folder), torch.float32, DEVICE)
         torch.manual_seed(1)
-        with torch.no_grad():
-            for parameter in loaded.parameters():
-                parameter *= 1 + 0.01 * torch.randn_like(parameter)
+        assert isinstance(loaded.decoder, Decoder)
+        with torch.inference_mode():
+            for layer in loaded.decoder.layers:
+                for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                    weight *= 1 + 0.01 * torch.randn_like(weight)
         self.drafter = Drafter(make_runner(loaded, 4000), PLAN, DraftSettings(**limits))
         self.to_target: list[m.DraftEvent] = []
         self.to_draft: list[m.TargetEvent] = []

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
+from engine.loading.model import load_model, load_modules
 from engine.model_runner import ModelRunner
+from engine.modules import ModulesDecoder
 from evaluation.attending import forward_attending, forward_weighing
 from evaluation.forks import fork
 from evaluation.just_in_time import SequenceKeys
@@ -397,7 +398,9 @@ def test_a_read_is_by_lists_or_by_a_budget() -> None:
 
 def test_output_projections() -> None:
     loaded = load_model(str(DRAFT), torch.float32, "cpu")
-    found = output_projections(loaded)
+    found = output_projections(loaded.decoder)
     assert [tuple(weight.shape) for weight in found] == [(128, 256)] * LAYERS
+    same = output_projections(load_modules(str(DRAFT), torch.float32, "cpu").decoder)
+    assert all(torch.equal(one, other) for one, other in zip(found, same, strict=True))
     with pytest.raises(NotImplementedError, match="no output projection"):
-        output_projections(type("Bare", (torch.nn.Module,), {"config": loaded.config})())
+        output_projections(ModulesDecoder(torch.nn.Module(), LAYERS, 4, 2, 0.125, 97))

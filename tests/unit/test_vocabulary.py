@@ -11,7 +11,7 @@ import models
 from config import ModelSettings
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
+from engine.loading.module import load_module
 from engine.loading.opening import OpenedModel, open_model
 from engine.loading.tokenizer import count_token_ids, load_tokenizer
 from wire.messages import Hello
@@ -59,7 +59,7 @@ def test_padding_is_never_chosen(sides: tuple[OpenedModel, OpenedModel]) -> None
     for side, source in zip(sides, (models.DRAFT, models.TARGET), strict=True):
         (output,) = side.runner.forward([SequenceInput(SequenceKV(), tokens, "all")])
         assert output.logits is not None
-        unpadded = load_model(str(source), torch.float32, "cpu", "eager")
+        unpadded = load_module(str(source), torch.float32, "cpu", "eager")
         with torch.inference_mode():
             wanted = unpadded(torch.tensor([tokens])).logits[0]
         torch.testing.assert_close(output.logits, wanted, atol=2e-4, rtol=1e-3)
