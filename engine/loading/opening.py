@@ -6,12 +6,13 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from config import ModelSettings
+from config import DraftSettings, ModelSettings
 from config.attention_backends import check_attention_backend
 from engine.decoder import Decoder
 from engine.families import unbuilt_feature
 from engine.grammars import Grammars
 from engine.kv.pages import PAGE_SIZE
+from engine.loading.any_order import with_sums_in_any_order
 from engine.loading.config import load_config
 from engine.loading.eight_bit import with_eight_bit_weights
 from engine.loading.memory import backing_store_tokens, bytes_of_token, context_of, room_for_kv
@@ -25,6 +26,7 @@ from engine.loading.tokenizer import (
     stop_token_ids,
     tokenizer_hash,
 )
+from engine.modules import ModulesDecoder
 from engine.runner import Runner
 
 # No passes, all of few rows, or of these what a later pass judges: those that draft for the model itself, or screen.
@@ -91,12 +93,29 @@ def _load(settings: ModelSettings, eight_bit: EightBit = "none") -> _Loaded:
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # which is measured in the shape of its config
         loaded = loaded.with_vocabulary(count_token_ids(tokenizer))
-    light = None if eight_bit == "none" else with_eight_bit_weights(loaded.decoder)
+    proposes = isinstance(settings, DraftSettings)
+    decoder, drafting = decoders_of(loaded.decoder, eight_bit, proposes, on_gpu=device != "cpu")
     if device != "cpu":
         torch.cuda.empty_cache()  # what making the weights has left over is room for KV
-    if light is not None and eight_bit == "all":
-        loaded = replace(loaded, decoder=light)
-    return _Loaded(settings, loaded, tokenizer, light if eight_bit == "drafting" else None, device)
+    return _Loaded(settings, replace(loaded, decoder=decoder), tokenizer, drafting, device)
+
+
+def decoders_of(
+    decoder: Decoder | ModulesDecoder, eight_bit: EightBit, proposes: bool, on_gpu: bool
+) -> tuple[Decoder | ModulesDecoder, Decoder | None]:
+    """Return what a model runs in, and what it drafts for itself and screens in, if it does that in 8 bits.
+
+    proposes: whether it is a draft. What is only proposed need not be the same each time: on a GPU its sums are added
+    in any order, which takes less time.
+    """
+    drafting = None if eight_bit == "none" else with_eight_bit_weights(decoder)
+    if eight_bit == "all" and drafting is not None:
+        decoder, drafting = drafting, None
+    if on_gpu and drafting is not None:
+        drafting = with_sums_in_any_order(drafting)
+    if on_gpu and proposes and isinstance(decoder, Decoder):
+        decoder = with_sums_in_any_order(decoder)
+    return decoder, drafting
 
 
 def _open(loaded: _Loaded, tokens: int) -> OpenedModel:

@@ -3,6 +3,7 @@
 1 to 16 rows, and groups of 1 to 8 query heads a KV head (Qwen2.5 has 7, Llama-3.2-3B and SmolLM2 have 3).
 """
 
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +14,7 @@ import engine.decoder
 from engine.decoder import Decoder, DecoderLayer
 from engine.loading.any_order import with_sums_in_any_order
 from engine.loading.eight_bit import with_eight_bit_weights
+from engine.loading.opening import EightBit, decoders_of
 from kernels.backends import Backend
 from kernels.paged_attention import (
     Batch,
@@ -157,3 +159,28 @@ def test_attention_that_gives_weights(rows: int, group: int) -> None:
 
     for ours, wanted in zip(run("triton"), run("torch"), strict=True):
         torch.testing.assert_close(ours, wanted, atol=3e-5, rtol=1e-4)
+
+
+def test_only_what_is_proposed_is_added_in_any_order() -> None:
+    """A draft's passes on a GPU, and those of few rows in which a target drafts for itself or screens; no others."""
+    plain = decoder_of(8, hidden=256, inner=384)
+
+    def in_any_order(eight_bit: EightBit, proposes: bool, on_gpu: bool = True) -> tuple[bool, bool | None]:
+        decoder, drafting = decoders_of(plain, eight_bit, proposes, on_gpu)
+        assert isinstance(decoder, Decoder)
+        assert (decoder.eight_bit_head is not None) == (eight_bit == "all")
+        return decoder.in_any_order, None if drafting is None else drafting.in_any_order
+
+    assert in_any_order("none", proposes=True) == in_any_order("all", proposes=True) == (True, None)
+    assert in_any_order("none", proposes=False) == (False, None)
+    assert in_any_order("drafting", proposes=False) == (False, True)
+    assert in_any_order("drafting", proposes=True, on_gpu=False) == (False, False)
+
+
+def test_layers_that_it_is_not_built_for_add_as_they_did() -> None:
+    plain = decoder_of(8, hidden=256, inner=384)
+    normed = replace(plain.layers[0], attention_out_norm=plain.norm)
+    for layer in (normed, replace(plain.layers[0], out_bias=plain.norm), replace(plain.layers[0], input_norm=None)):
+        decoder = replace(plain, layers=[layer])
+        assert with_sums_in_any_order(decoder) is decoder
+    assert not with_sums_in_any_order(decoder_of(1)).in_any_order  # 16 inputs
