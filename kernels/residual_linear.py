@@ -61,7 +61,7 @@ def add_linear(
         values = weight if isinstance(weight, Tensor) else weight.in_order()
         residual += scale * F.linear(x.to(values.dtype), values).float()
         return
-    launch_few_rows(x, weight, residual, tuning or cut(weight), adds=True, scale=scale)
+    launch_few_rows(x, weight, residual, tuning or cut(weight, len(x)), adds=True, scale=scale)
 
 
 def gated_of_norm(
@@ -90,8 +90,8 @@ def parts_of_norm(
     _check("parts_of_norm", residual, MOST_NORMED_ROWS, backend)
     if backend == "torch":
         return _multiply_normed(residual, norm, weight)
-    tuning = tuning or cut(weight)
     rows, device = len(residual), residual.device
+    tuning = tuning or cut(weight, rows)
     parts = torch.empty(tuning.parts, rows, len(weight), device=device)
     squares = torch.empty(tuning.parts, rows, device=device)
     launch_few_rows(residual, weight, parts, tuning, norm=norm.weight, squares=squares)
@@ -117,14 +117,15 @@ def _check(operation: str, x: Tensor, most_rows: int, backend: str) -> None:
 # (docs/performance.md).
 
 
-def cut(weight: Weight) -> Tuning:
+def cut(weight: Weight, rows: int) -> Tuning:
     """One program for each multiprocessor, about; of weights in 8 bits up to two, that are shorter."""
-    if not isinstance(weight, Tensor):
-        depth = 2 * LEAST_DEPTH if weight.values.shape[1] % (2 * LEAST_DEPTH) == 0 else LEAST_DEPTH
-        return Tuning(64, depth, 4, 4, min(4, weight.values.shape[1] // depth))
-    outputs, inputs = weight.shape
-    parts = min(inputs // LEAST_DEPTH, max(1, _PROGRAMS // -(-outputs // 64)))
-    return Tuning(64, LEAST_DEPTH, 4, 6, parts)
+    outputs, inputs = (weight if isinstance(weight, Tensor) else weight.values).shape
+    if isinstance(weight, Tensor):
+        parts = min(inputs // LEAST_DEPTH, max(1, _PROGRAMS // -(-outputs // 64)))
+        return Tuning(64, LEAST_DEPTH, 4, 6, parts)
+    if inputs % (2 * LEAST_DEPTH) or (rows > 16 and inputs > 8192):
+        return Tuning(64, LEAST_DEPTH, 4, 4, min(8, inputs // LEAST_DEPTH))
+    return Tuning(64, 2 * LEAST_DEPTH, 4, 4, min(4, inputs // (2 * LEAST_DEPTH)))
 
 
 def cut_gated(weight: Tensor) -> Tuning:

@@ -124,9 +124,9 @@ def test_it_compiles_for_a_gpu_as_it_is_cut(tmp_path: Path) -> None:
     adding = {"types": {"x_ptr": "*bf16"}} | adds
     adding_light = {"types": {"x_ptr": "*bf16", "values_ptr": "*i32", "scales_ptr": "*fp32"}, "ROWS": MOST_ROWS} | adds
     variants = [
-        variant(cut(weight), **nothing),
+        variant(cut(weight, MOST_NORMED_ROWS), **nothing),
         variant(cut_gated(weight), GATED=True, squares_ptr=None, **nothing),
-        variant(cut(weight), **adding, **nothing),
-        variant(cut(light), **adding_light),
+        variant(cut(weight, MOST_NORMED_ROWS), **adding, **nothing),
+        variant(cut(light, MOST_ROWS), **adding_light),
     ]
     compile_for_a_gpu("kernels.few_rows_linear", "_few_rows_linear_kernel", types, variants, tmp_path)
