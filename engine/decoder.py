@@ -281,7 +281,7 @@ def _run_in_any_order(
         if logits_rows is not None and index == decoder.num_layers - 1:
             if not len(logits_rows):
                 return attended.new_empty(0, len(decoder.lm_head))
-            attended, residual = attended[logits_rows], residual[logits_rows]
+            attended, residual = (rows[logits_rows] for rows in (attended, residual))
         add_linear(residual, attended, weights.out, scale, backend)
         add_linear(residual, _inner_of(layer, residual, *of_norms), weights.down, scale, backend)
     half = torch.float16 if decoder.eight_bit_head is not None else None

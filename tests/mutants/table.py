@@ -93,6 +93,30 @@ MUTANTS: list[Mutant] = [
         ("a word's last number loses its sign", "(words >> (8 * NUMBER))", "((words & 0x7FFFFFFF) >> (8 * NUMBER))"),
     ),
     *_of(
+        "kernels/few_rows_linear.py",
+        "test_residual_linear",
+        ("parts that are not the first leave no squares of their own", "squares_ptr + part * rows + row", "squares_ptr + row"),
+        ("gates are scaled by the norm and ups are not", "sums, ups = sums * by, ups * by", "sums, ups = sums * by, ups"),
+        ("parts are of the same length, whatever is left", "UNITS * part // PARTS * DEPTH", "UNITS // PARTS * part * DEPTH"),
+        ("outputs take the residual's place", "if ADD:", "if ADD and part > 0:"),
+    ),
+    *_of(
+        "kernels/rotary.py",
+        "test_rotary",
+        ("a bias is scaled as well", "    if by is not None:\n        total = total * by\n    if bias_ptr is not None:\n        total += tl.load(bias_ptr + at).to(tl.float32)\n", "    if bias_ptr is not None:\n        total += tl.load(bias_ptr + at).to(tl.float32)\n    if by is not None:\n        total = total * by\n"),
+    ),
+    *_of(
+        "engine/decoder.py",
+        "test_pass_shapes",
+        ("the residual is read as if its norm were the MLP's", "RmsNorm(layer.wide_norms[0], epsilon)", "RmsNorm(layer.wide_norms[1], epsilon)"),
+        ("passes of many rows add sums in any order", "return self.in_any_order and least <= rows <= most", "return self.in_any_order and least <= rows"),
+    ),
+    *_of(
+        "engine/loading/opening.py",
+        "test_pass_shapes",
+        ("a target's own passes add sums in any order", "if on_gpu and proposes and isinstance", "if on_gpu and isinstance"),
+    ),
+    *_of(
         "target_service/pacing.py",
         "test_never_a_loss",
         ("finding out what screening takes counts against drafting", "not seen.disturbed and not seen.tries", "not seen.disturbed"),
