@@ -52,7 +52,7 @@ class DecoderLayer:
     head_norms: [2, head_dim], of each head's query and of each head's key (Qwen3).
     full_norms: [heads * head_dim] and [kv_heads * head_dim], of all heads' queries and keys together (OLMo-2).
     rotates: whether the layer turns queries and keys by their positions. eight_bit: what passes of few rows read.
-    wide_norms: input_norm and mlp_norm in float32, where passes of few rows add sums in any order.
+    wide_norms: input_norm and mlp_norm in float32, where passes of few rows add sums in any order over 16 bits.
     """
 
     input_norm: Tensor | None

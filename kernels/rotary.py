@@ -46,21 +46,8 @@ def rotate_and_write_kv(
     check_backend("rotate_and_write_kv", backend)
     kv_heads, page_size, dim = k_pages.shape[1:]
     if backend == "torch":
-        if isinstance(qkv, Unscaled):
-            qkv = (qkv.scaled() if bias is None else qkv.scaled() + bias).to(k_pages.dtype)
-        elif qkv.dim() == 3:
-            qkv = qkv.sum(0).to(k_pages.dtype)
-        queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
-        if head_norms is not None:
-            queries, keys = (
-                add_rms_norm(x.reshape(-1, dim), None, weight, epsilon)[0].view(x.shape)
-                for x, weight in zip((queries, keys), head_norms, strict=True)
-            )
-        # The table is rounded to the dtype first, as transformers does it.
-        cos, sin = (table[positions.long()][:, None].to(qkv.dtype) for table in (cosines, sines))
-        kept = slots >= 0
-        write_kv(k_pages, v_pages, slots[kept], _rotate(keys, cos, sin)[kept], values[kept])
-        return _rotate(queries, cos, sin)
+        numbers = _add_up(qkv, bias, k_pages.dtype)
+        return _rotate_by_torch(numbers, cosines, sines, positions, slots, k_pages, v_pages, heads, head_norms, epsilon)
     squares, size, norm_epsilon, numbers = None, 1, 0.0, qkv
     if isinstance(qkv, Unscaled):
         squares, size, norm_epsilon, numbers = qkv.squares, qkv.size, qkv.epsilon, qkv.parts
@@ -83,6 +70,39 @@ def rotate_and_write_kv(
         **overlapping_launch(numbers.device),
     )
     return queries
+
+
+def _add_up(qkv: Tensor | Unscaled, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return what comes in parts, or is not scaled yet, as [tokens, …]."""
+    if isinstance(qkv, Unscaled):
+        return (qkv.scaled() if bias is None else qkv.scaled() + bias).to(dtype)
+    return qkv.sum(0).to(dtype) if qkv.dim() == 3 else qkv
+
+
+def _rotate_by_torch(
+    qkv: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    heads: int,
+    head_norms: Tensor | None,
+    epsilon: float,
+) -> Tensor:
+    kv_heads, _, dim = k_pages.shape[1:]
+    queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
+    if head_norms is not None:
+        queries, keys = (
+            add_rms_norm(x.reshape(-1, dim), None, weight, epsilon)[0].view(x.shape)
+            for x, weight in zip((queries, keys), head_norms, strict=True)
+        )
+    # The table is rounded to the dtype first, as transformers does it.
+    cos, sin = (table[positions.long()][:, None].to(qkv.dtype) for table in (cosines, sines))
+    kept = slots >= 0
+    write_kv(k_pages, v_pages, slots[kept], _rotate(keys, cos, sin)[kept], values[kept])
+    return _rotate(queries, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -30,7 +30,10 @@ def _is_built_for(layer: DecoderLayer) -> bool:
     )
 
 
-def _wide_norms(layer: DecoderLayer) -> tuple[Tensor, Tensor]:
+def _wide_norms(layer: DecoderLayer) -> tuple[Tensor, Tensor] | None:
+    """Return what layers in 16 bits multiply by as they read; in 8 bits the norm is a launch of its own."""
+    if layer.eight_bit is not None:
+        return None
     assert layer.input_norm is not None
     assert layer.mlp_norm is not None
     return layer.input_norm.float(), layer.mlp_norm.float()

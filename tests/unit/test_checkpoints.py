@@ -4,8 +4,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,9 @@ from engine.loading.fused import read_decoder
 from engine.loading.model import load_model
 from engine.loading.shape import read_shape
 from engine.modules import ModulesDecoder
+from tests.programs import printed_by
 from tests.unit.tiny_models import CONFIGS, FUSED, SIZES, save_tiny, sizes
 
-ROOT = Path(__file__).resolve().parents[2]
 TIED = "llama, biases, tied"
 HUGE = {"max_shard_size": "20KB"}  # for models as small as these
 ROTARY: dict[str, dict[str, Any]] = {
@@ -234,15 +232,6 @@ def test_other_architectures_run_by_transformers_modules(tmp_path: Path) -> None
 # What is imported
 
 
-def in_a_process_of_its_own(program: str, **environment: str) -> list[str]:
-    """Return the words that a program prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 @pytest.mark.parametrize("side", ["draft", "target"])
 def test_a_service_of_the_bundled_pair_starts_without_transformers_modelling_code(side: str) -> None:
     """Nor what that brings, unless transformers' tokenizers bring it: releases before 5.23 do."""
@@ -257,7 +246,7 @@ def test_a_service_of_the_bundled_pair_starts_without_transformers_modelling_cod
         "heavy = {'torch._dynamo', 'torch.distributed.tensor', 'transformers.modeling_utils'}\n"
         "print('brought', *(heavy & set(sys.modules)) - before)"
     )
-    assert in_a_process_of_its_own(program) == ["brought"]
+    assert printed_by(program) == "brought\n"
 
 
 def test_a_model_of_hugging_face_is_found_in_its_cache(tmp_path: Path) -> None:
@@ -277,5 +266,5 @@ def test_a_model_of_hugging_face_is_found_in_its_cache(tmp_path: Path) -> None:
         "print(len(model.decoder.layers), len(load_tokenizer('someone/tiny')))\n"
         "print('transformers.modeling_utils' in sys.modules)"
     )
-    said = in_a_process_of_its_own(program, HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1")
-    assert said == ["4", "4096", "False"]
+    where = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    assert printed_by(program, where) == "4 4096\nFalse\n"

@@ -4,13 +4,13 @@ import ast
 import importlib
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from cli.main import COMMANDS
+from tests.programs import printed_by, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
@@ -157,10 +157,7 @@ def test_grpc_is_told_before_it_is_loaded_that_it_is_not_to_handle_forks(module:
         f"import {module}"
     )
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "0\n"
+    assert printed_by(program, environment) == "0\n"
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "completion bash"])
@@ -173,7 +170,7 @@ def test_help_is_there_at_once(command: str) -> None:
     )
     spent = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     arguments = command.split() if command.startswith("completion ") else [*command.split(), "--help"]
-    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = run_program(program, *arguments)
     assert done.returncode == 0 and done.stdout.endswith("\n[]\n"), done.stderr
     assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - spent < 1.5
 
@@ -191,7 +188,7 @@ def test_without_triton_kernels_are_imported_and_only_launching_fails() -> None:
         "print(k.mark_top_k_over_all(torch.ones(1, 1, 4), one).item())\n"
         "k.mark_top_k_over_all(torch.ones(1, 1, 4), one, 'triton')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = run_program(program)
     assert done.stdout == "1\n"
     assert done.stderr.strip().endswith("Triton is not installed; install it or use backend='torch'")
 

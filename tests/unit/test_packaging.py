@@ -1,7 +1,5 @@
 """Our package `kernels` has the import name of Hugging Face's; transformers must not take it for that."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -9,6 +7,7 @@ from packaging.version import Version
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 import kernels
+from tests.programs import printed_by
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,10 +19,7 @@ def test_transformers_does_not_take_our_kernels_for_hugging_faces() -> None:
         "from transformers.utils.import_utils import is_kernels_available\n"
         "print(pathlib.Path(kernels.__file__).resolve().parent, is_kernels_available())"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert result.stdout.split() == [str(ROOT / "kernels"), "False"]
+    assert printed_by(program).split() == [str(ROOT / "kernels"), "False"]
 
 
 def test_kernels_version_is_the_projects_and_below_what_transformers_accepts() -> None:
