@@ -46,8 +46,8 @@ def rotate_and_write_kv(
     check_backend("rotate_and_write_kv", backend)
     kv_heads, page_size, dim = k_pages.shape[1:]
     if backend == "torch":
-        numbers = _add_up(qkv, bias, k_pages.dtype)
-        return _rotate_by_torch(numbers, cosines, sines, positions, slots, k_pages, v_pages, heads, head_norms, epsilon)
+        total, where = _add_up(qkv, bias, k_pages.dtype), (positions, slots, k_pages, v_pages)
+        return _rotate_by_torch(total, cosines, sines, *where, heads, head_norms, epsilon)
     squares, size, norm_epsilon, numbers = None, 1, 0.0, qkv
     if isinstance(qkv, Unscaled):
         squares, size, norm_epsilon, numbers = qkv.squares, qkv.size, qkv.epsilon, qkv.parts
