@@ -75,8 +75,7 @@ def gated_of_norm(
     if backend == "torch":
         return silu_and_multiply(_multiply_normed(residual, norm, weight).scaled()).to(weight.dtype)
     out = torch.empty(len(residual), len(weight) // 2, dtype=weight.dtype, device=residual.device)
-    tuning = tuning or cut_gated(weight)
-    launch_few_rows(residual, weight, out, tuning, gated=True, norm=norm.weight, epsilon=norm.epsilon)
+    launch_few_rows(residual, weight, out, tuning or CUT_GATED, gated=True, norm=norm.weight, epsilon=norm.epsilon)
     return out
 
 
@@ -116,6 +115,8 @@ def _check(operation: str, x: Tensor, most_rows: int, backend: str) -> None:
 # How layers are cut: among the fastest of those measured on an H200 with layers of 0.5B, 1B and 8B
 # (docs/performance.md).
 
+CUT_GATED = Tuning(64, LEAST_DEPTH, 4, 4)
+
 
 def cut(weight: Weight, rows: int) -> Tuning:
     """One program for each multiprocessor, about; of weights in 8 bits up to two, that are shorter."""
@@ -126,7 +127,3 @@ def cut(weight: Weight, rows: int) -> Tuning:
     if inputs % (2 * LEAST_DEPTH) or (rows > 16 and inputs > 8192):
         return Tuning(64, LEAST_DEPTH, 4, 4, min(8, inputs // LEAST_DEPTH))
     return Tuning(64, 2 * LEAST_DEPTH, 4, 4, min(4, inputs // (2 * LEAST_DEPTH)))
-
-
-def cut_gated(weight: Tensor) -> Tuning:
-    return Tuning(64, LEAST_DEPTH, 4, 4 if weight.shape[1] > 8 * LEAST_DEPTH else 3)

@@ -1,7 +1,7 @@
 """Launching the Triton attention kernel: partial results of all programs, then their merging."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from kernels.paged_attention.kernel import merge_kernel, partial_attention_kerne
 from kernels.paged_attention.work import GROUP_TILE, LEAST_ROWS, Work, plan_work, row_tiles_of
 
 LOG2_E = 1.4426950408889634
-MAX_EMITTED = 128  # tokens of a block whose weights are emitted: a tile
+MAX_EMITTED = 128  # tokens of a block whose weights are emitted
 
 Partial = tuple[Tensor, Tensor, Tensor]  # outputs [(programs + items) * rows, dim], maxima and sums [the same rows]
 
@@ -55,7 +55,10 @@ def attend_in_triton(
     _check(batch, emit_block_size)
     tables, device = batch.block_tables, batch.queries.device
     model = batch.kv_heads, batch.group, batch.dim, batch.max_queries
-    work = work or plan_work(*model, tables, batch.kv_lengths, batch.page_size, blocks, means)
+    shared_out = *model, tables, batch.kv_lengths, batch.page_size, blocks, means
+    work = work or plan_work(*shared_out)
+    if emit_block_size > work.tuning.tile:  # blocks of more tokens than most have: a tile holds whole ones
+        work = plan_work(*shared_out, replace(work.tuning, tile=emit_block_size))
     tile_queries, row_tiles = row_tiles_of(batch.max_queries, batch.group)
     layout = {"HEADS": batch.heads, "KV_HEADS": batch.kv_heads, "row_tiles": row_tiles, "QUERIES": tile_queries}
     items, rows = len(batch.kv_lengths) * batch.kv_heads * row_tiles, tile_queries * batch.group

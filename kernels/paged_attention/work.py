@@ -87,7 +87,7 @@ def plan_work(
     for layers, of which `Work.layer` takes one.
     """
     tile_queries, row_tiles = row_tiles_of(max_queries, group)
-    tuning = tuning or default_tuning(dim, blocks is not None, tile_queries * group)
+    tuning = tuning or default_tuning(dim, 0 if blocks is None else blocks.block_size, tile_queries * group, kv_heads)
     longest = block_tables.shape[1] * page_size if blocks is None else blocks.lists.shape[-1] * blocks.block_size
     per_sequence = kv_heads * row_tiles
     starts, first_items = _share_tiles(kv_lengths, longest, per_sequence, row_tiles, blocks, means, tuning)
@@ -169,27 +169,31 @@ def _count_unread(blocks: BlockLists, means: GroupMeans) -> Tensor:
     return unread
 
 
-def default_tuning(dim: int, sparse: bool, rows: int) -> Tuning:
-    """Measured on an H200 (docs/performance.md): as many tiles in flight as shared memory holds. rows: of a tile.
+def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int) -> Tuning:
+    """Measured on an H200 (docs/performance.md): as many tiles in flight as shared memory holds.
 
-    For more than 32 rows Triton keeps keys and values in other places of it: 148 KB a program with tiles of 128 tokens,
-    so that a multiprocessor holds one program and not two; 82 KB with tiles of 64 (compiled for sm_90, not measured).
+    block_size: tokens of a listed block, 0 without lists; rows: of a tile. For more than 32 rows Triton keeps keys and
+    values in other places of it: 148 KB a program with tiles of 128 tokens, so that a multiprocessor holds one program
+    and not two; 82 KB with tiles of 64 (compiled for sm_90, not measured). Where there are hardly any KV heads, lists
+    are short in all, and are read sooner by more and smaller programs.
     """
     if dim > 64:
         if rows > 32:
             return Tuning(tile=64, stages=3)
         if rows > 16:
             return Tuning()
-        return Tuning(programs=3) if sparse else Tuning(stages=3)
+        return Tuning(programs=3) if block_size else Tuning(stages=3)
     if rows <= 16:
-        return Tuning(tile=64, stages=4 if sparse else 3, warps=2, programs=6)
-    return Tuning(programs=3) if sparse else Tuning(stages=3, programs=3)
+        if 0 < block_size <= 32 and kv_heads <= 2:
+            return Tuning(tile=32, warps=1, programs=12)
+        return Tuning(tile=64, stages=4 if block_size else 3, warps=2, programs=6)
+    return Tuning(programs=3) if block_size else Tuning(stages=3, programs=3)
 
 
 def pinned_tuning(dim: int, group: int, max_queries: int) -> Tuning:
     """Results that depend on nothing else in the batch, as long as `max_queries` is the same."""
     tile_queries, _ = row_tiles_of(max_queries, group)
-    return replace(default_tuning(dim, False, max(32, tile_queries * group)), segment=32)
+    return replace(default_tuning(dim, 0, max(32, tile_queries * group), 1), segment=32)
 
 
 def row_tiles_of(max_queries: int, group: int) -> tuple[int, int]:

@@ -158,7 +158,8 @@ def test_empty_lists_give_zeros_with_and_without_means() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "emitting", "block_size"), [(1, 1, 1), (1, 1, 64), (4, 1, 16), (4, 1, 64), (2, 5, 1), (2, 5, 16)]
+    ("group", "emitting", "block_size"),
+    [(1, 1, 1), (1, 1, 64), (4, 1, 16), (4, 1, 64), (4, 1, 128), (2, 5, 1), (2, 5, 16), (2, 5, 128)],
 )
 def test_the_last_queries_give_their_weights(group: int, emitting: int, block_size: int) -> None:
     rng = np.random.default_rng(emitting)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.embedding import embed_in_float32
 from kernels.few_rows_linear import LEAST_DEPTH, MOST_ROWS, EightBitWeight, Tuning, Weight, asked_ahead, quantize
-from kernels.residual_linear import MOST_NORMED_ROWS, RmsNorm, add_linear, cut, cut_gated, gated_of_norm, parts_of_norm
+from kernels.residual_linear import CUT_GATED, MOST_NORMED_ROWS, RmsNorm, add_linear, cut, gated_of_norm, parts_of_norm
 from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
@@ -125,7 +125,7 @@ def test_it_compiles_for_a_gpu_as_it_is_cut(tmp_path: Path) -> None:
     adding_light = {"types": {"x_ptr": "*bf16", "values_ptr": "*i32", "scales_ptr": "*fp32"}, "ROWS": MOST_ROWS} | adds
     variants = [
         variant(cut(weight, MOST_NORMED_ROWS), **nothing),
-        variant(cut_gated(weight), GATED=True, squares_ptr=None, **nothing),
+        variant(CUT_GATED, GATED=True, squares_ptr=None, **nothing),
         variant(cut(weight, MOST_NORMED_ROWS), **adding, **nothing),
         variant(cut(light, MOST_ROWS), **adding_light),
     ]
