@@ -42,7 +42,7 @@ from engine.round_runner import ROUND_QUERIES, RoundRunner
 from engine.rounds.behind_steps import Imposed, LeftVerdicts, Verdict
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.rounds.under_way import RoundsUnderWay
-from engine.ruled_judging import judge_by_rules
+from engine.ruled_judging import judge_by_rules, launches_of_rules
 from engine.runner import COMPILED_SESSIONS, WARM_SESSIONS, Runner
 from engine.sampling import Sampling, Support
 from kernels.backends import Backend, default_backend, power_of_two
@@ -377,9 +377,10 @@ class ModelRunner(Runner):
             return
         counts = [1 << i for i in range(power_of_two(sequences).bit_length())]
         sized = [(item, count) for item in kinds for count in counts]
-        compiled = (self._shapes_of(item, count) for item, count in sized if count <= COMPILED_SESSIONS)
-        shapes = dict.fromkeys(itertools.chain.from_iterable(compiled))
-        compile_ahead([partial(self._passes.launches_of, shape) for shape in shapes])
+        compiled = [(item, count) for item, count in sized if count <= COMPILED_SESSIONS]
+        shapes = dict.fromkeys(itertools.chain.from_iterable(self._shapes_of(*each) for each in compiled))
+        by_rules = [partial(self._launches_of_rules, *each) for each in compiled if _may_have_rules(each[0])]
+        compile_ahead([*(partial(self._passes.launches_of, shape) for shape in shapes), *by_rules])
         now = [(item, count) for item, count in sized if count <= WARM_SESSIONS and not _is_rare(item)]
         with tell_captures(self._passes.graphs, "steps"):
             for item, count in tqdm(now, desc="capturing CUDA graphs of steps", disable=None):
@@ -392,9 +393,16 @@ class ModelRunner(Runner):
         """Capture the steps of so many inputs like this one."""
         for shape in self._shapes_of(item, count):
             self._passes.step_of(shape)
-        if item.drafted and item.read is None:
+        if _may_have_rules(item):
+            assert item.drafted is not None
             logits = torch.zeros(count, len(item.tokens), self.vocab_size, device=self.device)
             judge_by_rules(logits, [item.drafted] * count, self.deterministic)
+
+    def _launches_of_rules(self, item: SequenceInput, count: int) -> Callable[[], None]:
+        """Return what judges so many inputs like this one by rules, and waits for nothing."""
+        assert item.drafted is not None
+        shape = count, len(item.tokens), self.vocab_size
+        return launches_of_rules(shape, [item.drafted] * count, self.device, self.deterministic)
 
     def _shapes_of(self, item: SequenceInput, count: int) -> list[PassShape]:
         """Return the shapes of the steps of so many inputs like this one."""
@@ -435,7 +443,8 @@ class ModelRunner(Runner):
         log.info("reading a prompt to be ready", extra={"tokens": tokens})
         pages = self.kv.k_pages[0]
         merges = partial(merge_in_all_ways, self.decoder.heads, pages.shape[3], pages.dtype, self.device)
-        compile_ahead([lambda: merges])
+        layers = [partial(self._passes.launches_of_prompt, tokens)] if self.decoder.can_capture else []
+        compile_ahead([lambda: merges, *layers])
         scratch = SequenceKV()
         room = min(tokens, self.kv.pool.available * PAGE_SIZE, (self._limits.pages * PAGE_SIZE) - MAX_OVERHANG)
         self.forward([SequenceInput(scratch, [0] * room)])
@@ -501,6 +510,11 @@ def _gives_a_verdict_alone(item: SequenceInput) -> bool:
 def _lists_everything(item: SequenceInput) -> bool:
     """Whether an input's lists are to name all blocks, whatever the pass."""
     return item.read is not None and item.read.budget is not None and item.read.budget.everything
+
+
+def _may_have_rules(item: SequenceInput) -> bool:
+    """Return whether rounds like this one are judged by rules if they have any."""
+    return item.drafted is not None and item.read is None
 
 
 def _is_rare(item: SequenceInput) -> bool:

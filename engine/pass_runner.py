@@ -165,6 +165,16 @@ class PassRunner:
     def _is_read_by_cudnn(self, shape: PassShape) -> bool:
         return self._cudnn and not shape.pinned and not shape.width and shape.queries > self._limits.queries
 
+    def launches_of_prompt(self, tokens: int) -> Callable[[], None]:
+        """Return what launches the layers of a pass over so many tokens of a prompt, without attention, once."""
+
+        def launch() -> None:
+            numbers = torch.zeros(tokens, dtype=torch.int64, device=self._kv.device)
+            pages = self._kv.k_pages, self._kv.v_pages
+            self._decoder.run(numbers, numbers, numbers, *pages, lambda _layer, queries: queries, numbers[:0])
+
+        return launch
+
     def shapes_of_prompts(self, tokens: int) -> list[Callable[[], None]]:
         """Return what has cuDNN plan each shape of prompts of which so many tokens are read at once.
 

@@ -4,7 +4,7 @@ A step's graph judges all of its rows as if they were plain; of those that are n
 place. So sessions without rules pay nothing for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,27 +46,61 @@ def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: b
     logits: [rounds, places, vocab] of any floating dtype, row i of a round for position base + i; they stay as they
     are. places: one more than the longest round has tokens, or more. whatever_is_drafted: as for `judge`.
     """
-    cuts = cuts_of(rounds)
-    staging = Staging(verdict_layout(len(rounds), logits.shape[1] - 1, support_of(rounds), cuts), logits.device)
-    lay_out_verdicts(staging.host, rounds)
-    staging.send()
-    ruled = logits.to(torch.float32, copy=True)
-    for of_round, item in zip(ruled, rounds, strict=True):
-        for rule in item.rules:
-            rule.apply(of_round[: len(item.tokens) + 1], item.committed, item.tokens)
-        if item.tells_supports:
-            _keep_likeliest(of_round)
-    backend = default_backend(logits.device)
-    finite = are_finite(ruled, staging.device["draft_counts"], backend)
-    accepted, following = judge(ruled, staging.device, backend, whatever_is_drafted, cuts)
-    found = torch.stack((accepted, following, finite), 1).tolist()  # one wait for the device
+    judgement = _Judgement.of(logits.shape, rounds, logits.device)
+    ruled, judged = judgement.launch(logits, whatever_is_drafted)
+    found = judged.tolist()  # one wait for the device
     told = _logprobs(logits, rounds, [(a, b) if is_finite else None for a, b, is_finite in found])
     verdicts = [RuledVerdict((a, b), bool(is_finite), of) for (a, b, is_finite), of in zip(found, told, strict=True)]
     for i, (item, verdict) in enumerate(zip(rounds, verdicts, strict=True)):
         if item.tells_supports and verdict.finite:
-            of_row = {name: tensor[i : i + 1] for name, tensor in staging.device.items()}
-            verdict.supports.extend(_supports(ruled[i : i + 1, : verdict.verdict[0] + 1], of_row, cuts))
+            of_row = {name: tensor[i : i + 1] for name, tensor in judgement.inputs.items()}
+            verdict.supports.extend(_supports(ruled[i : i + 1, : verdict.verdict[0] + 1], of_row, judgement.cuts))
     return verdicts
+
+
+def launches_of_rules(
+    shape: tuple[int, int, int], rounds: list[Drafted], device: torch.device, whatever_is_drafted: bool
+) -> Callable[[], None]:
+    """Return what launches all that `judge_by_rules` does, of logits of a shape, and waits for nothing."""
+    judgement = _Judgement.of(shape, rounds, device)
+
+    def launch() -> None:
+        judgement.launch(torch.zeros(shape, device=device), whatever_is_drafted)
+
+    return launch
+
+
+@dataclass(frozen=True)
+class _Judgement:
+    """What is judged. inputs: as of `judge`, on the device; cuts: of these rounds."""
+
+    rounds: list[Drafted]
+    inputs: Mapping[str, Tensor]
+    cuts: int
+
+    @staticmethod
+    def of(shape: Sequence[int], rounds: list[Drafted], device: torch.device) -> "_Judgement":
+        """shape: of the logits."""
+        cuts = cuts_of(rounds)
+        staging = Staging(verdict_layout(len(rounds), shape[1] - 1, support_of(rounds), cuts), device)
+        lay_out_verdicts(staging.host, rounds)
+        staging.send()
+        return _Judgement(rounds, staging.device, cuts)
+
+    def launch(self, logits: Tensor, whatever_is_drafted: bool) -> tuple[Tensor, Tensor]:
+        """Return the logits as the rules leave them, and of each round what was accepted, the next token and whether
+        all was finite, int32 [rounds, 3].
+        """
+        ruled = logits.to(torch.float32, copy=True)
+        for of_round, item in zip(ruled, self.rounds, strict=True):
+            for rule in item.rules:
+                rule.apply(of_round[: len(item.tokens) + 1], item.committed, item.tokens)
+            if item.tells_supports:
+                _keep_likeliest(of_round)
+        backend = default_backend(logits.device)
+        finite = are_finite(ruled, self.inputs["draft_counts"], backend)
+        accepted, following = judge(ruled, self.inputs, backend, whatever_is_drafted, self.cuts)
+        return ruled, torch.stack((accepted, following, finite), 1)
 
 
 def _keep_likeliest(logits: Tensor) -> None:

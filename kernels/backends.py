@@ -24,20 +24,26 @@ else:
         triton, tl = None, SimpleNamespace(constexpr=None)
 
 Backend = Literal["torch", "triton"]
+# Pointers that may begin anywhere: at those of one layer or pass of all.
+_ANYWHERE = {
+    *("counts_ptr", "following_ptr", "lengths_ptr", "lists_ptr", "memory_ptr", "pieces_ptr", "positions_ptr"),
+    *("read_weights_ptr", "slots_ptr", "tile_starts_ptr", "uniforms_ptr"),
+}
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """triton.jit; without Triton, something that raises when it is launched.
 
-    Plain numbers are not specialised for (their being 1 or a multiple of 16): shapes change with every batch, and
-    each variant would be compiled while requests wait. What is worth it is a constexpr.
+    Plain numbers are not specialised for (their being 1 or a multiple of 16), nor is where some pointers begin: shapes
+    change with every batch, and each variant would be compiled while requests wait. What is worth it is a constexpr.
     """
     if triton is None:
         return _Missing(function.__name__)
     parameters = inspect.signature(function).parameters.values()
     plain = [p.name for p in parameters if p.annotation is inspect.Parameter.empty and not p.name.endswith("_ptr")]
+    anywhere = [p.name for p in parameters if p.name in _ANYWHERE]
     make = triton.jit if triton.knobs.runtime.interpret else _Kernel
-    return make(function, do_not_specialize=plain)
+    return make(function, do_not_specialize=plain, do_not_specialize_on_alignment=anywhere)
 
 
 def constant(value: Any) -> Any:

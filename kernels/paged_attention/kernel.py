@@ -294,16 +294,18 @@ def merge_kernel(
     items,
     programs,
     row_tiles,
+    QUERIES,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
     SPLITS: tl.constexpr,
     DIM: tl.constexpr,
     MIN_TILES: tl.constexpr,
     EMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of one item from its partial results, SPLITS at a time, and log2 of its weight sum."""
+    """One row of one item from its partial results, SPLITS at a time, and log2 of its weight sum. QUERIES: a plain
+    number, for each of which this need not be compiled.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     item = tl.program_id(0)
     row = tl.program_id(1)

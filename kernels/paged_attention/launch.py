@@ -104,21 +104,20 @@ def _attend_in_parts(
     sums: BlockSums,
 ) -> Partial:
     """Return the partial results; fills `sums.blocks`. items: all of the batch; rows: of an item."""
-    tuning, device, nothing = work.tuning, batch.queries.device, batch.kv_lengths  # not used where it stands
+    tuning, device = work.tuning, batch.queries.device
     programs = len(work.first_items)
     slots = (programs + items) * rows
     partial = torch.empty(slots, batch.dim, dtype=torch.float32, device=device)
     partial_max, partial_sum = torch.empty(2, slots, dtype=torch.float32, device=device)
     block = sums.block_size or (1 if blocks is None else blocks.block_size)
-    listed = (nothing, nothing) if blocks is None else (blocks.lists, blocks.counts)
-    stand_ins = (nothing,) * 5 if means is None else (means.k, means.v, means.k_variance, means.tables, means.counts)
+    listed = (None, None) if blocks is None else (blocks.lists, blocks.counts)
+    stand_ins = (None,) * 5 if means is None else (means.k, means.v, means.k_variance, means.tables, means.counts)
     partial_attention_kernel[(programs,)](
         *(batch.queries, batch.k_pages, batch.v_pages),
         *(batch.block_tables, batch.kv_lengths, batch.query_starts),
-        *(*listed, nothing if work.pieces is None else work.pieces, work.tile_starts, work.first_items),
-        *(*stand_ins, nothing if work.unread is None else work.unread),
-        *(partial, partial_max, partial_sum, sums.blocks),
-        nothing if batch.visible is None else batch.visible,
+        *(*listed, work.pieces, work.tile_starts, work.first_items),
+        *(*stand_ins, work.unread),
+        *(partial, partial_max, partial_sum, sums.blocks, batch.visible),
         *(batch.scale * LOG2_E, items, batch.block_tables.shape[1]),
         0 if blocks is None else blocks.lists.shape[2],
         0 if means is None else max(1, means.tables.shape[1]),

@@ -202,7 +202,7 @@ def _read_weights_kernel(
     log_sums_ptr,
     counts_ptr,
     starts_ptr,
-    out_ptr,
+    read_weights_ptr,
     width: tl.constexpr,
     block_sums_stride: tl.constexpr,
     row_tiles,
@@ -212,14 +212,14 @@ def _read_weights_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Listed blocks: out [sequences, kv_heads, width], summed over a KV head's heads, mean over the queries."""
+    """Listed blocks: weights [sequences, kv_heads, width], summed over a KV head's heads, mean over the queries."""
     list_row = tl.program_id(0)
     block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = block < tl.load(counts_ptr + list_row)
     sums = (block_sums_ptr, log_sums_ptr, starts_ptr)
     follow(PDL)
     weights = _mean_weights(sums, list_row, block, inside, block_sums_stride, row_tiles, HEADS, KV_HEADS, QUERIES)
-    tl.store(out_ptr + list_row.to(tl.int64) * width + block, weights, mask=block < width)
+    tl.store(read_weights_ptr + list_row.to(tl.int64) * width + block, weights, mask=block < width)
 
 
 @jit

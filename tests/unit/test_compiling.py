@@ -62,6 +62,75 @@ with torch.inference_mode():
 assert not any(part.any() for part in (*kv.k_pages, *kv.v_pages, buffers.results._device))
 """
 
+# Kernels are noted and do nothing, and what is captured runs on the CPU at once. Memory that is not written is 0.
+A_START = """
+from functools import partial
+import engine.graphs, kernels.compiling
+from benchmarks.shapes import Shape, random_decoder
+from config import TargetSettings
+from draft_service.drafter import Drafter
+from engine.inputs import SequenceInput
+from engine.kv.cache import KVCache
+from engine.kv.pages import SequenceKV
+from engine.loading.eight_bit import with_eight_bit_weights
+from engine.model_runner import ModelRunner
+from engine.pass_runner import PassRunner
+from kernels.compiling import compiles_only, placeless
+from sparsity.plan import uniform_plan
+from target_service.draft_in_target import StepsByTurns
+from target_service.verifier import Verifier
+
+foreseen, launched, compiled = set(), set(), iter(range(100))
+
+def note(kernel, *args, grid, warmup, **kwargs):
+    args = placeless(kernel, args, kwargs) if compiles_only() else args
+    if args is not None:
+        binder = kernel.device_caches[0][-1]
+        _, specialized, options = binder(*args, debug=False, **kwargs)
+        (foreseen if compiles_only() else launched).add((kernel.__name__, str(specialized), str(options)))
+
+def zeroed(make):
+    return lambda *args, **kwargs: make(*args, **kwargs) if compiles_only() else make(*args, **kwargs).zero_()
+
+backends._Kernel.run = note
+kernels.compiling._compiled = lambda: next(compiled)
+engine.graphs.Graphs._capture = lambda graphs, captured: captured.launch()
+torch.cuda.graph_pool_handle = torch.cuda.memory_reserved = lambda: 0
+torch.empty, torch.empty_like, torch.Tensor.new_empty = map(
+    zeroed, (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+)
+
+def runner_of(shape, **how):
+    decoder, pages = random_decoder(shape, 2048, "cpu"), 300
+    kv = KVCache(shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, "cpu")
+    light = with_eight_bit_weights(decoder)
+    runner = ModelRunner(decoder, kv, shape.vocab_size, 1024, drafting=light, **how)
+    runner._captures = runner._joins = runner.goes_ahead = True
+    runner._passes = PassRunner(decoder, kv, runner._limits, runner._passes.memories, True, None, light)
+    return runner
+
+settings = TargetSettings(
+    draft_in_target=True, max_gamma=3, gamma=0, max_sessions=2, draft_refresh_every=4, draft_read_share=0.1,
+    confirm_every=-1, screening_quantization="fp8", max_context=1024,
+)
+plan = uniform_plan(5, 2, 3, 8)
+target = runner_of(Shape(5, 512, 8, 2, 64, 1024, 512), step_queries=4, most_queries=settings.widest_round)
+verifier = Verifier(target, plan, settings)
+drafter = Drafter(runner_of(Shape(3, 256, 8, 4, 64, 512, 512)), plan, settings.own_draft)
+StepsByTurns(verifier, drafter)
+verifier.warm_up()
+drafter.warm_up()
+print(len(launched), "launched at a start, not foreseen:", sorted({name for name, *_ in launched - foreseen}))
+assert len(launched) > 100
+
+launched.clear()
+with torch.inference_mode():
+    kernels.compiling.compile_ahead([partial(target._passes.launches_of_prompt, 300)])
+target.forward([SequenceInput(SequenceKV(), [0] * 300)])
+attention = {"partial_attention_kernel", "merge_kernel", "_tile_starts_kernel"}  # a GPU has cuDNN for it
+print(len(launched), "by a prompt:", sorted({name for name, *_ in launched - foreseen} - attention))
+"""
+
 ONE_LAUNCH = """
 from kernels.rms_norm import _add_rms_norm_kernel, add_rms_norm
 
@@ -131,6 +200,16 @@ def test_a_round_and_a_step_compile_and_write_nothing(tmp_path: Path) -> None:
         "_cut_rounds_kernel",
         "_take_drafted_kernel",
     }
+
+
+def test_a_start_launches_what_it_has_compiled_ahead(tmp_path: Path) -> None:
+    """Anything else would be compiled one by one, while requests wait."""
+    run = run_on_a_gpu(A_START, tmp_path)
+    assert run.returncode == 0, run.stderr
+    print(run.stdout)
+    start, prompt = run.stdout.splitlines()
+    assert start.endswith("not foreseen: []")
+    assert prompt.endswith("by a prompt: []")
 
 
 def test_what_is_compiled_ahead_is_found_where_it_is_launched(tmp_path: Path) -> None:
