@@ -18,6 +18,7 @@ from engine.grammars import Grammars
 from engine.loading.opening import open_model
 from engine.runner import Runner
 from engine.step_loop import preparation_of, run_step_loop
+from kernels.compiling import end_compiling
 from protos import control_pb2, control_pb2_grpc
 from sparsity.methods import load_served_plan
 from sparsity.plan import Plan
@@ -95,6 +96,7 @@ async def serve(
     drafter = Drafter(runner, plan, settings, grammars, spans)
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     drafter.warm_up()
+    end_compiling()
     keep_loaded()
     wake = asyncio.Event()
     access = read_peer_access(settings)

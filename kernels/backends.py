@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from kernels.compiling import compiles_only, placeless
+from kernels.compiling import compiles_only, note_launch
 
 if TYPE_CHECKING:
     triton: Any = None
@@ -57,9 +57,7 @@ class _Kernel(object if triton is None else triton.JITFunction):  # type: ignore
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if not compiles_only():
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)
-        args_to_compile = placeless(self, args, kwargs)
-        if args_to_compile is not None:
-            super().run(*args_to_compile, grid=grid, warmup=True, **kwargs)
+        note_launch(self, args, kwargs)
         return None
 
 

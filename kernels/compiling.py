@@ -2,15 +2,16 @@
 
 A kernel is compiled where it is first launched, which takes half a second, and a service needs hundreds before its
 first request. Here launches are gone through with tensors that have no memory (torch's FakeTensorMode), so that nothing
-runs, and what they would launch is compiled by threads meanwhile. What was not foreseen is compiled where it is
-launched.
+runs, and what they would launch is compiled by processes meanwhile (kernels.compilers), into the cache that Triton
+keeps on disk. What was not foreseen is compiled where it is launched.
 """
 
+import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from kernels.compilers import Compilers
 
 if TYPE_CHECKING:
     triton: Any = None
@@ -27,11 +30,29 @@ else:
     except ImportError:
         triton = None
 
-MOST_THREADS = 32
-SAMPLED = 6  # launches that are gone through in any case, about
+MOST_PROCESSES = 12
+SAMPLED = 6  # of what launches, about so many are gone through in any case
 log = logging.getLogger(__name__)
-# The launches that were gone through, by all that kernels are specialised for; None: launches run.
-_foreseen: ContextVar[set[Hashable] | None] = ContextVar("launches that were gone through", default=None)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that a kernel, named by its module and its name there, is compiled for. kwargs: names and values."""
+
+    module: str
+    kernel: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def compile(self) -> None:
+        """Compile the kernel, unless Triton keeps it already. Raises what its compilation raises."""
+        kernel = getattr(importlib.import_module(self.module), self.kernel)
+        kernel.run(*self.args, grid=(1,), warmup=True, **dict(self.kwargs))
+
+
+# The launches that were gone through, in their order; None: launches run.
+_foreseen: ContextVar[dict[Launch, None] | None] = ContextVar("launches that were gone through", default=None)
+_compilers: list[Compilers] = []  # one, from when it is needed until `end_compiling`
 
 
 @dataclass(frozen=True)
@@ -51,36 +72,59 @@ class _Placeless:
 def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
     """Compile what functions launch, and launch nothing. makers: each makes one of them, with what it takes.
 
-    Some of them are gone through first. Where all that these launch was compiled by an earlier process, so were the
+    Some of them are gone through first. Where all that these launched was compiled by an earlier process, so were the
     others, which are left out: going through hundreds takes seconds. In a function that is gone through, tensors that
-    are made have no memory, and others are not written. Raises what a compilation raises.
+    are made have no memory, and others are not written. Raises what a compilation raises, or RuntimeError with it.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # it takes a second to load
 
-    began, before, foreseen = time.monotonic(), _compiled(), set[Hashable]()
+    began, foreseen = time.monotonic(), dict[Launch, None]()
     without_memory = FakeTensorMode(allow_non_fake_inputs=True)
-    some = set(range(0, len(makers), max(1, len(makers) // SAMPLED)))
-    for part in (some, {*range(len(makers))} - some):
-        if part is not some and _compiled() == before:
+    some = range(0, len(makers), max(1, len(makers) // SAMPLED))
+    others = sorted({*range(len(makers))} - {*some})
+    handed: list[Future[None]] = []
+    is_new = False
+    for index in (*some, *others):
+        if index in others[:1] and not is_new:
             break
-        with ThreadPoolExecutor(_threads(), "compiling") as pool, triton.AsyncCompileMode(pool):
-            for index in sorted(part):
-                _go_through(makers[index](), foreseen, without_memory)
-    extra = {"launches": len(foreseen), "seconds": round(time.monotonic() - began, 1), "threads": _threads()}
-    log.info("kernels are compiled", extra=extra)
+        for launch in _go_through(makers[index](), foreseen, without_memory):
+            if is_new:
+                handed.append(_running_compilers().compile(launch))
+            else:
+                before = _compiled()
+                launch.compile()
+                is_new = _compiled() != before
+    for each in handed:
+        each.result()
+    log.info(
+        "kernels are compiled",
+        extra={"launches": len(foreseen), "seconds": round(time.monotonic() - began, 1), "by_processes": len(handed)},
+    )
 
 
-def _go_through(launch: Callable[[], None], foreseen: set[Hashable], without_memory: Any) -> None:
+def end_compiling() -> None:
+    """End the processes that compile, if there are any: what is compiled from here on is hardly worth them."""
+    while _compilers:
+        _compilers.pop().close()
+
+
+def _running_compilers() -> Compilers:
+    if not _compilers:
+        most = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+        _compilers.append(Compilers(most, triton.runtime.driver.active.get_current_target()))
+    return _compilers[0]
+
+
+def _go_through(launch: Callable[[], None], foreseen: dict[Launch, None], without_memory: Any) -> list[Launch]:
+    """Go through what a function launches; return what of it is not among those foreseen, and add it to them."""
+    known = len(foreseen)
     token = _foreseen.set(foreseen)
     try:
         with without_memory:
             launch()
     finally:
         _foreseen.reset(token)
-
-
-def _threads() -> int:
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return list(foreseen)[known:]
 
 
 def _compiled() -> int:
@@ -94,19 +138,16 @@ def compiles_only() -> bool:
     return _foreseen.get() is not None
 
 
-def placeless(kernel: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return the arguments by which a kernel is compiled for a launch; None if it is in the making already.
-
-    Only where `compiles_only`.
-    """
+def note_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note a launch of a kernel that is gone through. Only where `compiles_only`."""
     foreseen = _foreseen.get()
     assert foreseen is not None
-    without_place = tuple(map(_without_place, args))
-    launch = kernel, without_place, tuple(kwargs.items())
-    if launch in foreseen:
-        return None
-    foreseen.add(launch)
-    return without_place
+    foreseen[Launch(kernel.__module__, kernel.__name__, without_places(args), tuple(kwargs.items()))] = None
+
+
+def without_places(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments of a launch with what a kernel is compiled for in place of the tensors."""
+    return tuple(map(_without_place, args))
 
 
 def _without_place(value: Any) -> Any:

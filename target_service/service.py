@@ -17,6 +17,7 @@ from engine.grammars import Grammars
 from engine.loading.opening import EightBit, OpenedModel, open_both, open_model
 from engine.runner import Runner
 from engine.step_loop import preparation_of, run_step_loop
+from kernels.compiling import end_compiling
 from protos import control_pb2_grpc, speculation_pb2_grpc
 from sparsity.methods import load_served_plan
 from sparsity.plan import Plan, PlanError
@@ -120,6 +121,7 @@ async def serve(
     verifier.warm_up()
     if drafter is not None:
         drafter.warm_up()
+    end_compiling()
     keep_loaded()
     wake = asyncio.Event()
     for compiler in (grammars, None if drafter is None else drafter.admission.grammars):

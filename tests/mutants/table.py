@@ -214,6 +214,38 @@ MUTANTS: list[Mutant] = [
         ("of many pieces of a prompt each merge is rounded", "dtype=torch.float32)", "dtype=queries.dtype)"),
     ),
     *_of(
+        "kernels/paged_attention/launch.py",
+        "test_paged_attention_triton",
+        ("tiles hold a part of a block", "if emit_block_size > work.tuning.tile:", "if False:"),
+    ),
+    *_of(
+        "kernels/backends.py",
+        "test_compiling",
+        ("kernels are made for where each layer begins", "if p.name in _ANYWHERE]", "if p.name in ()]"),
+    ),
+    *_of(
+        "engine/model_runner.py",
+        "test_compiling",
+        ("what judges by rules is compiled where it is launched", "for shape in shapes), *by_rules])", "for shape in shapes)])"),
+    ),
+    *_of(
+        "engine/pass_runner.py",
+        "test_compiling",
+        ("of prompts the last layer's rows alone are foreseen", "lambda _layer, queries: queries, numbers[:0])", "lambda _layer, queries: queries, numbers[:0]) if tokens < 9 else None"),
+    ),
+    *_of(
+        "kernels/compiling.py",
+        "test_compiling",
+        ("all is compiled by this process", "is_new = _compiled() != before", "is_new = False"),
+        ("nobody waits for the processes that compile", "    for each in handed:\n        each.result()\n", ""),
+        ("all is gone through each time", "if index in others[:1] and not is_new:", "if False:"),
+    ),
+    *_of(
+        "kernels/compilers.py",
+        "test_compiling",
+        ("what does not compile elsewhere is not told", "        if error:\n", "        if False:\n"),
+    ),
+    *_of(
         "kernels/paged_attention/kernel.py",
         "test_paged_attention_triton",
         (

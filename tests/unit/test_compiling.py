@@ -4,8 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+
+from kernels.compilers import Compilers
+from kernels.compiling import Launch
 
 # Stands in for a GPU's driver, and has everything on the CPU's tensors take the kernels.
 ON_A_GPU = """
@@ -75,7 +79,7 @@ from engine.kv.pages import SequenceKV
 from engine.loading.eight_bit import with_eight_bit_weights
 from engine.model_runner import ModelRunner
 from engine.pass_runner import PassRunner
-from kernels.compiling import compiles_only, placeless
+from kernels.compiling import Launch, compiles_only, note_launch, without_places
 from sparsity.plan import uniform_plan
 from target_service.draft_in_target import StepsByTurns
 from target_service.verifier import Verifier
@@ -83,17 +87,20 @@ from target_service.verifier import Verifier
 foreseen, launched, compiled = set(), set(), iter(range(100))
 
 def note(kernel, *args, grid, warmup, **kwargs):
-    args = placeless(kernel, args, kwargs) if compiles_only() else args
-    if args is not None:
-        binder = kernel.device_caches[0][-1]
-        _, specialized, options = binder(*args, debug=False, **kwargs)
-        (foreseen if compiles_only() else launched).add((kernel.__name__, str(specialized), str(options)))
+    if compiles_only():
+        note_launch(kernel, args, kwargs)
+        args = without_places(args)
+    binder = kernel.device_caches[0][-1]
+    _, specialized, options = binder(*args, debug=False, **kwargs)
+    (foreseen if compiles_only() else launched).add((kernel.__name__, str(specialized), str(options)))
 
 def zeroed(make):
     return lambda *args, **kwargs: make(*args, **kwargs) if compiles_only() else make(*args, **kwargs).zero_()
 
 backends._Kernel.run = note
 kernels.compiling._compiled = lambda: next(compiled)
+kernels.compiling._running_compilers = lambda: SimpleNamespace(compile=lambda launch: SimpleNamespace(result=lambda: 0))
+Launch.compile = lambda launch: None
 engine.graphs.Graphs._capture = lambda graphs, captured: captured.launch()
 torch.cuda.graph_pool_handle = torch.cuda.memory_reserved = lambda: 0
 torch.empty, torch.empty_like, torch.Tensor.new_empty = map(
@@ -161,6 +168,34 @@ compile_ahead([lambda size=size: maker(size) for size in range(1, 21)])
 print(len(made))
 """
 
+# Of the second one on kernels are compiled by processes, which know those of a module.
+A_FAULT_ELSEWHERE = """
+import sys
+sys.path.insert(0, {folder!r})
+from faulty_kernel import kernel
+from kernels.compiling import end_compiling
+
+def launch(*sizes):
+    for size in sizes:
+        kernel[(1,)](torch.zeros(1), SIZE=size)
+
+compile_ahead([lambda: lambda: launch(1, 2, 3)])
+print(len(kernel.device_caches[0][0]))
+try:
+    compile_ahead([lambda: lambda: launch(4, 9, 5)])
+finally:
+    end_compiling()
+"""
+
+FAULTY_KERNEL = """
+from kernels.backends import jit, tl
+
+@jit
+def kernel(x_ptr, SIZE: tl.constexpr):
+    tl.static_assert(SIZE < 8, "too many")
+    tl.store(x_ptr, SIZE)
+"""
+
 A_FAULT = """
 from kernels.backends import jit, tl
 
@@ -225,3 +260,25 @@ def test_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
     run = run_on_a_gpu(A_FAULT, tmp_path)
     assert run.returncode == 1
     assert "too many" in run.stderr
+
+
+def test_a_kernel_that_another_process_cannot_compile_is_told_as_well(tmp_path: Path) -> None:
+    """And this process compiles the first kernel that is new alone."""
+    (tmp_path / "faulty_kernel.py").write_text(FAULTY_KERNEL)
+    run = run_on_a_gpu(A_FAULT_ELSEWHERE.format(folder=str(tmp_path)), tmp_path)
+    assert run.returncode == 1
+    assert run.stdout == "1\n"
+    assert "RuntimeError: kernel of faulty_kernel does not compile" in run.stderr
+    assert "too many" in run.stderr
+    assert len(list(tmp_path.glob("*/kernel.cubin"))) in (4, 5)
+
+
+def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
+    (tmp_path / "faulty_kernel.py").write_text("import os\nos._exit(3)\n")
+    compilers = Compilers(1, None)
+    folders = patch.object(sys, "path", [*sys.path, str(tmp_path)])
+    try:
+        with folders, pytest.raises(RuntimeError, match=r"kernel of faulty_kernel does not compile: .* ended with 3"):
+            compilers.compile(Launch("faulty_kernel", "kernel", (), ())).result()
+    finally:
+        compilers.close()
