@@ -3,16 +3,30 @@
 They need no GPU, and end when this process does, or when it closes them.
 """
 
+import importlib
 import os
 import pickle
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from kernels.compiling import Launch
+
+@dataclass(frozen=True)
+class Launch:
+    """All that a kernel, named by its module and its name there, is compiled for. kwargs: names and values."""
+
+    module: str
+    kernel: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def compile(self) -> None:
+        """Compile the kernel, unless Triton keeps it already. Raises what its compilation raises."""
+        kernel = getattr(importlib.import_module(self.module), self.kernel)
+        kernel.run(*self.args, grid=(1,), warmup=True, **dict(self.kwargs))
 
 
 class Compilers:
@@ -27,7 +41,7 @@ class Compilers:
         self._of_thread = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def compile(self, launch: "Launch") -> "Future[None]":
+    def compile(self, launch: Launch) -> Future[None]:
         """Have a launch compiled; waiting for it raises RuntimeError if that fails."""
         return self._pool.submit(self._compile, launch)
 
@@ -36,7 +50,7 @@ class Compilers:
         for process in self._processes:
             process.communicate()  # closes what it reads, at whose end it ends
 
-    def _compile(self, launch: "Launch") -> None:
+    def _compile(self, launch: Launch) -> None:
         process = self._process()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -49,7 +63,7 @@ class Compilers:
         if error:
             raise RuntimeError(f"{launch.kernel} of {launch.module} does not compile: {error}")
 
-    def _process(self) -> "subprocess.Popen[bytes]":
+    def _process(self) -> subprocess.Popen[bytes]:
         """Return the process of this thread."""
         if not hasattr(self._of_thread, "process"):
             self._of_thread.process = process = _start()
@@ -60,7 +74,7 @@ class Compilers:
         return process
 
 
-def _start() -> "subprocess.Popen[bytes]":
+def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "kernels.compiler_process"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},

@@ -6,7 +6,6 @@ runs, and what they would launch is compiled by processes meanwhile (kernels.com
 keeps on disk. What was not foreseen is compiled where it is launched.
 """
 
-import importlib
 import logging
 import os
 import time
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernels.compilers import Compilers
+from kernels.compilers import Compilers, Launch
 
 if TYPE_CHECKING:
     triton: Any = None
@@ -33,21 +32,6 @@ else:
 MOST_PROCESSES = 12
 SAMPLED = 6  # of what launches, about so many are gone through in any case
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """All that a kernel, named by its module and its name there, is compiled for. kwargs: names and values."""
-
-    module: str
-    kernel: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-
-    def compile(self) -> None:
-        """Compile the kernel, unless Triton keeps it already. Raises what its compilation raises."""
-        kernel = getattr(importlib.import_module(self.module), self.kernel)
-        kernel.run(*self.args, grid=(1,), warmup=True, **dict(self.kwargs))
 
 
 # The launches that were gone through, in their order; None: launches run.
@@ -85,7 +69,7 @@ def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
     handed: list[Future[None]] = []
     is_new = False
     for index in (*some, *others):
-        if index in others[:1] and not is_new:
+        if index in others and not is_new:
             break
         for launch in _go_through(makers[index](), foreseen, without_memory):
             if is_new:
@@ -94,8 +78,12 @@ def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
                 before = _compiled()
                 launch.compile()
                 is_new = _compiled() != before
-    for each in handed:
-        each.result()
+    try:
+        for each in handed:
+            each.result()
+    except RuntimeError:
+        end_compiling()  # what else was handed over is of no use
+        raise
     log.info(
         "kernels are compiled",
         extra={"launches": len(foreseen), "seconds": round(time.monotonic() - began, 1), "by_processes": len(handed)},

@@ -193,7 +193,7 @@ def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int) -> Tunin
 def pinned_tuning(dim: int, group: int, max_queries: int) -> Tuning:
     """Results that depend on nothing else in the batch, as long as `max_queries` is the same."""
     tile_queries, _ = row_tiles_of(max_queries, group)
-    return replace(default_tuning(dim, 0, max(32, tile_queries * group), 1), segment=32)
+    return replace(default_tuning(dim, 0, max(32, tile_queries * group), kv_heads=1), segment=32)
 
 
 def row_tiles_of(max_queries: int, group: int) -> tuple[int, int]:

@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kernels.compilers import Compilers
-from kernels.compiling import Launch
+from kernels.compilers import Compilers, Launch
 
 # Stands in for a GPU's driver, and has everything on the CPU's tensors take the kernels.
 ON_A_GPU = """
@@ -79,7 +78,8 @@ from engine.kv.pages import SequenceKV
 from engine.loading.eight_bit import with_eight_bit_weights
 from engine.model_runner import ModelRunner
 from engine.pass_runner import PassRunner
-from kernels.compiling import Launch, compiles_only, note_launch, without_places
+from kernels.compilers import Launch
+from kernels.compiling import compiles_only, note_launch, without_places
 from sparsity.plan import uniform_plan
 from target_service.draft_in_target import StepsByTurns
 from target_service.verifier import Verifier
