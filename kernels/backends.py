@@ -26,8 +26,8 @@ else:
 Backend = Literal["torch", "triton"]
 # Pointers that may begin anywhere: at those of one layer or pass of all.
 _ANYWHERE = {
-    *("counts_ptr", "following_ptr", "lengths_ptr", "lists_ptr", "memory_ptr", "pieces_ptr", "positions_ptr"),
-    *("read_weights_ptr", "slots_ptr", "tile_starts_ptr", "uniforms_ptr"),
+    *("counts_ptr", "first_items_ptr", "following_ptr", "lengths_ptr", "lists_ptr", "memory_ptr", "pieces_ptr"),
+    *("positions_ptr", "read_weights_ptr", "slots_ptr", "tile_starts_ptr", "uniforms_ptr", "unread_ptr"),
 }
 
 

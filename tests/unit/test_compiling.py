@@ -116,17 +116,20 @@ def runner_of(shape, **how):
     runner._passes = PassRunner(decoder, kv, runner._limits, runner._passes.memories, True, None, light)
     return runner
 
+limits = {"gamma": 0, "max_sessions": 2, "max_context": 1024}
 settings = TargetSettings(
-    draft_in_target=True, max_gamma=3, gamma=0, max_sessions=2, draft_refresh_every=4, draft_read_share=0.1,
-    confirm_every=-1, screening_quantization="fp8", max_context=1024,
+    draft_in_target=True, max_gamma=3, draft_refresh_every=4, draft_read_share=0.1, confirm_every=-1,
+    screening_quantization="fp8", **limits,
 )
-plan = uniform_plan(5, 2, 3, 8)
-target = runner_of(Shape(5, 512, 8, 2, 64, 1024, 512), step_queries=4, most_queries=settings.widest_round)
+alone = TargetSettings(draft="self", max_gamma=8, draft_quantization="fp8", **limits)
+plan, shape = uniform_plan(5, 2, 3, 8), Shape(5, 512, 8, 2, 64, 1024, 512)
+target = runner_of(shape, step_queries=4, most_queries=settings.widest_round)
 verifier = Verifier(target, plan, settings)
 drafter = Drafter(runner_of(Shape(3, 256, 8, 4, 64, 512, 512)), plan, settings.own_draft)
 StepsByTurns(verifier, drafter)
 verifier.warm_up()
 drafter.warm_up()
+Verifier(runner_of(shape, step_queries=9), plan, alone).warm_up()
 print(len(launched), "launched at a start, not foreseen:", sorted({name for name, *_ in launched - foreseen}))
 assert len(launched) > 100
 
