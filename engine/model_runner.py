@@ -379,7 +379,9 @@ class ModelRunner(Runner):
         sized = [(item, count) for item in kinds for count in counts]
         compiled = [(item, count) for item, count in sized if count <= COMPILED_SESSIONS]
         shapes = dict.fromkeys(itertools.chain.from_iterable(self._shapes_of(*each) for each in compiled))
-        by_rules = [partial(self._launches_of_rules, *each) for each in compiled if _may_have_rules(each[0])]
+        how = self.vocab_size, self.device, self.deterministic
+        judged = [(item.drafted, count) for item, count in compiled if item.drafted and item.read is None]
+        by_rules = [partial(launches_of_rules, [drafted] * count, *how) for drafted, count in judged]
         compile_ahead([*(partial(self._passes.launches_of, shape) for shape in shapes), *by_rules])
         now = [(item, count) for item, count in sized if count <= WARM_SESSIONS and not _is_rare(item)]
         with tell_captures(self._passes.graphs, "steps"):
@@ -393,16 +395,9 @@ class ModelRunner(Runner):
         """Capture the steps of so many inputs like this one."""
         for shape in self._shapes_of(item, count):
             self._passes.step_of(shape)
-        if _may_have_rules(item):
-            assert item.drafted is not None
+        if item.drafted and item.read is None:
             logits = torch.zeros(count, len(item.tokens), self.vocab_size, device=self.device)
             judge_by_rules(logits, [item.drafted] * count, self.deterministic)
-
-    def _launches_of_rules(self, item: SequenceInput, count: int) -> Callable[[], None]:
-        """Return what judges so many inputs like this one by rules, and waits for nothing."""
-        assert item.drafted is not None
-        shape = count, len(item.tokens), self.vocab_size
-        return launches_of_rules(shape, [item.drafted] * count, self.device, self.deterministic)
 
     def _shapes_of(self, item: SequenceInput, count: int) -> list[PassShape]:
         """Return the shapes of the steps of so many inputs like this one."""
@@ -510,11 +505,6 @@ def _gives_a_verdict_alone(item: SequenceInput) -> bool:
 def _lists_everything(item: SequenceInput) -> bool:
     """Whether an input's lists are to name all blocks, whatever the pass."""
     return item.read is not None and item.read.budget is not None and item.read.budget.everything
-
-
-def _may_have_rules(item: SequenceInput) -> bool:
-    """Return whether rounds like this one are judged by rules if they have any."""
-    return item.drafted is not None and item.read is None
 
 
 def _is_rare(item: SequenceInput) -> bool:

@@ -59,9 +59,10 @@ def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: b
 
 
 def launches_of_rules(
-    shape: tuple[int, int, int], rounds: list[Drafted], device: torch.device, whatever_is_drafted: bool
+    rounds: list[Drafted], vocab: int, device: torch.device, whatever_is_drafted: bool
 ) -> Callable[[], None]:
-    """Return what launches all that `judge_by_rules` does, of logits of a shape, and waits for nothing."""
+    """Return what launches all that `judge_by_rules` does for rounds of as many tokens each, and waits for nothing."""
+    shape = len(rounds), len(rounds[0].tokens) + 1, vocab
     judgement = _Judgement.of(shape, rounds, device)
 
     def launch() -> None:

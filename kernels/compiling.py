@@ -33,7 +33,6 @@ MOST_PROCESSES = 12
 SAMPLED = 6  # of what launches, about so many are gone through in any case
 log = logging.getLogger(__name__)
 
-
 # The launches that were gone through, in their order; None: launches run.
 _foreseen: ContextVar[dict[Launch, None] | None] = ContextVar("launches that were gone through", default=None)
 _compilers: list[Compilers] = []  # one, from when it is needed until `end_compiling`
@@ -68,20 +67,20 @@ def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
     others = sorted({*range(len(makers))} - {*some})
     handed: list[Future[None]] = []
     is_new = False
-    for index in (*some, *others):
-        if index in others and not is_new:
-            break
-        for launch in _go_through(makers[index](), foreseen, without_memory):
-            if is_new:
-                handed.append(_running_compilers().compile(launch))
-            else:
-                before = _compiled()
-                launch.compile()
-                is_new = _compiled() != before
     try:
+        for index in (*some, *others):
+            if index in others and not is_new:
+                break
+            for launch in _go_through(makers[index](), foreseen, without_memory):
+                if is_new:
+                    handed.append(_running_compilers().compile(launch))
+                else:
+                    before = _compiled()
+                    launch.compile()
+                    is_new = _compiled() != before
         for each in handed:
             each.result()
-    except RuntimeError:
+    except Exception:
         end_compiling()  # what else was handed over is of no use
         raise
     log.info(
