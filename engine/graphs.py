@@ -67,14 +67,11 @@ class Graphs:
     def _capture(self, captured: Captured) -> torch.cuda.CUDAGraph:
         """Capture the copies from and to the host with the launches: each call from outside costs the host dearly."""
         inputs, results = captured.buffers.inputs, captured.buffers.results
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels compile and load, cuBLAS takes its workspace
-            captured.launch()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # A graph or an event that is collected while another is captured aborts the process.
-        with no_garbage_collected(), torch.cuda.graph(graph, pool=self._pool):
+        # A graph or an event that is collected while another is captured aborts the process. Relaxed: kernels are
+        # loaded, and take memory for that, where they are first captured; nothing is launched before to have that done.
+        mode = "relaxed"
+        with no_garbage_collected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             inputs.copy_in()
             captured.launch()
             results.copy_out()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernels.compilers import Compilers, Launch
+from kernels.compilers import CompiledFor, Compilers, Launch
 
 if TYPE_CHECKING:
     triton: Any = None
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 # The launches that were gone through, in their order; None: launches run.
 _foreseen: ContextVar[dict[Launch, None] | None] = ContextVar("launches that were gone through", default=None)
-_compilers: list[Compilers] = []  # one, from when it is needed until `end_compiling`
+_compilers: list[Compilers] = []  # one, from `begin_compiling` or when it is needed, until `end_compiling`
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # it takes a second to load
 
-    began, foreseen = time.monotonic(), dict[Launch, None]()
+    began, foreseen, compiled_for = time.monotonic(), dict[Launch, None](), _compiled_for()
     without_memory = FakeTensorMode(allow_non_fake_inputs=True)
     some = range(0, len(makers), max(1, len(makers) // SAMPLED))
     others = sorted({*range(len(makers))} - {*some})
@@ -73,10 +73,10 @@ def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
                 break
             for launch in _go_through(makers[index](), foreseen, without_memory):
                 if is_new:
-                    handed.append(_running_compilers().compile(launch))
+                    handed.append(_running_compilers().compile(launch, compiled_for))
                 else:
                     before = _compiled()
-                    launch.compile()
+                    launch.compile(compiled_for.launcher)
                     is_new = _compiled() != before
         for each in handed:
             each.result()
@@ -89,6 +89,12 @@ def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
     )
 
 
+def begin_compiling(device: str) -> None:
+    """Have processes that compile load what they need while this one goes on, if nothing was compiled before."""
+    if triton is not None and torch.device(device).type == "cuda" and not _compiled():
+        _running_compilers()
+
+
 def end_compiling() -> None:
     """End the processes that compile, if there are any: what is compiled from here on is hardly worth them."""
     while _compilers:
@@ -97,9 +103,13 @@ def end_compiling() -> None:
 
 def _running_compilers() -> Compilers:
     if not _compilers:
-        most = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
-        _compilers.append(Compilers(most, triton.runtime.driver.active.get_current_target()))
+        _compilers.append(Compilers(min(MOST_PROCESSES, len(os.sched_getaffinity(0)))))
     return _compilers[0]
+
+
+def _compiled_for() -> CompiledFor:
+    active = triton.runtime.driver.active
+    return CompiledFor(active.get_current_target(), active.launcher_cls)
 
 
 def _go_through(launch: Callable[[], None], foreseen: dict[Launch, None], without_memory: Any) -> list[Launch]:

@@ -1,10 +1,9 @@
 """What a service opens before it serves: a model that fits its settings, with KV."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from config import DraftSettings, ModelSettings
 from config.attention_backends import check_attention_backend
@@ -28,6 +27,7 @@ from engine.loading.tokenizer import (
 )
 from engine.modules import ModulesDecoder
 from engine.runner import Runner
+from kernels.compiling import begin_compiling
 
 # No passes, all of few rows, or of these what a later pass judges: those that draft for the model itself, or screen.
 EightBit = Literal["none", "all", "drafting"]
@@ -50,7 +50,7 @@ class _Loaded:
 
     settings: ModelSettings
     model: LoadedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
     drafting: Decoder | None
     device: str
 
@@ -89,6 +89,7 @@ def _load(settings: ModelSettings, eight_bit: EightBit = "none") -> _Loaded:
     device = default_device() if settings.device == "auto" else settings.device
     dtype = resolve_dtype(settings.dtype, device)
     _check_settings(settings, device)
+    begin_compiling(device)
     loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # which is measured in the shape of its config

@@ -4,14 +4,14 @@ import hashlib
 import json
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
 from engine.loading.config import load_config
 
 
 def load_tokenizer(model: str) -> Any:
     """Return the tokenizer in a folder or of a Hugging Face id; code from the hub is never run."""
+    from transformers import AutoTokenizer  # loaded here, as it takes seconds
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
     named = get_tokenizer_config(model)
     # transformers reads the config by itself where the tokenizer's class has to be found by that of the config.
     config = load_config(model) if "tokenizer_class" in named and "auto_map" not in named else None
@@ -39,6 +39,8 @@ def count_token_ids(tokenizer: Any) -> int:
 
 def load_generation_config(model: str) -> dict[str, Any]:
     """Return what a folder's generation_config.json or that of a Hugging Face id says; nothing if there is none."""
+    from transformers import GenerationConfig
+
     try:
         return GenerationConfig.from_pretrained(model).to_diff_dict()
     except OSError:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kernels.compilers import Compilers, Launch
+from kernels.compilers import CompiledFor, Compilers, Launch
 
 # Stands in for a GPU's driver, and has everything on the CPU's tensors take the kernels.
 ON_A_GPU = """
@@ -17,10 +17,11 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from kernels import backends
+from tests.unit.fake_launcher import Launcher
 
 driver.set_active(SimpleNamespace(
     get_current_device=lambda: 0, get_current_stream=lambda device: 0,
-    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_target=lambda: GPUTarget("cuda", 90, 32), launcher_cls=Launcher,
 ))
 backends.default_backend = lambda device: "triton"
 backends.overlapping_launch = lambda device: {"PDL": True, "launch_pdl": True}
@@ -99,8 +100,10 @@ def zeroed(make):
 
 backends._Kernel.run = note
 kernels.compiling._compiled = lambda: next(compiled)
-kernels.compiling._running_compilers = lambda: SimpleNamespace(compile=lambda launch: SimpleNamespace(result=lambda: 0))
-Launch.compile = lambda launch: None
+kernels.compiling._running_compilers = lambda: SimpleNamespace(
+    compile=lambda launch, compiled_for: SimpleNamespace(result=lambda: 0)
+)
+Launch.compile = lambda launch, launcher: None
 engine.graphs.Graphs._capture = lambda graphs, captured: captured.launch()
 torch.cuda.graph_pool_handle = torch.cuda.memory_reserved = lambda: 0
 torch.empty, torch.empty_like, torch.Tensor.new_empty = map(
@@ -225,10 +228,12 @@ def run_on_a_gpu(script: str, folder: Path) -> "subprocess.CompletedProcess[str]
 
 @pytest.mark.timeout(300)
 def test_a_round_and_a_step_compile_and_write_nothing(tmp_path: Path) -> None:
-    """All that a draft's round launches, and a step of its target behind it, is compiled; nothing of it runs."""
+    """All that a draft's round launches, and a step of its target behind it, is compiled, with what launches it.
+    Nothing of it runs."""
     run = run_on_a_gpu(A_ROUND_AND_A_STEP, tmp_path)
     assert run.returncode == 0, run.stderr
     names = {file.stem for file in tmp_path.glob("*/*.cubin")}
+    assert {file.name.removeprefix("launcher-") for file in tmp_path.glob("launcher-*")} == names
     expected = "partial_attention_kernel merge_kernel _few_rows_linear_kernel _rotate_and_write_kv_kernel emit_kernel"
     assert names >= {
         *expected.split(),
@@ -278,10 +283,11 @@ def test_a_kernel_that_another_process_cannot_compile_is_told_as_well(tmp_path: 
 
 def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
     (tmp_path / "faulty_kernel.py").write_text("import os\nos._exit(3)\n")
-    compilers = Compilers(1, None)
     folders = patch.object(sys, "path", [*sys.path, str(tmp_path)])
+    with folders:
+        compilers = Compilers(1)
     try:
-        with folders, pytest.raises(RuntimeError, match=r"kernel of faulty_kernel does not compile: .* ended with 3"):
-            compilers.compile(Launch("faulty_kernel", "kernel", (), ())).result()
+        with pytest.raises(RuntimeError, match=r"kernel of faulty_kernel does not compile: the process .* has ended"):
+            compilers.compile(Launch("faulty_kernel", "kernel", (), ()), CompiledFor(None, None)).result()
     finally:
         compilers.close()
