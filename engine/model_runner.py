@@ -443,6 +443,8 @@ class ModelRunner(Runner):
         scratch = SequenceKV()
         room = min(tokens, self.kv.pool.available * PAGE_SIZE, (self._limits.pages * PAGE_SIZE) - MAX_OVERHANG)
         self.forward([SequenceInput(scratch, [0] * room)])
+        if self.kv.means is not None:
+            self.kv.extend_group_means([scratch], [min(room, self.kv.means.group_size)])
         torch.cuda.synchronize()
         self.kv.release(scratch)
         self._later += self._passes.shapes_of_prompts(tokens)

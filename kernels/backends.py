@@ -54,6 +54,20 @@ def constant(value: Any) -> Any:
 class _Kernel(object if triton is None else triton.JITFunction):  # type: ignore[misc]
     """A kernel that is compiled where it is launched, or ahead of that (kernels.compiling)."""
 
+    hash: str | None  # of what it is made of, once that was asked for
+
+    @property
+    def cache_key(self) -> str:
+        """By what compiled kernels are found again, in any process.
+
+        That of Triton 3.6 has the constants of functions that are called only if the keys of these were asked for
+        before, so it is made twice.
+        """
+        if self.hash is None:
+            _ = super().cache_key  # asks for those of all functions that are called
+            self.hash = None
+        return super().cache_key
+
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if not compiles_only():
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)

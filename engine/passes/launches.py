@@ -57,8 +57,8 @@ def run_pass(
         _leave_fetched(buffers, fetched)
     if shape.drafts_alone:
         return
-    attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched)
-    attend.prompts, attend.pages = prompts, layer_pages or kv.layer_pages
+    attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched, prompts)
+    attend.pages = layer_pages or kv.layer_pages
     logits_rows = given.get("logits_rows")
     if logits_rows is not None and not len(logits_rows) and attend.weights is None:
         attend.unread = kv.num_layers - 1
@@ -80,14 +80,20 @@ def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> Non
 
 
 def _attention_of(
-    heads: Heads, kv: KVCache, shape: PassShape, given: dict[str, Tensor], attention: Backend, fetched: FetchPlan | None
+    heads: Heads,
+    kv: KVCache,
+    shape: PassShape,
+    given: dict[str, Tensor],
+    attention: Backend,
+    fetched: FetchPlan | None,
+    prompts: PromptsOfLayer | None,
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
     of_sequences = given["query_starts"], given["lengths"], given["block_tables"]
     rows = Rows(*of_sequences, shape.most_rows, given.get("visible"))
     tuning = pinned_tuning(heads.dim, heads.group, shape.most_rows) if shape.pinned else None
-    attend = LayerAttention(heads, rows, kv.layer_pages, attention)
-    if not shape.width or shape.dense_layers or shape.weighs:
+    attend = LayerAttention(heads, rows, kv.layer_pages, attention, prompts=prompts)
+    if shape.weighs or (prompts is None and (not shape.width or shape.dense_layers)):
         attend.dense_work = plan_reads(heads, rows, attention, tuning)
     attend.tables_of = tables_of_layers(shape, kv, given)
     if shape.weighs:

@@ -144,6 +144,21 @@ attention = {"partial_attention_kernel", "merge_kernel", "_tile_starts_kernel"} 
 print(len(launched), "by a prompt:", sorted({name for name, *_ in launched - foreseen} - attention))
 """
 
+KEYS = """
+from kernels.rejection import bracket, drawing, layout
+
+modules = layout, bracket, drawing
+functions = [each for module in modules for each in vars(module).values() if isinstance(each, backends._Kernel)]
+
+def keys(order):
+    for each in functions:
+        each.hash, each.used_global_vals = None, {}
+    return {each.__name__: each.cache_key for each in order}
+
+assert len(functions) > 10
+assert keys(functions) == keys(functions[::-1])
+"""
+
 ONE_LAUNCH = """
 from kernels.rms_norm import _add_rms_norm_kernel, add_rms_norm
 
@@ -253,6 +268,11 @@ def test_a_start_launches_what_it_has_compiled_ahead(tmp_path: Path) -> None:
     start, prompt = run.stdout.splitlines()
     assert start.endswith("not foreseen: []")
     assert prompt.endswith("by a prompt: []")
+
+
+def test_a_kernel_is_found_again_whichever_was_asked_for_before_it(tmp_path: Path) -> None:
+    run = run_on_a_gpu(KEYS, tmp_path)
+    assert run.returncode == 0, run.stderr
 
 
 def test_what_is_compiled_ahead_is_found_where_it_is_launched(tmp_path: Path) -> None:
