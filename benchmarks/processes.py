@@ -71,11 +71,20 @@ def start_endpoints(start: Start, *flags: str, seconds: float = _START_SECONDS) 
 
     Raises ChildProcessError if they end before, or are not ready in time.
     """
+    return wait_for_endpoints(launch_endpoints(start, *flags), seconds)
+
+
+def launch_endpoints(start: Start, *flags: str) -> "subprocess.Popen[str]":
+    """Start the client endpoints, and do not wait for them."""
     ports = ("--grpc-port", "0", "--http-port", "0")
-    launch = start("orchestrator.launch", "--log-level", "warning", *flags, *ports, stdout=subprocess.PIPE)
-    assert launch.stdout is not None
-    with _killed_after(launch, seconds):
-        said = list(itertools.takewhile(lambda line: line.strip() != "ready", launch.stdout))
+    return start("orchestrator.launch", "--log-level", "warning", *flags, *ports, stdout=subprocess.PIPE)
+
+
+def wait_for_endpoints(process: "subprocess.Popen[str]", seconds: float = _START_SECONDS) -> str:
+    """Return the gRPC address of client endpoints that were launched, once they are ready; raises as above."""
+    assert process.stdout is not None
+    with _killed_after(process, seconds):
+        said = list(itertools.takewhile(lambda line: line.strip() != "ready", process.stdout))
     found = re.search(r"gRPC endpoint: (\S+)", "".join(said))
     if found is None:
         raise ChildProcessError("the client endpoints did not start")

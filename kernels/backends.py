@@ -86,7 +86,8 @@ class _Missing:
 def overlapping_launch(device: torch.device) -> dict[str, bool]:
     """Arguments of a launch that may begin before the one before it has ended (programmatic dependent launch).
 
-    The kernel takes PDL as a constexpr, and calls `follow(PDL)` before all else, or gdc_wait where it knows better.
+    The kernel takes PDL as a constexpr, and calls `follow(PDL)` before all else, or `precede(PDL)` or gdc_wait where it
+    knows better.
     """
     return {"PDL": True, "launch_pdl": True} if device.type == "cuda" else {"PDL": False}
 
@@ -100,6 +101,17 @@ def follow(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def precede(PDL: tl.constexpr):
+    """Let the next launch begin at once, and wait until the one before has ended.
+
+    Before its own wait that launch may read only what was there before the last one that called `follow`.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @jit

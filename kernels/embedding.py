@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, overlapping_launch, power_of_two, tl
+from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
 
 
 def embed_in_float32(token_ids: Tensor, embedding: Tensor, scale: float = 1.0, backend: str = "torch") -> Tensor:
@@ -37,9 +37,7 @@ def _embed_kernel(
     PDL: tl.constexpr,
 ):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)  # what the layers' kernels read before they wait is there
     token = tl.load(token_ids_ptr + row).to(tl.int64)
     numbers = tl.load(embedding_ptr + token * hidden + at, mask=at < hidden, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * hidden + at, numbers * scale, mask=at < hidden)

@@ -7,7 +7,7 @@ only the first dimensions of a head (Phi-4-mini).
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from kernels.backends import check_backend, jit, overlapping_launch, power_of_two, precede, tl
 from kernels.kv_write import write_kv
 from kernels.residual_linear import Unscaled
 from kernels.rms_norm import add_rms_norm
@@ -161,7 +161,7 @@ def _rotate_and_write_kv_kernel(
     token = tl.program_id(0)
     at = tl.arange(0, DIM)
     partner = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
-    follow(PDL)
+    precede(PDL)  # attention asks for keys and values meanwhile, which takes longer than this
     slot = tl.load(slots_ptr + token)
     by = None
     if squares_ptr is not None:

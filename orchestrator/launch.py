@@ -2,10 +2,12 @@
 to stop."""
 
 import argparse
+import importlib
 import logging
 import os
 import secrets
 import sys
+import threading
 from dataclasses import replace
 
 from config import Config, add_launch_flags, read_launch
@@ -72,6 +74,9 @@ def _launch(config: Config) -> None:
     config = endpoints.resolve_context(config)
     for port in (config.clients.grpc_port, config.clients.http_port):
         check_free(config.clients.host, port)
+    # What a tokenizer takes is imported while the services start: that is seconds.
+    of_tokenizers = "transformers.models.auto.tokenization_auto"
+    threading.Thread(target=importlib.import_module, args=(of_tokenizers,), daemon=True).start()
     with placed_services(config) as placed:
         uvloop.run(endpoints.run(config, access, *placed))
 

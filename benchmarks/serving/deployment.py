@@ -14,7 +14,7 @@ import grpc
 import torch
 
 import models
-from benchmarks.processes import Start, free_addresses, port_of, start_endpoints, wait_for_service
+from benchmarks.processes import Start, free_addresses, launch_endpoints, port_of, wait_for_endpoints, wait_for_service
 from benchmarks.serving.breakdown import Breakdown, break_down
 from benchmarks.serving.clients import SETTLED
 from benchmarks.serving.controls import Controls
@@ -111,8 +111,9 @@ class Deployment:
     def start(self, with_draft: bool) -> list[str]:
         """Start the services and their endpoints; return the endpoints' addresses.
 
-        A draft service, if there is to be one, loads beside the targets where it has a GPU of its own, and stays away
-        from the targets until controls say otherwise. Raises ChildProcessError for what does not start in time.
+        The endpoints load beside the targets, and wait for them. A draft service, if there is to be one, loads beside
+        them too where it has a GPU of its own, and stays away from the targets until controls say otherwise. Raises
+        ChildProcessError for what does not start in time.
         """
         own = ["--synthetic-acceptance", str(self.pair.acceptance), *self._room.tiers(self.pair.target_shape)]
         own += ["--replay"] if self._replayed else []
@@ -124,17 +125,13 @@ class Deployment:
         with_service, gpus = with_draft and not self.pair.draft_in_target, self.pair.gpus
         apart = bool(gpus) and with_service and gpus["draft"] not in {gpus[name] for name in targets}
         draft = self._launch_draft() if apart else None
+        began, endpoints = time.monotonic(), self._launch_endpoints()
         for name, process in targets.items():
             self._wait_for(name, process)
         if with_service and draft is None:
             draft = self._launch_draft()
-        named = ("--target", self._models["target"], "--draft", self._models["draft"], "--plan", self._plan)
-        limits = ("--max-context", str(self._room.context), "--shutdown-grace", "0")
-        each = [self._addresses[name] for name in self.targets]
-        addresses = [
-            start_endpoints(self._start, *named, *limits, "--target-address", over, seconds=self._seconds())
-            for over in ([",".join(each)] if self._together else each)
-        ]
+        addresses = [wait_for_endpoints(process, self._seconds()) for process in endpoints]
+        note(f"clients are served after {time.monotonic() - began:.1f} s")
         if draft is not None:
             self._wait_for("draft", draft)
         return addresses
@@ -191,6 +188,15 @@ class Deployment:
     @property
     def _controls(self) -> Path:
         return self.folder / "controls.json"
+
+    def _launch_endpoints(self) -> "list[subprocess.Popen[str]]":
+        named = ("--target", self._models["target"], "--draft", self._models["draft"], "--plan", self._plan)
+        limits = ("--max-context", str(self._room.context), "--shutdown-grace", "0", "--connect-timeout", "0")
+        each = [self._addresses[name] for name in self.targets]
+        return [
+            launch_endpoints(self._start, *named, *limits, "--target-address", over)
+            for over in ([",".join(each)] if self._together else each)
+        ]
 
     def _launch_draft(self) -> "subprocess.Popen[str]":
         own = [word for target in self.targets for word in ("--target", self._addresses[target])]

@@ -85,7 +85,8 @@ def test_the_draft_has_its_device_and_all_targets(tmp_path: Path, monkeypatch: p
         started.append((command, gpu))
 
     monkeypatch.setattr(deployment, "wait_for_service", lambda process, seconds: None)
-    monkeypatch.setattr(deployment, "start_endpoints", lambda start, *flags, seconds: flags[-1])
+    monkeypatch.setattr(deployment, "launch_endpoints", lambda start, *flags: flags[-1])
+    monkeypatch.setattr(deployment, "wait_for_endpoints", lambda over, seconds: over)
     devices = {"target-1": 5, "target-2": 6, "draft": 6}
     pair, room = deployment.Pair("tiny", "tiny", 4, 0.8, 0.1, 1, gpus=devices), deployment.Room(2, 200, 100)
     both = deployment.Deployment(start, tmp_path, pair, room, False, False, lambda: 1.0, 2)
@@ -104,7 +105,8 @@ def test_a_draft_in_the_targets_is_no_service(tmp_path: Path, monkeypatch: pytes
         started.append(command)
 
     monkeypatch.setattr(deployment, "wait_for_service", lambda process, seconds: None)
-    monkeypatch.setattr(deployment, "start_endpoints", lambda start, *flags, seconds: flags[-1])
+    monkeypatch.setattr(deployment, "launch_endpoints", lambda start, *flags: flags[-1])
+    monkeypatch.setattr(deployment, "wait_for_endpoints", lambda over, seconds: over)
     pair = deployment.Pair("tiny", "tiny", 4, 0.8, 0.1, 0.2, draft_in_target=True)
     room = deployment.Room(2, 200, 100)
     made = deployment.Deployment(start, tmp_path, pair, room, False, False, lambda: 1.0, 2, together=True)
