@@ -237,6 +237,7 @@ MUTANTS: list[Mutant] = [
         "kernels/compiling.py",
         "test_compiling",
         ("all is compiled by this process", "is_new = _compiled() != before", "is_new = False"),
+        ("processes are begun for nothing", ' == "cuda" and not _compiled():', ' == "cuda":'),
         ("nobody waits for the processes that compile", "            each.result()\n", "            pass\n"),
         ("all is gone through each time", "if index in others and not is_new:", "if False:"),
     ),
@@ -244,6 +245,7 @@ MUTANTS: list[Mutant] = [
         "kernels/compilers.py",
         "test_compiling",
         ("what does not compile elsewhere is not told", "        if error:\n", "        if False:\n"),
+        ("what launches a kernel is compiled where it is launched", "        launcher(compiled.src, compiled.metadata)\n", ""),
     ),
     *_of(
         "kernels/paged_attention/kernel.py",

@@ -160,7 +160,15 @@ assert keys(functions) == keys(functions[::-1])
 """
 
 ONE_LAUNCH = """
+from kernels import compiling
 from kernels.rms_norm import _add_rms_norm_kernel, add_rms_norm
+
+compiling.begin_compiling("cpu")
+assert not compiling._compilers
+compiling.begin_compiling("cuda")  # nothing was compiled yet
+(begun,) = compiling._compilers
+compiling.end_compiling()
+assert begun._forks.returncode == 0
 
 hidden, weight = torch.rand(4, 64), torch.rand(64)
 before = hidden.clone()
@@ -174,6 +182,8 @@ _add_rms_norm_kernel.warmup(
 )
 assert list(compiled) == [first], list(compiled)
 assert torch.equal(hidden, before)
+compiling.begin_compiling("cuda")
+assert not compiling._compilers
 """
 
 MANY = """
@@ -230,8 +240,8 @@ compile_ahead([lambda: lambda: kernel[(1,)](torch.zeros(1), SIZE=9)])
 
 
 def run_on_a_gpu(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run a script with kernels that are compiled for a GPU, to a folder."""
-    given = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    """Run a script with kernels that are compiled for a GPU, to `cache` in a folder."""
+    given = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
     file = folder / "script.py"  # a kernel's source is read from its file
     file.write_text(ON_A_GPU + script)
     path = os.pathsep.join(filter(None, (os.getcwd(), given.get("PYTHONPATH"))))
@@ -247,8 +257,8 @@ def test_a_round_and_a_step_compile_and_write_nothing(tmp_path: Path) -> None:
     Nothing of it runs."""
     run = run_on_a_gpu(A_ROUND_AND_A_STEP, tmp_path)
     assert run.returncode == 0, run.stderr
-    names = {file.stem for file in tmp_path.glob("*/*.cubin")}
-    assert {file.name.removeprefix("launcher-") for file in tmp_path.glob("launcher-*")} == names
+    names = {file.stem for file in tmp_path.glob("cache/*/*.cubin")}
+    assert {file.name.removeprefix("launcher-") for file in tmp_path.glob("cache/launcher-*")} == names
     expected = "partial_attention_kernel merge_kernel _few_rows_linear_kernel _rotate_and_write_kv_kernel emit_kernel"
     assert names >= {
         *expected.split(),
@@ -298,7 +308,7 @@ def test_a_kernel_that_another_process_cannot_compile_is_told_as_well(tmp_path: 
     assert run.stdout == "1\n"
     assert "RuntimeError: kernel of faulty_kernel does not compile" in run.stderr
     assert "too many" in run.stderr
-    assert len(list(tmp_path.glob("*/kernel.cubin"))) in (4, 5)
+    assert len(list(tmp_path.glob("cache/*/kernel.cubin"))) in (4, 5)
 
 
 def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
