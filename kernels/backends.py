@@ -107,7 +107,8 @@ def follow(PDL: tl.constexpr):
 def precede(PDL: tl.constexpr):
     """Let the next launch begin at once, and wait until the one before has ended.
 
-    Before its own wait that launch may read only what was there before the last one that called `follow`.
+    Before its own wait that launch may read only what was there before the last one that called `follow`, or that does
+    not overlap.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -2,7 +2,7 @@
 
 
 class Clock:
-    """Stands in for the verifier's `time`."""
+    """Stands in for the `time` of a module."""
 
     def __init__(self) -> None:
         self.now = 0.0

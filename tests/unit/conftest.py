@@ -49,9 +49,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The verifier's `time`, which stands still unless it is moved."""
+    """The `time` of verifier and drafter, which stands still unless it is moved."""
     stopped = Clock()
-    monkeypatch.setattr("target_service.verifier.time", stopped)
+    for module in ("target_service.verifier", "draft_service.drafter", "draft_service.steps"):
+        monkeypatch.setattr(f"{module}.time", stopped)
     return stopped
 
 

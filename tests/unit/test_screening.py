@@ -100,7 +100,7 @@ def test_greedy_is_plain_decoding_whatever_each_level_rejects(
     clock: Clock, screening: int, agreement: int, most: int
 ) -> None:
     model = Screens(agreement=agreement, screening=screening)
-    world = screened(clock, screening, model, most, branches=1 + 2 * (screening % 2))
+    world = screened(clock, 2 + screening, model, most, branches=1 + 2 * (screening % 2))
     world.attach()
     # By auto nothing is held until 16 dense rounds were seen.
     names = [world.open(prompt, 40 if most > 0 else 150) for prompt in prompts(world.rng, 3)]
@@ -196,7 +196,7 @@ def test_sessions_of_a_step_confirm_together_and_every_fourth_time_weigh(clock: 
         return execute(step)
 
     world.attach()
-    names = [world.open(prompt, 120) for prompt in prompts(world.rng, 3)]
+    names = [world.open(prompt, 160) for prompt in prompts(world.rng, 3)]
     with patch.object(world.verifier, "execute", watched):
         world.run()
     for name in names:
