@@ -81,7 +81,7 @@ def launch_endpoints(start: Start, *flags: str) -> "subprocess.Popen[str]":
 
 
 def wait_for_endpoints(process: "subprocess.Popen[str]", seconds: float = _START_SECONDS) -> str:
-    """Return the gRPC address of client endpoints that were launched, once they are ready, as `start_endpoints` does."""
+    """Return the gRPC address of client endpoints that were launched, once they are ready (`start_endpoints`)."""
     assert process.stdout is not None
     with _killed_after(process, seconds):
         said = list(itertools.takewhile(lambda line: line.strip() != "ready", process.stdout))
