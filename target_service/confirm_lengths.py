@@ -104,11 +104,6 @@ class ConfirmLengths:
         weights = self.weight_tokens * (self.screening_weights if is_light else 1.0)
         return weights + reads.read + LINK * reads.fetched + BEYOND_BYTES * (self.weight_tokens + reads.tokens)
 
-    def is_tried(self, load: Load) -> bool:
-        """Return whether it is known what steps take at a load that screen and that confirm."""
-        here = self.seconds[load]
-        return min(here[kind].rounds for kind in (StepKind.SCREENS, StepKind.CONFIRMS)) >= ASSUMED_ROUNDS
-
     def note_round(
         self,
         load: Load,

@@ -21,7 +21,7 @@ class StepSeen(NamedTuple):
     now: the time. load: the sessions that generate. size: about how long a step takes that reads everything for one
     that reads the weights alone. kinds: how the sessions' last rounds were made. disturbed: whether something else than
     rounds took time in it or before (prompts, or a graph that was captured). alone: whether it took the time of rounds
-    alone. tries: whether it screens or confirms to find out what that takes. reads: what it read of KV.
+    alone. reads: what it read of KV.
     """
 
     now: float
@@ -30,7 +30,6 @@ class StepSeen(NamedTuple):
     kinds: Counter[Choice]
     disturbed: bool
     alone: bool
-    tries: bool
     reads: StepReads
 
 
@@ -84,12 +83,10 @@ class Pacing:
         alone = not disturbed and not self._read_last
         self._draft_has_read, self._captures_seen = False, self._runner.captures_made
         self._read_last = bool(step.prefills)
-        tries = self._lengths is not None and not self._lengths.is_tried(load)
-        tries = tries and any(item.screens or item.held for item in step.rounds)
         if self._lengths is not None and alone:
             self._lengths.choose(load, sum(tokens))
         reads = StepReads(sum(tokens), read, fetched / self._triples)
-        return StepSeen(now, load, size, kinds, disturbed, alone, tries, reads)
+        return StepSeen(now, load, size, kinds, disturbed, alone, reads)
 
     @property
     def _triples(self) -> int:
@@ -132,8 +129,7 @@ class Pacing:
         if item.is_guessed:  # which says nothing about the draft
             session.committed_at = None
             return
-        is_typical = not seen.disturbed and not seen.tries
-        session.committed_at = seen.now if is_typical else None
+        session.committed_at = None if seen.disturbed else seen.now
         announces = bool(session.announced_by)
         if not item.proposed and self.controller.goes_on_resting(session.pace, announces):
             session.pace = session.pace.paused_with_all(len(session.tokens))
@@ -143,7 +139,7 @@ class Pacing:
             kind=Choice(len(drafted), announces and item.input.read is not None),
             accepted=commit.accepted,
             committed=len(session.tokens),
-            seconds=(seen.now - before) / seen.size if before is not None and is_typical else None,
+            seconds=(seen.now - before) / seen.size if before is not None and not seen.disturbed else None,
             drafting=commit.draft_seconds / seen.size,
             step=commit.verify_seconds / seen.size,
             announces=announces,

@@ -117,11 +117,6 @@ MUTANTS: list[Mutant] = [
         ("a target's own passes add sums in any order", "if on_gpu and proposes and isinstance", "if on_gpu and isinstance"),
     ),
     *_of(
-        "target_service/pacing.py",
-        "test_never_a_loss",
-        ("finding out what screening takes counts against drafting", "not seen.disturbed and not seen.tries", "not seen.disturbed"),
-    ),
-    *_of(
         "target_service/round_costs.py",
         "test_never_a_loss",
         ("plain steps are thought to take as long as those of many rows", "min(1.0, MOST_ROWS / (sessions_of(load) * (c.gamma + 1)))", "1.0"),
