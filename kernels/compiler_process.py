@@ -46,9 +46,9 @@ def _answer(stream: Any) -> bool:
     """Compile the next launch, and answer; return whether there was one."""
     try:
         compiled_for, launch = pickle.load(stream)
-        error = None
     except EOFError:
         return False
+    error = None
     try:
         _stand_in_for_a_gpu(compiled_for)
         launch.compile(compiled_for.launcher)
@@ -64,7 +64,7 @@ def _stand_in_for_a_gpu(compiled_for: CompiledFor) -> None:
             get_current_device=lambda: 0,
             get_current_stream=lambda _device: 0,
             get_current_target=lambda: compiled_for.target,
-            utils=SimpleNamespace(launch=None),  # which later launchers share, so that nothing of them is compiled
+            utils=SimpleNamespace(launch=None),  # Triton 3.9's launchers share it, and nothing of them is compiled
         )
     )
 

@@ -28,7 +28,7 @@ class Launch:
     def compile(self, launcher: Any) -> None:
         """Compile the kernel and what launches it, unless Triton keeps them. Raises what their compilation raises.
 
-        launcher: the driver's, of a compiled kernel. Up to Triton 3.6 it is compiled from C for each signature.
+        launcher: the driver's, of a compiled kernel. Triton 3.6 compiles it from C for each signature.
         """
         kernel = getattr(importlib.import_module(self.module), self.kernel)
         compiled = kernel.run(*self.args, grid=(1,), warmup=True, **dict(self.kwargs))

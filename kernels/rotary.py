@@ -161,7 +161,7 @@ def _rotate_and_write_kv_kernel(
     token = tl.program_id(0)
     at = tl.arange(0, DIM)
     partner = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
-    precede(PDL)  # attention asks for keys and values meanwhile, which takes longer than this
+    precede(PDL)  # meanwhile attention asks for its first keys and values
     slot = tl.load(slots_ptr + token)
     by = None
     if squares_ptr is not None:
