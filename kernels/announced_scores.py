@@ -6,7 +6,7 @@ Blocks that were announced last round count more, those outside of limits not at
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from kernels.shared_budget import WORD
 
 _CHUNK = 1024  # blocks that a program scores
@@ -44,6 +44,7 @@ def score_announced(
             *(evidence, heads, weights, before, limits, scores),
             *(of_all, width, blocks, before.shape[2], rows, limits.stride(0), stickiness),
             CHUNK=_CHUNK,
+            **overlapping_launch(scores.device),
         )
     return scores
 
@@ -70,7 +71,9 @@ def _score_announced_kernel(
     limit_stride,
     stickiness,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     sequence, blend = row // rows, row % rows * width
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)

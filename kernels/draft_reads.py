@@ -7,7 +7,7 @@ what it does not read, and the new ones of what it does.
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, power_of_two, tl
+from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
 
 
 def score_own_blocks(
@@ -58,6 +58,7 @@ def score_own_blocks(
         LAYERS=layers,
         BLOCK=block_size,
         CHUNK=1024,
+        **overlapping_launch(weights.device),
     )
     return scores, valid, count
 
@@ -148,8 +149,10 @@ def _score_own_blocks_kernel(
     LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A chunk of one row; its first program says how many blocks there are, and how many are read."""
+    follow(PDL)
     row = tl.program_id(0)
     kv_head, sequence, layer = row % KV_HEADS, row // KV_HEADS % sequences, row // (KV_HEADS * sequences)
     place = sequence.to(tl.int64)

@@ -246,10 +246,14 @@ def _few_rows_linear_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One part of COLUMNS outputs; the weights are the left side of the product, which registers may hold."""
+    """One part of COLUMNS outputs; the weights are the left side of the product, which registers may hold. Gates and
+    the ups below them are one product: two would wait for one another.
+    """
     UNITS: tl.constexpr = inputs // DEPTH  # of which a part has as many as another, or one more
     WORD: tl.constexpr = 1 if scales_ptr is None else 4  # numbers that values_ptr has side by side
+    HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    line = tl.arange(0, HEIGHT)
     part = tl.program_id(1)
     begin = UNITS * part // PARTS * DEPTH
     length = UNITS * (part + 1) // PARTS * DEPTH - begin
@@ -258,55 +262,45 @@ def _few_rows_linear_kernel(
     row = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH // WORD)
     there = row < rows
-    known = tl.minimum(column, outputs - 1).to(tl.int64)
+    known = tl.minimum(tl.program_id(0) * COLUMNS + line % COLUMNS, outputs - 1).to(tl.int64)
+    known += line // COLUMNS * outputs
     first = known * (inputs // WORD) + begin // WORD
-    ups_behind: tl.constexpr = outputs * (inputs // WORD)
     weights_at = values_ptr + first[:, None] + depth[None, :]
     if WORD == 4:
         depth = depth // 32 * 128 + depth % 32  # the first input of a word: EightBitWeight, in blocks of LEAST_DEPTH
     x_at = x_ptr + row[None, :] * inputs + depth[:, None] + begin
-    sums = tl.zeros([COLUMNS, ROWS], tl.float32)
-    ups = sums
+    sums = tl.zeros([HEIGHT, ROWS], tl.float32)
     squares = tl.zeros([DEPTH, ROWS], tl.float32)
     if PDL:
         # At once, before its own wait: what may follow, a norm or a layer like this, reads only constants before its.
         tl.extra.cuda.gdc_launch_dependents()
         ask_for(values_ptr, first, AHEAD // WORD)
-        if GATED:
-            ask_for(values_ptr, first + ups_behind, AHEAD // WORD)
         tl.extra.cuda.gdc_wait()
     for at in tl.range(0, length, DEPTH, num_stages=STAGES):
         weights = tl.load(weights_at + at // WORD)
-        weights_of_ups = tl.load(weights_at + at // WORD + ups_behind) if GATED else weights
         if WORD == 1:
             x = tl.load(x_at + at, mask=there[None, :], other=0.0)
             if norm_ptr is not None:  # in float32, else loads of it would not be asked for ahead
                 squares += x * x
                 x = (x * tl.load(norm_ptr + begin + at + depth)[:, None]).to(weights.dtype)
             sums = tl.dot(weights, x, sums)
-            if GATED:
-                ups = tl.dot(weights_of_ups, x, ups)
         else:
             for number in tl.static_range(WORD):
                 x = tl.load(x_at + at + 32 * number, mask=there[None, :], other=0.0).to(tl.float16)
                 sums = tl.dot(_part_of(weights, number, PDL), x, sums)
-                if GATED:
-                    ups = tl.dot(_part_of(weights_of_ups, number, PDL), x, ups)
     if scales_ptr is not None:
         sums = sums * tl.load(scales_ptr + known)[:, None]
-        if GATED:
-            ups = ups * tl.load(scales_ptr + outputs + known)[:, None]
     if norm_ptr is not None:
         of_rows = tl.sum(squares, 0)
         if squares_ptr is not None:
             tl.store(squares_ptr + part * rows + row, of_rows, mask=row < tl.where(tl.program_id(0) == 0, rows, 0))
         else:
-            by = tl.rsqrt(of_rows / inputs + epsilon)[None, :]
-            sums, ups = sums * by, ups * by
-    if GATED:
-        sums = sums * tl.sigmoid(sums) * ups
+            sums = sums * tl.rsqrt(of_rows / inputs + epsilon)[None, :]
     if bias_ptr is not None:
         sums += tl.where(part == 0, tl.load(bias_ptr + known).to(tl.float32), 0.0)[:, None]
+    if GATED:
+        gates, ups = tl.split(tl.permute(tl.reshape(sums, [2, COLUMNS, ROWS]), [1, 2, 0]))
+        sums = gates * tl.sigmoid(gates) * ups
     inside = there[None, :] & (column < outputs)[:, None]
     if ADD:
         tl.atomic_add(out_ptr + row[None, :] * outputs + column[:, None], sums * scale, mask=inside, sem="relaxed")

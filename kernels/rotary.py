@@ -7,7 +7,7 @@ only the first dimensions of a head (Phi-4-mini).
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, overlapping_launch, power_of_two, precede, tl
+from kernels.backends import check_backend, jit, overlapping_launch, power_of_two, tl
 from kernels.kv_write import write_kv
 from kernels.residual_linear import Unscaled
 from kernels.rms_norm import add_rms_norm
@@ -161,8 +161,18 @@ def _rotate_and_write_kv_kernel(
     token = tl.program_id(0)
     at = tl.arange(0, DIM)
     partner = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
-    precede(PDL)  # meanwhile attention asks for its first keys and values
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # attention asks for its first keys and values
+    # Where tokens are was there before the first layer: it is read before the wait.
     slot = tl.load(slots_ptr + token)
+    turned = at < 2 * HALF
+    cos, sin = 1.0, 0.0
+    if HALF > 0:
+        row = tl.load(positions_ptr + token) * HALF + at % HALF
+        cos = tl.load(cosines_ptr + row, mask=turned, other=1.0)
+        sin = tl.load(sines_ptr + row, mask=turned, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     by = None
     if squares_ptr is not None:
         part = tl.arange(0, SQUARES)
@@ -182,12 +192,9 @@ def _rotate_and_write_kv_kernel(
                     own = _multiply((wide * scale).to(own.dtype), tl.load(norm_ptr + at))
                     other = _multiply((other.to(tl.float32) * scale).to(own.dtype), tl.load(norm_ptr + partner))
                 if HALF > 0:
-                    turned = at < 2 * HALF
-                    row = tl.load(positions_ptr + token) * HALF + at % HALF
-                    cos = tl.load(cosines_ptr + row, mask=turned, other=1.0).to(own.dtype)
-                    sin = tl.load(sines_ptr + row, mask=turned, other=0.0).to(own.dtype)
-                    across = _multiply(other, sin).to(tl.float32)
-                    own = (_multiply(own, cos).to(tl.float32) + tl.where(at < HALF, -across, across)).to(own.dtype)
+                    across = _multiply(other, sin.to(own.dtype)).to(tl.float32)
+                    along = _multiply(own, cos.to(own.dtype)).to(tl.float32)
+                    own = (along + tl.where(at < HALF, -across, across)).to(own.dtype)
             if head < HEADS:
                 tl.store(queries_ptr + (token * HEADS + head).to(tl.int64) * DIM + at, own)
             elif slot >= 0:

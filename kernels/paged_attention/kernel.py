@@ -4,7 +4,7 @@ All tiles of all items, an item being a (sequence, KV head, tile of queries), st
 equal stretch of it and leaves a partial result for each item that it touches, which a second kernel merges.
 """
 
-from kernels.backends import ask_for, follow, jit, tl
+from kernels.backends import ask_for, jit, precede, tl
 
 
 @jit
@@ -175,9 +175,8 @@ def partial_attention_kernel(
             at = _numbers_at(place, place < tokens, item // row_tiles, sources, KV_HEADS, DIM, PAGE, BLOCK, SPARSE)
             ask_for(k_ptr, at, DIM)
             ask_for(v_ptr, at, DIM)
-        tl.extra.cuda.gdc_wait()
-        # All programs are there: what follows takes no place of theirs, and waits by itself.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     while tile < last:
         stop = tl.minimum(last, stop)
         row_tile = item % row_tiles
@@ -319,7 +318,7 @@ def merge_kernel(
     begin, end = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
     first = program_of(begin, total, programs, MIN_TILES)
     last = tl.where(end > begin, program_of(end - 1, total, programs, MIN_TILES) + 1, first)
-    follow(PDL)
+    precede(PDL)
     maximum = -float("inf")
     total_weight = 0.0
     acc = tl.zeros([DIM], tl.float32)

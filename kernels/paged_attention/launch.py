@@ -157,7 +157,7 @@ def _merge(batch: Batch, work: Work, items: int, rows: int, partial: Partial, su
         DIM=batch.dim,
         MIN_TILES=tuning.least_tiles,
         EMIT=sums.block_size > 0,
-        num_warps=1 if splits <= 16 else 4,  # a lane then holds all splits of its columns
+        num_warps=max(1, splits * batch.dim // 4096),  # a lane then holds 128 numbers at most
         **overlapping_launch(batch.queries.device),
     )
     return out

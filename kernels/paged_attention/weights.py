@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.backends import follow, jit, overlapping_launch, tl
+from kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
 from kernels.paged_attention.inputs import Batch, BlockLists
 from kernels.paged_attention.launch import BlockSums, attend_in_triton
 from kernels.paged_attention.work import Work
@@ -79,7 +79,8 @@ def _weigh(
     listed = (lengths, lengths) if blocks is None else (blocks.lists, blocks.counts)
     width = n if blocks is None else blocks.lists.shape[-1]
     rows = sequences * batch.heads * (emitting if share is None else 1)
-    _query_weights_kernel[(rows, -(-width // 1024) or 1, layers)](
+    chunk = min(1024, max(128, power_of_two(width)))
+    _query_weights_kernel[(rows, -(-width // chunk) or 1, layers)](
         *(sums.blocks, sums.total, lengths, *listed, batch.query_starts, out),
         *(width, sums.blocks.shape[-1], emitting, out.stride(0), out.stride(1), out.stride(2)),
         *(1.0 if share is None else share / emitting, sequences, sums.total.shape[-1]),
@@ -87,7 +88,8 @@ def _weigh(
         UNIT=sums.block_size,
         LISTED=blocks is not None,
         ADDED=share is not None,
-        CHUNK=1024,
+        CHUNK=chunk,
+        num_warps=max(1, chunk // 256),
         **overlapping_launch(out.device),
     )
 

@@ -113,13 +113,14 @@ def _share_tiles(
     device = kv_lengths.device
     items = len(kv_lengths) * per_sequence
     layers = () if blocks is None else blocks.counts.shape[:-2]
-    programs = tuning.programs * _multiprocessors(device)
-    if blocks is not None:
-        programs = max(1, programs - LEFT_FREE)
+    groups = 0 if means is None else means.tables.shape[1]
+    tiles = -(-longest // tuning.tile) + -(-groups // GROUP_TILE)  # of an item, at most
     if tuning.segment:
-        groups = 0 if means is None else means.tables.shape[1]
-        tiles = -(-longest // tuning.tile) + -(-groups // GROUP_TILE)
-        programs = max(1, items * -(-tiles // tuning.segment))
+        programs = items * -(-tiles // tuning.segment)
+    else:
+        room = tuning.programs * _multiprocessors(device) - (0 if blocks is None else LEFT_FREE)
+        programs = min(room, -(-items * tiles // tuning.min_tiles))  # more would have nothing to do
+    programs = max(1, programs)
     counts = kv_lengths if blocks is None else blocks.counts
     starts = torch.empty(*layers, items + 1, dtype=torch.int32, device=device)
     first_items = torch.empty(*layers, programs, dtype=torch.int32, device=device)

@@ -9,7 +9,7 @@ at or above hi). Each pass looks how far four probes reach.
 import torch
 from torch import Tensor
 
-from kernels.backends import jit, power_of_two, tl
+from kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
 
 CHUNK = 8192  # entries of a row that a program holds, at most 65535
 SAMPLE = 128  # of these, compared all with all
@@ -43,6 +43,7 @@ def select_short_rows(
             SAMPLE=min(SAMPLE, chunk),
             UNIT=unit,
             num_warps=min(WARPS, max(2, chunk // 256)),
+            **overlapping_launch(weights.device),
         )
     return lists, counts
 
@@ -164,8 +165,10 @@ def _select_rows_kernel(
     CHUNK: tl.constexpr,
     SAMPLE: tl.constexpr,
     UNIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A row of at most CHUNK."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = n_units * UNIT
     weights_ptr += row * n

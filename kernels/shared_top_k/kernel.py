@@ -7,7 +7,7 @@ what is between into bins; the bin that holds the threshold is small enough to c
 fails, too (many are alike), one program a group bisects over everything.
 """
 
-from kernels.backends import jit, tl
+from kernels.backends import follow, jit, tl
 
 
 @jit
@@ -31,12 +31,14 @@ def bracket_kernel(
     PIVOTS: tl.constexpr,
     PARTS: tl.constexpr,
     BINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Some of a group's pivots are ranked in its sample; the group's tallies are cleared.
 
     bracket: [groups, 4, parts], each part's highest pivot that is reached by enough of the sample, or 0; its lowest
     that is reached by too little, or one past infinity; its lowest and its highest positive pivot.
     """
+    follow(PDL)
     group, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scores_ptr += group * size
     one = (part * PIVOTS + tl.arange(0, PIVOTS)) * pivot_step
@@ -101,6 +103,7 @@ def tally_kernel(
     LOG_BINS: tl.constexpr,
     SLOTS: tl.constexpr,
     AGAIN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Of a row, or a share of its chunks, what is between the bounds goes into bins; the rest is counted.
 
@@ -110,6 +113,7 @@ def tally_kernel(
     of what is positive. slots: [groups, bins, slots] int64, bits above what is left of 2**31 - 1 without the place in
     the group, so that of equal scores the first is the highest.
     """
+    follow(PDL)
     BINS: tl.constexpr = 1 << LOG_BINS
     row = tl.program_id(0)
     group = (row // rows).to(tl.int64)
@@ -255,12 +259,14 @@ def threshold_kernel(
     LOG_BINS: tl.constexpr,
     SLOTS: tl.constexpr,
     AGAIN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The lowest bits that are chosen in a group, and the last place at which they are; state: [groups, 2].
 
     The first time, where that takes more, the bits are left as -1, with bounds around them and cleared tallies. AGAIN:
     only such groups are looked at.
     """
+    follow(PDL)
     group = tl.program_id(0).to(tl.int64)
     wanted = group >= 0
     if AGAIN:
@@ -287,8 +293,10 @@ def emit_kernel(
     LISTS: tl.constexpr,
     CHUNK: tl.constexpr,
     INNER: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row: what lies above the threshold, what equals it and is not past the last place, and what is forced."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = row // rows
     inner = tl.arange(0, CHUNK)

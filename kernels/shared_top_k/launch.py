@@ -5,7 +5,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kernels.backends import power_of_two
+from kernels.backends import overlapping_launch, power_of_two
 from kernels.shared_budget import WORD
 from kernels.shared_top_k.kernel import bracket_kernel, emit_kernel, tally_kernel, threshold_kernel
 
@@ -46,6 +46,7 @@ def find_thresholds(scores: Tensor, counts: Tensor) -> Tensor:
             **of_bins,
             AGAIN=again,
             num_warps=min(4, max(1, chunk // 512)),
+            **overlapping_launch(device),
         )
         threshold_kernel[(groups,)](
             *(scores, counts, bracket, tallies, slots, state, size),
@@ -53,6 +54,7 @@ def find_thresholds(scores: Tensor, counts: Tensor) -> Tensor:
             **of_bins,
             AGAIN=again,
             num_warps=16,
+            **overlapping_launch(device),
         )
     return state
 
@@ -72,6 +74,7 @@ def _rank_pivots(scores: Tensor, counts: Tensor, bracket: Tensor, tallies: Tenso
         PARTS=PARTS,
         BINS=BINS,
         num_warps=min(8, max(1, piece // 64)),
+        **overlapping_launch(scores.device),
     )
 
 
@@ -106,4 +109,5 @@ def write_chosen(
         CHUNK=chunk,
         INNER=inner,
         num_warps=min(16, max(1, chunk // 256)),
+        **overlapping_launch(scores.device),
     )
