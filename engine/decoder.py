@@ -130,7 +130,7 @@ class Decoder:
         logits_rows: Tensor | None = None,
         backend: Backend | None = None,
     ) -> Tensor:
-        """Return the logits [rows, vocab] of all tokens or of `logits_rows` (int64), and write the tokens' KV.
+        """Return the logits [rows, vocab] of all tokens or of `logits_rows` (int32 or int64), and write the tokens' KV.
 
         token_ids, positions, slots: [tokens] int64; a negative slot is not written. slots: of all layers or of each.
         backend: of all kernels but attention; None: the device's. Behind the last layer's attention only rows that give

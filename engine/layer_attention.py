@@ -85,13 +85,15 @@ class ListedReads:
 class Evidence:
     """Adds `share` of the last `queries` queries' mean weights on blocks to `sums`, in place.
 
-    sums: [sequences, layers, heads, blocks] float32.
+    sums: [sequences, layers, heads, blocks] float32. fresh: whether they hold nothing yet, so that a pass over
+    everything sets them.
     """
 
     sums: Tensor
     share: float
     block_size: int
     queries: int = 1
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class LayerAttention:
         """Return what adds the weights of all layers to evidence: all layers read lists, or none does."""
         if self._all_layers is None:
             listed = None if self.listed is None else self.listed.blocks
-            self._all_layers = LayersEvidence(to.sums, to.share, to.block_size, to.queries, listed)
+            self._all_layers = LayersEvidence(to.sums, to.share, to.block_size, to.queries, listed, to.fresh)
         return self._all_layers
 
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
@@ -162,7 +164,10 @@ class LayerAttention:
             width = weights.sums.shape[3]
             emitting = weights.queries
             out, given = paged_attention_with_block_weights(batch, weights.block_size, emitting, width=width, **how)
-            weights.sums[:, layer].add_(given[:, 0] if emitting == 1 else given.mean(1), alpha=weights.share)
+            sums = weights.sums[:, layer]
+            if weights.fresh:
+                sums.zero_()
+            sums.add_(given[:, 0] if emitting == 1 else given.mean(1), alpha=weights.share)
             return out
         if isinstance(weights, BlockMemory) and layer in weights.index:
             rows = slice(weights.index[layer] * self.heads.kv, (weights.index[layer] + 1) * self.heads.kv)

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from kernels.shared_budget import WORD
 
-_CHUNK = 1024  # blocks that a program scores
+_CHUNK = 512  # blocks that a program scores
 
 
 def score_announced(

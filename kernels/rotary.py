@@ -165,12 +165,10 @@ def _rotate_and_write_kv_kernel(
         tl.extra.cuda.gdc_launch_dependents()  # attention asks for its first keys and values
     # Where tokens are was there before the first layer: it is read before the wait.
     slot = tl.load(slots_ptr + token)
-    turned = at < 2 * HALF
-    cos, sin = 1.0, 0.0
     if HALF > 0:
-        row = tl.load(positions_ptr + token) * HALF + at % HALF
-        cos = tl.load(cosines_ptr + row, mask=turned, other=1.0)
-        sin = tl.load(sines_ptr + row, mask=turned, other=0.0)
+        row, turned = tl.load(positions_ptr + token) * HALF + at % HALF, at < 2 * HALF
+        cos = tl.load(cosines_ptr + row, mask=turned, other=1.0).to(k_ptr.dtype.element_ty)
+        sin = tl.load(sines_ptr + row, mask=turned, other=0.0).to(k_ptr.dtype.element_ty)
     if PDL:
         tl.extra.cuda.gdc_wait()
     by = None
@@ -192,9 +190,8 @@ def _rotate_and_write_kv_kernel(
                     own = _multiply((wide * scale).to(own.dtype), tl.load(norm_ptr + at))
                     other = _multiply((other.to(tl.float32) * scale).to(own.dtype), tl.load(norm_ptr + partner))
                 if HALF > 0:
-                    across = _multiply(other, sin.to(own.dtype)).to(tl.float32)
-                    along = _multiply(own, cos.to(own.dtype)).to(tl.float32)
-                    own = (along + tl.where(at < HALF, -across, across)).to(own.dtype)
+                    across = _multiply(other, sin).to(tl.float32)
+                    own = (_multiply(own, cos).to(tl.float32) + tl.where(at < HALF, -across, across)).to(own.dtype)
             if head < HEADS:
                 tl.store(queries_ptr + (token * HEADS + head).to(tl.int64) * DIM + at, own)
             elif slot >= 0:

@@ -50,18 +50,18 @@ class _Round:
     def heads(self) -> Heads:
         return heads_of(self.decoder, self.kv)
 
-    def evidence_of_pass(self) -> Evidence | None:
-        """Return where a pass adds the weights of its last queries."""
+    def evidence_of_pass(self, first: bool = False) -> Evidence | None:
+        """Return where a pass adds the weights of its last queries; the first one, if it is dense, sets them."""
         if self.evidence is None:
             return None
-        share = 1 / self.shape.passes(self.settings)
-        return Evidence(self.evidence, share, self.settings.block_size, self.shape.branches)
+        share, fresh = 1 / self.shape.passes(self.settings), first and self.shape.refreshes
+        return Evidence(self.evidence, share, self.settings.block_size, self.shape.branches, fresh)
 
     @property
     def ends(self) -> Tensor:
         """The tokens of each sequence once the round has run, int32 [sequences]."""
         given = self.given
-        return given["totals"] if self.shape.branches > 1 else given["lengths"] + self.shape.passes(self.settings) - 1
+        return given["totals"] if self.shape.branches > 1 else given["lengths"] + (self.shape.passes(self.settings) - 1)
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ def run_round(
         moves = given["source"], given["target"], default_backend(kv.device)
         move_kv(kv.k_pages, kv.v_pages, kv.addresses, *moves)
     if shape.refreshes:
-        first, evidence = None, _zero_evidence(decoder, kv, settings, shape)
+        first, evidence = None, _make_evidence(decoder, kv, settings, shape)
     else:
         first, evidence = _lists_of_first_pass(round_)
     round_ = replace(round_, evidence=evidence)
     tokens, branched = _plan_passes(round_), shape.branches > 1
     if branched:
-        logits = _run_tokens(round_, given["token_ids"], tokens[0], first, round_.evidence_of_pass())
+        logits = _run_tokens(round_, given["token_ids"], tokens[0], first, round_.evidence_of_pass(first=True))
     else:
         logits = _run_first_pass(round_, first)
     if "memory" in given and round_.evidence is not None and shape.refreshes:
@@ -122,13 +122,14 @@ def run_round(
         results["bitmaps"].copy_(bitmaps)
 
 
-def _zero_evidence(
+def _make_evidence(
     decoder: Decoder | ModulesDecoder, kv: KVCache, settings: RoundSettings, shape: RoundShape
 ) -> Tensor | None:
+    """Return room for evidence, which the first pass sets, if any pass needs it."""
     if not shape.method and settings.read_share == 1:
         return None
     sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings)
-    return torch.zeros(sizes, device=kv.device)
+    return torch.empty(sizes, device=kv.device)
 
 
 def _draw_tokens(
@@ -196,9 +197,9 @@ def _run_first_pass(round_: _Round, lists: ListedReads | None) -> Tensor:
     """Run what is pending of each session; return the logits [rows, vocab] of what is drafted next."""
     given = round_.given
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], round_.shape.queries)
-    ends = (given["query_starts"][1:].long() - 1).clamp(min=0)
+    ends = given["query_starts"][1:] - 1  # of an empty place the row before it, or the last one: any will do
     tokens = given["token_ids"], given["positions"], given["slots"]
-    return _run_pass(round_, rows, tokens, lists, round_.evidence_of_pass(), ends)
+    return _run_pass(round_, rows, tokens, lists, round_.evidence_of_pass(first=True), ends)
 
 
 def _run_tokens(

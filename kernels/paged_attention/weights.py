@@ -18,14 +18,23 @@ class LayersEvidence:
 
     evidence: [sequences, layers, heads, n] float32, its last dimension contiguous. share: of the mean weight of each
     sequence's last `emitting` queries that is added. listed: the lists of all layers, with a leading dimension for
-    them, if the pass reads lists. Layers attend in their order, and after the last one all weights are added.
+    them, if the pass reads lists. fresh: whether the evidence holds nothing yet, and is set; of no pass that reads
+    lists. Layers attend in their order, and after the last one all weights are added.
     """
 
     def __init__(
-        self, evidence: Tensor, share: float, block_size: int, emitting: int, listed: BlockLists | None
+        self,
+        evidence: Tensor,
+        share: float,
+        block_size: int,
+        emitting: int,
+        listed: BlockLists | None,
+        fresh: bool = False,
     ) -> None:
+        if fresh and listed is not None:
+            raise ValueError("LayersEvidence: a pass that reads lists sets no evidence: give one that holds numbers")
         self._evidence, self._share, self._block_size = evidence, share, block_size
-        self._emitting, self._listed = emitting, listed
+        self._emitting, self._listed, self._fresh = emitting, listed, fresh
         self._room: tuple[Tensor, Tensor] | None = None  # of several layers
         self._first = self._left = 0  # layer in that room, and how many have left theirs
 
@@ -56,7 +65,7 @@ class LayersEvidence:
         if self._listed is not None:
             listed = BlockLists(self._listed.lists[layers], self._listed.counts[layers], self._block_size)
         of_layers = replace(sums, blocks=self._room[0], total=self._room[1])
-        _weigh(batch, of_layers, self._evidence[:, layers], self._emitting, listed, self._share)
+        _weigh(batch, of_layers, self._evidence[:, layers], self._emitting, listed, self._share, self._fresh)
 
 
 def weigh_last_queries(batch: Batch, sums: BlockSums, out: Tensor, emitting: int = 1) -> None:
@@ -68,10 +77,16 @@ def weigh_last_queries(batch: Batch, sums: BlockSums, out: Tensor, emitting: int
 
 
 def _weigh(
-    batch: Batch, sums: BlockSums, out: Tensor, emitting: int, blocks: BlockLists | None, share: float | None
+    batch: Batch,
+    sums: BlockSums,
+    out: Tensor,
+    emitting: int,
+    blocks: BlockLists | None,
+    share: float | None,
+    fresh: bool = False,
 ) -> None:
     """Add `share` of the last queries' mean weights on blocks to `out` [sequences, layers, heads, n] float32, its last
-    dimension contiguous; without a share store the weights of each, [sequences, 1, emitting * heads, n].
+    dimension contiguous, or set it; without a share store the weights of each, [sequences, 1, emitting * heads, n].
 
     sums: of one layer, or of several with a leading dimension; blocks: likewise, if they are of lists.
     """
@@ -87,7 +102,8 @@ def _weigh(
         **sums.layout,
         UNIT=sums.block_size,
         LISTED=blocks is not None,
-        ADDED=share is not None,
+        MEAN=share is not None,
+        FRESH=share is None or fresh,
         CHUNK=chunk,
         num_warps=max(1, chunk // 256),
         **overlapping_launch(out.device),
@@ -155,23 +171,24 @@ def _query_weights_kernel(
     QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     LISTED: tl.constexpr,
-    ADDED: tl.constexpr,
+    MEAN: tl.constexpr,
+    FRESH: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The weights of one head of the last `emitting` queries in one layer, on blocks of UNIT tokens or of lists.
 
-    ADDED: `share` of those of all, added to out [sequences, layers, heads, n]; else those of one query, stored to out
-    [sequences, emitting, heads, n].
+    MEAN: `share` of those of all, for out [sequences, layers, heads, n]; else those of one query, for out [sequences,
+    emitting, heads, n]. FRESH: stored there, for all blocks; else added.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    TOGETHER: tl.constexpr = emitting if ADDED else 1
+    TOGETHER: tl.constexpr = emitting if MEAN else 1
     row, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     head = row % HEADS
     sequence = row // (HEADS * (emitting // TOGETHER))
     of_out = head
     first = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - emitting
-    if not ADDED:
+    if not MEAN:
         first += row // HEADS % emitting
         of_out = row % (HEADS * emitting)
     list_row = sequence * KV_HEADS + head // GROUP
@@ -191,11 +208,11 @@ def _query_weights_kernel(
         at = layer * sums_rows + _row_of(list_row * row_tiles, query, head % GROUP, QUERIES, GROUP)
         sums = tl.load(block_sums_ptr + at * block_sums_stride + place, mask=inside, other=-float("inf"))
         weights += tl.exp2(sums - tl.load(log_sums_ptr + at))
-    if ADDED:
-        before = tl.load(target, mask=inside, other=0.0)
-        tl.store(target, before + share * weights, mask=inside)
-    else:
+    weights = share * weights
+    if FRESH:
         tl.store(target, tl.where(inside, weights, 0.0), mask=place < width)
+    else:
+        tl.store(target, tl.load(target, mask=inside, other=0.0) + weights, mask=inside)
 
 
 @jit

@@ -42,7 +42,7 @@ def select_short_rows(
             CHUNK=chunk,
             SAMPLE=min(SAMPLE, chunk),
             UNIT=unit,
-            num_warps=min(WARPS, max(2, chunk // 256)),
+            num_warps=min(WARPS, max(2, chunk // 512)),
             **overlapping_launch(weights.device),
         )
     return lists, counts

@@ -285,9 +285,14 @@ def test_weights_of_listed_blocks_are_added(group: int, counts: list[int], block
 
 
 @pytest.mark.parametrize("most", [1, 1_500, 2**28])
-@pytest.mark.parametrize("sparse", [False, True])
-def test_weights_of_several_layers_are_added_together(sparse: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three layers with lists of their own: as many at once as there is room for, which is one, two or all."""
+@pytest.mark.parametrize(("sparse", "fresh"), [(False, False), (False, True), (True, False)])
+def test_weights_of_several_layers_are_added_together(
+    sparse: bool, fresh: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three layers with lists of their own: as many at once as there is room for, which is one, two or all.
+
+    fresh: nothing is there that they could be added to.
+    """
     monkeypatch.setattr(weights, "MOST_LEFT", most)
     layers = [in_blocks(ragged(seed, 2, [2, 2]), 16, 4) for seed in (3, 4, 5)]
     batches = [replace(layers[0].batch, queries=layers[0].queries * factor) for factor in (1.0, -0.5, 2.0)]
@@ -297,8 +302,8 @@ def test_weights_of_several_layers_are_added_together(sparse: bool, most: int, m
     lists = BlockLists(torch.stack([x.lists for x in packed]), torch.stack([x.counts for x in packed]), 16)
     heads, n = layers[0].queries.shape[1], 11
     evidence = torch.rand(2, 3, heads, n).to(DEVICE)
-    wanted = evidence.cpu().clone()
-    together = weights.LayersEvidence(evidence, 0.25, 16, 1, on_device(lists) if sparse else None)
+    wanted = torch.zeros(2, 3, heads, n) if fresh else evidence.cpu().clone()
+    together = weights.LayersEvidence(evidence, 0.25, 16, 1, on_device(lists) if sparse else None, fresh)
     for layer, (batch, blocks) in enumerate(zip(batches, packed, strict=True)):
         out = together.attend(layer, on_device(batch), on_device(blocks) if sparse else None, None).cpu()
         if sparse:
@@ -308,6 +313,8 @@ def test_weights_of_several_layers_are_added_together(sparse: bool, most: int, m
             wanted[:, layer] += 0.25 * given[:, 0]
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(evidence.cpu(), wanted, atol=2e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="reads lists sets no evidence"):
+        weights.LayersEvidence(evidence, 0.25, 16, 1, on_device(lists), fresh=True)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
