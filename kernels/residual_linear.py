@@ -119,11 +119,15 @@ CUT_GATED = Tuning(64, LEAST_DEPTH, 4, 4)
 
 
 def cut(weight: Weight, rows: int) -> Tuning:
-    """One program for each multiprocessor, about; of weights in 8 bits up to two, that are shorter."""
+    """One program for each multiprocessor, about; of weights in 8 bits up to two, that are shorter.
+
+    Most parts of a layer take two turns or more: adding up what more parts give takes longer than a turn.
+    """
     outputs, inputs = (weight if isinstance(weight, Tensor) else weight.values).shape
     if isinstance(weight, Tensor):
-        parts = min(inputs // LEAST_DEPTH, max(1, _PROGRAMS // -(-outputs // 64)))
-        return Tuning(64, LEAST_DEPTH, 4, 6, parts)
+        units = inputs // LEAST_DEPTH
+        parts = min(-(-units // 2), max(1, _PROGRAMS // -(-outputs // 64)))
+        return Tuning(64, LEAST_DEPTH, 4, min(6, -(-units // parts) + 2), parts)
     if inputs % (2 * LEAST_DEPTH) or (rows > 16 and inputs > 8192):
         return Tuning(64, LEAST_DEPTH, 4, 4, min(8, inputs // LEAST_DEPTH))
     return Tuning(64, 2 * LEAST_DEPTH, 4, 4, min(4, inputs // (2 * LEAST_DEPTH)))
