@@ -86,8 +86,9 @@ class _Missing:
 def overlapping_launch(device: torch.device) -> dict[str, bool]:
     """Arguments of a launch that may begin before the one before it has ended (programmatic dependent launch).
 
-    The kernel takes PDL as a constexpr, and calls `follow(PDL)` before all else, or `precede(PDL)` or gdc_wait where it
-    knows better.
+    The kernel takes PDL as a constexpr, and calls `follow(PDL)` before all else, or `precede(PDL)` or the two that they
+    are made of where it knows better. What makes the things that kernels read before they wait (a plan of the work,
+    lists, positions) does not overlap, or a launch that `follow`s stands between.
     """
     return {"PDL": True, "launch_pdl": True} if device.type == "cuda" else {"PDL": False}
 

@@ -165,8 +165,8 @@ def partial_attention_kernel(
         offs_tile = (
             (eights // (4 * (BLOCK // 8)) * 4 + eights % 4) * BLOCK + eights // 4 % (BLOCK // 8) * 8 + offs_tile % 8
         )
-    # Of what the layer's launches make, the queries and the newest tokens' KV, nothing is read up to the wait: the last
-    # of them is one that `precede`s.
+    # Of what a layer's launches make, the queries and the newest tokens' KV, nothing is read up to the wait: they let
+    # this one begin before they have ended.
     known = tl.minimum(item, items - 1)  # a program may have no tiles
     first, stop, start, end, length, tokens, ends = _item(known, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
     if PDL:

@@ -96,9 +96,42 @@ MUTANTS: list[Mutant] = [
         "kernels/few_rows_linear.py",
         "test_residual_linear",
         ("parts that are not the first leave no squares of their own", "squares_ptr + part * rows + row", "squares_ptr + row"),
-        ("gates are scaled by the norm and ups are not", "sums, ups = sums * by, ups * by", "sums, ups = sums * by, ups"),
+        ("gates are ups and ups are gates", "gates, ups = tl.split(", "ups, gates = tl.split("),
+        ("gates are the lines of even numbers", "[2, COLUMNS, ROWS]), [1, 2, 0]", "[COLUMNS, 2, ROWS]), [0, 2, 1]"),
         ("parts are of the same length, whatever is left", "UNITS * part // PARTS * DEPTH", "UNITS // PARTS * part * DEPTH"),
         ("outputs take the residual's place", "if ADD:", "if ADD and part > 0:"),
+    ),
+    *_of(
+        "kernels/few_rows_linear.py",
+        "test_few_rows_linear",
+        ("gates are read twice", "known += line // COLUMNS * outputs", "known += line // HEIGHT * outputs"),
+        ("large gated layers are cut as small ones", "outputs <= 64 * _PROCESSORS", "outputs > 0"),
+    ),
+    *_of(
+        "kernels/residual_linear.py",
+        "test_residual_linear",
+        ("parts of one turn each", "min(-(-units // 2), ", "min(units, "),
+    ),
+    *_of(
+        "kernels/paged_attention/work.py",
+        "test_paged_attention_triton",
+        ("programs that have nothing to do are launched", "programs = min(room, -(-items * tiles // tuning.min_tiles))", "programs = room"),
+    ),
+    *_of(
+        "kernels/paged_attention/weights.py",
+        "test_paged_attention_triton",
+        ("blocks behind the tokens keep what memory had", "tl.where(inside, weights, 0.0), mask=place < width)", "weights, mask=inside)"),
+        ("evidence that holds numbers is set", "FRESH=share is None or fresh", "FRESH=True"),
+    ),
+    *_of(
+        "engine/rounds/launches.py",
+        "test_draft_rounds",
+        ("a first pass adds to what memory had", "first and self.shape.refreshes", "False"),
+    ),
+    *_of(
+        "engine/layer_attention.py",
+        "test_draft_rounds",
+        ("a first pass that is dense adds to what memory had", "            if weights.fresh:\n", "            if False:\n"),
     ),
     *_of(
         "kernels/rotary.py",

@@ -91,6 +91,13 @@ def test_a_layer_is_cut_so_that_it_fills_a_gpu(rows: int, outputs: int, inputs: 
     assert default_tuning(rows, outputs, inputs, True, False, in_eight_bits).parts == 1
 
 
+def test_a_gated_layer_of_a_program_a_processor_takes_it_with_more_warps() -> None:
+    """That of 1B in 8 bits, 128 programs; not that of 8B."""
+    assert default_tuning(8, 8192, 2048, True, False, True).warps == 8
+    assert default_tuning(8, 14336, 4096, True, False, True).warps == 4
+    assert default_tuning(8, 8192, 2176, True, False, True).depth == LEAST_DEPTH  # which is what such inputs are cut in
+
+
 def test_what_is_not_built_is_refused() -> None:
     x, weight, _ = given(4, 32, 128, True)
     with pytest.raises(NotImplementedError, match="gated layer in parts"):

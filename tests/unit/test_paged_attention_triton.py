@@ -12,6 +12,7 @@ from kernels.paged_attention import (
     Batch,
     BlockLists,
     GroupMeans,
+    Tuning,
     add_listed_weights,
     paged_attention,
     paged_attention_remembering,
@@ -213,6 +214,16 @@ def test_one_plan_of_work_serves_all_layers() -> None:
         wanted = paged_attention(layer.batch, packed[index])
         got = in_triton(layer, blocks, work=work.layer(index))
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_no_program_is_launched_that_never_has_anything_to_do() -> None:
+    """Six items of 64 tokens in tiles of 16 are 24 tiles at most, three a program."""
+    tables, lengths = torch.zeros(3, 4, dtype=torch.int32), torch.tensor([64, 9, 1])
+    tuning = Tuning(tile=16, min_tiles=3, programs=1)  # the interpreter stands for ten processors
+    few = plan_work(2, 1, 16, 1, *on_device((tables, lengths.int())), 16, tuning=tuning)
+    many = plan_work(2, 1, 16, 1, *on_device((tables, lengths.int())), 16, tuning=replace(tuning, min_tiles=1))
+    assert len(few.first_items) == 8
+    assert len(many.first_items) == (24 if DEVICE == "cuda" else 10)
 
 
 def test_results_do_not_depend_on_the_batch() -> None:

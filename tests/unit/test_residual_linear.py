@@ -95,6 +95,15 @@ def test_what_triton_does_not_take_is_refused() -> None:
         add_linear(random(2, 32), random(2, 256, dtype=DTYPE)[:, ::2], weight_of(32, 128), 1.0, "triton")
 
 
+@pytest.mark.parametrize(("outputs", "inputs", "parts"), [(1152, 896, 4), (896, 4864, 9), (3072, 2048, 2), (9, 128, 1)])
+def test_a_part_takes_two_turns_but_where_one_is_longer(outputs: int, inputs: int, parts: int) -> None:
+    tuning = cut(torch.empty(outputs, inputs, dtype=DTYPE, device="meta"), 8)
+    assert tuning.parts == parts
+    turns = -(-inputs // tuning.depth // parts)
+    assert turns >= 2 or inputs == tuning.depth
+    assert tuning.stages == min(6, turns + 2)
+
+
 def test_it_compiles_for_a_gpu_as_it_is_cut(tmp_path: Path) -> None:
     """In all three forms, with as many rows as it takes."""
     outputs, inputs = 3072, 2048
