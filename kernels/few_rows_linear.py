@@ -23,7 +23,7 @@ MOST_ROWS = 64  # beyond it, reading the weights is no longer what takes the tim
 LEAST_DEPTH = 128  # inputs that Triton takes at once: a layer has a multiple of them
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _MOST_AHEAD = 512  # bytes of an output's weights asked for before the wait: more are slower (docs/performance.md)
-_PROCESSORS = 132  # of an H100 or H200
+PROCESSORS = 132  # multiprocessors of an H100 or H200
 _PROGRAMS = 96  # that a layer in parts is cut into, at least, if it can be
 _SHORTEST = 512  # inputs of a part that comes of cutting one in two for more programs than these
 
@@ -175,7 +175,7 @@ def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: 
     inputs: a multiple of LEAST_DEPTH.
     """
     is_large, is_few = outputs > 65536, rows <= 16
-    if gated and in_eight_bits and inputs % 256 == 0 and outputs <= 64 * _PROCESSORS:
+    if gated and in_eight_bits and inputs % 256 == 0 and outputs <= 64 * PROCESSORS:
         return Tuning(64, 256, 8, 4)  # a program has a multiprocessor to itself
     parts = _parts(inputs, -(-outputs // 64), in_eight_bits or is_few) if in_parts else 1
     deep = in_eight_bits and rows <= 32 and inputs // parts % 256 == 0

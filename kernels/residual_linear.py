@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
-from kernels.few_rows_linear import LEAST_DEPTH, MOST_ROWS, Tuning, Weight, launch_few_rows
+from kernels.few_rows_linear import LEAST_DEPTH, MOST_ROWS, PROCESSORS, Tuning, Weight, launch_few_rows
 from kernels.gated_activation import silu_and_multiply
 
 MOST_NORMED_ROWS = 32  # more have no room in shared memory, in float32
-_PROGRAMS = 132  # the multiprocessors of an H100 or H200
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def cut(weight: Weight, rows: int) -> Tuning:
     outputs, inputs = (weight if isinstance(weight, Tensor) else weight.values).shape
     if isinstance(weight, Tensor):
         units = inputs // LEAST_DEPTH
-        parts = min(-(-units // 2), max(1, _PROGRAMS // -(-outputs // 64)))
+        parts = min(-(-units // 2), max(1, PROCESSORS // -(-outputs // 64)))
         return Tuning(64, LEAST_DEPTH, 4, min(6, -(-units // parts) + 2), parts)
     if inputs % (2 * LEAST_DEPTH) or (rows > 16 and inputs > 8192):
         return Tuning(64, LEAST_DEPTH, 4, 4, min(8, inputs // LEAST_DEPTH))

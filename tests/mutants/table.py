@@ -105,7 +105,7 @@ MUTANTS: list[Mutant] = [
         "kernels/few_rows_linear.py",
         "test_few_rows_linear",
         ("gates are read twice", "known += line // COLUMNS * outputs", "known += line // HEIGHT * outputs"),
-        ("large gated layers are cut as small ones", "outputs <= 64 * _PROCESSORS", "outputs > 0"),
+        ("large gated layers are cut as small ones", "outputs <= 64 * PROCESSORS", "outputs > 0"),
     ),
     *_of(
         "kernels/residual_linear.py",
