@@ -163,7 +163,7 @@ def _rotate_and_write_kv_kernel(
     partner = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # attention asks for its first keys and values
-    # Where tokens are was there before the first layer: it is read before the wait.
+    # Positions and slots were written before the first layer: they are read before the wait.
     slot = tl.load(slots_ptr + token)
     if HALF > 0:
         row, turned = tl.load(positions_ptr + token) * HALF + at % HALF, at < 2 * HALF

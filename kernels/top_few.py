@@ -8,25 +8,24 @@ from kernels.backends import Backend, check_backend, follow, jit, overlapping_la
 _CHUNK = 4096  # entries of a program of the first launch
 
 
-def top_few(values: Tensor, count: int, backend: Backend = "torch", dtype: torch.dtype = torch.int32) -> Tensor:
-    """Return where the `count` largest entries of each row stand, the largest first: [rows, count] of `dtype`.
+def top_few(values: Tensor, count: int, backend: Backend = "torch") -> Tensor:
+    """Return where the `count` largest entries of each row stand, the largest first: [rows, count] int64.
 
-    values: [rows, entries], contiguous, of a float dtype; dtype: int32 or int64. Of equal entries the first one comes
-    first, as in torch.argmax; of a row with NaN the result is any entries of it. Raises ValueError for more than there
-    are entries.
+    values: [rows, entries], contiguous, of a float dtype. Of equal entries the first one comes first, as in
+    torch.argmax; of a row with NaN the result is any entries of it. Raises ValueError for more than there are entries.
     """
     check_backend("top_few", backend)
     rows, entries = values.shape
     if not 0 < count <= entries:
         raise ValueError(f"the {count} largest of {entries} entries: give at least 1, at most the entries")
     if backend == "torch" and count == 1:
-        return values.argmax(1, keepdim=True).to(dtype)
+        return values.argmax(1, keepdim=True)
     if backend == "torch":
-        return values.sort(dim=1, descending=True, stable=True).indices[:, :count].to(dtype)
+        return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
     chunks = -(-entries // _CHUNK)
     best = torch.empty(rows, chunks, count, dtype=torch.float32, device=values.device)
     at = torch.empty(rows, chunks, count, dtype=torch.int32, device=values.device)
-    out = torch.empty(rows, count, dtype=dtype, device=values.device)
+    out = torch.empty(rows, count, dtype=torch.int64, device=values.device)
     flags = overlapping_launch(values.device)
     _top_of_chunks_kernel[(rows, chunks)](values, best, at, entries, COUNT=count, CHUNK=_CHUNK, num_warps=4, **flags)
     _top_of_row_kernel[(rows,)](

@@ -62,7 +62,7 @@ def draft_tokens(
 
 def _draw(logits: Tensor, given: dict[str, Tensor], index: int) -> Tensor:
     """Draw the drafted token of number `index`, int64 [sequences], and leave what it was drawn from."""
-    best = top_few(logits, 1, default_backend(logits.device), torch.int64)[:, 0]
+    best = top_few(logits, 1, default_backend(logits.device))[:, 0]
     if "draft_uniforms" not in given:
         return best
     temperature, top_p = given["temperature"], given["top_p"]

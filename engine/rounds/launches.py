@@ -151,7 +151,7 @@ def _draw_tokens(
         logits = logits if rules is None else rules.change(logits)
         if forbid is not None:
             forbid(logits, drawn["tokens"])
-        likeliest = top_few(logits, max(1, settings.alternatives), default_backend(round_.kv.device), torch.int64)
+        likeliest = top_few(logits, max(1, settings.alternatives), default_backend(round_.kv.device))
         token, support = _sample(logits, likeliest[:, 0].contiguous(), round_, index)
         if rules is not None:
             rules.count(token)

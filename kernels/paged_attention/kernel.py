@@ -175,8 +175,7 @@ def partial_attention_kernel(
             at = _numbers_at(place, place < tokens, item // row_tiles, sources, KV_HEADS, DIM, PAGE, BLOCK, SPARSE)
             ask_for(k_ptr, at, DIM)
             ask_for(v_ptr, at, DIM)
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        precede(PDL)
     while tile < last:
         stop = tl.minimum(last, stop)
         row_tile = item % row_tiles

@@ -103,7 +103,7 @@ def _weigh(
         UNIT=sums.block_size,
         LISTED=blocks is not None,
         MEAN=share is not None,
-        FRESH=share is None or fresh,
+        STORED=share is None or fresh,
         CHUNK=chunk,
         num_warps=max(1, chunk // 256),
         **overlapping_launch(out.device),
@@ -172,14 +172,14 @@ def _query_weights_kernel(
     UNIT: tl.constexpr,
     LISTED: tl.constexpr,
     MEAN: tl.constexpr,
-    FRESH: tl.constexpr,
+    STORED: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The weights of one head of the last `emitting` queries in one layer, on blocks of UNIT tokens or of lists.
 
     MEAN: `share` of those of all, for out [sequences, layers, heads, n]; else those of one query, for out [sequences,
-    emitting, heads, n]. FRESH: stored there, for all blocks; else added.
+    emitting, heads, n]. STORED: put there, for all blocks; else added.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOGETHER: tl.constexpr = emitting if MEAN else 1
@@ -209,7 +209,7 @@ def _query_weights_kernel(
         sums = tl.load(block_sums_ptr + at * block_sums_stride + place, mask=inside, other=-float("inf"))
         weights += tl.exp2(sums - tl.load(log_sums_ptr + at))
     weights = share * weights
-    if FRESH:
+    if STORED:
         tl.store(target, tl.where(inside, weights, 0.0), mask=place < width)
     else:
         tl.store(target, tl.load(target, mask=inside, other=0.0) + weights, mask=inside)

@@ -121,7 +121,7 @@ MUTANTS: list[Mutant] = [
         "kernels/paged_attention/weights.py",
         "test_paged_attention_triton",
         ("blocks behind the tokens keep what memory had", "tl.where(inside, weights, 0.0), mask=place < width)", "weights, mask=inside)"),
-        ("evidence that holds numbers is set", "FRESH=share is None or fresh", "FRESH=True"),
+        ("evidence that holds numbers is set", "STORED=share is None or fresh", "STORED=True"),
     ),
     *_of(
         "engine/rounds/launches.py",
