@@ -26,8 +26,8 @@ from kernels.skinny_linear import is_skinny, skinny_linear
 Attend = Callable[[int, Tensor], Tensor]
 # What a layer does with queries, keys and values side by side: (layer, qkv) -> [tokens, heads * dim].
 AttendToQkv = Callable[[int, Tensor | Unscaled], Tensor]
-# Up to so many rows layers are skinny, where sums are added in any order: more are read sooner by those.
-_SKINNY_ROWS = 2
+# Rows from which on weights of 16 bits are read sooner where sums are added in any order than by skinny layers.
+_LEAST_ROWS_IN_ANY_ORDER = 2
 
 
 @dataclass(frozen=True)
@@ -175,10 +175,9 @@ class Decoder:
         return _run_wide(self, hidden, attention, logits_rows, kernels)
 
     def _adds_in_any_order(self, rows: int) -> bool:
-        """Whether a pass of so many rows adds sums in any order. Weights of 16 bits are read sooner by skinny layers
-        where there are hardly any rows.
-        """
-        least, most = (1, MOST_ROWS) if self.eight_bit_head is not None else (_SKINNY_ROWS + 1, MOST_NORMED_ROWS)
+        """Whether a pass of so many rows adds sums in any order."""
+        in_16_bits = _LEAST_ROWS_IN_ANY_ORDER, MOST_NORMED_ROWS
+        least, most = in_16_bits if self.eight_bit_head is None else (1, MOST_ROWS)
         return self.in_any_order and least <= rows <= most
 
 

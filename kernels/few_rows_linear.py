@@ -7,7 +7,7 @@ outputs to fill a GPU; who reads the result adds them up. A launch begins before
 Of 8-bit weights only these are rounded (to e4m3, a scale for each output): they are multiplied as 16-bit floats, which
 hold every e4m3 number. They lie so that a word of four is one of each quarter of a block of inputs: so a quarter's
 inputs stand side by side, and a lane takes whole words from shared memory, where single bytes took longer than the
-weights themselves. Layers of less than five rows are those of kernels.skinny_linear.
+weights themselves. Of one row or two, weights in 16 bits are read by kernels.skinny_linear.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Linear layers of a few rows, which are bound by reading their weights: norm, activation and residual included.
+"""Linear layers of one or two rows, which are bound by reading their weights: norm, activation and residual included.
 
 Triton: a program computes a few outputs of all rows, on plain lanes: padded to a tile of 16 rows, tensor cores kept
 memory waiting (docs/performance.md). The scale of an RMSNorm is one number a row, so it is applied to the sums; the
@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, overlapping_launch, power_of_two, tl
+from kernels.backends import check_backend, jit, overlapping_launch, tl
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm
 
-MAX_ROWS = 4  # beyond it, cuBLAS and separate kernels are faster
+MAX_ROWS = 2  # beyond it, tensor cores and a launch for the norm are faster (kernels.few_rows_linear)
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ def is_skinny(x: Tensor) -> bool:
 
 def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, normed: bool) -> Tuning:
     """Return the fastest of those measured on an H200 with the layers of 1B and 8B models (docs/performance.md)."""
-    warps = {1: 4, 2: 2}.get(rows, 1)  # the more rows, the fewer weights that registers hold
+    warps = 4 if rows == 1 else 2  # the more rows, the fewer weights that registers hold
     if outputs > 65536:
         return Tuning(4, 256 * warps, warps)
     if gated:
-        return Tuning(2 if rows < 3 else 4, 256 * warps, warps)
+        return Tuning(2, 256 * warps, warps)
     if inputs >= 8192:
-        return Tuning(4, 2048, 8) if rows < 3 else Tuning(2, 1024, 4)
-    return Tuning(2 * power_of_two(rows) if normed else 2, 1024, 4)
+        return Tuning(4, 2048, 8)
+    return Tuning(2 * rows if normed else 2, 1024, 4)
 
 
 @jit
