@@ -143,6 +143,8 @@ MUTANTS: list[Mutant] = [
         "test_pass_shapes",
         ("the residual is read as if its norm were the MLP's", "RmsNorm(layer.wide_norms[0], epsilon)", "RmsNorm(layer.wide_norms[1], epsilon)"),
         ("passes of many rows add sums in any order", "return self.in_any_order and least <= rows <= most", "return self.in_any_order and least <= rows"),
+        ("one row adds sums in any order", "in_16_bits = _LEAST_ROWS_IN_ANY_ORDER, ", "in_16_bits = 1, "),
+        ("two rows add sums in their order", "_LEAST_ROWS_IN_ANY_ORDER = 2", "_LEAST_ROWS_IN_ANY_ORDER = 3"),
     ),
     *_of(
         "engine/loading/opening.py",
