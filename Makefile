@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
 LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs-check mutants test-clients test-vllm lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs-check mutants test-clients test-real test-vllm lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -61,6 +61,11 @@ test-clients: setup $(CLIENTS:%=.venv-clients/%/.ready)  ## Real clients (openai
 	$(if $(filter tools,$*),.venv-clients/$*/bin/python -m pip install -q $(PIP_ARGS) "$(TORCH)")
 	.venv-clients/$*/bin/python -m pip install -q $(PIP_ARGS) -r $<
 	touch $@
+
+FLAGS ?=
+
+test-real: setup  ## What agents ask of a real model, and its tokens beside transformers': TARGET=… DRAFT=… FLAGS="…"
+	$(BIN)/python -m pytest tests/real --target "$(TARGET)" --draft "$(DRAFT)" --flags "$(FLAGS)"
 
 test-vllm: setup  ## vLLM's own tests of its OpenAI endpoints, from its sources: VLLM=path
 	VLLM="$(VLLM)" $(BIN)/python -m tests.vllm_openai

@@ -45,6 +45,7 @@ from benchmarks.selection_trace import ROWS, churn_of, evenly_spread
 from engine.loading.tokenizer import load_tokenizer
 from evaluation.cases import held_out_files
 from evaluation.models import model_hash
+from evaluation.plans import save_plan
 from protos import inference_pb2, inference_pb2_grpc
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
@@ -199,10 +200,11 @@ def record_reads(folder: str, file: Path, passages: int) -> None:
 def _serve(prompts: list[list[int]], budget: float, name: str) -> list[SessionReads]:
     """One run of the services: what the target recorded of the prompts' sessions."""
     with tempfile.TemporaryDirectory() as folder:
-        file = str(Path(folder) / "reads.npz")
+        file, plan_file = str(Path(folder) / "reads.npz"), str(Path(folder) / "plan.json")
+        save_plan(replace(load_plan(models.PLAN), budget=budget, least_tokens=0), plan_file)
         target, draft = free_addresses(2)
         room = str(2 * AT_ONCE * (PROMPT + GENERATED + 64))  # twice: prompts stay indexed while there is room
-        shared = ("--plan", str(models.PLAN), "--budget", str(budget))
+        shared = ("--plan", plan_file)
         limits = ("--kv-tokens", room, "--device", "cpu", "--threads", "1")
         patience = ("--draft-timeout", "60")  # on a busy machine, too, no round is to read everything
         with children() as start:

@@ -31,11 +31,14 @@ _loaded: tuple[ModelRunner, ModelRunner] | None = None  # of a worker process: d
 
 
 def parse_budget(text: str, plan: Plan) -> Plan:
-    """`0.06`: that share of the KV by top_k; `p0.95`: nuclei of that mass; empty: the plan's own."""
+    """`0.06`: that share of the KV by top_k; `p0.95`: nuclei of that mass; empty: the plan's own.
+
+    A stated budget counts at any length: nothing is read beside it in short texts.
+    """
     try:
         if text.startswith("p"):
-            return replace(plan, rule="top_p", mass=float(text[1:]))
-        return replace(plan, rule="top_k", budget=float(text)) if text else plan
+            return replace(plan, rule="top_p", mass=float(text[1:]), least_tokens=0)
+        return replace(plan, rule="top_k", budget=float(text), least_tokens=0) if text else plan
     except ValueError as error:
         raise ValueError(f"budget {text!r}: a share like 0.06 or a mass like p0.95 ({error})") from error
 

@@ -125,7 +125,7 @@ def shared_room(plan: Plan, base: int, blocks: int) -> int:
     first, last = plan.middle(plan.num_blocks(base), LEAST_WINDOW)
     heads = len(plan.sparse_layers) * plan.target_kv_heads
     summaries = summary_tokens(plan, base) / plan.block_size
-    return math.ceil(heads * (plan.budget * blocks - summaries - (blocks - (last - first))))
+    return math.ceil(heads * (plan.share(blocks) * blocks - summaries - (blocks - (last - first))))
 
 
 def summary_tokens(plan: Plan, base: int) -> float:

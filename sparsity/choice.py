@@ -25,7 +25,7 @@ def choose(scores: Tensor, plan: Plan, rule: Rule, base: int, shares: Tensor | N
     mandatory_blocks = blocks - (last - first)
     room = torch.full_like(count, max(0, plan.budget_blocks(blocks) - mandatory_blocks))
     if shares is not None:
-        each = (shares * plan.budget * blocks).round().long().to(scores.device) - mandatory_blocks
+        each = (shares * plan.share(blocks) * blocks).round().long().to(scores.device) - mandatory_blocks
         room = each.clamp(min=0).expand(scores.shape[:-1]).flatten()
     chosen = torch.zeros_like(flat, dtype=torch.bool)
     valid = torch.full_like(count, last - first)

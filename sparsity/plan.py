@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
+LEAST_TOKENS = 1024  # of served plans: `Plan.least_tokens`
 
 Rule = Literal["top_k", "top_p"]
 Sharing = Literal["pooled", "union", "first", "per_query"]
@@ -32,13 +33,14 @@ class Plan:
     head_budgets[layer][kv_head]: what the head got of such a budget in calibration, relative to the mean of 1.
 
     method: the default (sparsity.methods). budget: share of the KV that a sparse layer reads on average, the
-    mandatory blocks and the summaries included. rule: top_k by `budget` or top_p by `mass`; empty: the method's
-    own. sharing: how the γ + 1 queries of a round share a selection. allocation: of top_k budgets to heads, where a
-    method chooses for each target head by itself: all the same, or by head_budgets. block_size, group_size: tokens;
-    a group's means stand in for its unread blocks in methods that use them. sink_blocks, window_blocks: always read.
-    dense_layers: target layers that read everything. anchor_layers: those that choose
-    for later ones in a method that evaluation compares with. announced_share: the part of its
-    budget that `ahead` gives to the draft's choice; stickiness: how much more than its weight a block counts that it
+    mandatory blocks and the summaries included. least_tokens: tokens that a sparse layer reads on average at least, so
+    that a sequence of no more is read wholly: reading less of it would gain no time and cost quality. rule: top_k by
+    `budget` or top_p by `mass`; empty: the method's own. sharing: how the γ + 1 queries of a round share a selection.
+    allocation: of top_k budgets to heads, where a method chooses for each target head by itself: all the same, or by
+    head_budgets. block_size, group_size: tokens; a group's means stand in for its unread blocks in methods that use
+    them. sink_blocks, window_blocks: always read. dense_layers: target layers that read everything. anchor_layers:
+    those that choose for later ones in a method that evaluation compares with. announced_share: the part of its budget
+    that `ahead` gives to the draft's choice; stickiness: how much more than its weight a block counts that it
     announced last round; memory_decay: of the target's own weights, a round.
     """
 
@@ -53,6 +55,7 @@ class Plan:
     head_budgets: tuple[tuple[float, ...], ...]
     method: str = "ahead"
     budget: float = 0.1
+    least_tokens: int = 0
     mass: float = 0.95
     rule: Rule | Literal[""] = ""
     sharing: Sharing = "pooled"
@@ -80,6 +83,7 @@ class Plan:
         known = get_args(Allocation)
         self._check(self.allocation in known, f"allocation {self.allocation!r}: one of {known}")
         self._check(0 < self.budget <= 1, f"budget {self.budget} lies outside (0, 1]")
+        self._check(self.least_tokens >= 0, f"least_tokens {self.least_tokens} lies below 0")
         self._check(0 < self.mass <= 1, f"mass {self.mass} lies outside (0, 1]")
         self._check(self.rule in ("", *get_args(Rule)), f"rule {self.rule!r}: one of {get_args(Rule)}")
         self._check(self.sharing in get_args(Sharing), f"sharing {self.sharing!r}: one of {get_args(Sharing)}")
@@ -136,8 +140,16 @@ class Plan:
     def num_blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def reads_wholly(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens is so short that all of it is read."""
+        return self.budget == 1 or tokens <= self.least_tokens
+
+    def share(self, num_blocks: int) -> float:
+        """Return the share of `num_blocks` that a sparse layer reads on average: the budget, or least_tokens."""
+        return min(1.0, max(self.budget, self.least_tokens / max(1, num_blocks * self.block_size)))
+
     def budget_blocks(self, num_blocks: int) -> int:
-        return min(num_blocks, max(1, math.ceil(self.budget * num_blocks)))
+        return min(num_blocks, max(1, math.ceil(self.share(num_blocks) * num_blocks)))
 
     def middle(self, num_blocks: int, window: int | None = None) -> tuple[int, int]:
         """The blocks [first, last) that may be chosen from: between the sinks and the recent window (in blocks)."""

@@ -60,7 +60,8 @@ class Reader:
         ValueError for a selection with another number of rows than the method's.
         """
         method, plan = self.method, self.plan
-        if self._needs_all(announced is not None) or (everything and not method.reads_by_memory):
+        needs_all = plan.reads_wholly(length) or self._needs_all(announced is not None)
+        if needs_all or (everything and not method.reads_by_memory):
             self.read_all(length)
             return None
         if method.reads_by_memory and (everything or not self._has_weighed):
@@ -97,7 +98,6 @@ class Reader:
         return (
             (method.in_advance is None and not method.shares_budget)
             or (method.announcing is not None and not is_announced)
-            or (method.shares_budget and self.plan.budget == 1)
             or not self.plan.sparse_layers
         )
 

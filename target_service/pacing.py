@@ -61,7 +61,7 @@ class Pacing:
             session.screening.most = self._lengths.present
         if session.pace is UNDECIDED:
             tokens = len(session.tokens)
-            session.pace = self.controller.first_pace(tokens, bool(session.announced_by))
+            session.pace = self.controller.first_pace(tokens, session.announces)
             session.next_round = self.controller.effective(session.pace, tokens)
 
     def note_draft_reading(self, seconds: float) -> None:
@@ -130,7 +130,7 @@ class Pacing:
             session.committed_at = None
             return
         session.committed_at = None if seen.disturbed else seen.now
-        announces = bool(session.announced_by)
+        announces = session.announces
         if not item.proposed and self.controller.goes_on_resting(session.pace, announces):
             session.pace = session.pace.paused_with_all(len(session.tokens))
             return

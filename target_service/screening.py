@@ -37,7 +37,7 @@ _SUMMED = (
 
 def screening_reader(plan: Plan, settings: TargetSettings, report_blocks: bool) -> Reader:
     """Return how a session reads that is screened: by what its dense passes have weighed."""
-    return Reader(BY_MEMORY, replace(plan, budget=settings.self_read_share, rule=""), report_blocks)
+    return Reader(BY_MEMORY, replace(plan, budget=settings.self_read_share, least_tokens=0, rule=""), report_blocks)
 
 
 @dataclass

@@ -122,6 +122,6 @@ def self_drafting(settings: TargetSettings, plan: Plan, weight_tokens: float) ->
     """Return how a target drafts for itself; None if it does not."""
     if not settings.drafts_for_itself or not plan.sparse_layers:
         return None
-    plan = replace(plan, budget=settings.self_read_share)
+    plan = replace(plan, budget=settings.self_read_share, least_tokens=0)
     drafting = SelfDrafting(plan, settings.most_drafted, weight_tokens, settings.self_from, settings.adaptive)
     return replace(drafting, pass_weights=0.5) if settings.draft_quantization == "fp8" else drafting

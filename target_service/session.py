@@ -161,6 +161,12 @@ class TargetSession:
         return self.reader.method.name if self.reader is not None and self.reader.announced_rows else ""
 
     @property
+    def announces(self) -> bool:
+        """Whether announcements decide over what its next round reads: it takes some, and is not read wholly."""
+        reader = self.reader
+        return reader is not None and reader.announced_rows > 0 and not reader.plan.reads_wholly(len(self.tokens))
+
+    @property
     def is_paused(self) -> bool:
         """Whether nothing is proposed for now, because proposals did not pay."""
         return self.pace.is_paused(len(self.tokens))
@@ -184,7 +190,7 @@ class TargetSession:
     def asked(self) -> tuple[int, bool]:
         """What its draft is asked for: so many tokens a round, and whether without announcements."""
         drafted = self.next_round if self.next_round.gamma else self.pace.choice
-        return drafted.gamma, bool(self.announced_by) and not drafted.sparse
+        return drafted.gamma, bool(self.announced_by) and not (drafted.sparse and self.announces)
 
     def look_up(self, gamma: int) -> list[int]:
         """Return up to `gamma` tokens that its own text proposes: those that followed its last tokens earlier, before

@@ -103,7 +103,8 @@ class Verifier:
         """Make the runner ready for the steps of plain and exact sessions, and of those that share a budget out."""
         reads: list[SparseRead | None] = [None]
         if "ahead" in methods_of(self.plan):
-            reader = Reader(METHODS["ahead"], self.plan, self._on_round is not None)
+            any_length = replace(self.plan, least_tokens=0)
+            reader = Reader(METHODS["ahead"], any_length, self._on_round is not None)
             nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
             read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
             reads += [] if read is None else [read]

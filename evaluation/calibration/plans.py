@@ -33,6 +33,7 @@ def to_plan(
         head_importance=_by_layer(importance / importance.mean(), kv_heads),
         head_budgets=_by_layer(sums.head_blocks / sums.head_blocks.mean(), kv_heads),
         budget=settings.budget,
+        least_tokens=settings.least_tokens,
         block_size=settings.block_size,
         group_size=settings.group_size,
         sink_blocks=settings.sink_blocks,

@@ -11,6 +11,7 @@ from evaluation.calibration.head_map import top_k_overlap
 from evaluation.calibration.layer_map import layer_similarity
 from evaluation.choice import choose_over_all
 from kernels.selection import nucleus_mask
+from sparsity.plan import LEAST_TOKENS
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class CalibrationSettings:
     block_size: int = 16
     group_size: int = 512
     budget: float = 0.1
+    least_tokens: int = LEAST_TOKENS
     sink_blocks: int = 1
     window_blocks: int = 4
     dense_layers: tuple[int, ...] = ()

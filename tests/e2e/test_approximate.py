@@ -1,16 +1,31 @@
-"""What a tenth of the blocks is enough for. That all of them are `exact` again is in test_exact_greedy.py."""
+"""What a tenth of the blocks is enough for, and where all of them are read.
+
+That an `approximate` request that reads all of them is `exact` again is in test_exact_greedy.py.
+"""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.client import APPROXIMATE, generate
+from evaluation.plans import save_plan
+from tests.client import APPROXIMATE, generate, read_by_rounds
+from tests.leads import LARGEST_LEAD, changed_tokens
+from tests.plans import bundled_plan
 from tests.stack import Stack
 
 
+@pytest.fixture(scope="module")
+def sparse(launch: Callable[..., Stack], tmp_path_factory: pytest.TempPathFactory) -> Stack:
+    """A launch whose plan reads a tenth of short texts, too."""
+    file = tmp_path_factory.mktemp("plan") / "plan.json"
+    save_plan(bundled_plan(), file)
+    return launch("--plan", str(file), "--draft-timeout", "60")
+
+
 @pytest.mark.parametrize("case", range(3))
-def test_recall_at_a_tenth_of_the_blocks(case: int, stack: Stack, books: list[str], tokenizer: Any) -> None:
+def test_recall_at_a_tenth_of_the_blocks(case: int, sparse: Stack, books: list[str], tokenizer: Any) -> None:
     """A fact hidden at a random depth of a book of 3,000 tokens and asked for at the end."""
     chosen = random.Random(case)
     key = str(chosen.randrange(10_000, 99_999))
@@ -22,8 +37,41 @@ def test_recall_at_a_tenth_of_the_blocks(case: int, stack: Stack, books: list[st
     question = tokenizer.encode("\n\nWhat is the pass key? The pass key is")
     prompt = book[:at] + fact + book[at:] + question
     for _ in range(5):  # on a busy machine a draft may be late, and what is decoded without it is read wholly
-        result = generate(stack.stub(), prompt, max_tokens=12, exactness=APPROXIMATE)
+        result = generate(sparse.stub(), prompt, max_tokens=12, exactness=APPROXIMATE)
         assert key in result.text.replace(" ", "")
         if not result.speculation.plain_rounds:
             break
     assert result.speculation.kv_read_fraction <= 0.12
+
+
+def prompts_of(books: list[str], tokenizer: Any, count: int, shortest: int, longest: int) -> list[list[int]]:
+    """Return passages of the books, their lengths in tokens spread evenly on a logarithmic scale."""
+    chosen, prompts = random.Random(count), []
+    for i in range(count):
+        length = round(shortest * (longest / shortest) ** (i / (count - 1)))
+        text = books[i % len(books)]
+        start = chosen.randrange(len(text) - 10 * length)
+        prompts.append(tokenizer.encode(text[start : start + 10 * length])[:length])
+    return prompts
+
+
+def test_short_texts_keep_every_token_that_dense_attention_is_sure_of(
+    stack: Stack, books: list[str], tokenizer: Any
+) -> None:
+    prompts = prompts_of(books, tokenizer, 200, 10, 1000)
+    changed = changed_tokens(stack.http, "tiny-target", prompts, 12)
+    assert [token for token in changed if token.lead > LARGEST_LEAD] == []
+
+
+def test_texts_that_are_read_sparsely_keep_them_too(stack: Stack, books: list[str], tokenizer: Any) -> None:
+    prompts = prompts_of(books, tokenizer, 8, 1100, 3000)
+    changed = changed_tokens(stack.http, "tiny-target", prompts, 32)
+    assert changed  # else nothing was read sparsely
+    assert [token for token in changed if token.lead > LARGEST_LEAD] == []
+
+
+def test_what_a_text_of_a_thousand_tokens_reads(stack: Stack, books: list[str], tokenizer: Any) -> None:
+    short, long = prompts_of(books, tokenizer, 2, 900, 1500)
+    wholly, sparsely = (generate(stack.stub(), p, max_tokens=24, exactness=APPROXIMATE) for p in (short, long))
+    assert (wholly.speculation.kv_read_fraction, wholly.speculation.announced_bytes) == (1, 0)
+    assert read_by_rounds(sparsely.speculation) < 0.8 and sparsely.speculation.announced_bytes > 0

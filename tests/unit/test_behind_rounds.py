@@ -21,10 +21,10 @@ from engine.passes.grouping import alternatives_beside
 from engine.rounds.requests import Branch, RoundRequest, RoundSettings
 from engine.sampling import USE_DRAFT, Sampling, Support, uniforms
 from sparsity.methods import METHODS
-from sparsity.plan import load_plan
 from sparsity.reader import Reader
 from sparsity.rounds import announced_selection, announcement_request, round_settings
 from sparsity.selection import BlockSelection
+from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, SUPPORT = 4, 64
@@ -100,7 +100,7 @@ def test_it_judges_what_the_rounds_leave(
 def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]) -> None:
     """The same blocks, and the same verdicts, as where the host brings the announcement."""
     target, draft = pair
-    plan, method = replace(load_plan(models.PLAN), budget=0.25, group_size=0), METHODS["ahead"]
+    plan, method = bundled_plan(budget=0.25, group_size=0), METHODS["ahead"]
     rows = Reader(method, plan).announced_rows
     target.make_room_for_rounds(8, GAMMA, SUPPORT, rows, plan.block_size)
     draft.prepare_rounds(replace(round_settings(plan, GAMMA, SUPPORT), branches=2))
@@ -201,7 +201,7 @@ class Judging:
         model = load_model(str(models.TARGET), torch.float32, DEVICE)
         target = make_runner(model, 4096, max_context=400, step_queries=GAMMA + 1)
         self.target, self.reads = target, reads
-        self.plan, self.method = replace(load_plan(models.PLAN), budget=0.25, group_size=0), METHODS["ahead"]
+        self.plan, self.method = bundled_plan(budget=0.25, group_size=0), METHODS["ahead"]
         self.rows = Reader(self.method, self.plan).announced_rows
         target.make_room_for_rounds(8, GAMMA, SUPPORT, self.rows, self.plan.block_size)
         random = torch.Generator().manual_seed(3)

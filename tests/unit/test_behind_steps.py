@@ -21,14 +21,14 @@ from engine.rounds.buffers import RoundShape
 from engine.rounds.requests import Branch, RoundMemory, RoundOutput, RoundRequest, StepBefore
 from engine.sampling import USE_DRAFT, Sampling, uniforms
 from sparsity.methods import METHODS
-from sparsity.plan import load_plan
 from sparsity.reader import Reader
 from sparsity.rounds import announced_selection, announcement_request, round_settings
 from sparsity.selection import BlockSelection
+from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, SUPPORT = 4, 64
-PLAN, METHOD = replace(load_plan(models.PLAN), budget=0.25, group_size=0), METHODS["ahead"]
+PLAN, METHOD = bundled_plan(budget=0.25, group_size=0), METHODS["ahead"]
 
 
 def made_pair(refresh_every: int) -> tuple[ModelRunner, ModelRunner]:

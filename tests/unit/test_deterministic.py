@@ -30,12 +30,12 @@ from engine.model_runner import STEP_QUERIES, ModelRunner
 from engine.pass_runner import Started
 from engine.passes.shape import PassShape
 from engine.sampling import Sampling
-from sparsity.plan import load_plan
 from sparsity.reader import Reader
 from target_service.draft_in_target import StepsByTurns
 from target_service.planning import VerifyResult, VerifyStep
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier
+from tests.plans import bundled_plan
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, PinnedFakeRunner
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
@@ -47,7 +47,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 SEQUENCES = 8 if ON_GPU else 4  # of every step; a CPU computes all their rows one after the other
 GAMMA, PROMPT = 4, 200
-PLAN = replace(load_plan(models.PLAN), group_size=64)
+PLAN = bundled_plan(group_size=64)
 SETTINGS = TargetSettings(confirm_every=8, self_read_share=0.1)
 SAMPLED = Sampling(0.9, 0.95, seed=3)
 TEXT = torch.randint(4, 4000, (400,), generator=torch.Generator().manual_seed(1)).tolist()

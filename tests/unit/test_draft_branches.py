@@ -20,11 +20,11 @@ from engine.rounds.rules import RoundRules, session_rules
 from engine.sampling import USE_DRAFT, Sampling, uniforms
 from kernels.kv_write import move_kv, page_addresses
 from sparsity.methods import method_named
-from sparsity.plan import load_plan
 from sparsity.rounds import announcement_request, round_settings
+from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLAN = replace(load_plan(models.PLAN), budget=0.25)
+PLAN = bundled_plan(budget=0.25)
 VOCAB, GAMMA, BRANCHES = 4096, 4, 4
 
 

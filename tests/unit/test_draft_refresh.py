@@ -25,13 +25,13 @@ from engine.sampling import Sampling
 from evaluation.rounds import prefill
 from kernels.paged_attention import BlockLists
 from sparsity.methods import method_named
-from sparsity.plan import load_plan
 from sparsity.rounds import announcement_request, round_settings
+from tests.plans import bundled_plan
 from tests.unit.test_draft_rounds import tokens
 from wire.messages import At, Begin, Verdict
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLAN = load_plan(models.PLAN)
+PLAN = bundled_plan()
 ALL_LISTED = 1 - 1e-9  # a share below 1 that leaves nothing out
 GAMMA = DraftSettings.gamma
 LENGTH = 500

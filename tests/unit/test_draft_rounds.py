@@ -29,8 +29,8 @@ from engine.sampling import USE_DRAFT, Sampling, uniforms
 from evaluation.attending import forward_weighing
 from kernels.rejection import race, truncated_probs
 from sparsity.announce import announce
-from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
+from tests.plans import bundled_plan
 from tests.proposals import apart
 from tests.unit.fake_models import limit_support
 from tests.unit.inline import Inline
@@ -40,7 +40,7 @@ from wire.selection_codec import decode_selection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # A budget by which there is something to announce in short contexts.
-PLAN = replace(load_plan(models.PLAN), budget=0.25)
+PLAN = bundled_plan(budget=0.25)
 VOCAB, GAMMA = 4096, 4
 GREEDY = Sampling(temperature=0.0)
 SAMPLED = Sampling(temperature=0.9, top_p=0.8, seed=5)

@@ -29,10 +29,11 @@ from evaluation.run import Pair, evaluate, parse_budget, variants_of
 from kernels.prompt_attention import UNIT
 from kernels.sparse_prompt_attention import BLOCK, plan_sparse_prompts
 from models import DEMO_TEXT
-from sparsity.plan import PlanError, load_plan
+from sparsity.plan import PlanError
 from sparsity.selection import BlockSelection
+from tests.plans import bundled_plan
 
-PLAN = load_plan(models.PLAN)
+PLAN = bundled_plan()
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from config import TargetSettings
 from engine.kv.backing_store import BackingStore
 from engine.loading.model import load_model
 from evaluation.identity import MIXES, Requests, _first_difference, _open_target
-from sparsity.plan import load_plan
 from target_service.verifier import Verifier
+from tests.plans import bundled_plan
 
 SIZES = ["--context", "200", "--generated", "8", "--hot", "0.6"]
 
@@ -49,10 +49,10 @@ def test_fewer_frames_are_refused() -> None:
         runner = _open_target(model, requests, "both", frames)
         settings = TargetSettings(gamma=4, prefill_chunk=64, max_sessions=4, max_context=requests.longest)
         if frames == requests.least_frames("both"):
-            Verifier(runner, load_plan(models.PLAN), settings)
+            Verifier(runner, bundled_plan(), settings)
             continue
         with pytest.raises(ValueError, match="write up to 16 at once: raise kv_memory"):
-            Verifier(runner, load_plan(models.PLAN), settings)
+            Verifier(runner, bundled_plan(), settings)
 
 
 def test_where_tokens_differ_first() -> None:

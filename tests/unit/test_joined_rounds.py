@@ -18,10 +18,10 @@ from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
-from sparsity.plan import load_plan
+from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLAN = load_plan(str(models.PLAN))
+PLAN = bundled_plan()
 LAYERS, KV_HEADS = PLAN.target_layers, PLAN.target_kv_heads
 SAMPLED = Sampling(0.9, 0.95, seed=3)
 

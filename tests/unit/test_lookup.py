@@ -17,11 +17,11 @@ from engine.loading.model import load_model
 from engine.loading.module import load_module
 from engine.loading.runner import make_runner
 from engine.sampling import Sampling
-from sparsity.plan import load_plan
 from target_service.draft_in_target import StepsByTurns
 from target_service.lookup import FIRST_PAUSE, LONGEST, LONGEST_PAUSE, PLACES, SHORTEST, FirstGuess, PromptLookup
 from target_service.planning import VerifyStep
 from target_service.verifier import Verifier
+from tests.plans import bundled_plan
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, TABLE, FakeModel, hashed
 from tests.unit.test_draft_in_target import Turns
@@ -289,7 +289,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bo
     how: dict[str, Any] = {"draft_in_target": True, "lookup_first": True} if first else {"draft": "ngram"}
     if screened:
         how |= {"confirm_every": 12, "self_read_share": 0.25}
-    given, plan = replace(sizes, **how), load_plan(models.PLAN)
+    given, plan = replace(sizes, **how), bundled_plan()
     widths: dict[str, Any] = {"step_queries": 5, "most_queries": given.widest_round}
     room = (208, 4000) if screened else (4000, 0)
     verifier = Verifier(make_runner(model, *room, 1000, (), **widths), plan, given)

@@ -24,13 +24,14 @@ from engine.rounds.requests import RoundSettings
 from engine.sampling import Sampling
 from kernels.prompt_attention import PromptReads, attend_to_prompts
 from sparsity.methods import METHODS
-from sparsity.plan import Plan, load_plan
+from sparsity.plan import Plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
+from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, CONTEXT = 4, 900
-PLAN = replace(load_plan(models.PLAN), group_size=128)
+PLAN = bundled_plan(group_size=128)
 LENGTHS = (700, 330, 90)
 PAGES = 16384 // 16
 

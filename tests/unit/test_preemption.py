@@ -18,9 +18,9 @@ from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.loading.shape import ModelShape
 from engine.sampling import Sampling
-from sparsity.plan import load_plan
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
+from tests.plans import bundled_plan
 from tests.proposals import together
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner, PinnedFakeRunner
@@ -382,7 +382,7 @@ def generate(pages: int, backing_pages: int = 0) -> tuple[list[list[int]], int]:
     sizes = pages * PAGE_SIZE, backing_pages * PAGE_SIZE, 300
     runner = make_runner(model, *sizes, step_queries=5, deterministic=ON_GPU)
     of_target = TargetSettings(gamma=4, max_sessions=4, prefill_chunk=64, max_context=200)
-    verifier = Verifier(runner, load_plan(models.PLAN), of_target)
+    verifier = Verifier(runner, bundled_plan(), of_target)
     made: dict[str, list[int]] = {str(number): [] for number in range(4)}
 
     def emit(event: m.ServedEvent) -> None:

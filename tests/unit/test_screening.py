@@ -22,11 +22,11 @@ from engine.loading.model import load_model
 from engine.loading.module import load_module
 from engine.loading.runner import make_runner
 from engine.sampling import Sampling, Support
-from sparsity.plan import load_plan
 from target_service.planning import VerifyResult, VerifyStep
 from target_service.screening import WEIGHED_EVERY, Screening
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
+from tests.plans import bundled_plan
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, VOCAB, FakeModel, FakeRunner, hashed
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
@@ -508,7 +508,7 @@ def test_tokens_of_the_bundled_pair_are_those_of_transformers(kv_tokens: int, ba
     """By the real passes: two greedy sessions, the second with a penalty, and a sampled one of which only the number of
     its tokens is known. In tiers a quarter of their KV lies on the device.
     """
-    model, plan = load_model(str(models.TARGET), torch.float32, "cpu"), load_plan(models.PLAN)
+    model, plan = load_model(str(models.TARGET), torch.float32, "cpu"), bundled_plan()
     sizes = {"max_context": 1000, "max_sessions": 3}
     runner = make_runner(model, kv_tokens, backing_tokens, 1000, step_queries=5, most_queries=13)
     settings = TargetSettings(confirm_every=8, prefill_chunk=64 if backing_tokens else 256, **sizes)

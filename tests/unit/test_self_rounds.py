@@ -24,9 +24,10 @@ from engine.logit_rules import rules_of
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
 from evaluation.forks import fork
-from sparsity.plan import Plan, load_plan, uniform_plan
+from sparsity.plan import Plan, uniform_plan
 from target_service.self_drafting import DECAY, SelfDrafting
 from target_service.verifier import Verifier
+from tests.plans import bundled_plan
 from tests.unit.fake_models import GREEDY
 from tests.unit.test_graphs import CONFIGS, DEVICE, tokens
 from tests.unit.test_sessions import p_value
@@ -346,7 +347,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(backing_t
     """Served sessions, one of which is aborted; with a backing store most of their KV leaves the device on the way."""
     model = load_model(str(models.TARGET), torch.float32, "cpu")
     texts = [[(7 * i * i + 3 * i) % 4000 + n for i in range(length)] for n, length in ((50, 300), (90, 700))]
-    plan: Plan = replace(load_plan(models.PLAN), group_size=64)
+    plan: Plan = bundled_plan(group_size=64)
     runner = make_runner(model, 640 if backing_tokens else 4000, backing_tokens, 1000, (), step_queries=GAMMA + 1)
     settings = TargetSettings(
         draft="self", self_from=0, self_read_share=0.2, max_context=1000, max_sessions=3, prefill_chunk=128

@@ -14,12 +14,12 @@ from evaluation.choice import choose_over_all
 from sparsity.announce import LEAST_WINDOW, shared_room
 from sparsity.choice import mandatory
 from sparsity.methods import METHODS
-from sparsity.plan import load_plan
 from sparsity.reader import Reader, to_lists
 from sparsity.selection import BlockSelection
+from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLAN = load_plan(models.PLAN)
+PLAN = bundled_plan()
 
 
 def tokens(count: int, seed: int) -> list[int]:

@@ -28,9 +28,9 @@ from engine.logit_rules import rules_of
 from engine.model_runner import ModelRunner
 from engine.passes.shape import PassShape
 from engine.sampling import Sampling, Support
-from sparsity.plan import load_plan
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier
+from tests.plans import bundled_plan
 from wire.messages import At, Begin, DraftEvent, End, Proposals, Verdict
 
 SESSIONS, GAMMA = 2, 4
@@ -117,7 +117,7 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
 def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization: str, pinned: bool) -> None:
     """Whatever is held and proposed, and whether what is read is weighed."""
     settings = TargetSettings(confirm_every=8, gamma=GAMMA, screening_quantization=quantization, deterministic=pinned)
-    runner, plan = runner_of(models.TARGET, settings.widest_round, deterministic=pinned), load_plan(models.PLAN)
+    runner, plan = runner_of(models.TARGET, settings.widest_round, deterministic=pinned), bundled_plan()
     verifier = Verifier(runner, plan, settings)
     verifier.warm_up()
     prepare(runner)
@@ -163,7 +163,7 @@ def test_no_round_of_a_draft_is_captured_for_a_request(
 ) -> None:
     """rows: of all branches in a step, at most."""
     monkeypatch.setattr("engine.rounds.requests.MOST_ROWS", rows)
-    plan, runner = load_plan(models.PLAN), runner_of(models.DRAFT)
+    plan, runner = bundled_plan(), runner_of(models.DRAFT)
     settings = {"gamma": GAMMA, **settings}
     drafter = Drafter(runner, plan, DraftSettings(max_sessions=SESSIONS, **settings))
     drafter.warm_up()
