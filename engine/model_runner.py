@@ -101,6 +101,7 @@ class ModelRunner(Runner):
             pages=pages_for(max_context + MAX_OVERHANG),
             step_queries=step_queries,
             queries=max(step_queries, STEP_QUERIES, most_queries),
+            vocab=vocab_size,
             pinned_sequences=PINNED_SEQUENCES if deterministic else 0,
         )
         self._widest = [self._limits.queries] if most_queries > step_queries and not deterministic else []
@@ -394,7 +395,7 @@ class ModelRunner(Runner):
     def _capture_step(self, item: SequenceInput, count: int) -> None:
         """Capture the steps of so many inputs like this one."""
         for shape in self._shapes_of(item, count):
-            self._passes.step_of(shape)
+            self._passes.step_of(shape, prepared=True)
         if item.drafted and item.read is None:
             logits = torch.zeros(count, len(item.tokens), self.vocab_size, device=self.device)
             judge_by_rules(logits, [item.drafted] * count, self.deterministic)

@@ -61,10 +61,10 @@ class PassRunner:
         self._room: Tensor | None = None  # for the pieces that prompts are read in
         self._unfinished: torch.cuda.Event | None = None  # of the last pass that nobody has waited for
 
-    def step_of(self, shape: PassShape) -> Captured:
-        """Return the captured step of a shape; without graphs, one for this time."""
-
-        return self.graphs.of(shape, partial(self._make_buffers, shape, None), partial(self._launch, shape))
+    def step_of(self, shape: PassShape, prepared: bool = False) -> Captured:
+        """Return the captured step of a shape; without graphs, one for this time. prepared: as of `Graphs.of`."""
+        make_buffers, launch = partial(self._make_buffers, shape, None), partial(self._launch, shape)
+        return self.graphs.of(shape, make_buffers, launch, prepared)
 
     def launches_of(self, shape: PassShape) -> Callable[[], None]:
         """Return what launches the step of a shape once, in buffers of its own."""

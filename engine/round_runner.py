@@ -77,11 +77,11 @@ class RoundRunner:
         now = [shape for shape in shapes if shape.sequences <= WARM_SESSIONS and not shape.ruled]
         with tell_captures(self._graphs, "rounds"):
             for shape in tqdm(now, desc="capturing CUDA graphs of rounds", disable=None):
-                self._round_of(shape)
+                self._round_of(shape, prepared=True)
         fewer = [replace(shape, gamma=gamma) for gamma in gammas for shape in shapes]
         later = [shape for shape in shapes if shape not in now]
         later = sorted([*later, *fewer], key=lambda shape: (shape.ruled, shape.sequences))
-        return [partial(self._round_of, shape) for shape in later]
+        return [partial(self._round_of, shape, prepared=True) for shape in later]
 
     def launch(self, requests: list[RoundRequest]) -> RoundsUnderWay:
         """Draft a round of each, those of one method and one γ that refresh, or do not, together. Raises OutOfPages.
@@ -143,10 +143,14 @@ class RoundRunner:
         """Return whether rounds of so many branches may be behind a step: one graph serves them and others."""
         return self.left_verdicts is not None and branches == 1
 
-    def _round_of(self, shape: RoundShape, asking: list[RoundRequest] | None = None) -> Captured:
-        """Return what runs a shape. asking: the requests, where the host is asked which tokens they allow."""
+    def _round_of(
+        self, shape: RoundShape, asking: list[RoundRequest] | None = None, prepared: bool = False
+    ) -> Captured:
+        """Return what runs a shape. asking: the requests, where the host is asked which tokens they allow. prepared: as
+        of `Graphs.of`.
+        """
         graphs = self._graphs if asking is None else self._one_by_one
-        return graphs.of(shape, *self._ways_of(shape, asking))
+        return graphs.of(shape, *self._ways_of(shape, asking), prepared)
 
     def _ways_of(
         self, shape: RoundShape, asking: list[RoundRequest] | None = None

@@ -11,8 +11,7 @@ from engine.passes.shape import PassShape
 from kernels.backends import power_of_two
 from kernels.paged_attention import LEAST_ROWS, MAX_ROWS
 
-SUPPORT = 64  # entries of a drafted token's distribution that graphs are made for; more take one of WIDE_SUPPORT
-CUTS = 64  # a top_k that graphs are made for; larger ones take another graph
+FEW = 64  # entries of a drafted token's distribution, and a top_k, that the graphs of most requests have room for
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,15 @@ class StepLimits:
     """The sizes of captured steps.
 
     pages: of a sequence, at most. step_queries: tokens of a sequence that most steps have. queries: that a step has, at
-    most; a sequence with more reads a prompt. pinned_sequences: of every step, where results must not depend on the
-    batch; 0: a power of two. Such steps all have room for `queries` tokens of each, but for those whose tokens a later
-    pass judges, of which nothing depends on how they round.
+    most; a sequence with more reads a prompt. vocab: entries of a row of logits. pinned_sequences: of every step, where
+    results must not depend on the batch; 0: a power of two. Such steps all have room for `queries` tokens of each, but
+    for those whose tokens a later pass judges, of which nothing depends on how they round.
     """
 
     pages: int
     step_queries: int
     queries: int
+    vocab: int
     pinned_sequences: int = 0
 
     @property
@@ -114,11 +114,17 @@ def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> 
         queries = longest  # all but the first of a sequence are drafted
     shape = PassShape(sequences, sequences * queries, queries, limits.pages, pinned=pinned)
     shape = _complete(shape, inputs, kv, limits)
-    if shape.support:
-        cuts = max(CUTS, power_of_two(shape.cuts)) if shape.cuts else 0
-        sizes = SUPPORT, WIDE_SUPPORT, power_of_two(shape.support)
-        shape = replace(shape, support=next(n for n in sizes if n >= shape.support), cuts=cuts)
+    shape = replace(shape, support=_size_for(shape.support, limits), cuts=_size_for(shape.cuts, limits))
     return replace(shape, width=max(16, power_of_two(shape.width))) if _lists(inputs) else shape
+
+
+def _size_for(count: int, limits: StepLimits) -> int:
+    """Return how many of a row's likeliest tokens a captured step has room for, to hold `count`; 0 for 0.
+
+    There are three sizes and no more, because clients choose top_k and drafts choose how much of a distribution they
+    send: each further size would be a graph more.
+    """
+    return next(size for size in (0, FEW, WIDE_SUPPORT, limits.vocab) if size >= count)
 
 
 def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits, rows: int = 0) -> PassShape:
@@ -147,7 +153,7 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits
     if first.drafted is not None:
         rounds = [item.drafted for item in inputs if item.drafted is not None]
         shape = replace(shape, judged=True, draws_own=limits.pinned)
-        shape = replace(shape, support=support_of(rounds), cuts=cuts_of(rounds))
+        shape = replace(shape, support=support_of(rounds), cuts=min(cuts_of(rounds), limits.vocab))
     if read is None:
         return shape
     kv.check_dense_layers(read.dense_layers)

@@ -53,7 +53,7 @@ announcer = Announcer(torch.randint(64, (8, 3), dtype=torch.int32), torch.rand(8
 settings = RoundSettings(6, 64, 16, 0.1, 1, 4, {"ahead": announcer}, refresh_every=4)
 rounds = RoundRunner(with_eight_bit_weights(decoder), kv, settings, 4096, 400, "triton", captures=False)
 rounds.left_verdicts = LeftVerdicts.make(8, torch.device("cpu"))
-steps = PassRunner(decoder, kv, StepLimits(400, 5, 16), ReadMemories(8), False, None)
+steps = PassRunner(decoder, kv, StepLimits(400, 5, 16, 4096), ReadMemories(8), False, None)
 steps.left_rounds = LeftRounds.make(8, 6, 4, (8, 7), torch.device("cpu"))
 step = PassShape(
     2, 10, 5, 400, 16, width=400, groups=100, read_weights=True, decay=0.9, judged=True, behind=True

@@ -20,14 +20,17 @@ from draft_service.sessions import DraftSession, TargetPeer
 from engine import model_runner
 from engine.graphs import Captured, Graphs
 from engine.inputs import SequenceInput, SequenceOutput
-from engine.judging import Drafted
+from engine.judging import WIDE_SUPPORT, Drafted
+from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.logit_rules import rules_of
 from engine.model_runner import ModelRunner
+from engine.passes.grouping import FEW, StepLimits, step_shape
 from engine.passes.shape import PassShape
 from engine.sampling import Sampling, Support
+from engine.staging import Buffers, Staging
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
@@ -110,6 +113,60 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
         for kv in kvs:
             runner.kv.release(kv)
     assert set(runner._passes.graphs.by_shape) == shapes
+
+
+@pytest.mark.usefixtures("captures")
+def test_a_client_cannot_have_a_graph_captured_for_each_top_k() -> None:
+    """Up to 2^30, which leaves all tokens, as no top_k does: beside the usual graph there is one of wide room."""
+    runner = runner_of(models.TARGET)
+    kv, verdicts = SequenceKV(), []
+    for top_k in (0, *(1 << i for i in range(31))):
+        drafted = Drafted([5, 6], [], Sampling(1.5, seed=3, top_k=top_k), 7)
+        (output,) = runner.forward([SequenceInput(kv, [4, 5, 6], "all", drafted=drafted)])
+        verdicts.append(output.verdict)
+        runner.kv.truncate(kv, 0)
+    assert {shape.cuts for shape in runner._passes.graphs.by_shape} == {0, FEW, WIDE_SUPPORT}  # type: ignore[attr-defined]
+    assert len(runner._passes.graphs.by_shape) == 3
+    assert runner.vocab_size == 1 << 12 and set(verdicts[13:]) == {verdicts[0]}
+    assert verdicts[0] != verdicts[1]
+
+
+@pytest.mark.parametrize("vocab", [40, 2000, 150_000])
+def test_no_number_that_a_client_or_a_draft_chooses_has_more_than_three_sizes(vocab: int) -> None:
+    """The room for top_k and for the distributions of drafted tokens, each of any number up to the vocabulary."""
+    limits, kv = StepLimits(pages=8, step_queries=5, queries=16, vocab=vocab), KVCache(1, 1, 2, 8)
+
+    def shape_of(top_k: int, support: int) -> PassShape:
+        supports = [Support(np.arange(support), np.full(support, 1 / support, np.float32))]
+        drafted = Drafted([0], supports, Sampling(1.0, top_k=top_k), 7)
+        return step_shape([SequenceInput(SequenceKV(), [0, 0], "all", drafted=drafted)], kv, limits)
+
+    counts = [min(vocab, 1 << i) for i in range(18)]
+    for top_k in [*counts, 2**31 - 1]:
+        assert min(top_k, vocab) <= shape_of(top_k, 1).cuts <= max(vocab, WIDE_SUPPORT)
+    assert all(support <= shape_of(1, support).support <= max(vocab, WIDE_SUPPORT) for support in counts)
+    shapes = {shape_of(top_k, support) for top_k in [*counts, 2**31 - 1] for support in counts}
+    assert len(shapes) <= 3 * 3
+
+
+@pytest.mark.usefixtures("captures")
+def test_the_least_recently_used_graph_is_dropped_unless_it_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.graphs.MOST_UNPREPARED", 2)
+    graphs, ran = Graphs(captures=True), list[str]()
+
+    def run(shape: str, prepared: bool = False) -> None:
+        buffers = Buffers(*(Staging({}, torch.device("cpu")) for _ in range(2)))
+        graphs.of(shape, lambda: buffers, lambda _: ran.append(shape), prepared).run()
+
+    run("prepared", prepared=True)
+    for shape in ("a", "b", "a", "c"):
+        run(shape)
+    assert list(graphs.by_shape) == ["prepared", "a", "c"]
+    run("c", prepared=True)  # what a request had captured first, and is prepared later
+    for number in range(9):
+        run(f"d{number}")
+    assert list(graphs.by_shape) == ["prepared", "c", "d7", "d8"]
+    assert ran[:5] == ["prepared", "a", "b", "a", "c"]
 
 
 @pytest.mark.usefixtures("captures")
