@@ -199,7 +199,7 @@ class KVCache:
     def truncate(self, sequence: SequenceKV, length: int) -> None:
         """Roll back to `length` tokens: free the pages behind it. It copies nothing.
 
-        Raises ValueError for more tokens than there are, or if the last page that stays is indexed or shared.
+        Raises ValueError for more tokens than there are, or if the last page that stays is indexed, shared or stored.
         """
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot truncate {sequence.length} tokens to {length}")
@@ -208,8 +208,11 @@ class KVCache:
         last = sequence.pages[length // PAGE_SIZE] if length % PAGE_SIZE else None
         if last is not None and self.pool.references[last] > 1:
             raise ValueError(f"cannot truncate to {length}: the page there is shared with another sequence")
+        if last is not None and length < sequence.stored * PAGE_SIZE:
+            raise ValueError(
+                f"cannot truncate to {length}: the page there is in the backing store, or on its way there"
+            )
         sequence.length = length
-        sequence.stored = min(sequence.stored, length // PAGE_SIZE)
         keep = pages_for(length)
         self.pool.release(sequence.pages[keep:])
         sequence.drop_pages(keep)

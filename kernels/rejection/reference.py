@@ -103,7 +103,6 @@ def truncated_probs(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tenso
         ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         before = ordered.double().cumsum(-1) - ordered
         kept = ordered.where(before < top_p[:, None], 0.0)
-        kept[:, 0] = ordered[:, 0]
         cut = torch.zeros_like(probs).scatter_(-1, order, kept)
         probs = cut.where(top_p[:, None] < 1, probs)
     return probs / probs.sum(-1, keepdim=True)

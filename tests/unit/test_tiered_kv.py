@@ -612,6 +612,28 @@ def test_what_is_rolled_back_is_not_stored() -> None:
     check_staged(kv, [(sequence, (*text(1, 2), *[99] * 12))])
 
 
+def test_a_page_that_was_left_to_the_store_is_not_cut() -> None:
+    """Its copy would say what was there before; pages behind it, and whole pages, are given back as ever."""
+    kv = make(gpu_pages=9, pages=12)
+    sequence = fill(kv, text(1, 3))
+    run_one(kv, sequence, text(1, 4))
+    assert sequence.stored == 3
+    for length in (1, 2 * PAGE_SIZE + 1, 3 * PAGE_SIZE - 1):
+        with pytest.raises(ValueError, match=f"cannot truncate to {length}: the page there is in the backing store"):
+            kv.truncate(sequence, length)
+    kv.truncate(sequence, 3 * PAGE_SIZE + 1)
+    assert (sequence.stored, len(sequence.pages)) == (3, 4)
+    kv.truncate(sequence, 2 * PAGE_SIZE)
+    assert (sequence.stored, len(sequence.pages)) == (2, 2)
+    run_one(kv, sequence, [*text(1, 2)[:-1], *[99] * 20])
+    run_one(kv, sequence, [*text(1, 2)[:-1], *[99] * 21])
+    assert sequence.stored == 3
+    kv._copy_to_store()
+    kv.store.take_up_copies(wait=True)
+    kv.check_integrity()
+    assert kv.store.holds[sequence.pages].tolist() == [True, True, True, False]
+
+
 def test_what_may_be_written_anew_stays_on_the_gpu() -> None:
     """Full pages that a pass is to write once more do not leave for the store; once they have been, they do."""
     kv = make(gpu_pages=6, pages=14)
