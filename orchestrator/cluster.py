@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -48,29 +48,33 @@ class RayFleet:
         """Return the settings of each service, for so many targets or those that the launch begins with."""
         return placed_settings(self._config, targets, self._label)
 
-    def reserve(self, gpus: float, services: int) -> None:
-        """Ask Ray for room. gpus: that Ray has; services: how many of all models share them."""
+    def reserve(self, gpus: float, services: int) -> list[dict[str, float]]:
+        """Ask Ray for room; returns what each service needs, by resource.
+
+        gpus: that Ray has; services: how many of all models share them.
+        """
         self._gpus = gpus_of(self._config.target.device, gpus, services)
-        for pair in pairs_of(self.settings()):
-            self._group(pair)
+        return [needs for pair in pairs_of(self.settings()) for needs in self._group(pair)]
 
     def start(self) -> None:
         """Start the services as soon as Ray has room for them."""
         for names, group in self._groups.items():
-            while not group.wait(_ROOM_SECONDS):  # nodes may be on their way
+            # Nodes may be on their way. Unlike PlacementGroup.wait, ray.wait lets signals end it.
+            while not ray.wait([group.ready()], timeout=_ROOM_SECONDS)[0]:
                 log.warning(
                     "waiting until Ray has room for %s", " and ".join(names), extra={"needs": str(group.bundle_specs)}
                 )
         self.actors = {name: start() for name, start in self._start.items()}
 
-    def _group(self, near: list[TargetSettings | DraftSettings]) -> None:
-        """Ask Ray for room for some services near each other, and note how each is started there."""
+    def _group(self, near: list[TargetSettings | DraftSettings]) -> list[dict[str, float]]:
+        """Ask Ray for room for some services near each other, and note how each is started there; returns the needs."""
         cluster = self._config.cluster
         needs = [{"CPU": _CPUS, "GPU": self._gpus} | resources_of(settings.side, cluster) for settings in near]
         group = self._groups[tuple(settings.name for settings in near)] = placement_group(needs, strategy="PACK")
         for index, (settings, needed) in enumerate(zip(near, needs, strict=True)):
             place = PlacementGroupSchedulingStrategy(group, index)
             self._start[settings.name] = partial(_start_actor, settings, needed, place)
+        return needs
 
     @property
     def names(self) -> list[str]:
@@ -145,10 +149,14 @@ class RayPlacement:
         return self._folder is not None
 
     def start(self) -> None:
-        """Start the services and wait until all listen. Raises ClusterError with a service's own words."""
-        gpus, services = ray.cluster_resources().get("GPU", 0), sum(len(fleet.settings()) for fleet in self.fleets)
-        for fleet in self.fleets:
-            fleet.reserve(gpus, services)
+        """Start the services and wait until all listen.
+
+        Raises ClusterError with a service's own words, or if a Ray that was started here can never run the services.
+        """
+        there, services = ray.cluster_resources(), sum(len(fleet.settings()) for fleet in self.fleets)
+        needs = [each for fleet in self.fleets for each in fleet.reserve(there.get("GPU", 0), services)]
+        if self.owns_ray:
+            check_room(needs, there)
         for fleet in self.fleets:
             fleet.start()
         self.services = _wait_for({name: actor for fleet in self.fleets for name, actor in fleet.actors.items()})
@@ -300,6 +308,24 @@ def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
     """What a node must have to run a service, as Ray counts it; a trace, so that one node serves for many."""
     resource = {"target": cluster.target_resource, "draft": cluster.draft_resource}[side]
     return {resource: 0.001} if resource else {}
+
+
+def check_room(needs: Sequence[Mapping[str, float]], there: Mapping[str, float]) -> None:
+    """Raise ClusterError if services can never run on a Ray that gets no more nodes.
+
+    needs: of each service, by resource. there: how much Ray has of each resource.
+    """
+    for resource in sorted({name for each in needs for name in each}):
+        wanted, has = round(sum(each.get(resource, 0) for each in needs), 3), there.get(resource, 0)
+        if wanted > has:
+            advice = {
+                "GPU": "give --device auto, with which services share the GPUs that there are or run on the CPU",
+                "CPU": "place fewer services",
+            }.get(resource, "check --target-resource and --draft-resource")
+            raise ClusterError(
+                f"the {len(needs)} services need {wanted:g} {resource}, but the Ray that was started on this machine "
+                f"has {has:g} and gets no more: {advice}, or name a Ray that has it by --ray-address"
+            )
 
 
 def gpus_of(device: str, there: float, services: int) -> int:

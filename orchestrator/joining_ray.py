@@ -2,12 +2,15 @@
 
 import logging
 import os
+import signal
 import socket
+import threading
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray._private.utils import read_ray_address
 
 from config import ClusterSettings
@@ -17,7 +20,17 @@ log = logging.getLogger(__name__)
 
 
 def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
-    """Join a running Ray, or start one on loopback; returns the folder of one that was started here."""
+    """Join a running Ray, or start one on loopback; returns the folder of one that was started here.
+
+    In the main thread, SIGTERM raises KeyboardInterrupt afterwards: Ray's own handler prints a stack and aborts.
+    """
+    folder = _connect(settings)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return folder
+
+
+def _connect(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 lets whatever else runs there hold up every step
     options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
@@ -32,6 +45,8 @@ def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
         ray.init(address=settings.ray_address, **options)
         return None
     log.info("starting Ray on 127.0.0.1")
+    # This Ray gets no more nodes. Its autoscaler would print a traceback at a SIGTERM to the whole process group.
+    Node.start_monitor = lambda node: None
     folder = TemporaryDirectory(prefix="specahead-", ignore_cleanup_errors=True)
     options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": folder.name}
     ray.init(address="local", **options)

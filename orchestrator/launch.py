@@ -48,6 +48,10 @@ def run(flags: argparse.Namespace) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Of two services that cannot start, one is told of; Ray would print the other one's traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # Ray's client ends its process when the raylet dies, unless the raylet's process lives, which it takes to be the
+    # parent, dead if that is process 1 (nohup, systemd, a container). We restart Ray instead, so it is given ourselves.
+    # It reads this at `import ray`; to its own processes Ray gives the raylet's.
+    os.environ["RAY_RAYLET_PID"] = str(os.getpid())
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         config = with_token(read_launch(flags, os.environ))
@@ -56,6 +60,8 @@ def run(flags: argparse.Namespace) -> None:
     except (ValueError, OSError, NotImplementedError, ClusterError) as error:
         log.debug("the launch ends", exc_info=error)
         sys.exit(f"error: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:  # SIGINT, or SIGTERM while services are placed
+        log.info("told to stop before the services were there")
 
 
 def _launch(config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -25,6 +26,31 @@ START_SECONDS = 120
 QUIET_SECONDS = 15  # that a launch takes at most on two cores that have nothing else to do
 
 
+class Orphan:
+    """A process whose parent has ended, as under nohup, used like a Popen. Nobody learns its exit status: it is 0."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Return 0 once the process has ended, else None."""
+        return 0 if select.select([self._descriptor], [], [], 0)[0] else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return 0 when the process has ended. Raises TimeoutExpired after so many seconds."""
+        if timeout is not None and not select.select([self._descriptor], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 @dataclass
 class Stack:
     """A running launch. `output` is all that it printed; `services`: address and process id of those that it placed.
@@ -32,7 +58,7 @@ class Stack:
     seconds: what it took to be ready.
     """
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Orphan
     output: Path
     grpc: str = ""
     http: str = ""
@@ -123,21 +149,24 @@ def start_stack(
     environment: dict[str, str] | None = None,
     patience: float = START_SECONDS,
     command: tuple[str, ...] = ("-m", "orchestrator.launch"),
+    orphaned: bool = False,
 ) -> Stack:
     """Launch with ports of its own choosing; returns when it says ready. Raises RuntimeError after so many seconds.
 
-    command: what launches.
+    command: what launches. orphaned: whether its parent ends at once, as under nohup, instead of being this process.
     """
     output = Path(tempfile.mkdtemp(prefix="specahead-test-")) / "launch.txt"
-    with output.open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *command, "--grpc-port", "0", "--http-port", "0", *flags],
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | (environment or {}),
-        )
+    arguments = [sys.executable, *command, "--grpc-port", "0", "--http-port", "0", *flags]
+    variables = os.environ | (environment or {})
+    process: subprocess.Popen[str] | Orphan
+    if orphaned:
+        shell = ["sh", "-c", '"$@" > "$0" 2>&1 & echo $!', str(output), *arguments]
+        process = Orphan(int(subprocess.check_output(shell, cwd=ROOT, env=variables)))
+    else:
+        with output.open("w") as log:
+            process = subprocess.Popen(
+                arguments, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, text=True, env=variables
+            )
     stack = Stack(process, output)
     began = time.monotonic()
     deadline = began + patience

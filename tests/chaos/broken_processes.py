@@ -1,11 +1,15 @@
-"""A launch with a Ray of its own: targets and drafts are killed and stopped, the raylet is killed."""
+"""A launch with a Ray of its own: targets and drafts are killed and stopped, the raylet is killed.
+
+The launch is an orphan, as under nohup or systemd: Ray's client behaves otherwise where its parent is process 1.
+"""
 
 import contextlib
 import os
 import signal
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
+
+import psutil
 
 from tests.chaos.setting import (
     DRAFTS,
@@ -29,7 +33,8 @@ def run(pace: Pace, seed: int, clients: int, keep_ray: bool) -> Outcome:
     flags = ("--ray-address", "auto", "--targets", str(EACH), "--drafts", str(EACH), "--tool-call-parser", "hermes")
     with tempfile.TemporaryDirectory(prefix="specahead-chaos-") as nowhere:  # where no other Ray is found
         environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": nowhere}
-        stack = start_stack(*flags, "--target-kv-tokens", "40000", environment=environment, patience=pace.recovery)
+        room = ("--target-kv-tokens", "40000")
+        stack = start_stack(*flags, *room, environment=environment, patience=pace.recovery, orphaned=True)
         try:
             return _break(stack, pace, seed, clients, keep_ray)
         finally:
@@ -66,5 +71,5 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def _raylets(stack: Stack) -> list[int]:
-    children = Path(f"/proc/{stack.process.pid}/task/{stack.process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"]
+    """Whatever thread of the launch has started them."""
+    return [child.pid for child in psutil.Process(stack.process.pid).children() if child.name() == "raylet"]

@@ -1,7 +1,7 @@
 """Draft or target killed, or hanging instead of dying, and a Ray that dies: noticed in 10 s, replaced in 30, no wrong
 token, no repeated token, and speculation comes back.
 
-One launch on a Ray of its own is for all tests: of its start, of what it survives, and of its end.
+One launch on a Ray of its own is for all tests but the last: of its start, of what it survives, and of its end.
 """
 
 import os
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from tests.client import generate, make_request, metric, service_state, wait_for, wait_until_idle
@@ -199,6 +200,41 @@ def test_sigterm_ends_all_and_leaves_nothing(mortal: Stack, folder: Path) -> Non
     assert not left_files, "nothing but torch's cache is left in the temporary folder"
 
 
+def test_an_orphaned_launch_outlives_its_raylet_and_ends_without_a_word_of_ray(
+    prompt: list[int], tmp_path: Path
+) -> None:
+    """Under nohup or systemd and in a container its parent is process 1, which Ray takes for the death of its raylet.
+
+    At the end each of Ray's processes is told to end as well, as systemd and a process group do it.
+    """
+    small = ("--draft", "none", "--target-kv-tokens", "4000", "--shutdown-grace", "1")
+    environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": str(tmp_path)}  # where no other Ray is found
+    stack = start_stack("--ray-address", "auto", *small, environment=environment, orphaned=True)
+    try:
+        if (parent := psutil.Process(stack.process.pid).ppid()) != 1:
+            pytest.skip(f"process {parent} takes up the orphans of this session, where process 1 is to do it")
+        expected = generate(stack.stub(), prompt, max_tokens=TOKENS, ignore_eos=True).tokens
+        request = Request(stack, prompt)
+        os.kill(_raylet_of(stack), signal.SIGKILL)
+        wait_for_another(stack, "target", stack.target_pid, PLACED_ANEW)
+        assert request.result() == expected
+        wait_until_idle(stack.http)
+        said = len(stack.output.read_text())
+        helpers = [
+            each for each in psutil.Process(stack.process.pid).children() if each.name() not in ("raylet", "gcs_server")
+        ]
+        assert helpers
+        for helper in helpers:
+            helper.terminate()
+        time.sleep(2)
+        stack.process.send_signal(signal.SIGTERM)
+        stack.process.wait(60)
+        ending = stack.output.read_text()[said:]
+        assert "stopping" in ending and "autoscaler" not in ending and "Traceback" not in ending, ending
+    finally:
+        stack.stop()
+
+
 def _stream(stack: Stack, prompt: list[int], kill_after: int, pid: int) -> tuple[list[int], float]:
     """Tokens of a greedy stream during which `pid` dies; the longest pause between messages after that."""
     tokens: list[int] = []
@@ -217,8 +253,7 @@ def _stream(stack: Stack, prompt: list[int], kill_after: int, pid: int) -> tuple
 
 
 def _raylet_of(stack: Stack) -> int:
-    children = Path(f"/proc/{stack.process.pid}/task/{stack.process.pid}/children").read_text().split()
-    (raylet,) = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"]
+    (raylet,) = [child.pid for child in psutil.Process(stack.process.pid).children() if child.name() == "raylet"]
     return int(raylet)
 
 
