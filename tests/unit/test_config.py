@@ -272,6 +272,21 @@ def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
     assert [message[:22] for message in caplog.messages] == ["Ray has 1 of the 2 GPU", "Ray has 2 of the 3 GPU"]
 
 
+def test_what_a_ray_that_gets_no_more_nodes_can_run() -> None:
+    """A GPU for each service, what nodes are given names for, and the sum of small parts."""
+    from orchestrator.cluster import check_room  # imports Ray
+
+    target, draft = {"CPU": 0.1, "GPU": 1, "big": 0.001}, {"CPU": 0.1, "GPU": 1}
+    check_room([target, draft], {"CPU": 1.0, "GPU": 2.0, "big": 1.0})
+    check_room([{"CPU": 0.1, "GPU": 0}] * 30, {"CPU": 3.0})
+    with pytest.raises(ClusterError, match=r"2 services need 2 GPU, .* has 1 and gets no more: give --device auto"):
+        check_room([target, draft], {"CPU": 1.0, "GPU": 1.0, "big": 1.0})
+    with pytest.raises(ClusterError, match=r"2 services need 0.001 big, .* has 0 .*: check --target-resource and"):
+        check_room([target, draft], {"CPU": 1.0, "GPU": 2.0})
+    with pytest.raises(ClusterError, match=r"31 services need 3.1 CPU, .* has 3 and .*: place fewer services"):
+        check_room([{"CPU": 0.1, "GPU": 0}] * 31, {"CPU": 3.0})
+
+
 def test_a_ray_that_is_not_there_is_told_of_at_once() -> None:
     from orchestrator.cluster import connect_ray  # imports Ray
 
