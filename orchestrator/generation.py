@@ -197,10 +197,13 @@ class Frontend:
             watch.end(outcome)
 
     def abort(self, request_id: str) -> bool:
-        """End a running request of the current caller, all of its choices; False if there is none of that id."""
+        """End a running request of the current caller, all of its choices; False if there is none of that id.
+
+        A choice by itself goes by the name of its session.
+        """
         caller = current_caller().name
-        mine = [name for name, record in self.router.ledger.records.items() if record.caller == caller]
-        sessions = [name for name in mine if name == request_id or _choice_of(name, request_id)]
+        mine = [record for record in self.router.ledger.records.values() if record.caller == caller]
+        sessions = [record.session for record in mine if request_id in (record.request, record.session)]
         return sum(map(self.router.abort, sessions)) > 0
 
     async def drain(self, grace: float) -> None:
@@ -210,12 +213,6 @@ class Frontend:
         while self.router.running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.router.leave(Unavailable("the server is shutting down"))
-
-
-def _choice_of(session: str, request_id: str) -> bool:
-    """Return whether a session is one of several choices of a request."""
-    name, _, number = session.rpartition("-")
-    return name == request_id and number.isdigit()
 
 
 class _ShownText:

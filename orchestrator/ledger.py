@@ -96,8 +96,8 @@ class Record:
 
     Of a round's drafted tokens those beyond the accepted ones were rejected, and their KV was rolled back.
     logprobs: how many likely tokens are told beside each token with its log probability, None if there are no log
-    probabilities. caller: the name of the key that it was opened with, empty where no key is asked for. refused_by: the
-    targets that had no place for it.
+    probabilities. caller: the name of the key that it was opened with, empty where no key is asked for. request: the id
+    of the client's request, of which it is choice number `choice`. refused_by: the targets that had no place for it.
     """
 
     session: str
@@ -113,7 +113,8 @@ class Record:
     grammar: str = ""
     traceparent: str = ""  # W3C, of its request's span; empty if that is not sampled
     caller: str = ""
-    choice: int = 0  # of its request
+    request: str = ""
+    choice: int = 0
     latest: deque[Commit] = field(default_factory=lambda: deque(maxlen=LATEST_ROUNDS))
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE

@@ -88,13 +88,13 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
 
     grammar: the source of what their texts must follow, which end where it is complete; empty: they are free.
 
-    Where there are several, their names are the request's with their numbers, and their seeds follow each other.
+    Where there are several, their names are the request's with their numbers. The choices of a prompt have seeds that
+    follow each other if the request has one, as vLLM's do; else each is drawn by itself.
     """
     if request.sparsity and request.sparsity not in limits.methods:
         message = f"sparsity must be one of {', '.join(limits.methods)}; got {request.sparsity!r}"
         raise InvalidArgument(message, "sparsity")
     name, choices = request.request_id or secrets.token_hex(12), request.n or 1
-    seed = secrets.randbits(63) if request.seed is None else request.seed
     count = choices * len(prompts)
     if count > MAX_CHOICES:
         message = f"{len(prompts)} prompts with n {choices}: at most {MAX_CHOICES} choices are made in one request"
@@ -107,17 +107,23 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
             prompt_tokens=len(prompts[index // choices]),
             max_tokens=_max_tokens(request, len(prompts[index // choices]), limits),
             stop_token_ids=ends + (request.stop_token_ids or []),
-            sampling=_sampling(request, limits, (seed + index % choices) % 2**64),
+            sampling=_sampling(request, limits, _seed(request, index % choices)),
             exactness=Exactness[(request.exactness or "exact").upper()],
             sparsity=request.sparsity or "",
             logprobs=request.wanted_logprobs,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
             grammar=grammar,
             caller=current_caller().name,
+            request=name,
             choice=index,
         )
         for index in range(count)
     ]
+
+
+def _seed(request: GenerationRequest, choice: int) -> int:
+    """Return the seed of a prompt's choice."""
+    return secrets.randbits(64) if request.seed is None else (request.seed + choice) % 2**64
 
 
 def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) -> int:

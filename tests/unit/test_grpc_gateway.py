@@ -161,6 +161,20 @@ def test_a_request_has_the_fields_of_http() -> None:
     }
 
 
+async def test_an_abort_ends_no_request_whose_id_goes_on_with_a_number(stub: Any, router: ScriptedRouter) -> None:
+    router.gate.clear()
+    asked = [make_request("The sea", request_id="job", n=2), make_request("The sea", request_id="job-7")]
+    calls = [stub.Generate(request) for request in asked]
+    while router.running < 3:
+        await asyncio.sleep(0.01)
+    await stub.Abort(inference_pb2.AbortRequest(request_id="job"))
+    assert router.aborted == ["job-0", "job-1"]
+    await stub.Abort(inference_pb2.AbortRequest(request_id="job-7"))
+    assert router.aborted == ["job-0", "job-1", "job-7"]
+    for call in calls:
+        call.cancel()
+
+
 async def test_an_abort_ends_all_choices(stub: Any, router: ScriptedRouter) -> None:
     router.gate.clear()
     call = stub.Generate(make_request("The sea", n=2, request_id="both"))

@@ -1,6 +1,7 @@
 """What a client may ask for: everything else is refused before anything is started."""
 
 from dataclasses import replace
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,6 +249,15 @@ def test_names_and_seeds_of_choices() -> None:
     records = to_records(request, [PROMPT, PROMPT], LIMITS)
     assert [record.session for record in records] == ["mine-0", "mine-1", "mine-2", "mine-3"]
     assert [record.sampling.seed for record in records] == [2**64 - 1, 0] * 2
+
+
+@pytest.mark.parametrize(("prompts", "n"), [(3, 1), (1, 3), (2, 2)])
+def test_without_a_seed_each_choice_is_drawn_by_itself(prompts: int, n: int) -> None:
+    """Also the choices of several equal prompts; nor does one choice's seed follow from another's."""
+    request = read_request(CompletionRequest, {"prompt": PROMPT, "n": n})
+    seeds = [record.sampling.seed for record in to_records(request, [PROMPT] * prompts, LIMITS)]
+    assert len(set(seeds)) == prompts * n
+    assert min(abs(one - other) for one, other in combinations(seeds, 2)) > 2**20
 
 
 def test_too_many_choices() -> None:
