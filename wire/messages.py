@@ -9,7 +9,7 @@ import numpy as np
 from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling, Support
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class At(NamedTuple):

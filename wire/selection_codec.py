@@ -1,7 +1,7 @@
 """Bytes of an announced block selection, in a form that a GPU can make and apply as well.
 
-    32 bytes  header, little-endian: version, 1 if there is a reference (else 0), heads, blocks, the reference's epoch
-              and round, uint32 each; checksum of the selection's words, uint64 (see _checksum)
+    36 bytes  header, little-endian: version, 1 if there is a reference (else 0), heads, blocks, uint32 each; the
+              reference's epoch, uint64, and round, uint32; checksum of the selection's words, uint64 (see _checksum)
     bitmap    one bit for each byte of the difference, least significant first: whether it is not zero
     bytes     the bytes of the difference that are not zero, in their order
 
@@ -18,8 +18,8 @@ import numpy as np
 from sparsity.selection import BlockSelection, last_word_mask, row_words
 from wire.errors import InvalidArgument
 
-VERSION = 3
-_HEADER = struct.Struct("<6IQ")
+VERSION = 4
+_HEADER = struct.Struct("<4IQIQ")
 _WEIGHT = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples are well mixed
 Reference = tuple[int, int]  # (epoch, round) of an earlier selection that both sides hold
 NamedSelection = tuple[Reference, BlockSelection]

@@ -140,7 +140,7 @@ BAD_EVENTS = {
     "indices out of range": lambda at: _announcing(at, _selection(HEADS, 5)),
     "heads the plan does not have": lambda at: _announcing(at, _selection(HEADS + 1)),
     "garbage announcement": lambda at: _announcing(at, b"\x03\x00\xff\xff\xff\xff\xff\xff"),
-    "2^31 blocks": lambda at: _announcing(at, struct.pack("<6IQ", 3, 0, HEADS, 2**31, 0, 0, 0)),
+    "2^31 blocks": lambda at: _announcing(at, struct.pack("<4IQIQ", 4, 0, HEADS, 2**31, 0, 0, 0)),
     "empty proposal": lambda at: together(Proposal(at, 0, [])),
     "too many tokens": lambda at: together(Proposal(at, 0, [1] * 5)),
     "token outside the vocabulary": lambda at: together(Proposal(at, 0, [4096])),

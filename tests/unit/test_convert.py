@@ -18,6 +18,7 @@ from wire.errors import InvalidArgument
 
 names = st.text(min_size=1, max_size=convert.MOST_NAME)
 numbers = st.integers(0, 2**31 - 1)
+places = st.builds(m.At, names, st.integers(0, 2**64 - 1), numbers, numbers)
 tokens = st.lists(numbers, max_size=5)
 seconds = st.floats(0, 1e6, width=32)
 STRATEGIES = {
@@ -27,7 +28,7 @@ STRATEGIES = {
     float: seconds,
     bytes: st.binary(max_size=40),
     list[int]: tokens,
-    m.At: st.builds(m.At, names, numbers, numbers, numbers),
+    m.At: places,
     m.Exactness: st.sampled_from(m.Exactness),
     m.FinishReason: st.sampled_from(m.FinishReason),
     Sampling: st.sampled_from([Sampling(), Sampling(0.0), Sampling(0.5, 0.25, 2**64 - 1)]),
@@ -43,7 +44,7 @@ UNIONS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
 @st.composite
 def proposals_for_a_round(draw: st.DrawFn) -> m.Proposals:
     """Return proposals behind several outcomes, of several lengths, greedy or each token with a distribution."""
-    at = draw(st.builds(m.At, names, numbers, numbers, numbers))
+    at = draw(places)
     outcomes = draw(st.lists(st.tuples(st.integers(0, 9), numbers), min_size=1, max_size=8, unique=True))
     sampled, spent, selection = draw(st.booleans()), draw(seconds), draw(st.binary(max_size=40))
     items = []

@@ -12,7 +12,7 @@ from sparsity.selection import BlockSelection
 from wire.errors import InvalidArgument
 from wire.selection_codec import NamedSelection, Reference, UnknownReference, decode_selection, encode_selection
 
-NAME: Reference = (3, 200)
+NAME: Reference = (2**40 + 3, 200)  # epochs go on over all sessions, beyond 32 bits within a year
 DENSITIES = [0.0, 0.01, 0.1, 0.5, 1.0]
 
 
@@ -69,14 +69,14 @@ def packet(
     words: list[int],
     reference: list[int] | None = None,
     name: Reference = (0, 0),
-    version: int = 3,
+    version: int = 4,
 ) -> bytes:
     """words: of the selection. reference: of the reference's words, as many."""
     known = reference or [0] * len(words)
     difference = b"".join((a ^ b).to_bytes(8, "little") for a, b in zip(words, known, strict=True))
     flags = sum(1 << i for i, byte in enumerate(difference) if byte).to_bytes(len(words), "little")
     checksum = sum(word * ((i * 0x9E3779B97F4A7C15) % 2**64 | 1) for i, word in enumerate(words)) % 2**64
-    header = struct.pack("<6IQ", version, reference is not None, heads, blocks, *name, checksum)
+    header = struct.pack("<4IQIQ", version, reference is not None, heads, blocks, *name, checksum)
     return header + flags + difference.replace(b"\0", b"")
 
 
@@ -119,8 +119,8 @@ def test_a_reference_of_other_heads_is_refused() -> None:
 def test_an_unknown_reference_is_told_apart() -> None:
     selection, other = random_selection(2, 200, 0.5, 0), random_selection(2, 200, 0.5, 1, 1.0)
     data = encode_selection(selection, (NAME, selection))
-    for held in (None, ((3, 201), selection), ((4, 200), selection)):
-        with pytest.raises(UnknownReference, match="epoch 3, round 200"):
+    for held in (None, ((NAME[0], 201), selection), ((3, 200), selection)):
+        with pytest.raises(UnknownReference, match=f"epoch {NAME[0]}, round 200"):
             decode(data, held, selection)
     with pytest.raises(InvalidArgument, match="checksum"):
         decode(data, (NAME, other), selection)
@@ -142,7 +142,7 @@ HELD = random_selection(2, 40, 0.4, 1)
 @example(b"", False, 0, 0, [])
 def test_any_bytes(data: bytes, refers: bool, heads: int, blocks: int, words: list[int]) -> None:
     """By themselves, and behind the header of other words."""
-    header = packet(heads, blocks, words, words if refers else None, NAME)[:32]
+    header = packet(heads, blocks, words, words if refers else None, NAME)[:36]
     for sent in (data, header + data):
         try:
             decoded = decode_selection(sent, {NAME: HELD}, heads, blocks)
@@ -181,16 +181,16 @@ def test_any_truncation(session: tuple[BlockSelection, NamedSelection | None]) -
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (packet(2, 9, [2, 8], version=2), "version 2, expected 3"),
+        (packet(2, 9, [2, 8], version=3), "version 3, expected 4"),
         (packet(3, 9, [2, 8, 0]), "3 heads x 9 blocks, expected 2 x 9"),
         (packet(2, 10, [2, 8]), "2 heads x 10 blocks, expected 2 x 9"),
-        (packet(2, 9, [2, 8])[:31], "31 bytes, a header has 32"),
-        (packet(2, 9, [2, 8])[:33], "1 bytes behind the header, its bitmap asks for 3"),
-        (packet(2, 9, [2, 8])[:35], "3 bytes behind the header, its bitmap asks for 4"),
+        (packet(2, 9, [2, 8])[:35], "35 bytes, a header has 36"),
+        (packet(2, 9, [2, 8])[:37], "1 bytes behind the header, its bitmap asks for 3"),
+        (packet(2, 9, [2, 8])[:39], "3 bytes behind the header, its bitmap asks for 4"),
         (packet(2, 9, [2, 8]) + b"\1", "5 bytes behind the header, its bitmap asks for 4"),
         (packet(2, 9, [2, 8])[:-1] + b"\7", "checksum"),
         (packet(2, 9, [2, 512]), "beyond the last block"),
-        (packet(2, 9, [2, 8], [2, 0], NAME), "no selection of epoch 3, round 200"),
+        (packet(2, 9, [2, 8], [2, 0], NAME), f"no selection of epoch {NAME[0]}, round 200"),
     ],
 )
 def test_what_is_wrong_is_said(data: bytes, reason: str) -> None:
@@ -201,7 +201,7 @@ def test_what_is_wrong_is_said(data: bytes, reason: str) -> None:
 @pytest.mark.parametrize("expected", [(2**31, 2**31), (3, 9)])
 def test_a_huge_header_allocates_nothing(expected: tuple[int, int]) -> None:
     """Even where that many heads and blocks are expected."""
-    data = struct.pack("<6IQ", 3, 0, 2**31, 2**31, 0, 0, 0) + bytes(100)
+    data = struct.pack("<4IQIQ", 4, 0, 2**31, 2**31, 0, 0, 0) + bytes(100)
     tracemalloc.start()
     try:
         with pytest.raises(InvalidArgument):

@@ -61,6 +61,20 @@ def test_greedy_is_plain_decoding(
     world.check_nothing_left()
 
 
+def test_epochs_go_on_beyond_32_bits(clock: Clock) -> None:
+    """A target counts them over all sessions: after some 250 days at 200 a second."""
+    world = World(clock, 2, FakeModel(ends=True, agreement=2))
+    world.verifier.admission._first_epoch = 2**32 - 2
+    world.attach()
+    names = [world.open(prompt, 25, exactness=m.Exactness.APPROXIMATE) for prompt in prompts(world.rng, 3)]
+    world.run()
+    for name in names:
+        world.check_greedy(name)
+        assert world.commits[name][0].at.epoch < 2**32 < world.commits[name][-1].at.epoch
+    assert totals(world)[1] > 10 and world.drafter.counters["refused_frames"] == 0
+    world.check_nothing_left()
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -> None:
     world = World(clock, 2, FakeModel(agreement=3), synthetic_acceptance=rate)
