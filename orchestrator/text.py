@@ -4,43 +4,77 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _INCOMPLETE = "\ufffd"
+_MOST_PENDING = 16  # tokens: a character has at most four bytes, and a token at least one
+_KEPT = 8  # of these tokens, more than a character is split over
 
 
 @dataclass
 class Detokenizer:
     """Gives out only whole characters: a character split over tokens waits for its last byte.
 
-    Text is the difference of two decodings from a recent token on, so that a token's text may depend on the
-    one before it (as in text-generation-inference's `decode_token`).
+    A token's text may depend on the tokens before it, so it is what decoding a window of the last ones adds to the text
+    of this window so far. The window begins where the last whole characters began; where nothing becomes whole it is
+    cut, so that a token takes no longer for that.
     """
 
     tokenizer: Any
     skip_special_tokens: bool = True
-    tokens: list[int] = field(default_factory=list)
-    _start: int = 0  # decode from here
-    _shown: int = 0  # tokens whose text is out
+    _window: list[int] = field(default_factory=list)
+    _pending: int = 0  # the last tokens of the window, whose text was not whole before them
+    _shown: str = ""  # what is out of the window's text
 
     def push(self, tokens: list[int]) -> str:
-        """Return the text that more tokens add to what is out."""
-        if not tokens:
-            return ""
-        self.tokens += tokens
-        shown, text = self._decode(self._start, self._shown), self._decode(self._start, len(self.tokens))
-        if len(text) <= len(shown) or text.endswith(_INCOMPLETE):
-            return ""
-        self._start, self._shown = self._shown, len(self.tokens)
-        return text[len(shown) :]
+        """Return the text that more tokens add to what is out. It does not depend on how they are cut into pushes."""
+        return "".join(map(self._push, tokens))
 
     def finish(self) -> str:
-        """What is left, incomplete characters replaced."""
-        shown, text = self._decode(self._start, self._shown), self._decode(self._start, len(self.tokens))
-        self._shown = len(self.tokens)
+        """Return what is left, incomplete characters replaced."""
+        text, shown = self._decode(), self._shown
+        self._shown = text
         return text[len(shown) :]
 
-    def _decode(self, start: int, end: int) -> str:
-        return self.tokenizer.decode(
-            self.tokens[start:end], skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
+    def _push(self, token: int) -> str:
+        self._window.append(token)
+        self._pending += 1
+        text = self._decode()
+        if not text.startswith(self._shown):
+            # Of bytes side by side some decoders show none if the last ones are incomplete: those begin a window.
+            self._window, self._pending, self._shown = [token], 1, ""
+            text = self._decode()
+        whole = text.rstrip(_INCOMPLETE)
+        if whole != text:
+            return self._show_incomplete(text) if self._pending >= _MOST_PENDING else self._show(whole)
+        if text == self._shown:  # a token without text, such as a special one; or a first space that is left out
+            if self._pending < len(self._window) or self._pending > _MOST_PENDING:
+                self._window.pop()
+                self._pending -= 1
+            return ""
+        added = self._show(text)
+        self._window, self._pending = self._window[-self._pending :], 0
+        self._shown = self._decode()
+        return added
+
+    def _show(self, text: str) -> str:
+        """Return what a text adds to the window's that is out, and count it as shown."""
+        added = text[len(self._shown) :]
+        self._shown += added
+        return added
+
+    def _show_incomplete(self, text: str) -> str:
+        """Return all that a text adds but its last character, which may become whole; of the window, keep the end."""
+        self._window = self._window[-_KEPT:]
+        self._pending = len(self._window)
+        end = self._decode()
+        held = end.endswith(_INCOMPLETE)  # else no token that is kept has text
+        added = text[len(self._shown) : len(text) - held]
+        self._shown = end[: len(end) - held]
+        return added
+
+    def _decode(self) -> str:
+        text: str = self.tokenizer.decode(
+            self._window, skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
         )
+        return text
 
 
 @dataclass

@@ -1,12 +1,16 @@
 """Text that appears piece by piece is the text that all tokens together have."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from orchestrator.text import Detokenizer, StopFinder
 
@@ -113,6 +117,134 @@ def test_a_token_may_look_different_at_the_beginning(most: int) -> None:
     """Its text is taken with the token before it, so no space is lost between chunks."""
     chunks = stream(SpacedTokenizer(), cut(random.Random(1), [0, 1, 2, 3, 0, 1], most))
     assert "".join(chunks) == "the quick brown fox the quick"
+
+
+class ByteTokenizer:
+    """A byte a token, in the two ways that decoders have: `run` replaces all bytes that stand side by side if they are
+    no UTF-8 (SentencePiece's byte fallback), else those alone that are none. Tokens from 256 on have a letter each, and
+    those from 512 on, which are special, have no text. decoded: ids in all.
+    """
+
+    def __init__(self, run: bool = False) -> None:
+        self._run, self.decoded = run, 0
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        self.decoded += len(tokens)
+        text, pieces = "", itertools.groupby((t for t in tokens if t < 512), lambda token: token < 256)
+        for are_bytes, piece in pieces:
+            if not are_bytes:
+                text += "".join(chr(ord("a") + token % 26) for token in piece)
+                continue
+            data = bytes(piece)
+            try:
+                text += data.decode()
+            except UnicodeDecodeError:
+                text += REPLACEMENT * len(data) if self._run else data.decode(errors="replace")
+        return text
+
+
+class StraddlingTokenizer(ByteTokenizer):
+    """Tokens from 1024 on are two bytes of two characters, as byte-level BPE has them in Indic scripts."""
+
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        return super().decode([b for t in tokens for b in (divmod(t - 1024, 256) if t >= 1024 else [t])], **options)
+
+
+@pytest.mark.parametrize("run", [True, False])
+@pytest.mark.parametrize("tokens", [[0x80], [0xFF], [0xE4, 0xBD], [512], [0xE4, *[512] * 5], [256, *[0xF0] * 99]])
+def test_the_work_of_text_that_is_never_whole_grows_with_its_tokens_alone(run: bool, tokens: list[int]) -> None:
+    """By ids decoded: 40 a token, however many there are."""
+    tokenizer, many = ByteTokenizer(run), tokens * (4000 // len(tokens))
+    stream(tokenizer, [[token] for token in many])
+    assert tokenizer.decoded <= 40 * len(many)
+    tokenizer.decoded = 0
+    stream(tokenizer, [many])
+    assert tokenizer.decoded <= 40 * len(many)
+
+
+@pytest.mark.parametrize("literal", [REPLACEMENT, "x" + REPLACEMENT])
+def test_many_replacement_characters_that_are_meant_are_shown_before_the_end(literal: str) -> None:
+    tokens = list((literal * 100).encode())
+    detokenizer = Detokenizer(ByteTokenizer())
+    assert len(detokenizer.push(tokens)) >= 0.9 * 100 * len(literal)
+    assert len(detokenizer.finish()) < 10
+
+
+@given(st.lists(st.sampled_from([*range(0, 256, 5), 0xE4, 0xBD, 0xA0, 256, 257, 512]), max_size=150), st.integers(0, 9))
+def test_any_bytes_come_out_as_one_decoding_has_them(tokens: list[int], seed: int) -> None:
+    """Where a decoder replaces only bytes that are wrong, also in runs longer than the window."""
+    tokenizer = ByteTokenizer()
+    assert "".join(stream(tokenizer, cut(random.Random(seed), tokens, 9))) == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("text", [text for text in AWKWARD if len(text) < len(text.encode())])
+@pytest.mark.parametrize("run", [True, False])
+def test_bytes_side_by_side_come_out_whole(text: str, run: bool) -> None:
+    """Character by character, whichever way a decoder takes bytes that are incomplete."""
+    detokenizer, shown = Detokenizer(ByteTokenizer(run)), ""
+    for character in text * 20:
+        shown += detokenizer.push(list(character.encode()))
+        assert shown.endswith(character)
+    assert shown == text * 20 and detokenizer.finish() == ""
+    assert "".join(stream(ByteTokenizer(run), [list((text * 20).encode())])) == text * 20
+
+
+def test_tokens_that_all_end_inside_a_character_are_shown_meanwhile() -> None:
+    """No token ends where a character does: each character is shown with the token that has its last byte."""
+    text = "\u00e9" * 100
+    data = text.encode()
+    tokens = [data[0], *(1024 + 256 * a + b for a, b in zip(data[1:-1:2], data[2:-1:2], strict=True)), data[-1]]
+    detokenizer = Detokenizer(StraddlingTokenizer())
+    assert [detokenizer.push([token]) for token in tokens] == ["", *text]
+
+
+@given(st.lists(st.sampled_from([0x80, 0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 256, 512]), max_size=80), st.booleans(), st.data())
+def test_text_does_not_depend_on_how_its_tokens_come(tokens: list[int], run: bool, data: st.DataObject) -> None:
+    """Rounds of speculation cut them anyhow."""
+    seed, most = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 20))
+    detokenizers = [Detokenizer(ByteTokenizer(run)) for _ in range(2)]
+    for piece in cut(random.Random(seed), tokens, most):
+        one_by_one = "".join(detokenizers[0].push([token]) for token in piece)
+        assert detokenizers[1].push(piece) == one_by_one
+    assert detokenizers[0].finish() == detokenizers[1].finish()
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Any:
+    """A tokenizer that decodes as Llama 2's: bytes by runs, and no space before the first word."""
+    vocabulary = [
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "\u2581",
+        "\u2581\u2581",
+        "\u2581a",
+        "b",
+        "\u2581the",
+        "\u00e9",
+    ]
+    numbers = {name: i for i, name in enumerate(vocabulary)}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, [], byte_fallback=True))
+    parts = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    inner.decoder = decoders.Sequence(list(parts))
+    inner.add_special_tokens(["<s>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [[256], [257], [258], [259], [260], [261], [262], [262] * 20, *(list(c.encode()) for c in "é北🙂 ")]
+        ),
+        max_size=40,
+    )
+)
+@example([[256], [262], [258]])
+@example([[256], [262] * 20, [258]])
+@example([[258], [262] * 20, [258]])
+def test_bytes_and_words_with_spaces_come_out_as_one_decoding_has_them(
+    byte_fallback: Any, parts: list[list[int]]
+) -> None:
+    tokens = [token for part in parts for token in part]
+    assert "".join(stream(byte_fallback, [tokens])) == whole(byte_fallback, tokens)
 
 
 # Stop strings
