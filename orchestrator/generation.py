@@ -160,33 +160,37 @@ class Frontend:
         shown = _ShownText(self.tokenizer, request, record.sampling.min_tokens)
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
+        last: Chunk | None = None
         told = 0  # tokens; the record may be ahead of what is told
         try:
             async with aclosing(self.router.stream(record)) as rounds:
                 async for item in rounds:
                     if item.finish_reason is FinishReason.ABORT:
-                        outcome = "abort"
-                        yield _last(Chunk("", choice=choice), record, FinishReason.ABORT, told)
-                        return
+                        last = Chunk("", choice=choice, finish_reason=FinishReason.ABORT)
+                        break
+                    texts, item = shown.push(item)
                     watch.round(item)
-                    for part, accepted in _parts(item, bool(request.mark_accepted)):
-                        text, stopped = shown.push(part)
+                    for part, text, accepted in _parts(item, texts, bool(request.mark_accepted)):
                         told += len(part.tokens)
                         chunk = Chunk(
                             text,
                             part.tokens,
+                            part.finish_reason,
                             totals=record.totals,
                             choice=choice,
                             logprobs=part.logprobs,
                             prompt_logprobs=part.prompt_logprobs,
                             accepted=accepted,
                         )
-                        if stopped or part.finish_reason is not FinishReason.NONE:
-                            reason = FinishReason.STOP if stopped else part.finish_reason
-                            outcome = reason.name.lower()
-                            yield _last(replace(chunk, text=text + shown.rest()), record, reason, told)
-                            return
-                        yield chunk
+                        if part.finish_reason is FinishReason.NONE:
+                            yield chunk
+                        else:
+                            last = chunk
+                    if last is not None:
+                        break
+            if last is not None:  # the session has ended, also on its target
+                outcome = last.finish_reason.name.lower()
+                yield _last(last, record, told)
         except ServiceError as error:
             outcome = error
             raise
@@ -194,6 +198,7 @@ class Frontend:
             outcome = "abort"
             raise
         finally:
+            del record.tokens[record.prompt_tokens + told :]
             watch.end(outcome)
 
     def abort(self, request_id: str) -> bool:
@@ -216,50 +221,53 @@ class Frontend:
 
 
 class _ShownText:
-    """The text of a choice, as much of it as may be shown. unending: first tokens that no stop string ends."""
+    """The text of a choice, as much of it as may be shown. min_tokens: among the first ones no stop string ends."""
 
-    def __init__(self, tokenizer: Any, request: GenerationRequest, unending: int) -> None:
+    def __init__(self, tokenizer: Any, request: GenerationRequest, min_tokens: int) -> None:
         self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens is not False)
         self._with_stop = bool(request.include_stop_str_in_output)
         self._finder = StopFinder(request.stops, self._with_stop)
-        self._unending = unending
+        self._tokens, self._min_tokens = 0, min_tokens
 
-    def push(self, commit: Commit) -> tuple[str, bool]:
-        """Return the text that may be shown now, and whether a stop string was met."""
-        tokens = commit.tokens
-        if commit.finish_reason is FinishReason.STOP and not self._with_stop:
-            tokens = tokens[:-1]  # the token that ends the text is not in it
-        begun = self._detokenizer.push(tokens[: self._unending])  # what a stop string may not end yet
-        text = self._detokenizer.push(tokens[self._unending :])
-        self._unending = max(0, self._unending - len(tokens))
-        if commit.finish_reason is not FinishReason.NONE:
-            text += self._detokenizer.finish()
-        text, stopped = self._finder.push(text)
-        return begun + text, stopped
+    def push(self, commit: Commit) -> tuple[list[str], Commit]:
+        """Return the text that may be shown with each token of a round, and the round as far as the client is told of
+        it: with a stop string its last token is the one that completes this, and the choice has ended."""
+        reason, texts = commit.finish_reason, list[str]()
+        for count, token in enumerate(commit.tokens, 1):
+            last = reason is not FinishReason.NONE and count == len(commit.tokens)
+            hidden = last and reason is FinishReason.STOP and not self._with_stop  # the token that ends the text
+            text = "" if hidden else self._detokenizer.push([token])
+            if last:
+                text += self._detokenizer.finish()
+            self._tokens += 1
+            text, stopped = self._finder.push(text, self._tokens > self._min_tokens)
+            if last and not stopped:
+                text += self._finder.finish()  # it might have begun a stop string
+            texts.append(text)
+            if stopped:
+                tokens, logprobs = commit.tokens[:count], commit.logprobs[:count]
+                return texts, replace(commit, tokens=tokens, logprobs=logprobs, finish_reason=FinishReason.STOP)
+        return texts, commit
 
-    def rest(self) -> str:
-        """Return what was held back as it might have begun a stop string."""
-        return self._finder.finish()
 
-
-def _parts(commit: Commit, marked: bool) -> list[tuple[Commit, bool | None]]:
-    """Return a round with None or, if `marked`, what of it was drafted and what is the target's own apart, with whether
-    it was drafted. The last part has the finish reason."""
+def _parts(commit: Commit, texts: list[str], marked: bool) -> list[tuple[Commit, str, bool | None]]:
+    """Return a round with its text and None or, if `marked`, what of it was drafted and what is the target's own apart,
+    with whether it was drafted. The last part has the finish reason. texts: of each token."""
     if not marked:
-        return [(commit, None)]
+        return [(commit, "".join(texts), None)]
     cut = commit.confirmed + commit.accepted
     drafted = replace(commit, tokens=commit.tokens[:cut], logprobs=commit.logprobs[:cut])
     own = replace(commit, tokens=commit.tokens[cut:], logprobs=commit.logprobs[cut:])
     if not (drafted.tokens and own.tokens):
-        return [(drafted, True) if drafted.tokens else (own, False)]
-    return [(replace(drafted, finish_reason=FinishReason.NONE), True), (replace(own, prompt_logprobs=[]), False)]
+        return [(commit, "".join(texts), bool(drafted.tokens))]
+    drafted, own = replace(drafted, finish_reason=FinishReason.NONE), replace(own, prompt_logprobs=[])
+    return [(drafted, "".join(texts[:cut]), True), (own, "".join(texts[cut:]), False)]
 
 
-def _last(chunk: Chunk, record: Record, reason: FinishReason, told: int) -> Chunk:
+def _last(chunk: Chunk, record: Record, told: int) -> Chunk:
     """Return a choice's last chunk, behind which the client has been told so many tokens."""
     return replace(
         chunk,
-        finish_reason=reason,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,
         completion_tokens=told,

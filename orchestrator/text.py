@@ -85,11 +85,16 @@ class StopFinder:
     include: bool = False
     _held: str = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string was met."""
+    def push(self, text: str, ends: bool = True) -> tuple[str, bool]:
+        """Return the text that may be shown now, and whether a stop string was met.
+
+        ends: whether a stop string may end in the text; else it may only begin there.
+        """
+        before = len(self._held)
         self._held += text
+        places = [(self._held.find(stop, max(0, before + 1 - len(stop))), stop) for stop in self.stop if ends]
         # The one that is complete first counts, so that it does not matter how the text was cut.
-        found = [(at + len(stop), at) for stop in self.stop if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at) for at, stop in places if at >= 0]
         if found:
             end, begin = min(found)
             shown, self._held = self._held[: end if self.include else begin], ""

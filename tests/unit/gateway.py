@@ -27,8 +27,9 @@ LIMITS = Limits(MODEL, vocab_size=4096, max_context=2048, stop_token_ids=[0], me
 
 
 class ScriptedRouter:
-    """In the place of Router: each session's tokens are those of a text that the test gives, two a round.
+    """In the place of Router: each session's tokens are those of a text that the test gives, some a round.
 
+    per_round: how many, all but the last of which were drafted.
     answer: the text, or what a session gets by its place among those that are open. refusal: raised instead. full:
     seconds after which refused requests may come back, and all are refused; 0: none is. opened: the records of all
     sessions, in their order. asked: the sessions whose reads were asked for. gate: nothing comes while it is closed.
@@ -42,6 +43,7 @@ class ScriptedRouter:
         self.answer: str | list[str] = "The sea was calm, and the old man was glad of it."
         self.refusal: ServiceError | None = None
         self.full = 0
+        self.per_round = 2
         self.opened: list[Record] = []
         self.aborted: list[str] = []
         self.asked: list[str] = []
@@ -86,16 +88,17 @@ class ScriptedRouter:
             await self.gate.wait()
             if self.refusal is not None:
                 raise self.refusal
-            for at in range(0, len(tokens), 2):
-                last = at + 2 >= len(tokens)
+            for number, at in enumerate(range(0, len(tokens), self.per_round)):
+                end = at + self.per_round
+                last = end >= len(tokens)
                 commit = Commit(
-                    At(record.session, 0, at // 2, len(record.tokens)),
-                    tokens[at : at + 2],
-                    drafted=4,
-                    accepted=1,
+                    At(record.session, 0, number, len(record.tokens)),
+                    tokens[at:end],
+                    drafted=max(4, self.per_round - 1),
+                    accepted=self.per_round - 1,
                     cached_tokens=3 if at == 0 else 0,
                     preemptions=int(last),
-                    logprobs=self._logprobs(record, tokens[at : at + 2]),
+                    logprobs=self._logprobs(record, tokens[at:end]),
                     prompt_logprobs=self._logprobs(record, prompt[1:]) if at == 0 else [],
                     finish_reason=reason if last else FinishReason.NONE,
                 )

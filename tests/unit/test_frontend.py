@@ -1,13 +1,16 @@
 """From a prepared request to pieces of text: what was held back comes at the end, nothing after a stop."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
+from orchestrator.callers import Callers
 from orchestrator.generation import Chunk, Frontend
+from orchestrator.keys import Key, digest_of
 from orchestrator.ledger import Record
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
@@ -100,6 +103,58 @@ async def test_usage_counts_what_was_told_and_not_what_was_committed_since(
     router.aborted_at, router.ahead = aborted_at, [5, 6, 7]
     chunks = [chunk async for chunk in start(frontend, stop=stop)]
     assert chunks[-1].completion_tokens == sum(len(chunk.tokens) for chunk in chunks) > 0
+
+
+def until(router: Failing, text: str) -> list[int]:
+    """Return the answer's tokens up to the one that completes a text."""
+    tokens = router.tokenizer.encode(router.answer, add_special_tokens=False)
+    return next(tokens[:n] for n in range(len(tokens) + 1) if text in router.tokenizer.decode(tokens[:n]))
+
+
+@pytest.mark.parametrize("per_round", [1, 2, 5, 99])
+@pytest.mark.parametrize("fields", [{}, {"mark_accepted": True}, {"include_stop_str_in_output": True}])
+async def test_a_stop_string_cuts_the_round_that_completes_it(
+    frontend: Frontend, router: Failing, per_round: int, fields: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens, log probabilities, what they cost and what is written down end with its last token, however many tokens
+    a round has."""
+    router.per_round = per_round
+    caller = Callers([Key("alice", digest_of("a"), tokens_per_minute=1000)]).admit("a")
+    caller.clock, caller.at = lambda: 0.0, 0.0
+    wanted = until(router, " calm, and")
+    with caplog.at_level(logging.INFO):
+        chunks = [chunk async for chunk in start(frontend, stop=[" calm, and"], logprobs=0, **fields)]
+    assert [token for chunk in chunks for token in chunk.tokens] == wanted
+    assert sum(len(chunk.logprobs) for chunk in chunks) == len(wanted)
+    assert chunks[-1].completion_tokens == len(wanted) == 1000 - 3 - caller.tokens
+    assert chunks[-1].finish_reason is FinishReason.STOP
+    (record,) = router.opened
+    assert record.generated == wanted
+    (done,) = (entry for entry in caplog.records if entry.message == "request done")
+    assert vars(done)["tokens"] == len(wanted) and vars(done)["outcome"] == "stop"
+    if per_round > 1 and "mark_accepted" in fields:
+        drafted = sum(min(per_round - 1, len(wanted) - at) for at in range(0, len(wanted), per_round))
+        assert sum(len(chunk.tokens) for chunk in chunks if chunk.accepted) == drafted
+
+
+@pytest.mark.parametrize("per_round", [1, 2, 5, 99])
+async def test_a_stop_string_may_begin_within_min_tokens_and_end_behind_them(
+    frontend: Frontend, router: Failing, per_round: int
+) -> None:
+    """As in vLLM; one that ends within them is text."""
+    router.per_round = per_round
+    length, stop = len(until(router, " was calm")), [" was calm"]
+    assert length > len(until(router, " was")), "it is of several tokens"
+    for min_tokens in range(length):
+        assert await text_of(start(frontend, stop=stop, min_tokens=min_tokens)) == ("The sea", FinishReason.STOP)
+    assert await text_of(start(frontend, stop=stop, min_tokens=length)) == (router.answer, FinishReason.STOP)
+
+
+async def test_a_stop_string_ends_the_session_before_the_client_takes_the_last_chunk(
+    frontend: Frontend, router: Failing
+) -> None:
+    async for chunk in start(frontend, stop=[" calm"]):
+        assert router.running == (chunk.finish_reason is FinishReason.NONE)
 
 
 async def test_the_token_that_ends_the_text_is_shown_if_that_is_asked_for(frontend: Frontend, router: Failing) -> None:

@@ -108,10 +108,16 @@ async def test_choices_are_told_apart(stub: Any, router: ScriptedRouter) -> None
     assert usage[0].cached_tokens == 3
 
 
-async def test_stops_as_over_http(stub: Any, router: ScriptedRouter) -> None:
+@pytest.mark.parametrize("per_round", [1, 3, 99])
+async def test_stops_as_over_http(stub: Any, router: ScriptedRouter, per_round: int) -> None:
+    """And nothing behind the stop string is told, however many tokens a round has."""
+    router.per_round = per_round
     fields = {"max_tokens": 50, "stop": [" calm"], "include_stop_str_in_output": True, "stop_token_ids": [5, 6]}
     responses = [response async for response in stub.Generate(make_request("The sea", **fields))]
     assert "".join(response.text for response in responses) == "The sea was calm"
+    tokens = [token for response in responses for token in response.token_ids]
+    assert router.tokenizer.decode(tokens) == "The sea was calm"
+    assert responses[-1].usage.completion_tokens == len(tokens)
     assert router.opened[0].stop_token_ids == [0, 5, 6]
 
 

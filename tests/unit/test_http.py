@@ -216,6 +216,47 @@ async def test_a_stop_string_is_shown_if_asked_for(client: AsyncOpenAI, include:
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
 
 
+@pytest.mark.parametrize("per_round", [1, 3, 99])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+async def test_a_stop_string_cuts_what_is_told_of_tokens(
+    client: AsyncOpenAI, router: ScriptedRouter, kind: str, stream: bool, per_round: int
+) -> None:
+    """However many tokens a round has."""
+    router.per_round = per_round
+    ask: Any = (complete, {"logprobs": 1}) if kind == "completion" else (chat, {"logprobs": True})
+    fields = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = await ask[0](
+        client, stop=[" calm"], stream=stream, extra_body={"return_token_ids": True}, **ask[1], **fields
+    )
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    tokens = [token for choice in choices for token in choice.model_extra.get("token_ids") or []]
+    assert router.tokenizer.decode(tokens) == "The sea was calm" == router.tokenizer.decode(router.opened[0].generated)
+    told = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    entries = [entry for each in told for entry in (each.tokens if kind == "completion" else each.content)]
+    assert len(entries) == len(tokens) == chunks[-1].usage.completion_tokens
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
+
+
+@pytest.mark.parametrize("per_round", [1, 3, 99])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_cuts_what_a_response_tells_of_tokens(
+    client: AsyncOpenAI, router: ScriptedRouter, stream: bool, per_round: int
+) -> None:
+    router.per_round = per_round
+    include: Any = ["message.output_text.logprobs"]
+    answer: Any = await client.responses.create(
+        model=MODEL, input="Hello", include=include, stream=stream, extra_body={"stop": [" calm"]}
+    )
+    if stream:
+        answer = [event async for event in answer][-1].response
+    assert answer.output_text == "The sea was"
+    entries = answer.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in entries) == "The sea was calm"
+    assert answer.usage.output_tokens == len(entries) == len(router.opened[0].generated)
+
+
 async def test_a_stop_string_ends_no_text_of_fewer_tokens_than_min_tokens(client: AsyncOpenAI) -> None:
     answer = await complete(client, stop=" the", extra_body={"min_tokens": 3})
     assert answer.choices[0].text == "The sea was calm, and"

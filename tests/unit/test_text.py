@@ -189,6 +189,15 @@ def test_bytes_side_by_side_come_out_whole(text: str, run: bool) -> None:
     assert "".join(stream(ByteTokenizer(run), [list((text * 20).encode())])) == text * 20
 
 
+@pytest.mark.parametrize("run", [True, False])
+def test_an_incomplete_character_takes_none_before_it_back(run: bool) -> None:
+    """Although some decoders show a run of bytes as so many replacement characters then."""
+    detokenizer = Detokenizer(ByteTokenizer(run))
+    assert detokenizer.push(list("北".encode())) == "北"
+    assert detokenizer.push([0xE4, 256]) == REPLACEMENT + "w"
+    assert detokenizer.push([*"北".encode(), 0xE4]) + detokenizer.finish() == "北" + REPLACEMENT
+
+
 def test_tokens_that_all_end_inside_a_character_are_shown_meanwhile() -> None:
     """No token ends where a character does: each character is shown with the token that has its last byte."""
     text = "\u00e9" * 100
@@ -286,6 +295,34 @@ def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str], stops
     assert feed(stops, pieces)[:2] == wanted
     assert feed(stops, [text])[:2] == wanted
     assert feed(stops, list(text))[:2] == wanted
+
+
+def first_end(text: str, stops: list[str], least: int) -> tuple[str, bool]:
+    """The text up to the stop string that is complete first beyond `least` characters; it may begin before them."""
+    for end in range(least + 1, len(text) + 1):
+        begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if begins:
+            return text[: min(begins)], True
+    return text, False
+
+
+@given(
+    st.lists(letters, max_size=12), st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3), st.integers(0, 12)
+)
+@example(["a", "b"], ["ab"], 1)
+@example(["ab", "ab"], ["ab", "bab"], 1)
+@example(["aaa", "a"], ["aa"], 1)
+def test_a_stop_string_may_begin_where_it_may_not_end(pieces: list[str], stops: list[str], first: int) -> None:
+    """As where it straddles min_tokens. first: pieces in which none ends."""
+    finder, shown = StopFinder(stops), ""
+    wanted = first_end("".join(pieces), stops, len("".join(pieces[:first])))
+    for number, piece in enumerate(pieces):
+        text, stopped = finder.push(piece, number >= first)
+        shown += text
+        if stopped:
+            assert (shown, True) == wanted
+            return
+    assert (shown + finder.finish(), False) == wanted
 
 
 @given(st.lists(letters, max_size=12), st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3))
