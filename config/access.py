@@ -64,6 +64,16 @@ class ClientAccess(ProcessSettings):
     api_key: str = _clients("", "key that clients must send, as `Authorization: Bearer KEY`", secret=True)
     api_keys_file: str = _clients("", "file of the names, hashes and limits of keys, one a line (`specahead key`)")
     open_metrics: bool = _clients(False, "answer /metrics without a key")
+    trusted_proxies: str = _clients(
+        "",
+        "addresses or networks, separated by commas, of proxies in front of the client endpoints: of what comes from "
+        "them X-Forwarded-For says who called",
+    )
+    allowed_hosts: str = _clients(
+        "",
+        "names, separated by commas, that the Host header may have where the endpoints bind loopback, beside localhost "
+        "and loopback addresses; *: any",
+    )
     tls_cert: str = _clients("", "certificate (PEM, with its chain) of the client endpoints")
     tls_key: str = _clients("", "its private key (PEM)")
     log_requests: bool = _logs(False, "write prompts and answers to the log")
@@ -78,6 +88,18 @@ class ClientAccess(ProcessSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_pair(self.tls_cert, self.tls_key, "")
+        for each in split_list(self.trusted_proxies):
+            try:
+                ipaddress.ip_network(each)
+            except ValueError as error:
+                raise SettingsError(
+                    f"trusted_proxies: {error}; expected addresses or networks such as 10.0.0.7,10.1.0.0/16"
+                ) from None
+
+
+def split_list(text: str) -> list[str]:
+    """Return the entries of a list that commas separate."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def check_pair(cert: str, key: str, prefix: str) -> None:

@@ -3,6 +3,7 @@
 A message is short and the same each time; what varies travels in `extra` and is written as name=value, or as a key.
 """
 
+import asyncio
 import json
 import logging
 import os
@@ -12,6 +13,8 @@ from collections import deque
 from typing import Any
 
 from config.access import ProcessSettings
+
+_FREQUENT_SECONDS = 1.0  # between two warnings for one reason
 
 # What every record of the standard library has; all else came with `extra`.
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
@@ -69,6 +72,38 @@ class Recorder(logging.Handler):
     def take(self) -> list[Said]:
         """Return what came since the last time."""
         return [self._said.popleft() for _ in range(len(self._said))]
+
+
+class FrequentWarnings:
+    """Writes warnings of which anybody can cause any number: at most one line a second for each message and reason.
+
+    The line after the first is the latest warning of that second; its field `left_out` counts the ones before it. Used
+    from one event loop. There must be few reasons: each is remembered.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._latest: dict[tuple[str, str], tuple[int, dict[str, Any]] | None] = {}  # None: none came since the line
+
+    def warn(self, message: str, reason: str, fields: dict[str, Any]) -> None:
+        """Write a warning with its fields, now or when the second is over."""
+        key = message, reason
+        if key not in self._latest:
+            self._write(key, fields)
+        else:
+            waiting = self._latest[key]
+            self._latest[key] = (waiting[0] + 1 if waiting else 0), fields
+
+    def _write(self, key: tuple[str, str], fields: dict[str, Any]) -> None:
+        self._latest[key] = None
+        asyncio.get_running_loop().call_later(_FREQUENT_SECONDS, self._write_latest, key)
+        self._log.warning(key[0], extra=fields)
+
+    def _write_latest(self, key: tuple[str, str]) -> None:
+        waiting = self._latest.pop(key)
+        if waiting is not None:
+            left_out, fields = waiting
+            self._write(key, fields | {"left_out": left_out or None})
 
 
 def configure_logs(settings: ProcessSettings) -> None:

@@ -9,19 +9,28 @@ they come. What a key is used for through other orchestrators, the targets that 
 import contextlib
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from orchestrator.keys import Key, digest_of
-from wire.errors import ResourceExhausted, Unauthenticated
+from orchestrator.wrong_keys import WrongKeys
+from wire.errors import ResourceExhausted, ServiceError, Unauthenticated
 from wire.messages import CallerUsage
+
+_MOST_ADDRESSES = 256  # that are remembered of a key
+
+
+class WrongKey(Unauthenticated):
+    """A key was sent, and it is not one of those that are allowed."""
 
 
 @dataclass(eq=False)
 class Caller:
     """The holder of a key. running: requests at the moment, and elsewhere: those of other orchestrators, by target;
-    tokens: what is left in the bucket, as of `at` seconds. allowed: whether the key still counts.
+    tokens: what is left in the bucket, as of `at` seconds. allowed: whether the key still counts. addresses: from which
+    it was used lately.
     """
 
     key: Key
@@ -29,6 +38,7 @@ class Caller:
     running: int = 0
     elsewhere: dict[str, int] = field(default_factory=dict)
     allowed: bool = True
+    addresses: OrderedDict[str, None] = field(default_factory=OrderedDict)
     tokens: float = field(init=False)
     at: float = field(init=False)
 
@@ -64,6 +74,13 @@ class Caller:
         """Hold other limits from now on, with a full bucket; requests that run go on being counted."""
         self.key, self.tokens, self.at = key, float(key.tokens_per_minute), self.clock()
 
+    def note_address(self, address: str) -> None:
+        """Remember an address that the key is used from, and forget the one that was used longest ago."""
+        self.addresses[address] = None
+        self.addresses.move_to_end(address)
+        if len(self.addresses) > _MOST_ADDRESSES:
+            self.addresses.popitem(last=False)
+
     def pay(self, tokens: int) -> None:
         """Take tokens from the bucket, which may be in debt after it."""
         if self.key.tokens_per_minute:
@@ -77,6 +94,7 @@ class Caller:
 
 _ANYONE = Caller(Key("", ""))  # where no key is asked for
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=_ANYONE)
+_ADDRESS: ContextVar[str] = ContextVar("address", default="")
 
 
 def current_caller() -> Caller:
@@ -84,11 +102,18 @@ def current_caller() -> Caller:
     return _CALLER.get()
 
 
+def current_client() -> str:
+    """Return with whom the request that this task works on shares places: others of its key, else of its address."""
+    name = _CALLER.get().name
+    return f"key {name}" if name else _ADDRESS.get()
+
+
 class Callers:
     """The holders of the keys that are allowed; without keys everyone may call."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._by_digest = {key.digest: Caller(key) for key in keys}
+        self._wrong_keys = WrongKeys()
         self._elsewhere: dict[str, list[Caller]] = {}  # who has requests through others, by target
 
     def replace(self, keys: Sequence[Key]) -> None:
@@ -117,7 +142,10 @@ class Callers:
                 self._elsewhere.setdefault(target, []).append(user)
 
     def admit(self, bearer: str) -> Caller:
-        """Find the caller with this key, whose the task's requests are from now on. Raises Unauthenticated."""
+        """Find the caller with this key, whose the task's requests are from now on. Raises Unauthenticated.
+
+        Whoever asks this calls `locate` next.
+        """
         caller = _ANYONE
         if self._by_digest:
             if not bearer:
@@ -125,7 +153,22 @@ class Callers:
             # By the hash: how long the search takes says nothing of how much of a key was right.
             found = self._by_digest.get(digest_of(bearer))
             if found is None:
-                raise Unauthenticated("the API key is not one that is allowed here")
+                raise WrongKey("the API key is not one that is allowed here")
             caller = found
         _CALLER.set(caller)
         return caller
+
+    def locate(self, address: str, refusal: ServiceError | None = None) -> None:
+        """Take note of the address that the task's requests come from. refusal: what `admit` has raised.
+
+        Raises ResourceExhausted, whatever the key, if too many wrong ones came from there; only a key that was used
+        from there before is still let in.
+        """
+        _ADDRESS.set(address)
+        if isinstance(refusal, WrongKey):
+            self._wrong_keys.check(address)
+            self._wrong_keys.add(address)
+        elif refusal is None and (caller := _CALLER.get()) is not _ANYONE:
+            if address not in caller.addresses:
+                self._wrong_keys.check(address)
+            caller.note_address(address)

@@ -14,7 +14,7 @@ from config.garbage import keep_loaded
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
-from orchestrator.access import Access, guard_http, open_paths
+from orchestrator.access import Access, guard_http, hosts_of, open_paths
 from orchestrator.autoscaling import Autoscaler
 from orchestrator.connecting import wait_until_connected
 from orchestrator.connection_limits import Connections
@@ -93,13 +93,14 @@ async def serve_clients(
             await started.enter_async_context(frontend.router.connected_to_targets())
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, InferenceServicer(models), "specahead.v1.Inference")
-        guard = Guard(access.callers.admit, access.client_tls, models.observer.report)
+        guard = Guard(access.callers.admit, access.client_tls, access.locate_call, models.observer.report)
         longest = max(max_message(frontend.limits) for frontend in frontends)
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, longest)
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
         app = make_app(models, read_status, read_addresses)
-        guarded = guard_http(app, access.callers, open_paths(clients), models)
+        hosts = hosts_of(clients.host, clients.allowed_hosts)
+        guarded = guard_http(app, access.callers, open_paths(clients), models, access.proxies, hosts)
         http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)

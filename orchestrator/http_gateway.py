@@ -288,6 +288,7 @@ async def serve_http(
         log_config=None,
         log_level="error",
         access_log=False,
+        proxy_headers=False,  # who calls is found out by orchestrator.proxies, for gRPC as well
         lifespan="off",
         timeout_graceful_shutdown=1,
         timeout_keep_alive=75,

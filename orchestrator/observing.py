@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from config.logs import FrequentWarnings
 from orchestrator.callers import current_caller
 from orchestrator.dashboard.feed import Feed
 from orchestrator.ledger import Record
@@ -32,6 +33,7 @@ class Observer:
         self._tracer = tracer
         self._tokenizer = tokenizer
         self._log_text = log_text
+        self._refusals = FrequentWarnings(log)
 
     def start(self, record: Record) -> "Watch":
         """Begin to watch a request, whose prompt its caller pays for."""
@@ -75,6 +77,7 @@ class Observer:
     def report(self, error: ServiceError, record: Record | None = None, request: str | None = None) -> None:
         """Write down, once, that a request is refused or, after its first token, that it breaks off.
 
+        Anybody can have any number of requests refused: for each code the log has at most one line a second.
         request: its id, if it has no record yet.
         """
         if error.reported:
@@ -91,7 +94,10 @@ class Observer:
         }
         if self._log_text or not isinstance(error, InvalidArgument):
             fields["reason"] = str(error)
-        log.warning("request failed" if began else "request refused", extra=fields)
+        if began:
+            log.warning("request failed", extra=fields)
+        else:
+            self._refusals.warn("request refused", error.code, fields)
 
 
 class Watch:

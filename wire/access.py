@@ -4,7 +4,7 @@ import contextlib
 import hmac
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from config.access import ServiceAccess
+from config.logs import FrequentWarnings
 from wire.errors import ResourceExhausted, ServiceError, Unauthenticated
 from wire.options import OPTIONS
 from wire.tls import Tls, read_tls
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 # Told a call's bearer token ("": it brought none); raises ServiceError to refuse the call.
 Authorize = Callable[[str], object]
+Locate = Callable[[grpc.aio.ServicerContext, ServiceError | None], None]
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -29,18 +31,22 @@ def bearer_of(value: str) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def log_refusal(error: ServiceError) -> None:
-    """Write down that a call was not let in."""
-    log.warning("refused a call", extra={"reason": str(error)})
+def _refusal_log() -> Callable[[ServiceError], None]:
+    """Return what writes down that a call was not let in."""
+    warnings = FrequentWarnings(log)
+    return lambda error: warnings.warn("refused a call", error.code, {"reason": str(error)})
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What a port asks of those who call it. The default asks nothing. refused: told of each call not let in."""
+    """What a port asks of those who call it. The default asks nothing. refused: told of each call not let in. locate:
+    told of each call where it comes from, with what `authorize` has raised; raises ServiceError to refuse it, too.
+    """
 
     authorize: Authorize | None = None
     tls: Tls | None = None
-    refused: Callable[[ServiceError], None] = log_refusal
+    locate: Locate | None = None
+    refused: Callable[[ServiceError], None] = field(default_factory=_refusal_log)
 
 
 OPEN = Guard()
@@ -129,11 +135,15 @@ def check_token(expected: str, given: str) -> None:
 
 
 class RequireBearer(grpc.aio.ServerInterceptor):
-    """Refuses calls that `authorize` refuses, before any of their messages is read. Health is open, for probes."""
+    """Refuses the calls that a guard refuses, before any of their messages is read. Health is open, for probes.
 
-    def __init__(self, authorize: Authorize, refused: Callable[[ServiceError], None]) -> None:
-        self._authorize = authorize
-        self._refused = refused
+    Where a call comes from is known only when its handler runs. `guard.locate` is asked then: a call with the right
+    token may be refused by it after its first message.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        assert guard.authorize is not None
+        self._authorize, self._locate, self._refused = guard.authorize, guard.locate, guard.refused
 
     async def intercept_service(
         self,
@@ -141,20 +151,48 @@ class RequireBearer(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         """Return the method's handler, or one that refuses."""
-        if not handler_call_details.method.startswith("/grpc.health.v1.Health/"):
-            try:
-                self._authorize(_bearer_in(handler_call_details.invocation_metadata))
-            except ServiceError as error:
-                self._refused(error)
-                # As a stream whatever the method is: such a handler runs before the first message is there.
-                return grpc.stream_stream_rpc_method_handler(partial(_refuse, error))
-        return await continuation(handler_call_details)
+        if handler_call_details.method.startswith("/grpc.health.v1.Health/"):
+            return await continuation(handler_call_details)
+        try:
+            self._authorize(_bearer_in(handler_call_details.invocation_metadata))
+        except ServiceError as error:
+            # As a stream whatever the method is: such a handler runs before the first message is there.
+            return grpc.stream_stream_rpc_method_handler(partial(self._refuse, error))
+        handler = await continuation(handler_call_details)
+        return handler if handler is None or self._locate is None else self._locating(handler)
+
+    def _locating(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Return a handler that asks first where a call comes from."""
+        kind = f"{'stream' if handler.request_streaming else 'unary'}_"
+        kind += "stream" if handler.response_streaming else "unary"
+        run = getattr(handler, kind)
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await self._enter(None, context)
+            return await run(request, context)
+
+        async def answer_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            await self._enter(None, context)
+            async for response in run(request, context):
+                yield response
+
+        return handler._replace(**{kind: answer_stream if handler.response_streaming else answer})
+
+    async def _refuse(self, error: ServiceError, requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await self._enter(error, context)
+
+    async def _enter(self, refusal: ServiceError | None, context: grpc.aio.ServicerContext) -> None:
+        """End a call that is refused, or from where none is let in."""
+        try:
+            if self._locate is not None:
+                self._locate(context, refusal)
+        except ServiceError as error:
+            refusal = error
+        if refusal is not None:
+            self._refused(refusal)
+            await context.abort(refusal.status, str(refusal))
 
 
 def _bearer_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     values = [value for key, value in metadata if key == "authorization"]
     return bearer_of(str(values[0])) if values else ""
-
-
-async def _refuse(error: ServiceError, requests: Any, context: grpc.aio.ServicerContext) -> None:
-    await context.abort(error.status, str(error))

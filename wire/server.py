@@ -64,7 +64,7 @@ async def start_server(
     # The event loop and the model's thread take turns; a turn of the default 5 ms would hold up a round that long.
     sys.setswitchinterval(_SWITCH_SECONDS)
     options = dict(OPTIONS) | {"grpc.max_receive_message_length": most_bytes}  # of two of a name gRPC takes the first
-    authorizing = [RequireBearer(guard.authorize, guard.refused)] if guard.authorize else []
+    authorizing = [RequireBearer(guard)] if guard.authorize else []
     server = grpc.aio.server(options=list(options.items()), interceptors=[*authorizing, RefuseMalformed()])
     for add, servicer, _ in services:
         add(servicer, server)

@@ -147,7 +147,7 @@ def _request(number: int) -> bytes:
     ids = [1000 + number // 1000, 1000 + number % 1000] + [1] * (prompt - 2)
     body = json.dumps({"prompt": ids, "max_tokens": tokens, **FIELDS})
     return (
-        "POST /v1/completions HTTP/1.1\r\nHost: any\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n{body}"
     ).encode()
 

@@ -394,7 +394,7 @@ async def test_clients_that_leave_without_an_answer_end_their_requests(stack: St
     writers = []
     for _ in range(2):
         _, writer = await asyncio.open_connection(host, int(port))
-        head = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+        head = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
         writer.write(head.format(COMPLETIONS, len(data)).encode())
         writer.write(data)
         writers.append(writer)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from engine.logprobs import TokenLogprobs
-from orchestrator.access import OPEN, guard_http
+from orchestrator.access import OPEN, guard_http, hosts_of
 from orchestrator.callers import Callers
 from orchestrator.connection_limits import Connections
 from orchestrator.generation import Frontend
@@ -14,6 +14,7 @@ from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.ledger import Ledger, Record
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
+from orchestrator.proxies import Proxies
 from orchestrator.records import Limits
 from orchestrator.replies import ReplyFormat
 from orchestrator.router import TargetState
@@ -124,6 +125,8 @@ async def running_gateway(
     log_text: bool = False,
     tracer: Any = None,
     connections: Connections | None = None,
+    trusted_proxies: str = "",
+    allowed_hosts: str = "",
 ) -> AsyncIterator[str]:
     """Serve over a scripted router while the context lasts; yields the address."""
 
@@ -134,6 +137,7 @@ async def running_gateway(
     frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
     models = ServedModels([frontend])
     app = make_app(models, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
-    app = guard_http(app, callers, OPEN, models)
+    hosts = hosts_of("127.0.0.1", allowed_hosts)
+    app = guard_http(app, callers, OPEN, models, Proxies(trusted_proxies), hosts)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

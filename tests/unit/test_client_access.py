@@ -3,12 +3,14 @@
 import asyncio
 import json
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import pytest
 
+from orchestrator.access import hosts_of
 from orchestrator.callers import Callers
 from orchestrator.keys import Key, digest_of
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
@@ -202,3 +204,85 @@ async def test_the_text_is_logged_where_that_is_asked_for(
     taken, done = (vars(record) for record in caplog.records if record.name == "orchestrator.observing")
     assert taken["prompt"].endswith(ASK["prompt"])
     assert done["text"].startswith("The sea")
+
+
+async def test_refusals_are_at_most_a_line_a_second_and_reason(
+    router: ScriptedRouter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The latest one of each second is written, with the number of those that were left out; none is uncounted."""
+    monkeypatch.setattr("config.logs._FREQUENT_SECONDS", 0.3)
+    async with running_gateway(router) as url, aiohttp.ClientSession(url) as session:
+        began = time.monotonic()
+        for number in range(100):
+            await session.post("/v1/completions", json=ASK | {"temperature": 9}, headers={"x-request-id": f"r{number}"})
+            await session.post("/v1/completions", json=ASK | {"model": "other"})
+        seconds = time.monotonic() - began
+        await asyncio.sleep(0.7)
+    refused = [vars(record) for record in caplog.records if record.getMessage() == "request refused"]
+    for code in ("invalid_value", "model_not_found"):
+        lines = [record for record in refused if record["code"] == code]
+        assert 2 <= len(lines) <= seconds / 0.3 + 2
+        assert len(lines) + sum(line.get("left_out") or 0 for line in lines) == 100
+    assert [line["request"] for line in refused if line["code"] == "invalid_value"][-1] == "r99"
+
+
+async def test_who_sends_many_wrong_keys_has_to_wait(router: ScriptedRouter) -> None:
+    """A key that was used from there before goes on; another one waits too, so that no answer tells a right key."""
+    async with running_gateway(router, callers=callers()) as url, aiohttp.ClientSession(url) as session:
+
+        async def status(name: str) -> int:
+            async with session.get("/v1/models", headers=bearer(name)) as answer:
+                return answer.status
+
+        assert await status("alice") == 200
+        assert [await status(f"guess {i}") for i in range(30)] == [401] * 11 + [429] * 19
+        assert (await status("alice"), await status("bob")) == (200, 429)
+        async with session.get("/v1/models", headers=bearer("bob")) as refused:
+            assert refused.headers["Retry-After"] == "1"
+            assert "wrong API keys came from this address" in (await refused.json())["error"]["message"]
+        assert (await session.get("/health")).status == 200
+        await asyncio.sleep(1.1)
+        assert await status("bob") == 200
+
+
+async def test_addresses_that_a_trusted_proxy_names_wait_each_for_itself(router: ScriptedRouter) -> None:
+    for proxies, last in (("127.0.0.0/8", 401), ("", 429)):
+        gateway = running_gateway(router, callers=callers(), trusted_proxies=proxies)
+        async with gateway as url, aiohttp.ClientSession(url) as session:
+            for i in range(20):
+                said = bearer("eve") | {"X-Forwarded-For": f"spoofed{i}, 203.0.113.7"}
+                answer = await session.get("/v1/models", headers=said)
+            assert answer.status == 429
+            answer = await session.get("/v1/models", headers=bearer("eve") | {"X-Forwarded-For": "203.0.113.8"})
+            assert answer.status == last
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8000", 200),
+        ("LOCALHOST.", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8000", 200),
+        ("models.example", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+        ("192.168.0.1", 421),
+        ("[::1", 421),
+        ("", 421),
+    ],
+)
+async def test_on_loopback_another_host_is_refused(router: ScriptedRouter, host: str, status: int) -> None:
+    """Else a page whose name was made to lead here (DNS rebinding) could use the server."""
+    async with running_gateway(router, allowed_hosts="Models.example") as url, aiohttp.ClientSession(url) as session:
+        for path in ("/dashboard", "/v1/models"):
+            async with session.get(path, headers={"Host": host}) as answer:
+                assert answer.status == status
+                if status == 421:
+                    error = (await answer.json())["error"]
+                    assert error["code"] == "misdirected_request" and "--allowed-hosts" in error["message"]
+
+
+def test_hosts_are_looked_at_on_loopback_alone() -> None:
+    assert hosts_of("127.0.0.1", "a.example, B.example") == ("a.example", "b.example")
+    assert hosts_of("localhost", "*") is hosts_of("0.0.0.0", "") is hosts_of("models.example", "") is None

@@ -9,12 +9,14 @@ import grpc
 import pytest
 
 from engine.sampling import Sampling
+from orchestrator.access import Access
 from orchestrator.callers import Callers
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.keys import Key, digest_of
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
+from orchestrator.proxies import Proxies
 from orchestrator.requests import CompletionRequest
 from orchestrator.served_models import ServedModels
 from orchestrator.structured_outputs import StructuredOutputs
@@ -22,7 +24,7 @@ from protos import inference_pb2, inference_pb2_grpc
 from tests.client import make_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
 from tests.unit.test_structured_outputs import follows
-from wire.access import OPEN, Guard
+from wire.access import OPEN, Guard, PeerAccess
 from wire.server import start_server
 
 
@@ -72,6 +74,29 @@ async def test_a_keys_limits_hold_as_over_http(router: ScriptedRouter) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as stranger:
             await stub.Generate(make_request("The sea")).read()
         assert stranger.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_who_sends_many_wrong_keys_has_to_wait_as_over_http(router: ScriptedRouter) -> None:
+    """Each address that a trusted proxy names by itself; a key that was used from there before goes on."""
+    keys = Callers([Key("alice", digest_of("a")), Key("bob", digest_of("b"))])
+    access = Access(PeerAccess(), keys, None, Proxies("127.0.0.1"))
+    async with running(router, Guard(keys.admit, locate=access.locate_call)) as stub:
+
+        async def code(key: str, address: str) -> grpc.StatusCode:
+            metadata = (("authorization", f"Bearer {key}"), ("x-forwarded-for", address))
+            call = stub.ListModels(inference_pb2.ListModelsRequest(), metadata=metadata)
+            return await call.code()
+
+        assert await code("a", "203.0.113.7") is grpc.StatusCode.OK
+        codes = [await code(f"guess {i}", "203.0.113.7") for i in range(15)]
+        assert codes == [grpc.StatusCode.UNAUTHENTICATED] * 11 + [grpc.StatusCode.RESOURCE_EXHAUSTED] * 4
+        assert await code("a", "203.0.113.7") is grpc.StatusCode.OK
+        assert await code("b", "203.0.113.7") is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await code("b", "203.0.113.8") is grpc.StatusCode.OK
+        assert await code("guess", "203.0.113.8") is grpc.StatusCode.UNAUTHENTICATED
+        told = make_request("The sea", max_tokens=4)
+        known = (("authorization", "Bearer b"), ("x-forwarded-for", "203.0.113.8"))
+        assert await _gather(stub.Generate(told, metadata=known))
 
 
 async def test_a_request_is_aborted_with_its_own_key_alone(router: ScriptedRouter) -> None:

@@ -14,9 +14,10 @@ from orchestrator.connection_limits import Connections
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
 
 COMPLETIONS = "/v1/completions"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: any\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
-
-GET = b"GET / HTTP/1.1\r\nHost: any\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+)
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = HEAD.replace(b"Content-Length: 100", b"Transfer-Encoding: chunked")
 
 
@@ -92,8 +93,8 @@ async def test_a_head_without_an_end_is_not_gathered(tokenizer: Any, data: bytes
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01",  # TLS
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"CONNECT a:1 HTTP/1.1\r\nHost: any\r\n\r\n",
-        b"GET http://[::1 HTTP/1.1\r\nHost: any\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET http://[::1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
         GET + b"A b: c\r\n\r\n",
         HEAD[:-2] + b"Transfer-Encoding: chunked\r\n\r\n",
         HEAD.replace(b"100", b"-1"),

@@ -12,6 +12,8 @@ from config import SettingsError
 from config.access import ClientAccess
 from orchestrator.callers import _CALLER, Caller, Callers, current_caller
 from orchestrator.keys import PREFIX, Key, digest_of, make_key, read_keys, watch_keys
+from orchestrator.proxies import Proxies
+from orchestrator.wrong_keys import WrongKeys
 from tests.unit.clock import Clock
 from wire.errors import ResourceExhausted, Unauthenticated
 from wire.messages import CallerUsage
@@ -224,3 +226,68 @@ def test_replaced_keys_keep_what_was_used() -> None:
             pass
     callers.replace([replace(a, name="c")])
     assert callers.admit("a") is not caller
+
+
+def test_wrong_keys_cost_more_time_each_and_are_forgotten() -> None:
+    clock = Clock()
+    wrong = WrongKeys(clock.monotonic)
+    waits = []
+    for _ in range(20):
+        wrong.add("one")
+        before = clock.now
+        while True:
+            try:
+                wrong.check("one")
+            except ResourceExhausted as error:
+                clock.now += error.retry_after
+            else:
+                break
+        waits.append(clock.now - before)
+    assert waits == [0] * 10 + [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+    wrong.check("another")
+    clock.now += 601
+    wrong.add("one")
+    wrong.check("one")
+
+
+def test_wrong_keys_of_very_many_addresses_take_bounded_memory() -> None:
+    wrong = WrongKeys(Clock().monotonic)
+    for number in range(30_000):
+        wrong.add(f"address {number}")
+        for _ in range(11 if number % 100 == 0 else 0):
+            wrong.add("attacker")
+    assert len(wrong._by_address) == 10_000
+    with pytest.raises(ResourceExhausted):
+        wrong.check("attacker")
+
+
+def test_a_key_remembers_a_bounded_number_of_addresses() -> None:
+    caller = Caller(Key("alice", ""))
+    for number in range(1000):
+        caller.note_address("home")
+        caller.note_address(str(number))
+    assert len(caller.addresses) == 256 and "home" in caller.addresses
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "client"),
+    [
+        ("192.0.2.1", "203.0.113.7", "192.0.2.1"),  # no proxy of ours: it may say what it likes
+        ("10.0.0.7", "203.0.113.7", "203.0.113.7"),
+        ("10.0.0.7", "spoofed, 203.0.113.7, 10.0.0.9", "203.0.113.7"),
+        ("10.0.0.7", "", "10.0.0.7"),
+        ("10.0.0.7", "[2001:db8:1:2:3:4:5:6]:123", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::9", "", "2001:db8:1:2::/64"),
+        ("::ffff:192.0.2.1", "", "192.0.2.1"),
+        ("::ffff:10.0.0.7", "203.0.113.7", "203.0.113.7"),
+        ("10.0.0.7", "x" * 9999, "x" * 64),
+    ],
+)
+def test_where_a_client_calls_from(peer: str, forwarded: str, client: str) -> None:
+    assert Proxies("10.0.0.0/24, 10.0.1.1").client_of(peer, [("x-forwarded-for", forwarded)]) == client
+
+
+@pytest.mark.parametrize("proxies", ["*", "proxy.example", "10.0.0.7/8", "10.0.0.7;10.0.0.8"])
+def test_what_is_no_address_of_a_proxy_is_refused(proxies: str) -> None:
+    with pytest.raises(SettingsError, match="trusted_proxies"):
+        ClientAccess(trusted_proxies=proxies)
