@@ -22,10 +22,9 @@ from orchestrator.router import Router
 from orchestrator.special_tokens import TextEncoder
 from orchestrator.structural_tags import tag_grammar
 from orchestrator.text import Detokenizer, StopFinder
+from orchestrator.tokenizing import work_on_text
 from wire.errors import InvalidArgument, ServiceError, Unavailable
 from wire.messages import Commit, FinishReason
-
-SHORT_TEXT = 4096  # characters that are worked on at once; longer ones in a thread, so that they hold nobody up
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Frontend:
         if not isinstance(prompt, str):
             return check_tokens(prompt, self.limits)
         encode = partial(encode_text, prompt, self.encoder, self.limits, special_tokens, rendered)
-        return await asyncio.to_thread(encode) if len(prompt) > SHORT_TEXT else encode()
+        return await work_on_text(encode, len(prompt))
 
     def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser:
         """Return what splits the text that follows a chat's prompt."""

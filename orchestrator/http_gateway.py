@@ -28,7 +28,7 @@ from orchestrator.connection_limits import Connections, LimitedProtocol
 from orchestrator.dashboard.routes import router as dashboard
 from orchestrator.directory import services_of
 from orchestrator.event_stream import open_stream, unless_left
-from orchestrator.generation import SHORT_TEXT, Chunk, Frontend
+from orchestrator.generation import Chunk, Frontend
 from orchestrator.http_requests import PARSERS, JSONRoute
 from orchestrator.metrics import exposition
 from orchestrator.records import max_body
@@ -43,6 +43,7 @@ from orchestrator.requests import (
 from orchestrator.responses_answer import ResponsesAnswer
 from orchestrator.responses_request import ResponsesRequest, to_chat
 from orchestrator.served_models import ServedModels
+from orchestrator.tokenizing import work_on_text
 from wire.errors import InvalidArgument, ServiceError
 from wire.messages import ServiceStatus
 from wire.tls import Tls
@@ -124,7 +125,7 @@ async def chat(body: ChatRequest, request: Request, models: Served) -> Response:
     """Give the next message of a conversation."""
     frontend = _find(models, body.model, request)
     name = _name(body, request)
-    prompt, tokens = await _chat_prompt(body, frontend)
+    prompt, tokens = await _chat_prompt(body, frontend, request)
     parsers = [frontend.reply_parser(body, prompt) for _ in range(body.n or 1)]
     answer = ChatAnswer(name, frontend.name, body, tokens, parsers, frontend.tokenizer.decode)
     return await _answer(request, frontend, body, [tokens], answer, await frontend.grammar(body, prompt))
@@ -136,18 +137,17 @@ async def respond(body: ResponsesRequest, request: Request, models: Served) -> R
     frontend = _find(models, body.model, request)
     body_as_chat = to_chat(body)
     name = _name(body_as_chat, request)
-    prompt, tokens = await _chat_prompt(body_as_chat, frontend)
+    prompt, tokens = await _chat_prompt(body_as_chat, frontend, request)
     parser = frontend.reply_parser(body_as_chat, prompt)
     answer = ResponsesAnswer(name, frontend.name, body, parser, frontend.tokenizer.decode)
     grammar = await frontend.grammar(body_as_chat, prompt)
     return await _answer(request, frontend, body_as_chat, [tokens], answer, grammar)
 
 
-async def _chat_prompt(body: ChatRequest, frontend: Frontend) -> tuple[str, list[int]]:
+async def _chat_prompt(body: ChatRequest, frontend: Frontend, request: Request) -> tuple[str, list[int]]:
     """Return the text and the tokens of a conversation's prompt. Raises InvalidArgument."""
     render = partial(render_chat, body, frontend.tokenizer, frontend.reply_format, frontend.encoder)
-    is_short = not body.tools and sum(len(message.text) for message in body.messages) <= SHORT_TEXT
-    prompt = render() if is_short else await asyncio.to_thread(render)
+    prompt = await work_on_text(render, len(await request.body()))  # which holds its messages, tools and all else
     return prompt, await frontend.encode(prompt, special_tokens=False, rendered=True)
 
 
@@ -181,25 +181,26 @@ async def _whole(answer: Answer, chunks: AsyncGenerator[Chunk]) -> dict[str, Any
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request, models: Served) -> dict[str, Any]:
+async def tokenize(body: TokenizeRequest, request: Request, models: Served) -> Response:
     """Give the token ids of a prompt or of a conversation, as vLLM does."""
     frontend = _find(models, body.model, request)
     if body.messages is None:
         tokens = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
     else:
         fields = body.model_dump(exclude_unset=True, exclude={"prompt", "add_special_tokens", "return_token_strs"})
-        text, _ = await _chat_prompt(read_request(ChatRequest, fields), frontend)
+        text, _ = await _chat_prompt(read_request(ChatRequest, fields), frontend, request)
         tokens = await frontend.encode(text, body.add_special_tokens is True, rendered=True)
     answer = {"count": len(tokens), "max_model_len": frontend.limits.max_context, "tokens": tokens}
     strings = frontend.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-    return answer | {"token_strs": strings}
+    return JSONResponse(answer | {"token_strs": strings})  # as it is: FastAPI would look at each token first
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request, models: Served) -> dict[str, Any]:
     """Give the text of token ids."""
     frontend = _find(models, body.model, request)
-    return {"prompt": frontend.tokenizer.decode(await frontend.encode(body.tokens))}
+    tokens = await frontend.encode(body.tokens)
+    return {"prompt": await work_on_text(partial(frontend.tokenizer.decode, tokens), len(tokens))}
 
 
 @router.get("/v1/models")

@@ -52,14 +52,20 @@ def max_message(limits: Limits) -> int:
 def encode_text(
     text: str, encoder: TextEncoder, limits: Limits, special_tokens: bool = True, rendered: bool = False
 ) -> list[int]:
-    """Return the token ids of a text that may be a prompt. Raises InvalidArgument.
+    """Return the token ids of a text that may be a prompt. Raises InvalidArgument if the context has not as many.
 
+    A text that is far too long is refused before it is encoded, which would take long and much memory.
     special_tokens: whether the model's own are put around it. rendered: whether a chat template has made it, and with
     it all special tokens.
     """
     if len(text) > MOST_CHARACTERS * limits.max_context:  # do not even try
         raise _beyond_context(limits, f"your prompt has {len(text)} characters")
-    return encoder.encode_rendered(text) if rendered else encoder.encode(text, special_tokens)
+    least = encoder.bound.least_tokens(text)
+    if least > limits.max_context:
+        raise _beyond_context(limits, f"your prompt has at least {least}")
+    tokens = encoder.encode_rendered(text) if rendered else encoder.encode(text, special_tokens)
+    check_count(len(tokens), limits)
+    return tokens
 
 
 def check_tokens(tokens: list[int], limits: Limits) -> list[int]:

@@ -9,15 +9,17 @@ import re
 from typing import Any
 
 from orchestrator.text_pieces import PieceEncoder
+from orchestrator.token_bounds import TokenBound
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"{_OPEN}([0-9]{{1,6}}){_CLOSE}")
 
 
 class TextEncoder:
-    """Makes token ids of texts. tokenizer: a model's, by transformers."""
+    """Makes token ids of texts. tokenizer: a model's, by transformers. bound: how many a text has at least."""
 
     def __init__(self, tokenizer: Any) -> None:
+        self.bound = TokenBound(tokenizer)
         self._pieces = PieceEncoder(tokenizer)
         self._plain = copy.deepcopy(tokenizer)  # encodes in its own way: that is a state of a tokenizer
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 
 from orchestrator import http_requests
 from orchestrator.connection_limits import Connections
+from orchestrator.special_tokens import TextEncoder
+from orchestrator.text_pieces import PieceEncoder
+from orchestrator.token_bounds import TokenBound
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
 
 COMPLETIONS = "/v1/completions"
@@ -172,3 +176,70 @@ async def test_where_all_is_full_a_request_is_refused_before_it_is_parsed(tokeni
         router.full = 0
         async with session.post(COMPLETIONS, json={"prompt": "The sea"}) as answer:
             assert answer.status == 200
+
+
+CHAT = [{"role": "user", "content": "The quick brown fox. " * 5000}]
+TOO_LONG = {
+    "/tokenize": {"prompt": CHAT[0]["content"]},
+    "/v1/completions": {"prompt": ["short", CHAT[0]["content"]]},
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/responses": {"input": CHAT[0]["content"]},
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("path", TOO_LONG)
+async def test_a_text_beyond_the_context_is_refused(
+    tokenizer: Any, path: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is tokenized, where it is known how many tokens it has at least."""
+    if known:
+        monkeypatch.setattr(PieceEncoder, "encode", lambda self, text: pytest.fail("tokenized"))
+        monkeypatch.setattr(TextEncoder, "encode", lambda self, text, _: [1] if len(text) < 99 else pytest.fail(text))
+    else:
+        monkeypatch.setattr(TokenBound, "least_tokens", lambda self, text: 0)
+    async with running_gateway(ScriptedRouter(tokenizer)) as address, aiohttp.ClientSession(address) as session:
+        async with session.post(path, json=TOO_LONG[path]) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"]) == (400, "context_length_exceeded")
+            assert ("at least" in error["message"]) == known
+        async with session.post("/tokenize", json={"prompt": "The sea"}) as answer:
+            assert answer.status == 200
+
+
+async def test_long_texts_are_tokenized_one_after_the_other_and_hold_up_no_shorter_one(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = {"long": 0, "shorter": 0}
+    most = dict(running)
+    free = threading.Event()
+    lock = threading.Lock()
+
+    def encode(self: TextEncoder, text: str, special: bool) -> list[int]:
+        if len(text) < 4096:
+            return [1]
+        kind = "long" if len(text) > 64 << 10 else "shorter"
+        with lock:
+            running[kind] += 1
+            most[kind] = max(most[kind], running[kind])
+        assert free.wait(10) if kind == "long" else time.sleep(0.05) is None
+        with lock:
+            running[kind] -= 1
+        return [1, 2]
+
+    monkeypatch.setattr(TextEncoder, "encode", encode)
+    monkeypatch.setattr(TokenBound, "least_tokens", lambda self, text: 0)
+    async with running_gateway(ScriptedRouter(tokenizer)) as address, aiohttp.ClientSession(address) as session:
+
+        async def tokenize(size: int) -> int:
+            async with session.post("/tokenize", json={"prompt": "x" * size}) as answer:
+                return int((await answer.json())["count"])
+
+        long = [asyncio.create_task(tokenize(70_000)) for _ in range(8)]
+        async with asyncio.timeout(5):
+            assert await asyncio.gather(*(tokenize(5000) for _ in range(8))) == [2] * 8
+            assert await tokenize(10) == 1
+        assert not any(task.done() for task in long)
+        free.set()
+        assert await asyncio.gather(*long) == [2] * 8
+    assert most == {"long": 1, "shorter": 2}
