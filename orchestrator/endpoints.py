@@ -97,7 +97,7 @@ async def serve_clients(
         longest = max(max_message(frontend.limits) for frontend in frontends)
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, longest)
         started.push_async_callback(server.stop, 1.0)
-        connections = Connections.within_open_files(clients.max_connections)
+        connections = Connections.within_open_files(clients.max_connections, access.proxies)
         app = make_app(models, read_status, read_addresses)
         hosts = hosts_of(clients.host, clients.allowed_hosts)
         guarded = guard_http(app, access.callers, open_paths(clients), models, access.proxies, hosts)

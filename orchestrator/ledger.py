@@ -113,6 +113,7 @@ class Record:
     grammar: str = ""
     traceparent: str = ""  # W3C, of its request's span; empty if that is not sampled
     caller: str = ""
+    client: str = ""  # with whose other requests it shares places
     request: str = ""
     choice: int = 0
     latest: deque[Commit] = field(default_factory=lambda: deque(maxlen=LATEST_ROUNDS))
@@ -144,6 +145,7 @@ class Record:
             traceparent=self.traceparent,
             caller=self.caller,
             choice=self.choice,
+            client=self.client,
         )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engine.sampling import LEAST_TEMPERATURE, Sampling
-from orchestrator.callers import current_caller
+from orchestrator.callers import current_caller, current_client
 from orchestrator.ledger import Record
 from orchestrator.requests import MAX_CHOICES, GenerationRequest
 from orchestrator.special_tokens import TextEncoder
@@ -121,6 +121,7 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
             grammar=grammar,
             caller=current_caller().name,
             request=name,
+            client=current_client(),
             choice=index,
         )
         for index in range(count)

@@ -3,7 +3,7 @@
 Room grows as tokens come. A session starts to run when its tokens and a few more fit; when pages run out, the one that
 started last gives way to the others, and goes on before any that has not run yet. So the oldest always runs, and all
 come to their end. Peers share places and queue, and the streams of a peer its part of them: nobody is kept out by
-another's many sessions. `emit` tells which stream opened a session.
+another's many sessions. The clients of a stream share its places. `emit` tells which stream opened a session.
 """
 
 import contextlib
@@ -119,6 +119,7 @@ class Admission:
             first_guess=FirstGuess(READ_AT_ONCE - 1) if guesses_first else None,
             traceparent=request.traceparent,
             caller=request.caller,
+            client=request.client,
             choice=request.choice,
             draws_own=self._deterministic,
         )
@@ -274,8 +275,9 @@ class Admission:
     def admit(self) -> list[TargetSession]:
         """Let sessions run while there is room; return those that start or go on.
 
-        First come those that gave way. Then the turn is theirs who have the fewest running, and of these the first that
-        came. A session takes over indexed pages that hold a prefix of its tokens.
+        First come those that gave way. Then the turn is theirs who have the fewest running: of the peers, then of the
+        streams of a peer, then of the clients of a stream. Of the sessions of a client it is the first that came. A
+        session takes over indexed pages that hold a prefix of its tokens.
         """
         admitted = []
         while self.preempted or self.queue:
@@ -291,9 +293,14 @@ class Admission:
         if self.preempted:
             return self.preempted[0]
         peers = Counter(map(self._peer_of, self.running.values()))
-        running = Counter(session.emit for session in self.running.values())
-        # The first of several.
-        return min(self.queue, key=lambda waiting: (peers[self._peer_of(waiting)], running[waiting.emit]))
+        streams = Counter(session.emit for session in self.running.values())
+        clients = Counter((session.emit, session.client) for session in self.running.values())
+
+        def shares(waiting: TargetSession) -> tuple[int, int, int]:
+            own = waiting.emit, waiting.client
+            return peers[self._peer_of(waiting)], streams[waiting.emit], clients[own]
+
+        return min(self.queue, key=shares)  # the first of several
 
     def _start(self, session: TargetSession) -> None:
         """Let a session run that waits for room."""

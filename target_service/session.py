@@ -101,6 +101,7 @@ class TargetSession:
     weighed: int = 0
     traceparent: str = ""
     caller: str = ""
+    client: str = ""  # with whose other sessions it shares places
     choice: int = 0
     draws_own: bool = False
     kv: SequenceKV = field(default_factory=SequenceKV)

@@ -216,6 +216,7 @@ class Open:
     traceparent: str = ""  # W3C; empty: not traced
     caller: str = ""
     choice: int = 0
+    client: str = ""
 
 
 @dataclass(frozen=True)

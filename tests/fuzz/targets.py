@@ -27,6 +27,7 @@ from orchestrator.grpc_gateway import _request_from_pb
 from orchestrator.http_gateway import make_app
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
+from orchestrator.proxies import Proxies
 from orchestrator.records import check_tokens, to_records
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest, read_request
@@ -292,7 +293,7 @@ def gateway() -> Target:
 
     models = ServedModels([frontend])
     app = make_app(models, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
-    guarded = guard_http(app, Callers([]), (), models)
+    guarded = guard_http(app, Callers([]), (), models, Proxies())
     loop = asyncio.new_event_loop()
 
     async def ask(data: bytes) -> int:

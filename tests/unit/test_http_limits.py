@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ import pytest
 
 from orchestrator import http_requests
 from orchestrator.connection_limits import Connections
+from orchestrator.proxies import Proxies
 from orchestrator.special_tokens import TextEncoder
 from orchestrator.text_pieces import PieceEncoder
 from orchestrator.token_bounds import TokenBound
@@ -57,16 +59,59 @@ async def ask(address: str, **fields: Any) -> int:
 async def test_connections_of_an_address_are_limited_and_one_line_says_so(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Of connections that ask for nothing the oldest give way to new ones."""
     connections = Connections(6, receive_seconds=30)
     async with running_gateway(ScriptedRouter(tokenizer), connections=connections) as address:
         async with contextlib.AsyncExitStack() as silent:
             readers = [await silent.enter_async_context(connected(address)) for _ in range(9)]
             closed = [await is_closed(reader, 0.3) for reader in readers]
-            assert closed == [False] * 3 + [True] * 6
+            assert closed == [True] * 6 + [False] * 3
+            assert await ask(address) == 200
         assert len([r for r in caplog.records if "HTTP connections are open" in r.getMessage()]) == 1
         await asyncio.sleep(0.1)
         assert await ask(address) == 200
-    assert not connections.by_address
+    assert not connections.by_address and not connections.idle and not connections.unread
+
+
+@pytest.mark.parametrize("proxies", ["", "127.0.0.1"])
+async def test_connections_whose_requests_run_keep_their_places(tokenizer: Any, proxies: str) -> None:
+    """Half of all for an address, but for a trusted proxy's."""
+    router = ScriptedRouter(tokenizer)
+    router.gate.clear()
+    request = HEAD.replace(b"100", b"21") + b'{"prompt": "The sea"}'
+    connections = Connections(6, proxies=Proxies(proxies))
+    async with running_gateway(router, connections=connections) as address, contextlib.AsyncExitStack() as running:
+        places = 6 if proxies else 3
+        readers = [await running.enter_async_context(connected(address, request)) for _ in range(places)]
+        async with asyncio.timeout(5):
+            while router.running < places:
+                await asyncio.sleep(0.01)
+        async with connected(address, request) as late:
+            assert await is_closed(late, 0.3)
+        router.gate.set()
+        assert [(await reader.readline()).split()[1] for reader in readers] == [b"200"] * places
+        assert await ask(address) == 200  # in the place of one that is idle now
+    assert not connections.by_address and not connections.idle and not connections.unread
+
+
+async def test_answers_that_are_not_read_keep_nobody_out(tokenizer: Any) -> None:
+    router = ScriptedRouter(tokenizer)
+    router.answer = "The sea was calm. " * 400
+    connections = Connections(6)
+    fields = b'{"prompt": "The sea", "max_tokens": 1900, "n": 32, "stream": true, "return_token_ids": false}'
+    request = HEAD.replace(b"100", str(len(fields)).encode()) + fields
+    async with running_gateway(router, connections=connections) as address, contextlib.AsyncExitStack() as opened:
+        host, port = address.removeprefix("http://").split(":")
+        for _ in range(3):
+            line = opened.enter_context(socket.socket())
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            line.connect((host, int(port)))
+            line.sendall(request)
+        async with asyncio.timeout(20):
+            while len(connections.unread) < 3:
+                await asyncio.sleep(0.05)
+        assert await ask(address) == 200
+        assert connections.by_address.total() <= 3
 
 
 @pytest.mark.parametrize("data", [b"", b"POST /v1/comp", HEAD, HEAD + b'{"prompt": '])

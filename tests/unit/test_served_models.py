@@ -20,6 +20,7 @@ from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
+from orchestrator.proxies import Proxies
 from orchestrator.served_models import ServedModels
 from protos import inference_pb2, inference_pb2_grpc
 from tests.unit.gateway import LIMITS, ScriptedRouter
@@ -61,7 +62,7 @@ async def running(tokenizer: Any) -> AsyncIterator[Running]:
         return dict.fromkeys(ADDRESSES)
 
     callers = Callers([])
-    app = guard_http(make_app(models, read_status, lambda: ADDRESSES), callers, OPEN_PATHS, models)
+    app = guard_http(make_app(models, read_status, lambda: ADDRESSES), callers, OPEN_PATHS, models, Proxies())
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     server = await start_server("127.0.0.1", 0, [(add, InferenceServicer(models), "specahead.v1.Inference")], OPEN)
     async with (

@@ -688,6 +688,24 @@ def test_a_peer_gains_no_places_by_many_streams() -> None:
         assert [session.id for session in admission.admit()] == ["c0"]
 
 
+def test_a_client_of_a_stream_does_not_wait_for_all_sessions_of_another() -> None:
+    """The next place is that of the client with the fewest running; of one client's sessions that of the first."""
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
+    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=2, max_queued=10, max_context=600))
+    admission, served = verifier.admission, list[m.ServedEvent]()
+    for number in range(6):
+        admission.open(replace(exact(f"m{number}"), client="many"), served.append)
+    admission.admit()
+    for number in range(2):
+        admission.open(replace(exact(f"f{number}"), client="few"), served.append)
+    order = []
+    for ended in ("m0", "m1", "f0", "m2"):
+        verifier.abort(ended)
+        admission.release_closed()
+        order += [session.id for session in admission.admit()]
+    assert order == ["f0", "m2", "f1", "m3"]
+
+
 def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:
     """Also before the step that takes it up, and as soon as one that ran has ended."""
     verifier = Verifier(
