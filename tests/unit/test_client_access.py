@@ -286,3 +286,15 @@ async def test_on_loopback_another_host_is_refused(router: ScriptedRouter, host:
 def test_hosts_are_looked_at_on_loopback_alone() -> None:
     assert hosts_of("127.0.0.1", "a.example, B.example") == ("a.example", "b.example")
     assert hosts_of("localhost", "*") is hosts_of("0.0.0.0", "") is hosts_of("models.example", "") is None
+
+
+async def test_requests_are_their_keys_else_their_addresses(router: ScriptedRouter) -> None:
+    """By this a target shares its places; a trusted proxy says which address it is."""
+    said = {"X-Forwarded-For": "203.0.113.7"}
+    async with running_gateway(router, callers=callers(), trusted_proxies="127.0.0.1") as url:
+        await Client(url, "alice").post("/v1/completions", json=ASK, headers=bearer("alice") | said)
+    for proxies in ("127.0.0.1", ""):
+        async with running_gateway(router, trusted_proxies=proxies) as url:
+            await Client(url).post("/v1/completions", json=ASK, headers=said)
+    assert [record.client for record in router.opened] == ["key alice", "203.0.113.7", "127.0.0.1"]
+    assert router.opened[1].to_open().client == "203.0.113.7"
