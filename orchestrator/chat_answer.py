@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from orchestrator.answers import Answer, Event, Totals, choice, mark
 from orchestrator.chat_request import ChatRequest
 from orchestrator.generation import Chunk
+from orchestrator.json_calls import CalledTool, Delta
 from orchestrator.logprobs import Decode, chat_logprobs, naming
-from orchestrator.replies import CalledTool, Delta, ReplyParser
+from orchestrator.replies import ReplyParser
 
 
 @dataclass

@@ -92,7 +92,7 @@ class Frontend:
 
     def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser:
         """Return what splits the text that follows a chat's prompt."""
-        parser = self.reply_format.parser(prompt, request.offered_tools, bool(request.stream), request.must_call)
+        parser = self.reply_format.parser(prompt, request.offered_tools, request.must_call)
         if parser.splits:  # what opens and closes a tool call may be a special token
             request.skip_special_tokens = False
         return parser

@@ -12,27 +12,28 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from orchestrator.json_calls import CalledTool, Delta, JsonCalls
 from orchestrator.response_templates import closing_tag
 from orchestrator.xml_calls import meant_properties
 
-# A call that is no JSON is given back as text.
-_CALLS = {"content": "json", "content_args": {"allow_non_json": True}, "repeats": True}
-_NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
+NAMED_CALLS = "tool_calls_named"  # the field of calls whose names precede their arguments
+# The calls within are read by JsonCalls, as they come.
+_CALLS = {"content": "text", "content_args": {"strip": False}}
+_BEGUN = r"\{\s*\"(?:name|type|function|arguments|parameters)\""  # a call as JSON
 TOOL_FORMATS: dict[str, dict[str, Any]] = {
-    "hermes": {"tool_calls": {"open_pattern": r"\s*<tool_call>", "close_pattern": r"</tool_call>\s*", **_CALLS}},
+    "hermes": {"tool_calls": {"open_pattern": r"\s*<tool_call>\s*", "close_pattern": r"\s*</tool_call>\s*", **_CALLS}},
     "llama3_json": {
         "tool_calls": {
-            "open_pattern": r"\s*(?:<\|python_tag\|>)?\s*(?=\{\s*\"(?:name|type)\")",
-            "close_pattern": r"(?<=\})\s*;\s*(?=\{\s*\"(?:name|type)\")",
+            "open_pattern": rf"(?:\s*<\|python_tag\|>)?(?=\s*{_BEGUN})",
+            "close_pattern": rf"(?<=\}})\s*;\s*(?={_BEGUN})",
             **_CALLS,
         }
     },
     "mistral": {
-        "tool_calls": {
-            "open_pattern": r"\s*\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\s*\{)",
+        NAMED_CALLS: {
+            "open_pattern": r"\s*\[TOOL_CALLS\](?=[\w.-]+(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*\{)",
             "close_pattern": r"(?=\[TOOL_CALLS\])",
             **_CALLS,
-            "transform": _NAMED,
         },
         "tool_call_lists": {"open_pattern": r"\s*\[TOOL_CALLS\]\s*(?=\[)", **_CALLS},
     },
@@ -43,7 +44,7 @@ TOOL_FORMATS: dict[str, dict[str, Any]] = {
             "content": "xml-inline",
             "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
             "repeats": True,
-            "transform": _NAMED,
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
         }
     },
 }
@@ -63,30 +64,6 @@ _THINKING = {
     }
 }
 _CONTENT = {"content": {"content": "text", "content_args": {"strip": False}}}
-
-
-# A call as JSON, whose name is complete and whose arguments begin; what stands between two of them.
-_BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_BETWEEN = re.compile(r"\s*\}?\s*[,;]?")
-
-
-@dataclass(frozen=True)
-class CalledTool:
-    """A call of a tool. arguments: JSON, so far as it has come."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What a piece of text adds to a message. arguments: what the last call's go on with."""
-
-    content: str = ""
-    reasoning: str = ""
-    call: CalledTool | None = None
-    arguments: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,17 +88,14 @@ class ReplyFormat:
         """Return whether what follows a prompt begins with reasoning that was opened in it."""
         return self.reasoning == "deepseek_r1" or (self.reasoning != "" and prompt.rstrip().endswith("<think>"))
 
-    def parser(
-        self, prompt: str, tools: list[dict[str, Any]], stream: bool = False, only_calls: bool = False
-    ) -> "ReplyParser":
+    def parser(self, prompt: str, tools: list[dict[str, Any]], only_calls: bool = False) -> "ReplyParser":
         """Return a parser of what follows a prompt.
 
-        stream: whether calls are told as they come, where they are JSON, and not only when they are complete.
         only_calls: whether there is no content, since calls are forced.
         """
         typed = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
         if self.own is not None:
-            own = ResponseParser(self.own, prefix=prompt, tools=typed)
+            own = _Regions(_with_json_calls(self.own), prefix=prompt, tools=typed)
             return ReplyParser(own, only_calls=only_calls, closing=closing_tag(self.own))
         fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
         if not fields:
@@ -129,9 +103,23 @@ class ReplyFormat:
         template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
         if self.tools == "qwen3_coder":  # whose parameters get their types from the schema
             tools = typed
-        parser = ResponseParser(template, prefix="<think>" if self.thinks(prompt) else "", tools=tools)
+        parser = _Regions(template, prefix="<think>" if self.thinks(prompt) else "", tools=tools)
         closing = "</tool_call>" if self.tools == "qwen3_coder" else ""
-        return ReplyParser(parser, self.tools == "mistral", stream, only_calls, closing)
+        return ReplyParser(parser, self.tools == "mistral", only_calls, closing)
+
+
+def _with_json_calls(template: dict[str, Any]) -> dict[str, Any]:
+    """Return a response template whose calls of the usual JSON, {name, arguments}, are left to JsonCalls."""
+    return template | {"fields": {name: _json_field(name, field) for name, field in template["fields"].items()}}
+
+
+def _json_field(name: str, field: dict[str, Any]) -> dict[str, Any]:
+    transform = field.get("transform", "{content}")
+    within = transform.get("function") if isinstance(transform, dict) else transform
+    is_usual = field.get("content") == "json" and not field.get("content_args") and within == "{content}"
+    if not name.startswith("tool_call") or not is_usual:
+        return field
+    return {key: value for key, value in field.items() if key != "transform"} | _CALLS
 
 
 def _with_types(function: dict[str, Any]) -> dict[str, Any]:
@@ -154,116 +142,89 @@ def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
     return ReplyFormat("" if tools == "none" else tools, "" if reasoning == "none" else reasoning, own)
 
 
-class ReplyParser:
-    """Splits a text that comes piece by piece. parser: None if all of it is content.
+class _Regions(ResponseParser):
+    """A response parser to which text that breaks its template's rules is content, as it was written."""
 
-    short_ids: whether a call's id has the nine characters of Mistral's. stream: whether calls are told as they come.
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+        super()._open_explicit(events, field, m)
+        self._start = m.start()
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        try:
+            super()._close_current(events)
+        except (ValueError, KeyError):
+            text = self._buffer[self._start : self._pos]
+            events.append({"type": "region_broken", "field": self._current, "text": text})
+            self._reset_to_implicit()
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the last events, also where a field that is required is missing."""
+        events = list[dict[str, Any]]()
+        self._process(events, eos=True)
+        return events
+
+
+class ReplyParser:
+    """Splits a text that comes piece by piece; what it tells does not depend on how the text is cut into pieces.
+
+    parser: None if all of it is content. short_ids: whether a call's id has the nine characters of Mistral's.
     only_calls: whether content is left out: where calls are forced it is the rest of one that was cut off before its
     name was told. closing: what ends a call whose arguments are no JSON, so that one that is cut off can be told.
     splits: whether a text may have anything but content.
     """
 
     def __init__(
-        self,
-        parser: ResponseParser | None,
-        short_ids: bool = False,
-        stream: bool = False,
-        only_calls: bool = False,
-        closing: str = "",
+        self, parser: _Regions | None, short_ids: bool = False, only_calls: bool = False, closing: str = ""
     ) -> None:
         self._parser, self.splits = parser, parser is not None
-        self._short_ids, self._stream, self._only_calls, self._closing = short_ids, stream, only_calls, closing
-        # The text of the call that is open, where its arguments begin, and how much of it is told.
-        self._call, self._begun, self._told = "", 0, 0
+        self._short_ids, self._only_calls, self._closing = short_ids, only_calls, closing
+        self._calls: JsonCalls | None = None  # of the region that is open
         self._tail = ""  # the last of the text
 
     def feed(self, text: str, last: bool, cut: bool = False) -> list[Delta]:
         """Return what a piece adds; at the last one, all that is left. cut: whether that one was cut off by a limit."""
-        deltas = [Delta(text)] if text else []
-        if self._parser is not None:
-            self._tail = (self._tail + text)[-80:]
-            deltas = self._parse(self._parser, text, last, cut)
+        if self._parser is None:
+            return [Delta(text)] if text else []
+        self._tail = (self._tail + text)[-80:]
+        deltas = [delta for event in self._parser.feed(text) for delta in self._deltas(event)]
+        if last:
+            deltas += [delta for event in self._parser.end() for delta in self._deltas(event, cut)]
         return [delta for delta in deltas if not (delta.content and self._only_calls)]
 
-    def _parse(self, parser: ResponseParser, text: str, last: bool, cut: bool) -> list[Delta]:
-        try:
-            deltas = [delta for event in parser.feed(text) for delta in self._deltas(event)]
-        except ValueError:  # the text breaks the rules of the tokenizer's own template: the rest is given as it is
-            self._parser = None
-            return [Delta(text)] if text else []
-        if last:
-            try:
-                deltas += [delta for event in parser.finalize()[1] for delta in self._deltas(event, True, cut)]
-            except ValueError:  # and so does a call that was cut off
-                deltas += self._unfinished(self._call)
-        return deltas
-
-    def _deltas(self, event: dict[str, Any], last: bool = False, cut: bool = False) -> list[Delta]:
-        field = event["field"]
+    def _deltas(self, event: dict[str, Any], cut: bool = False) -> list[Delta]:
+        field, kind = event["field"], event["type"]
         if field.startswith("tool_call"):
-            if event["type"] == "region_open":
-                self._call, self._told = "", 0
-            elif event["type"] == "region_chunk":
-                self._call += event["text"]
-                # What comes last may be the beginning of what closes the call.
-                return self._tell_call() if self._stream and field == "tool_calls" and not last else []
-            elif self._told:
-                left = self._call[self._told : _end_of_json(self._call, self._begun)]
-                return [Delta(arguments=left)] if left else []
-            else:
-                calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                return [delta for call in calls for delta in self._called(call, cut)]
-        if event["type"] != "region_chunk" or event["dirty"] or not event["text"]:
-            return []
-        return [Delta(event["text"]) if field == "content" else Delta(reasoning=event["text"])]
+            return self._call_deltas(event, cut)
+        if kind == "region_chunk" and event["text"] and not event["dirty"]:
+            return [Delta(event["text"]) if field == "content" else Delta(reasoning=event["text"])]
+        return []
 
-    def _tell_call(self) -> list[Delta]:
-        """Return what is new of the call that is open; braces are held back, since the last one closes it."""
-        said = []
-        if not self._told:
-            begun = _BEGUN.match(self._call)
-            if begun is None:
-                return []
-            self._begun = self._told = begun.end()
-            said = [Delta(call=CalledTool(self._new_id(), begun[1], ""))]
-        end = max(self._told, len(self._call.rstrip("} \t\r\n")))
-        self._told, more = end, self._call[self._told : end]
-        return [*said, Delta(arguments=more)] if more else said
+    def _call_deltas(self, event: dict[str, Any], cut: bool) -> list[Delta]:
+        """Return what an event of a call adds: those of JSON are told as they come, others when they are complete."""
+        if event["type"] == "region_open":
+            self._calls = JsonCalls(self._new_id, named=event["field"] == NAMED_CALLS)
+            return []
+        assert self._calls is not None
+        if event["type"] == "region_broken":
+            return [Delta(event["text"])]
+        if event["type"] == "region_chunk":
+            return [] if event["dirty"] else self._calls.feed(event["text"])
+        value = event["value"]
+        if isinstance(value, str):
+            return self._calls.finish()
+        return [self._called(call, cut) for call in (value if isinstance(value, list) else [value])]
 
     def _new_id(self) -> str:
         number = secrets.token_hex(12)
         return number[:9] if self._short_ids else f"call_{number}"
 
-    def _called(self, value: Any, cut: bool) -> list[Delta]:
-        """Return a call that was parsed, or what there is of it; text for what is no call. cut: whether it is the last
-        thing in a text that was cut off."""
-        if isinstance(value, str):
-            return self._unfinished(value)
+    def _called(self, value: Any, cut: bool) -> Delta:
+        """Return a call that was parsed; text for what is no call. cut: whether the text was cut off behind it."""
         function = value.get("function", value) if isinstance(value, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return [Delta(json.dumps(value))]
+            return Delta(json.dumps(value, ensure_ascii=False))
         arguments = function.get("arguments", function.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         if cut and self._closing and not self._tail.rstrip().endswith(self._closing):
             text = text[:-1]  # nobody is to take it for complete
-        return [Delta(call=CalledTool(self._new_id(), function["name"], text))]
-
-    def _unfinished(self, text: str) -> list[Delta]:
-        """Return the calls of a text that is no JSON, the last of them with its arguments so far; all of it as text if
-        there is none."""
-        at, deltas = len(text) - len(text.lstrip(" \t\r\n[")), list[Delta]()
-        while (begun := _BEGUN.match(text, at)) is not None:
-            end = _end_of_json(text, begun.end())
-            deltas.append(Delta(call=CalledTool(self._new_id(), begun[1], text[begun.end() : end])))
-            between = _BETWEEN.match(text, end)
-            assert between is not None
-            at = between.end()
-        return deltas or ([Delta(text)] if text else [])
-
-
-def _end_of_json(text: str, start: int) -> int:
-    """Return where the JSON value ends that begins at `start`; the end of the text if it is not complete."""
-    try:
-        return json.JSONDecoder().raw_decode(text, start)[1]
-    except ValueError:
-        return len(text)
+        return Delta(call=CalledTool(self._new_id(), function["name"], text))

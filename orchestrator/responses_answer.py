@@ -7,8 +7,9 @@ from typing import Any
 
 from orchestrator.answers import Answer, Event, Totals
 from orchestrator.generation import Chunk
+from orchestrator.json_calls import CalledTool, Delta
 from orchestrator.logprobs import Decode, chat_logprobs
-from orchestrator.replies import CalledTool, Delta, ReplyParser
+from orchestrator.replies import ReplyParser
 from orchestrator.responses_request import ResponsesRequest
 from wire.errors import ServiceError
 

@@ -1,12 +1,19 @@
 """What models write, split into content, reasoning and calls: the same however the text is cut."""
 
+import itertools
 import json
+import os
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from config.sections import REASONING_PARSERS, TOOL_CALL_PARSERS
+from orchestrator.json_calls import Delta
 from orchestrator.replies import TOOL_FORMATS, ReplyFormat, find_format
 
 TOOLS: list[dict[str, Any]] = [
@@ -20,8 +27,28 @@ def split(form: ReplyFormat, text: str, size: int, prompt: str = "", tools: Any 
     parser = form.parser(prompt, tools)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     deltas = [delta for i, piece in enumerate(pieces, 1) for delta in parser.feed(piece, i == len(pieces))]
-    calls = [(delta.call.name, json.loads(delta.call.arguments)) for delta in deltas if delta.call]
+    calls = [(name, json.loads(arguments)) for kind, name, arguments in events(deltas) if kind == "call"]
     return "".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), calls
+
+
+def events(deltas: list[Delta]) -> list[tuple[str, str, str]]:
+    """Return what deltas add up to: (kind, name, text), pieces of one thing joined."""
+    joined: list[tuple[str, str, str]] = []
+    for delta in deltas:
+        kind, name, text = "reasoning", "", delta.reasoning
+        if delta.call is not None:
+            joined.append(("call", delta.call.name, delta.call.arguments))
+            continue
+        if delta.arguments:
+            kind, name, text = joined[-1][0], joined[-1][1], delta.arguments
+            assert kind == "call"
+        elif delta.content:
+            kind, text = "content", delta.content
+        if joined and joined[-1][:2] == (kind, name):
+            joined[-1] = (kind, name, joined[-1][2] + text)
+        else:
+            joined.append((kind, name, text))
+    return joined
 
 
 CALLS = [("f", {"a": 1}), ("g", {})]
@@ -71,7 +98,7 @@ def test_tool_calls(name: str, case: tuple[str, str, list[Any]], size: int) -> N
 def test_tool_calls_that_are_told_as_they_come(name: str, case: tuple[str, str, list[Any]], size: int) -> None:
     """The same calls; JSON's arguments in pieces, the first of them before the call is complete."""
     text, content, calls = case
-    parser = ReplyFormat(tools=name).parser("", TOOLS, stream=True)
+    parser = ReplyFormat(tools=name).parser("", TOOLS)
     told: list[list[str]] = []
     shown, early = "", False
     for at in range(0, len(text), size):
@@ -84,14 +111,13 @@ def test_tool_calls_that_are_told_as_they_come(name: str, case: tuple[str, str, 
         early = early or (bool(told) and told[0][1] == "{")  # before its first key is written
     assert (shown, [(name, json.loads(arguments)) for name, arguments in told]) == (content, calls)
     if size == 1:
-        assert early == (bool(calls) and name in ("hermes", "llama3_json"))
+        assert early == (bool(calls) and name != "qwen3_coder")
 
 
 def test_a_call_that_is_cut_short_is_told_so_far_as_it_came() -> None:
-    parser = ReplyFormat(tools="hermes").parser("", TOOLS, stream=True)
+    parser = ReplyFormat(tools="hermes").parser("", TOOLS)
     deltas = parser.feed('<tool_call>{"name": "f", "arguments": {"a": {"b": 1', False) + parser.feed("}", True)
-    assert "".join(delta.arguments for delta in deltas) == '{"a": {"b": 1}'
-    assert [delta.call.name for delta in deltas if delta.call] == ["f"]
+    assert events(deltas) == [("call", "f", '{"a": {"b": 1}')]
 
 
 OWN = {
@@ -124,14 +150,13 @@ CUT_OFF = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize(("form", "text", "arguments"), CUT_OFF)
 def test_forced_calls_that_are_cut_off_leave_no_text_beside_them(
-    form: ReplyFormat, text: str, arguments: list[str], size: int, stream: bool
+    form: ReplyFormat, text: str, arguments: list[str], size: int
 ) -> None:
     """A call whose name is known is told with its arguments so far, of one before that nothing is."""
-    parser = form.parser("assistant:", TOOLS, stream, only_calls=True)
+    parser = form.parser("assistant:", TOOLS, only_calls=True)
     told: list[str] = []
     for at in range(0, len(text), size):
         for delta in parser.feed(text[at : at + size], at + size >= len(text), cut=True):
@@ -141,6 +166,188 @@ def test_forced_calls_that_are_cut_off_leave_no_text_beside_them(
             else:
                 told[-1] += delta.arguments
     assert told == arguments
+
+
+F = '{"name": "f", "arguments": {"a": 1, "name": "ls"}}'
+SHAPES: list[tuple[ReplyFormat, str, list[tuple[str, str, str]]]] = [
+    # MCP's shape: the arguments of a call have a name themselves.
+    (
+        ReplyFormat("mistral"),
+        '[TOOL_CALLS]call_tool{"name": "ls", "arguments": {"path": "/"}}',
+        [("call", "call_tool", '{"name": "ls", "arguments": {"path": "/"}}')],
+    ),
+    (ReplyFormat("hermes"), f"<tool_call>{F}</tool_call>", [("call", "f", '{"a": 1, "name": "ls"}')]),
+    # Keys behind the arguments, and in any order.
+    (
+        ReplyFormat("hermes"),
+        '<tool_call>{"name": "f", "arguments": {"a": {}}, "id": "x"}</tool_call>',
+        [("call", "f", '{"a": {}}')],
+    ),
+    (
+        ReplyFormat("hermes"),
+        '<tool_call>{"id": [1], "arguments": {"a": "}\\""} , "name": "\\u0066"}</tool_call>\n',
+        [("call", "f", '{"a": "}\\""}')],
+    ),
+    (
+        ReplyFormat("llama3_json"),
+        '{"parameters": {"name": "g"}, "name": "f"}; {"type": "x", "name": "g", "parameters": {}, "y": {"name": 1}}',
+        [("call", "f", '{"name": "g"}'), ("call", "g", "{}")],
+    ),
+    (
+        ReplyFormat("llama3_json"),
+        '{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}',
+        [("call", "f", '{"a": 1}')],
+    ),
+    (ReplyFormat("llama3_json"), '{"name": "f"}', [("call", "f", "{}")]),
+    (ReplyFormat("llama3_json"), '{"name": "f", "parameters": null, "x": 1}', [("call", "f", "null")]),
+    (ReplyFormat("llama3_json"), 'A\n{"type": "x", "a": 1} b', [("content", "", 'A\n{"type": "x", "a": 1} b')]),
+    (
+        ReplyFormat("mistral"),
+        '[TOOL_CALLS] [{"arguments": {"name": "x"}, "id": 1, "name": "f"}, {"a": 1}, {"name": "g", "arguments": []}]',
+        [("call", "f", '{"name": "x"}'), ("content", "", '{"a": 1}'), ("call", "g", "[]")],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(("form", "text", "expected"), SHAPES)
+def test_calls_of_any_shape(form: ReplyFormat, text: str, expected: list[tuple[str, str, str]], size: int) -> None:
+    parser = form.parser("", TOOLS)
+    deltas = [d for i in range(0, len(text), size) for d in parser.feed(text[i : i + size], i + size >= len(text))]
+    assert events(deltas) == expected
+
+
+NAMED: dict[str, Any] = {"function": {"name": "{name}", "arguments": "{content}"}}
+LISTED = {"name": "{tool}", "arguments": "{parameters}"}
+ANSWER = {"open": "<answer>", "close": "</answer>", "optional": False}
+BY_NAME = {"open_pattern": r"<call=(?P<name>\w+)>", "close": "</call>", "content": "json", "repeats": True}
+IN_LIST = {"open": "<call>", "close": "</call>", "content": "json", "transform_each": True, "transform": LISTED}
+OWNS: list[dict[str, Any]] = [
+    OWN_TAGS,
+    OWN,
+    {
+        "start_anchor": "assistant:",
+        "fields": {
+            "tool_calls": BY_NAME | {"transform": NAMED},
+            "thinking": {"open": "<think>", "close": "</think>"},
+            "content": {},
+        },
+    },
+    {"start_anchor": "assistant:", "fields": {"tool_calls": IN_LIST, "content": ANSWER}},
+]
+ALL_FORMS: list[tuple[ReplyFormat, str]] = [
+    *((ReplyFormat(tools, reasoning), prompt) for tools in ["", *TOOL_FORMATS] for reasoning, prompt in
+      [("", ""), ("qwen3", ""), ("qwen3", "<think>\n"), ("deepseek_r1", "")]),
+    *((ReplyFormat(own=own), "assistant:") for own in OWNS),
+]  # fmt: skip
+# What models write, and what nearly is that.
+PARTS = [
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]ab1", "<|python_tag|>"),
+    *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "<call>", "<call=f>", "</call>", "<answer>"),
+    *(
+        "</answer>",
+        "call_tool",
+        "f",
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        ", ",
+        ":",
+        ": ",
+        ";",
+        "; ",
+        '"',
+        "\\",
+        "\n",
+        " ",
+        "\n\n",
+        "1",
+    ),
+    *('"name"', '"arguments"', '"parameters"', '"function"', '"type"', '"tool"', '{"name": "f", "arguments": ', "null"),
+    *(F, "{}", '{"a": "} x', '"x"', "Let me see.", "é", "<tool_c", "</", "<", "[TOOL_", "assistant:"),
+    *(text for cases in WRITTEN.values() for text, *_ in cases),
+    *(text for _, text, _ in [*CUT_OFF, *SHAPES]),
+]
+
+
+PAIRS = [
+    *(("<tool_call>", "</tool_call>"), ("<call>", "</call>"), ("<call=f>", "</call>"), ("<think>", "</think>")),
+    *(("<tool_call><function=f>", "</function></tool_call>"), ("[TOOL_CALLS]f", ""), ("[TOOL_CALLS][", "]")),
+]
+PART = st.sampled_from(PARTS) | st.text(max_size=3)
+INNER = st.lists(PART, max_size=4).map("".join)
+REGION = st.builds(lambda ends, inner: inner.join(ends), st.sampled_from(PAIRS), INNER)
+EXAMPLES = settings(max_examples=int(os.environ.get("REPLIES", "400")), deadline=None)
+
+
+def cut(draw: st.DrawFn, text: str) -> list[str]:
+    """Return the pieces of a text, some of them empty."""
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+
+
+def tell(form: ReplyFormat, prompt: str, pieces: list[str], **how: bool) -> list[tuple[str, str, str]]:
+    """Return the events of a text that comes in pieces."""
+    parser = form.parser(prompt, TOOLS, only_calls=how.get("only_calls", False))
+    deltas = [delta for piece in pieces[:-1] for delta in parser.feed(piece, False)]
+    return events(deltas + parser.feed(pieces[-1], True, how.get("cut", False)))
+
+
+@EXAMPLES
+@given(st.sampled_from(ALL_FORMS), st.lists(PART | REGION, max_size=5), st.booleans(), st.booleans(), st.data())
+def test_however_a_text_is_cut_it_says_the_same(
+    form: tuple[ReplyFormat, str], parts: list[str], only_calls: bool, cut_off: bool, data: st.DataObject
+) -> None:
+    """In one piece, token by token or character by character: the same events, of each format."""
+    text, how = "".join(parts), {"only_calls": only_calls, "cut": cut_off}
+    whole = tell(*form, [text], **how)
+    assert tell(*form, cut(data.draw, text), **how) == whole
+    assert tell(*form, [*text, ""], **how) == whole
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(["name", '"}', "\\", "; {"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["name", "arguments", "a"]), inner),
+    max_leaves=4,
+)
+OBJECT = st.dictionaries(st.sampled_from(["name", "arguments", "parameters", "a", 'q"']), JSON, max_size=3)
+MEANT = st.lists(st.tuples(st.sampled_from("fg"), OBJECT), min_size=1, max_size=3)
+WRITERS: dict[str, tuple[str, Callable[[list[str], list[str]], str]]] = {
+    "hermes": ("hermes", lambda calls, _: "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)),
+    "llama": ("llama3_json", lambda calls, _: "; ".join(calls)),
+    "mistral": ("mistral", lambda calls, _: f"[TOOL_CALLS] [{', '.join(calls)}]"),
+    "later mistral": ("mistral", lambda _, named: "".join(f"[TOOL_CALLS]{call}" for call in named)),
+}
+
+
+@EXAMPLES
+@given(
+    st.sampled_from(sorted(WRITERS)),
+    st.lists(st.tuples(st.sampled_from("fg"), OBJECT), min_size=1, max_size=3),
+    st.data(),
+)
+def test_calls_of_json_are_told_as_they_were_written(
+    writer: str, meant: list[tuple[str, dict[str, Any]]], data: st.DataObject
+) -> None:
+    """With any arguments, keys in any order, other keys beside them, white space: however the text is cut."""
+    calls, named, arguments = list[str](), list[str](), list[str]()
+    for name, value in meant:
+        dump = partial(json.dumps, indent=data.draw(st.sampled_from([None, 2])), ensure_ascii=data.draw(st.booleans()))
+        arguments.append(dump(value))
+        keys = {"name": json.dumps(name), data.draw(st.sampled_from(["arguments", "parameters"])): arguments[-1]}
+        keys |= {key: dump(data.draw(JSON)) for key in data.draw(st.sets(st.sampled_from(["id", "x"])))}
+        order = data.draw(st.permutations(sorted(keys)))
+        if writer == "llama":  # which is told from text by its first key
+            order.sort(key=["id", "x"].count)
+        calls.append(f"{{{', '.join(f'{json.dumps(key)}: {keys[key]}' for key in order)}}}")
+        named.append(f"{name}{data.draw(st.sampled_from(['', '[ARGS]', '[CALL_ID]a1[ARGS]']))}{arguments[-1]}")
+    tools, write = WRITERS[writer]
+    pieces = cut(data.draw, write(calls, named))
+    assert [each for each in tell(ReplyFormat(tools), "", pieces) if each[2].strip()] == [
+        ("call", name, text) for (name, _), text in zip(meant, arguments, strict=True)
+    ]
 
 
 def test_a_call_that_is_not_forced_is_text_until_its_name_is_known() -> None:
@@ -171,7 +378,7 @@ def test_reasoning_before_a_call() -> None:
 
 
 def test_a_tokenizers_own_template_goes_first() -> None:
-    """What breaks its rules is given as it is."""
+    """What breaks its rules is content."""
     tokenizer = SimpleNamespace(chat_template="<tool_call>", response_template=OWN)
     form = find_format(tokenizer, "auto", "auto")
     assert split(form, 'Yes <call>{"name": "f", "arguments": {"a": 1}}</call>', 1, "assistant:") == (
@@ -179,13 +386,13 @@ def test_a_tokenizers_own_template_goes_first() -> None:
         "",
         CALLS[:1],
     )
-    assert split(form, "<call>{</call> more", 1000, "assistant:")[0] == "<call>{</call> more"
+    assert split(form, "<call>{</call> more", 1000, "assistant:")[0] == "{ more"
     assert find_format(tokenizer, "hermes", "none") == ReplyFormat("hermes")
 
 
 def test_mistrals_call_ids_have_nine_characters() -> None:
     parser = ReplyFormat(tools="mistral").parser("", TOOLS)
-    (delta,) = parser.feed('[TOOL_CALLS]f{"a": 1}', last=True)
+    delta = parser.feed('[TOOL_CALLS]f{"a": 1}', last=True)[0]
     assert delta.call is not None and len(delta.call.id) == 9
 
 
