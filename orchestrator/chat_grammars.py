@@ -7,17 +7,18 @@ import json
 from typing import Any
 
 from orchestrator.chat_request import ChatRequest, Tool
-from orchestrator.lark import Lark, any_text, json_term, literal
+from orchestrator.lark import GAP, Lark, any_text, json_term, literal
 from orchestrator.replies import ReplyFormat
 from orchestrator.response_templates import content_mark, own_calls, reasoning_marks, reasons_behind
 from orchestrator.xml_calls import QWEN, call_body, rules_of
 from wire.errors import InvalidArgument
 
-# How calls are written, for which a grammar can be made: what opens and closes each, and the name of its arguments.
+# How calls are written, for which a grammar can be made: what opens each, stands around its arguments,
+# closes it, and the term of what separates two.
 _JSON_CALLS = {
-    "hermes": ("<tool_call>", '\n{"name": NAME, "arguments": ', "}\n", "</tool_call>", "\n"),
-    "llama3_json": ("", '{"name": NAME, "parameters": ', "}", "", "; "),
-    "mistral": ("", '{"name": NAME, "arguments": ', "}", "", ", "),
+    "hermes": ("<tool_call>", '\n{"name": NAME, "arguments": ', "}\n", "</tool_call>", GAP),
+    "llama3_json": ("", '{"name": NAME, "parameters": ', "}", "", '"; "'),
+    "mistral": ("", '{"name": NAME, "arguments": ', "}", "", '", "'),
 }
 
 
@@ -58,10 +59,9 @@ def _reasoning(prompt: str, form: ReplyFormat, lark: Lark) -> tuple[str, str]:
     if marks is None:
         return "", ""
     thought, rules = lark.before(marks[1], "thought")
-    rules += "GAP: /\\s*/\n"
     if form.thinks(prompt) if form.own is None else reasons_behind(form.own, prompt):
-        return f"{thought} GAP ", rules
-    return f"({lark.spell(marks[0])} {thought} GAP)? ", rules
+        return f"{thought} {GAP} ", rules
+    return f"({lark.spell(marks[0])} {thought} {GAP})? ", rules
 
 
 # Calls.
@@ -108,12 +108,13 @@ def _call(request: ChatRequest, tool: Tool, form: ReplyFormat, lark: Lark) -> st
 
 
 def _sequence(form: ReplyFormat, several: bool, lark: Lark) -> str:
-    """Return a term for one `call`, or for one or several."""
-    if _has_arguments_marked(form, lark):
-        return "call+" if several else "call"
-    between = "\n" if form.tools == "qwen3_coder" else _JSON_CALLS[form.tools][-1]
-    listed = f"call ({literal(between)} call)*" if several else "call"
-    return f'{lark.marker("[TOOL_CALLS]")} " "? "[" {listed} "]"' if form.tools == "mistral" else listed
+    """Return a term for one `call`, or for one or several; white space may follow the last one."""
+    marked = form.tools == "qwen3_coder" or _has_arguments_marked(form, lark)
+    between = GAP if marked else _JSON_CALLS[form.tools][-1]
+    listed = f"call ({between} call)*" if several else "call"
+    if form.tools == "mistral" and not marked:
+        listed = f'{lark.marker("[TOOL_CALLS]")} " "? "[" {listed} "]"'
+    return f"{listed} {GAP}"
 
 
 def _has_arguments_marked(form: ReplyFormat, lark: Lark) -> bool:

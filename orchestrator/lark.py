@@ -6,6 +6,9 @@ from typing import Any
 
 from orchestrator.structured_outputs import SPACES
 
+# White space between parts and before the end, with a bound: a weak model might write it for ever.
+GAP = r"/\s{0,8}/"
+
 
 class Lark:
     """Writes terms of a grammar for a tokenizer's tokens."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-from orchestrator.lark import Lark, json_term, literal
+from orchestrator.lark import GAP, Lark, json_term, literal
 from orchestrator.xml_calls import Schema, TagStyle, parameter_terms, rules_of
 from wire.errors import InvalidArgument
 
@@ -58,11 +58,11 @@ def own_calls(template: Template, tools: list[tuple[str, Schema]], several: bool
     closing = lark.spell(style.closing)
     if style.listed:
         listed = 'call (", " call)*' if several else "call"
-        return f'calls: {lark.spell(style.opening)} "[" {listed} "]" {closing}\n{rules}'
+        return f'calls: {lark.spell(style.opening)} "[" {listed} "]" {closing} {GAP}\n{rules}'
     # A token that closes the last one may be the one that ends a text.
     end = f"({closing})?" if lark.has_token(style.closing) else closing
-    more = f'({closing} "\\n"? call)*' if several and style.repeats and closing else ""
-    return f"calls: call {more} {end}\n{rules}{rules_of(style.tags) if style.tags else ''}"
+    more = f"({closing} {GAP} call)*" if several and style.repeats and closing else ""
+    return f"calls: call {more} {end} {GAP}\n{rules}{rules_of(style.tags) if style.tags else ''}"
 
 
 def reasoning_marks(template: Template) -> tuple[str, str] | None:

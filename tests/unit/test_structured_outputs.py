@@ -404,18 +404,36 @@ async def test_names_that_cannot_stand_in_a_tag_are_refused(tokenizer: Any, name
         await call_source(tokenizer, ReplyFormat("qwen3_coder"), tools=tools, tool_choice="required")
 
 
-async def test_one_call_where_several_are_not_wanted_or_one_is_named(tokenizer: Any) -> None:
-    form, _ = FORMATS["hermes"]
-    tokenizer, call = with_marks(tokenizer, MARKS), SEA["hermes"]
-    named = {"type": "function", "function": {"name": "sea"}}
+NEXT = {"hermes": "\n{}", "llama": "; {}", "mistral": None, "later mistral": "{}", "qwen3_coder": "\n{}"}
+NAMED_SEA = {"type": "function", "function": {"name": "sea"}}
+
+
+@pytest.mark.parametrize("end", ["", "\n", " ", "\n\n", " \n"])
+@pytest.mark.parametrize("name", SEA)
+async def test_white_space_may_precede_the_end_after_a_call(tokenizer: Any, name: str, end: str) -> None:
+    """A break after a call is no beginning of another, whether several are wanted, one, or the one that is named."""
+    form, marks = FORMATS[name]
+    tokenizer, call = with_marks(tokenizer, marks), SEA[name]
+    for choice, parallel in (("required", None), ("required", False), (NAMED_SEA, None), ("auto", None)):
+        source = await call_source(tokenizer, form, tool_choice=choice, parallel_tool_calls=parallel)
+        assert follows(source, call + end, tokenizer), (choice, parallel)
+    assert follows(source, f"{call}{' ' * 40}", tokenizer) is False  # a weak model would write them for ever
+
+
+@pytest.mark.parametrize("name", SEA)
+async def test_one_call_where_several_are_not_wanted_or_one_is_named(tokenizer: Any, name: str) -> None:
+    form, marks = FORMATS[name]
+    tokenizer, call, following = with_marks(tokenizer, marks), SEA[name], NEXT[name]
+    two = call + following.format(call) if following else f"{call[:-1]}, {call[len('[TOOL_CALLS][') :]}"
     several, one, alone = [
         await call_source(tokenizer, form, tool_choice=choice, parallel_tool_calls=parallel)
-        for choice, parallel in (("required", True), ("required", False), (named, True))
+        for choice, parallel in (("required", True), ("required", False), (NAMED_SEA, True))
     ]
-    assert follows(several, f"{call}\n{call}", tokenizer)
+    assert follows(several, two, tokenizer)
+    assert follows(several, f"{two}\n", tokenizer)
     for source in (one, alone):
         assert follows(source, call, tokenizer)
-        assert follows(source, f"{call}\n{call}", tokenizer) is False
+        assert follows(source, two, tokenizer) is False
 
 
 async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> None:
@@ -483,7 +501,13 @@ async def test_calls_are_forced_by_a_tokenizers_own_template(
 ) -> None:
     tokenizer, form = with_marks(tokenizer, marks), ReplyFormat(own=template(calls))
     source = await call_source(tokenizer, form, tool_choice="required")
+    one = await call_source(tokenizer, form, tool_choice="required", parallel_tool_calls=False)
     assert follows(source, call, tokenizer)
+    assert follows(source, f"{call}\n", tokenizer)
+    assert follows(one, f"{call}\n", tokenizer)
+    for between in ("", "\n"):
+        assert follows(one, f"{call}{between}{call}", tokenizer) is False
+        assert follows(source, f"{call}{between}{call}", tokenizer) == (True if calls.get("repeats") else False)
     assert follows(source, call.replace("north", "east"), tokenizer) is False
     assert not follows(source, "No.", tokenizer)
     rng, schemas = (
