@@ -13,6 +13,7 @@ from config.setting import Section, Setting, SettingsError, setting
 QUANTIZATIONS = ("none", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder")
+JSON_WHITESPACE = ("compact", "none", "any")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
@@ -454,6 +455,13 @@ class ClientSettings(ClientAccess):
         f"how the model marks its reasoning: {', '.join(REASONING_PARSERS)}; deepseek_r1 begins with it, unmarked",
         by_model=True,
         choices=REASONING_PARSERS,
+    )
+    json_whitespace: str = _endpoints(
+        "compact",
+        "white space in JSON that must follow a schema: compact (a blank after a comma or a colon, or none), none, or "
+        "any (up to 32 blanks and line breaks between two parts); a request may say otherwise",
+        by_model=True,
+        choices=JSON_WHITESPACE,
     )
     generation_config: str = _endpoints(
         "auto",

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from orchestrator.chat_request import ChatRequest, Tool
-from orchestrator.lark import GAP, Lark, any_text, json_term, literal
+from orchestrator.lark import GAP, Lark, any_text, literal
 from orchestrator.replies import ReplyFormat
 from orchestrator.response_templates import content_mark, own_calls, reasoning_marks, reasons_behind
 from orchestrator.xml_calls import QWEN, call_body, rules_of
@@ -25,12 +25,12 @@ _JSON_CALLS = {
 _OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "qwen3_coder": "<tool_call>"}
 
 
-def chat_grammar(request: ChatRequest, prompt: str, form: ReplyFormat, tokenizer: Any) -> str:
+def chat_grammar(request: ChatRequest, prompt: str, form: ReplyFormat, lark: Lark) -> str:
     """Return the Lark grammar of a chat's text, empty where that is free or @body alone.
 
     prompt: its text. Raises InvalidArgument for what cannot be followed in the format that the model writes.
     """
-    lark, structure = Lark(tokenizer), request.structure
+    structure = request.structure
     calls = _calls_grammar(request, form, lark) if request.must_call or request.has_strict_tools else ""
     if not calls and structure is None:
         return ""
@@ -98,13 +98,14 @@ def _call(request: ChatRequest, tool: Tool, form: ReplyFormat, lark: Lark) -> st
     name = tool.function.name
     if form.tools == "qwen3_coder":
         parameters = tool.function.parameters if _follows_schema(request, tool) else None
-        return f"{lark.marker('<tool_call>')} {call_body(name, parameters)} {lark.marker('</tool_call>')}"
+        return f"{lark.marker('<tool_call>')} {call_body(name, parameters, lark)} {lark.marker('</tool_call>')}"
+    arguments = _arguments(request, tool, lark)
     if _has_arguments_marked(form, lark):
-        return f"{lark.marker('[TOOL_CALLS]')} {literal(name)} {lark.marker('[ARGS]')} {_arguments(request, tool)}"
+        return f"{lark.marker('[TOOL_CALLS]')} {literal(name)} {lark.marker('[ARGS]')} {arguments}"
     opening, before, after, closing, _ = _JSON_CALLS[form.tools]
     marks = [lark.marker(mark) if mark else "" for mark in (opening, closing)]
     head = literal(before.replace("NAME", json.dumps(name)))
-    return f"{marks[0]} {head} {_arguments(request, tool)} {literal(after)} {marks[1]}"
+    return f"{marks[0]} {head} {arguments} {literal(after)} {marks[1]}"
 
 
 def _sequence(form: ReplyFormat, several: bool, lark: Lark) -> str:
@@ -127,12 +128,12 @@ def _follows_schema(request: ChatRequest, tool: Tool) -> bool:
     return request.must_call or bool(tool.function.strict)
 
 
-def _arguments(request: ChatRequest, tool: Tool) -> str:
+def _arguments(request: ChatRequest, tool: Tool, lark: Lark) -> str:
     """Return a term for the arguments of a tool's call: by its schema if calls are forced or the tool is strict."""
     schema: dict[str, Any] = {"type": "object"}
     if _follows_schema(request, tool):
         schema |= tool.function.parameters or {}
-    return json_term(schema)
+    return lark.json(schema)
 
 
 # Free text in which calls may begin, by format: a term and its rules. A call of Llama's is all that there is.

@@ -1,8 +1,8 @@
 """A process that makes a grammar's source for the services and tries whether it compiles.
 
 Run by `orchestrator.grammar_compiler`, for some grammars take minutes or gigabytes to compile: this process can be
-ended. It imports llguidance alone, so that it starts in 50 ms. It reads a JSON object {kind, text, spaces, main} and
-writes {source} or {error}.
+ended. It imports llguidance alone, so that it starts in 50 ms. It reads a JSON object {kind, text, white_space, main}
+and writes {source} or {error}.
 """
 
 import json
@@ -14,28 +14,26 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 
-def make_source(kind: str, text: str, spaces: str, main: str) -> str:
+def make_source(kind: str, text: str, white_space: dict[str, Any], main: str) -> str:
     """Return the source of a grammar, as llguidance takes it: JSON.
 
-    kind, text, spaces: as of orchestrator.structured_outputs.Structure; an empty kind is none. main: a Lark grammar
-    that goes before it and refers to it as @body; if it is empty, the structure is all that there is. Raises
-    ValueError.
+    kind, text, white_space: as of orchestrator.structured_outputs; an empty kind is none. main: a Lark grammar that
+    goes before it and refers to it as @body; if it is empty, the structure is all that there is. Raises ValueError.
     """
     grammars: list[dict[str, Any]] = [{"lark_grammar": main}] if main else []
     if kind:
-        grammars.append(_grammar(kind, text, spaces) | {"name": "body"})
+        grammars.append(_grammar(kind, text, white_space) | {"name": "body"})
     return json.dumps({"grammars": grammars})
 
 
-def _grammar(kind: str, text: str, spaces: str) -> dict[str, Any]:
+def _grammar(kind: str, text: str, white_space: dict[str, Any]) -> dict[str, Any]:
     if kind == "json":
         schema = json.loads(text)
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         if not isinstance(schema, dict):
             raise ValueError(f"a JSON schema is an object, got {type(schema).__name__}")
-        options = {"whitespace_pattern": spaces} if spaces else {"whitespace_flexible": False}
-        return {"json_schema": {**schema, "x-guidance": options}}
+        return {"json_schema": {**schema, "x-guidance": white_space}}
     if kind == "choice":
         choices = (json.dumps(each, ensure_ascii=False) for each in json.loads(text))
         return {"lark_grammar": f"start: {' | '.join(choices)}"}
@@ -60,7 +58,7 @@ def main() -> None:
         given = json.load(sys.stdin)
         resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"], given["seconds"]))
         resource.setrlimit(resource.RLIMIT_AS, (given["bytes"], given["bytes"]))
-        source = make_source(given["kind"], given["text"], given["spaces"], given["main"])
+        source = make_source(given["kind"], given["text"], given["white_space"], given["main"])
         error = find_error(source)
     except BaseException as exception:  # a conversion may raise anything; what Rust panics with is no Exception
         source, error = "", str(exception)

@@ -33,6 +33,7 @@ from orchestrator.router import Router
 from orchestrator.scaling import Scaler, scaling_of
 from orchestrator.served_models import ServedModels
 from orchestrator.service_status import Asks, AskStatus, Lines, keep_told, read_statuses
+from orchestrator.structured_outputs import WHITE_SPACES
 from orchestrator.supervision import supervise
 from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
@@ -153,7 +154,8 @@ def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> F
     )
     observer = Observer(Metrics(limits.model_name), tokenizer, clients.log_requests, tracer, feed)
     reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
-    return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format)
+    white_space = WHITE_SPACES[clients.json_whitespace]
+    return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format, white_space)
 
 
 async def run(

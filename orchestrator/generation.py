@@ -13,6 +13,7 @@ from orchestrator.callers import current_caller
 from orchestrator.chat_grammars import chat_grammar
 from orchestrator.chat_request import ChatRequest
 from orchestrator.grammar_compiler import GrammarCompiler
+from orchestrator.lark import Lark
 from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, check_tokens, encode_text, to_records
@@ -21,6 +22,7 @@ from orchestrator.requests import GenerationRequest
 from orchestrator.router import Router
 from orchestrator.special_tokens import TextEncoder
 from orchestrator.structural_tags import tag_grammar
+from orchestrator.structured_outputs import COMPACT, WhiteSpace
 from orchestrator.text import Detokenizer, StopFinder
 from orchestrator.tokenizing import work_on_text
 from wire.errors import InvalidArgument, ServiceError, Unavailable
@@ -54,7 +56,10 @@ class Chunk:
 
 
 class Frontend:
-    """What both gateways stand on, of one model. reply_format: how the model writes tool calls and its reasoning."""
+    """What both gateways stand on, of one model. reply_format: how the model writes tool calls and its reasoning.
+
+    white_space: what JSON that must follow a schema may have, where a request does not say.
+    """
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class Frontend:
         observer: Observer,
         draft_name: str,
         reply_format: ReplyFormat | None = None,
+        white_space: WhiteSpace = COMPACT,
     ) -> None:
         self.router = router
         self.tokenizer = tokenizer
@@ -71,7 +77,7 @@ class Frontend:
         self.limits = limits
         self.observer = observer
         self.draft_name = draft_name
-        self.reply_format = reply_format or ReplyFormat()
+        self.reply_format, self.white_space = reply_format or ReplyFormat(), white_space
         self.accepting = True
         self._grammars = GrammarCompiler()
 
@@ -102,14 +108,17 @@ class Frontend:
 
         prompt: the text of a chat's.
         """
-        structure, main = request.structure, ""
+        structure, main, white_space = request.structure, "", request.white_space or self.white_space
+        if structure is None and not (isinstance(request, ChatRequest) and request.tools):
+            return ""
+        lark = Lark(self.tokenizer, white_space)
         if structure is not None and structure.kind == "structural_tag":
-            lark = tag_grammar(structure.text, structure.param, self.tokenizer)
-            structure = replace(structure, kind="lark", text=lark)
+            tags = tag_grammar(structure.text, structure.param, lark)
+            structure = replace(structure, kind="lark", text=tags)
         if isinstance(request, ChatRequest):
-            main = chat_grammar(request, prompt, self.reply_format, self.tokenizer)
+            main = chat_grammar(request, prompt, self.reply_format, lark)
             structure = None if request.must_call else structure
-        return await self._grammars.compile(structure, main) if main or structure else ""
+        return await self._grammars.compile(structure, main, white_space) if main or structure else ""
 
     def prepare(self, request: GenerationRequest, prompts: list[list[int]], grammar: str = "") -> list[Record]:
         """Return the records of a request, n for each of its prompts. Raises ServiceError; nothing is started."""

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from orchestrator.child_process import ask_process
-from orchestrator.structured_outputs import Structure
+from orchestrator.structured_outputs import COMPACT, Structure, WhiteSpace
 from wire.errors import InvalidArgument, ServiceError
 
 _PROGRAM = Path(__file__).with_name("compile_grammar.py")
@@ -25,13 +25,15 @@ class GrammarCompiler:
         self._kept: OrderedDict[tuple[str, ...], dict[str, str]] = OrderedDict()
         self._places = asyncio.Semaphore(PROCESSES)
 
-    async def compile(self, structure: Structure | None, main: str = "") -> str:
+    async def compile(self, structure: Structure | None, main: str = "", white_space: WhiteSpace = COMPACT) -> str:
         """Return the source of a structure, behind the Lark grammar `main` if that is given (compile_grammar).
+
+        white_space: what the structure's JSON may have.
 
         Raises InvalidArgument, with llguidance's words, for what does not compile, or not within SECONDS.
         """
         body = structure or Structure("json", "", "tools")
-        key = body.kind if structure else "", body.text, body.spaces, main
+        key = body.kind if structure else "", body.text, json.dumps(white_space), main
         if sum(map(len, key)) > MOST_CHARACTERS:
             raise InvalidArgument(f"{body.param}: more than {MOST_CHARACTERS} characters of grammar", body.param)
         if key not in self._kept:
@@ -48,8 +50,9 @@ class GrammarCompiler:
 
 async def _compile(key: tuple[str, ...]) -> dict[str, str]:
     """Return what the process answers: {source} or {error}. Raises ServiceError if it answers nothing."""
-    names = "kind", "text", "spaces", "main"
-    given = dict(zip(names, key, strict=True)) | {"seconds": SECONDS, "bytes": MOST_BYTES}
+    kind, text, white_space, main = key
+    given = {"kind": kind, "text": text, "white_space": json.loads(white_space), "main": main}
+    given |= {"seconds": SECONDS, "bytes": MOST_BYTES}
     command = sys.executable, "-P", str(_PROGRAM)  # not as of its folder, whose modules' names are also those of others
     try:
         status, out, errors = await ask_process(command, json.dumps(given).encode(), 2 * SECONDS)

@@ -4,17 +4,17 @@ import json
 import re
 from typing import Any
 
-from orchestrator.structured_outputs import SPACES
+from orchestrator.structured_outputs import COMPACT, WhiteSpace
 
 # White space between parts and before the end, with a bound: a weak model might write it for ever.
 GAP = r"/\s{0,8}/"
 
 
 class Lark:
-    """Writes terms of a grammar for a tokenizer's tokens."""
+    """Writes terms of a grammar for a tokenizer's tokens. white_space: what JSON may have."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, white_space: WhiteSpace = COMPACT) -> None:
+        self._tokenizer, self._white_space = tokenizer, white_space
         added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
 
@@ -40,6 +40,10 @@ class Lark:
             at = found.end()
         return " ".join(term for term in [*terms, literal(text[at:])] if term != '""')
 
+    def json(self, schema: dict[str, Any]) -> str:
+        """Return a term for JSON of a schema."""
+        return f"%json {json.dumps(schema | {'x-guidance': self._white_space})}"
+
     def before(self, marker: str, name: str, *but: str) -> tuple[str, str]:
         """Return a term for any text up to a marker and the marker, and the rules that define it.
 
@@ -57,11 +61,6 @@ def any_text(name: str, *but: str) -> str:
     """Return a rule of that name, in capitals, for any text, not empty, that spells none of `but`."""
     without = (f" & ~/(?s:.*){escaped(each)}(?s:.*)/" for each in but)
     return f"{name.upper()}: /(?s:.+)/{''.join(without)}\n"
-
-
-def json_term(schema: dict[str, Any]) -> str:
-    """Return a term for JSON of a schema."""
-    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': SPACES}})}"
 
 
 def literal(text: str) -> str:

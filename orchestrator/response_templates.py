@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-from orchestrator.lark import GAP, Lark, json_term, literal
+from orchestrator.lark import GAP, Lark, literal
 from orchestrator.xml_calls import Schema, TagStyle, parameter_terms, rules_of
 from wire.errors import InvalidArgument
 
@@ -123,8 +123,8 @@ def _call(style: _Style, name: str, schema: Schema, lark: Lark) -> str:
     """Return the term of a call, up to what closes it."""
     opening = "" if style.listed else lark.spell(style.opening.replace(_PLACE.format("name"), name))
     if style.tags is not None:
-        return f'{opening} "\\n" {parameter_terms(schema, style.tags)}'
-    arguments = json_term({"type": "object"} | schema)
+        return f'{opening} "\\n" {parameter_terms(schema, style.tags, lark)}'
+    arguments = lark.json({"type": "object"} | schema)
     if style.keys is not None:
         head = f"{{{json.dumps(style.keys[0])}: {json.dumps(name)}, {json.dumps(style.keys[1])}: "
         arguments = f'{literal(head)} {arguments} "}}"'

@@ -6,13 +6,13 @@ They become a Lark grammar in llguidance's dialect. Tags that are tokens of the 
 import json
 from typing import Any
 
-from orchestrator.lark import Lark, any_text, json_term
+from orchestrator.lark import Lark, any_text
 from wire.errors import InvalidArgument
 
 Format = dict[str, Any]
 
 
-def tag_grammar(text: str, param: str, tokenizer: Any) -> str:
+def tag_grammar(text: str, param: str, lark: Lark) -> str:
     """Return the Lark grammar of structural tags. text: their JSON, {format} or the older {structures, triggers}.
 
     Raises InvalidArgument, with the request's field `param`, for what is not known or not complete.
@@ -20,7 +20,7 @@ def tag_grammar(text: str, param: str, tokenizer: Any) -> str:
     try:
         given = json.loads(text)
         form = given["format"] if "format" in given else _older(given)
-        tags = _Tags(Lark(tokenizer))
+        tags = _Tags(lark)
         return f"start: {tags.term(form)}\n{''.join(tags.rules)}"
     except KeyError as error:
         raise InvalidArgument(f"{param}: a structural tag lacks {error}", param) from None
@@ -49,7 +49,7 @@ class _Tags:
                 return self._lark.spell(form["value"])
             case "json_schema":
                 schema = form["json_schema"]
-                return json_term({} if schema is True else schema)
+                return self._lark.json({} if schema is True else schema)
             case "regex":
                 return f"/{form['pattern'].replace('/', chr(92) + '/')}/"
             case "any_text":

@@ -13,8 +13,13 @@ Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "lark"]
 Schema = dict[str, Any] | bool | str
 Choices = Annotated[Items[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
-# Between JSON's parts: as much as an indented object needs. Without a bound a weak model may write it for ever.
-SPACES = r"[\x20\x0A\x0D\x09]{1,32}"
+# White space in JSON, as llguidance's options say it. A model that wants to fill its answer with blanks may not: one
+# follows a comma or a colon, or none; `any` is what an indented object needs, with a bound.
+WhiteSpace = dict[str, str | bool]
+COMPACT: WhiteSpace = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+NO_SPACE: WhiteSpace = {"whitespace_flexible": False}
+ANY_SPACE: WhiteSpace = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+WHITE_SPACES = {"compact": COMPACT, "none": NO_SPACE, "any": ANY_SPACE}  # by the setting json_whitespace
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -22,13 +27,11 @@ ANY_OBJECT = '{"type": "object"}'
 class Structure:
     """What a text must follow. text: a JSON schema, a regular expression, a JSON list of choices, a grammar of Lark or
     GBNF, or JSON of structural tags, which become a grammar of kind lark. param: the request's field that says so.
-    spaces: a regular expression of what may stand between JSON's parts, empty for nothing.
     """
 
     kind: Kind
     text: str
     param: str
-    spaces: str = SPACES
 
 
 class Strict(BaseModel):
@@ -87,7 +90,6 @@ class StructuredRequest(BaseModel):
     def structure(self) -> Structure | None:
         """What the text must follow, None if it is free. Raises InvalidArgument for more than one such thing."""
         given = self.structured_outputs or StructuredOutputs.model_construct()
-        spaces = "" if given.disable_any_whitespace else given.whitespace_pattern or SPACES
         outputs: list[tuple[Kind, Any, str]] = [
             ("json", given.json_, "structured_outputs.json"),
             ("regex", given.regex, "structured_outputs.regex"),
@@ -109,7 +111,17 @@ class StructuredRequest(BaseModel):
             message = f"the text can follow one structure, got {' and '.join(param for _, _, param in found)}"
             raise InvalidArgument(message, found[1][2])
         ((kind, value, param),) = found
-        return Structure(kind, value if isinstance(value, str) else json.dumps(value), param, spaces)
+        return Structure(kind, value if isinstance(value, str) else json.dumps(value), param)
+
+    @property
+    def white_space(self) -> WhiteSpace | None:
+        """The white space that the request's JSON may have, None where it does not say."""
+        given = self.structured_outputs
+        if given is None or given.disable_any_whitespace is given.whitespace_pattern is None:
+            return None
+        if given.disable_any_whitespace or given.whitespace_pattern == "":
+            return NO_SPACE
+        return ANY_SPACE if given.whitespace_pattern is None else {"whitespace_pattern": given.whitespace_pattern}
 
     def _format_tags(self) -> dict[str, Any] | None:
         """Return the structural tags that response_format asks for."""

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.lark import escaped, json_term, literal
+from orchestrator.lark import Lark, escaped, literal
 from wire.errors import InvalidArgument
 
 Schema = dict[str, Any]
@@ -36,17 +36,17 @@ def rules_of(style: TagStyle) -> str:
     )
 
 
-def call_body(name: str, parameters: Schema | None) -> str:
+def call_body(name: str, parameters: Schema | None, lark: Lark) -> str:
     """Return the Lark term, over rules_of(QWEN), of a function's call between the marks around it.
 
     parameters: its schema, None for parameters of any name and any text. Raises InvalidArgument for names that cannot
     stand in a tag.
     """
     head = literal(f"\n<function={_tag_name(name)}>\n")
-    return f"{head} {parameter_terms(parameters, QWEN)} {_END}"
+    return f"{head} {parameter_terms(parameters, QWEN, lark)} {_END}"
 
 
-def parameter_terms(parameters: Schema | None, style: TagStyle) -> str:
+def parameter_terms(parameters: Schema | None, style: TagStyle, lark: Lark) -> str:
     """Return the term of a call's parameters, as `call_body` has them."""
     if parameters is None or ("properties" not in parameters and parameters.get("additionalProperties") is not False):
         return "any_parameter*"
@@ -56,7 +56,7 @@ def parameter_terms(parameters: Schema | None, style: TagStyle) -> str:
     properties = meant_properties(parameters)
     for key, schema in (properties | {key: {} for key in required if key not in properties}).items():
         tag = literal(f"{style.opening}{_tag_name(key)}{style.middle}")
-        terms.append(f"({tag} {_value(schema, definitions, style)}){'' if key in required else '?'}")
+        terms.append(f"({tag} {_value(schema, definitions, style, lark)}){'' if key in required else '?'}")
     return " ".join(terms)
 
 
@@ -95,17 +95,17 @@ def _listed(schema: Schema) -> list[Any]:
     return [schema["const"]] if "const" in schema else list(schema.get("enum") or [])
 
 
-def _value(schema: Schema, definitions: Schema, style: TagStyle) -> str:
+def _value(schema: Schema, definitions: Schema, style: TagStyle, lark: Lark) -> str:
     """Return the term of a parameter's value and of what closes it."""
     if listed := _listed(schema):
         texts = (each if isinstance(each, str) else json.dumps(each) for each in listed)
         return f"({' | '.join(map(literal, texts))}) {literal(style.closing)}"
     for union in ("anyOf", "oneOf"):
         if schema.get(union):
-            return f"({' | '.join(_value(each, definitions, style) for each in schema[union])})"
+            return f"({' | '.join(_value(each, definitions, style, lark) for each in schema[union])})"
     if "string" in schema.get("type", "string"):
         return _text(style)
-    return f"{json_term(schema | definitions)} {literal(style.closing)}"
+    return f"{lark.json(schema | definitions)} {literal(style.closing)}"
 
 
 def _tag_name(name: str) -> str:

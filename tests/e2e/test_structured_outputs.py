@@ -13,7 +13,7 @@ from engine.grammars import Grammars
 from engine.loading.module import load_module
 from models import TARGET
 from orchestrator.compile_grammar import make_source
-from orchestrator.structured_outputs import SPACES
+from orchestrator.structured_outputs import COMPACT
 from protos import inference_pb2
 from tests.client import make_request
 from tests.stack import Stack
@@ -114,7 +114,7 @@ def test_greedy_with_a_draft_is_greedy_of_the_target_alone(
         responses = list(stack.stub().Generate(request))
         found = [token for response in responses for token in response.token_ids]
         ((kind, value),) = outputs.items()
-        source = make_source(kind, value if isinstance(value, str) else json.dumps(value), SPACES, "")
+        source = make_source(kind, value if isinstance(value, str) else json.dumps(value), COMPACT, "")
         assert len(found) == 80 or found[-1] == 0
         assert_greedy_alone(model, prompt, found, source, tokenizer)
         drafted += responses[-1].speculation.drafted

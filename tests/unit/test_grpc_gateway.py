@@ -235,6 +235,7 @@ async def test_fields_are_checked_as_over_http(stub: Any, fields: Any, reason: s
         ({"grammar": 'start: "a"'}, "a", "b"),
         ({"json_object": True}, "{}", "[]"),
         ({"json_object": True, "disable_any_whitespace": True}, '{"a":1}', '{"a": 1}'),
+        ({"json_object": True, "disable_any_whitespace": False}, '{\n "a": 1}', "[]"),
         ({"json_object": True, "whitespace_pattern": " ?"}, '{"a": 1}', '{"a":  1}'),
     ],
 )

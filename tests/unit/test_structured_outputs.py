@@ -24,6 +24,7 @@ from orchestrator import grammar_compiler
 from orchestrator.chat_grammars import chat_grammar
 from orchestrator.chat_request import ChatRequest
 from orchestrator.grammar_compiler import GrammarCompiler
+from orchestrator.lark import Lark
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import read_request
 from orchestrator.structural_tags import tag_grammar
@@ -77,8 +78,8 @@ WANTED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "json_object": ({"response_format": {"type": "json_object"}}, ['{"b": [1, "x"]}', "{}"], ["1", "[]"]),
     "json_schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
-        ['{"a": 1}', '{\n  "a": -20\n}', '{"a":3}'],
-        ["{}", '{"a": "x"}', '{"a": 1, "b": 2}', '{"a":' + " " * 40 + "1}"],
+        ['{"a": 1}', '{"a": -20}', '{"a":3}'],
+        ["{}", '{"a": "x"}', '{"a": 1, "b": 2}', '{"a":  1}', '{ "a": 1}', '{\n  "a": 1\n}', '{"a" : 1}', '{"a": 1} '],
     ),
     "guided_json": ({"guided_json": SCHEMA}, ['{"a": 1}'], ["{}"]),
     "guided_json as text": ({"guided_json": json.dumps(SCHEMA)}, ['{"a": 1}'], ["{}"]),
@@ -89,6 +90,16 @@ WANTED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "json": ({"structured_outputs": {"json": SCHEMA}}, ['{"a": 1}'], ["{}"]),
     "tight json": (
         {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, ['{"a":1}'], ['{"a": 1}']
+    ),
+    "json with any white space": (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}},
+        ['{"a":1}', '{\n  "a": -20\n}'], ['{"a":' + " " * 40 + "1}"],
+    ),
+    "json with white space of a pattern": (
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "~"}}, ['{~"a"~:1}'], ['{"a": 1}'],
+    ),
+    "json without any by its pattern": (
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": ""}}, ['{"a":1}'], ['{"a": 1}'],
     ),
     "any json": ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
     "regex": ({"structured_outputs": {"regex": "a{2}"}}, ["aa"], ["ab"]),
@@ -166,7 +177,7 @@ async def test_structural_tags(
 ) -> None:
     """The same whether tags are text, tokens, or begin with tokens."""
     tokenizer = with_marks(tokenizer, marks)
-    lark = tag_grammar(json.dumps(given), "response_format", tokenizer)
+    lark = tag_grammar(json.dumps(given), "response_format", Lark(tokenizer))
     source = await GrammarCompiler().compile(Structure("lark", lark, "response_format"))
     for text in right:
         assert follows(source, text, tokenizer), text
@@ -281,7 +292,7 @@ FORMATS = {
 
 async def call_source(tokenizer: Any, form: ReplyFormat, **fields: Any) -> str:
     request = read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS} | fields)
-    main = chat_grammar(request, "", form, tokenizer)
+    main = chat_grammar(request, "", form, Lark(tokenizer))
     return await GrammarCompiler().compile(None if request.must_call else request.structure, main)
 
 
@@ -448,7 +459,7 @@ async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> 
     assert follows(strict, f"<think>hm</think>{SEA['hermes']}", tokenizer)
     assert follows(strict, "no", tokenizer)
     request = read_request(ChatRequest, {"messages": MESSAGES, "guided_regex": "yes"})
-    opened = chat_grammar(request, "user: hi<think>\n", form, tokenizer)
+    opened = chat_grammar(request, "user: hi<think>\n", form, Lark(tokenizer))
     source = await GrammarCompiler().compile(request.structure, opened)
     assert follows(source, "so it is</think>\nyes", tokenizer)
     assert follows(source, "yes", tokenizer) is None
@@ -507,7 +518,7 @@ async def test_calls_are_forced_by_a_tokenizers_own_template(
     assert follows(one, f"{call}\n", tokenizer)
     for between in ("", "\n"):
         assert follows(one, f"{call}{between}{call}", tokenizer) is False
-        assert follows(source, f"{call}{between}{call}", tokenizer) == (True if calls.get("repeats") else False)
+        assert follows(source, f"{call}{between}{call}", tokenizer) is bool(calls.get("repeats"))
     assert follows(source, call.replace("north", "east"), tokenizer) is False
     assert not follows(source, "No.", tokenizer)
     rng, schemas = (
@@ -538,7 +549,7 @@ async def test_own_templates_reason_and_open_content(tokenizer: Any) -> None:
         ("assistant:", "<think>hm</think><answer>yes"),
         ("assistant:<think>\n", "so</think><answer>no"),
     ):
-        main = chat_grammar(request, prompt, form, tokenizer)
+        main = chat_grammar(request, prompt, form, Lark(tokenizer))
         assert follows(await GrammarCompiler().compile(request.structure, main), text, tokenizer)
         parser = form.parser(prompt, [])
         assert "".join(delta.content for delta in parser.feed(text, True)) in ("yes", "no")
@@ -569,4 +580,5 @@ async def test_calls_are_forced_only_where_their_format_is_known(tokenizer: Any)
     with pytest.raises(InvalidArgument, match="can be forced in the formats hermes, llama3_json, mistral, qwen3_coder"):
         await call_source(tokenizer, form, tool_choice="required")
     own = ReplyFormat(own=template(OWN["smollm"][0]))
-    assert chat_grammar(read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS}), "", own, tokenizer) == ""
+    request = read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS})
+    assert chat_grammar(request, "", own, Lark(tokenizer)) == ""
