@@ -77,7 +77,9 @@ def hosts_of(host: str, allowed: str) -> tuple[str, ...] | None:
 
 def _check_host(headers: list[tuple[str, str]], hosts: Collection[str] | None) -> None:
     """Raise Misdirected for a request whose Host header names neither this machine nor one of `hosts`."""
-    for given in [value for name, value in headers if name == "host"] if hosts is not None else []:
+    if hosts is None:
+        return
+    for given in [value for name, value in headers if name == "host"]:
         try:
             name = (urlsplit(f"//{given}").hostname or "").rstrip(".")
         except ValueError:
