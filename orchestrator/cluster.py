@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -15,9 +15,10 @@ from ray._private import ray_constants
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from config import ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
+from config import Config, DraftSettings, ServiceSettings, TargetSettings
 from orchestrator.directory import name_services, side_of
 from orchestrator.joining_ray import check_ray_listens, connect_ray
+from orchestrator.room import check_room, gpus_of, resources_of
 from orchestrator.service_actor import ServiceActor
 from wire.errors import ClusterError
 
@@ -302,38 +303,3 @@ def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[Target
 def trace_variables(settings: ServiceSettings) -> dict[str, str]:
     """Return what a service that traces is to know of this process's environment: where OpenTelemetry sends spans."""
     return {name: value for name, value in os.environ.items() if settings.traces and name.startswith("OTEL_")}
-
-
-def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
-    """What a node must have to run a service, as Ray counts it; a trace, so that one node serves for many."""
-    resource = {"target": cluster.target_resource, "draft": cluster.draft_resource}[side]
-    return {resource: 0.001} if resource else {}
-
-
-def check_room(needs: Sequence[Mapping[str, float]], there: Mapping[str, float]) -> None:
-    """Raise ClusterError if services can never run on a Ray that gets no more nodes.
-
-    needs: of each service, by resource. there: how much Ray has of each resource.
-    """
-    for resource in sorted({name for each in needs for name in each}):
-        wanted, has = round(sum(each.get(resource, 0) for each in needs), 3), there.get(resource, 0)
-        if wanted > has:
-            advice = {
-                "GPU": "give --device auto, with which services share the GPUs that there are or run on the CPU",
-                "CPU": "place fewer services",
-            }.get(resource, "check --target-resource and --draft-resource")
-            raise ClusterError(
-                f"the {len(needs)} services need {wanted:g} {resource}, but the Ray that was started on this machine "
-                f"has {has:g} and gets no more: {advice}, or name a Ray that has it by --ray-address"
-            )
-
-
-def gpus_of(device: str, there: float, services: int) -> int:
-    """How many of the `there` GPUs of Ray's cluster each of the services gets: one or none."""
-    if device == "auto" and 0 < there < services:
-        log.warning(
-            "Ray has %g of the %d GPUs that the services take, so none is kept for any of them, and all use the first "
-            "of their node",
-            *(there, services),
-        )
-    return int(device == "cuda" or (device == "auto" and there >= services))

@@ -228,7 +228,7 @@ def test_where_a_service_says_that_it_is() -> None:
 
 
 def test_what_a_node_must_have() -> None:
-    from orchestrator.cluster import resources_of  # imports Ray
+    from orchestrator.room import resources_of
 
     cluster = resolve("--target-resource", "big").cluster
     assert (resources_of("target", cluster), resources_of("draft", cluster)) == ({"big": 0.001}, {})
@@ -263,7 +263,7 @@ def test_services_that_run_already_are_given_by_several_addresses() -> None:
 
 
 def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
-    from orchestrator.cluster import gpus_of  # imports Ray
+    from orchestrator.room import gpus_of
 
     assert [gpus_of("auto", there, 2) for there in (0, 1, 2, 3)] == [0, 0, 1, 1]
     assert [gpus_of("auto", there, 3) for there in (2, 3)] == [0, 1]
@@ -274,7 +274,7 @@ def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_a_ray_that_gets_no_more_nodes_can_run() -> None:
     """A GPU for each service, what nodes are given names for, and the sum of small parts."""
-    from orchestrator.cluster import check_room  # imports Ray
+    from orchestrator.room import check_room
 
     target, draft = {"CPU": 0.1, "GPU": 1, "big": 0.001}, {"CPU": 0.1, "GPU": 1}
     check_room([target, draft], {"CPU": 1.0, "GPU": 2.0, "big": 1.0})
