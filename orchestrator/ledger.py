@@ -127,6 +127,11 @@ class Record:
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_tokens :]
 
+    @property
+    def resumed(self) -> bool:
+        """Whether a target had accepted it before the one that it is opened on next."""
+        return self.resumptions > 0 or len(self.tokens) > self.prompt_tokens
+
     def to_open(self) -> Open:
         """The request that opens this session on a target, at its start or where it stands."""
         return Open(
@@ -146,6 +151,7 @@ class Record:
             caller=self.caller,
             choice=self.choice,
             client=self.client,
+            resumed=self.resumed,
         )
 
 

@@ -236,17 +236,17 @@ class Router:
         stream.open(record, self.routed.total())
 
     def _place_elsewhere(self, session: str) -> bool:
-        """Open a session that its target has no place for, and has not begun, on one that has not refused it either.
+        """Open a session that its target has no place for on one that has not refused it either.
 
-        Returns whether there is one.
+        Returns whether there is one. A session that was accepted before goes there whatever queues its targets report.
         """
         record, place = self.ledger.records.get(session), self._places.get(session)
-        if record is None or place is None or record.latest:
+        if record is None or place is None:
             return False
         record.refused_by.add(place.view.name)
         others = [stream.view for name, stream in self._usable().items() if name not in record.refused_by]
         try:
-            views = routing.admit(others, len(record.tokens), self._max_wait)
+            views = (others if record.resumed else []) or routing.admit(others, len(record.tokens), self._max_wait)
         except ResourceExhausted:
             return False
         place.close(session, finished=True)

@@ -88,11 +88,12 @@ class Admission:
         """Queue a session.
 
         Where all places of the queue are taken, the peer that has the most of them gives one to a peer that has fewer,
-        and among the streams of one peer likewise. Raises InvalidArgument if the session can never run,
-        ResourceExhausted if there is no room for it.
+        and among the streams of one peer likewise. A session that was accepted before always waits, and is never asked
+        to give its place. Raises InvalidArgument if the session can never run, ResourceExhausted if there is no room
+        for it.
         """
         self._check_request(request)
-        if len(request.tokens) == request.prompt_tokens:  # one that has tokens already is opened again, and waits
+        if not request.resumed:
             self._make_place(len(request.tokens), emit)
         grammar = self._grammar(request)
         stop_token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]  # others never come
@@ -121,6 +122,7 @@ class Admission:
             caller=request.caller,
             client=request.client,
             choice=request.choice,
+            resumed=request.resumed,
             draws_own=self._deterministic,
         )
         session.kv.dense = session.reads_all
@@ -191,21 +193,38 @@ class Admission:
 
     def _make_place(self, tokens: int, emit: Callable[[ServedEvent], None]) -> None:
         """Raise ResourceExhausted if a session of so many tokens can neither run at once nor be queued."""
-        most, peer = self._settings.max_queued, self._peers.get(emit, "")
+        most, before, evicted = self._settings.max_queued, self.queue.copy(), list[TargetSession]()
         while (queued := self._queued_with(tokens)) > most:
-            peers = Counter(map(self._peer_of, self.queue))
-            greedy = max(peers, key=peers.__getitem__, default=peer)
-            if peers[greedy] <= peers[peer] + 1:
-                greedy = peer
-            streams = Counter(session.emit for session in self.queue if self._peer_of(session) == greedy)
-            held = max(streams.values(), default=0)
-            if greedy == peer and held <= streams[emit] + 1:
+            session = self._next_to_evict(emit)
+            if session is None:
+                self.queue = before
                 raise ResourceExhausted(
-                    f"no place is free, and {queued - 1} sessions are queued already of at most {most}; try again later"
+                    f"no place is free, and {queued + len(evicted) - 1} sessions are queued already of at most {most}; "
+                    "try again later"
                 )
-            newest = next(session for session in reversed(self.queue) if streams[session.emit] == held)
-            self.queue.remove(newest)
-            newest.fail(ResourceExhausted("its place in the queue is needed for another client; try again later"))
+            self.queue.remove(session)
+            evicted.append(session)
+        for session in evicted:
+            session.fail(ResourceExhausted("its place in the queue is needed for another client; try again later"))
+
+    def _next_to_evict(self, emit: Callable[[ServedEvent], None]) -> TargetSession | None:
+        """Return the session whose place in the queue goes to a new one of the stream that `emit` belongs to; None if
+        nobody has more places than is fair, of those that sessions have which were not accepted before.
+        """
+        peer, waiting = self._peers.get(emit, ""), self._evictable()
+        peers = Counter(map(self._peer_of, waiting))
+        greedy = max(peers, key=peers.__getitem__, default=peer)
+        if peers[greedy] <= peers[peer] + 1:
+            greedy = peer
+        streams = Counter(session.emit for session in waiting if self._peer_of(session) == greedy)
+        held = max(streams.values(), default=0)
+        if greedy == peer and held <= streams[emit] + 1:
+            return None
+        return next(session for session in reversed(waiting) if streams[session.emit] == held)
+
+    def _evictable(self) -> list[TargetSession]:
+        """Return the queued sessions that may have to give their places to others."""
+        return [session for session in self.queue if not session.resumed]
 
     def _queued_with(self, tokens: int) -> int:
         """Return how many sessions the next step would leave in the queue if one more of so many tokens were in it."""
@@ -230,16 +249,17 @@ class Admission:
         """Return a report that says how many more sessions of who owns `emit` would run at once, or wait."""
         left, running, free = self._after_next_step()
         peer = self._peers.get(emit, "")
-        peers = Counter(map(self._peer_of, self.queue))
-        streams = Counter(session.emit for session in self.queue if self._peer_of(session) == peer)
+        peers = Counter(map(self._peer_of, evictable := self._evictable()))
+        streams = Counter(session.emit for session in evictable if self._peer_of(session) == peer)
         shares = (peers, peers[peer]), (streams, streams[emit])
-        taken_over = max((max(counts.values(), default=0) - own) // 2 for counts, own in shares)  # see _make_place
+        taken_over = max((max(counts.values(), default=0) - own) // 2 for counts, own in shares)  # see _next_to_evict
+        places = self._settings.max_queued - min(left, len(self.queue))  # fewer than 0 where many were accepted before
         return Report(
             sessions=len(self.running) + len(self.preempted) + len(self.queue),
             waiting=left,
             free_places=max(0, self._settings.max_sessions - running),
             free_kv_pages=max(0, free - self._kept(running)),
-            queue_places=max(0, self._settings.max_queued - min(left, len(self.queue)), taken_over),
+            queue_places=max(0, places, taken_over + min(0, places)),
             unread_tokens=sum(max(0, session.unread) for session in self.everyone()),
             queue_seconds=time.monotonic() - self._next().queued_at if left else 0.0,
             kv_pages=self._kv.pool.num_pages,

@@ -35,17 +35,22 @@ def _unpack(packed: tuple[Any, ...]) -> Commit:
 
 @dataclass
 class Written:
-    """What an orchestrator was told of a session that it opened by `request`.
+    """The rounds that were told of a session to the orchestrator that opened it by `request`, and to those before it.
 
-    has_ended: whether the end, too. packed: the rounds, as of `_pack`.
+    has_ended: whether the last of them is the session's end. packed: the rounds, as of `_pack`. repeats: how many of
+    them this orchestrator has not been told yet, since an orchestrator before it was.
     """
 
     request: Open
     has_ended: bool = False
     packed: list[tuple[Any, ...]] = field(default_factory=list)
+    repeats: int = 0
 
     def add(self, commit: Commit) -> None:
-        """Write down a round that is told."""
+        """Write down a round that is told, unless it was told to an orchestrator before."""
+        if self.repeats:
+            self.repeats -= 1
+            return
         self.packed.append(_pack(commit))
         self.has_ended = commit.finish_reason is not FinishReason.NONE
 
@@ -58,23 +63,30 @@ class Written:
         """Return whether another request asks for the same, whatever its seed."""
         return _asked(self.request) == _asked(request)
 
-    def retold(self, session: str) -> list[Commit]:
-        """Return all that was committed behind the prompt, as commits of a session of that name."""
+    def taken_up_by(self, request: Open) -> "Written":
+        """Return what the next orchestrator, which asks by that request, is to be told of the session.
+
+        All that was committed behind the prompt is kept, and the seed of the first attempt, however often an
+        orchestrator is lost before it was told everything: the client may hold any of these tokens.
+        """
         asked, commits = self.request, self.commits
         if given := asked.tokens[asked.prompt_tokens :]:
-            commits = [Commit(At(session, 0, 0, asked.prompt_tokens), given), *commits]
-        return [replace(commit, at=commit.at._replace(session=session)) for commit in commits]
+            commits = [Commit(At(request.session, 0, 0, asked.prompt_tokens), given), *commits]
+        packed = [_pack(replace(commit, at=commit.at._replace(session=request.session))) for commit in commits]
+        return Written(replace(request, sampling=asked.sampling, resumed=True), self.has_ended, packed, len(packed))
 
-    def going_on(self, request: Open) -> Open:
-        """Return what opens the session again where it stands, by the name of that request."""
+    def going_on(self) -> Open:
+        """Return the request that opens the session where it stands."""
         tokens = [*self.request.tokens, *(token for commit in self.commits for token in commit.tokens)]
-        told = bool(self.packed) or not request.wants_prompt_logprobs
-        return replace(request, tokens=tokens, sampling=self.request.sampling, wants_prompt_logprobs=not told)
+        wanted = self.request.wants_prompt_logprobs and not self.packed  # they are told with the first round
+        return replace(self.request, tokens=tokens, wants_prompt_logprobs=wanted)
 
 
 def _asked(request: Open) -> Open:
-    prompt, sampling = request.tokens[: request.prompt_tokens], replace(request.sampling, seed=0)
-    return replace(request, session=name_of_client(request.session), tokens=prompt, sampling=sampling, traceparent="")
+    """Return what a request asks for, whoever passes it on and whichever attempt it is."""
+    name, prompt = name_of_client(request.session), request.tokens[: request.prompt_tokens]
+    sampling = replace(request.sampling, seed=0)
+    return replace(request, session=name, tokens=prompt, sampling=sampling, traceparent="", resumed=False)
 
 
 class LeftSessions:
@@ -146,9 +158,9 @@ class Account:
         self._open: dict[str, Written] = {}
         self._ended: deque[tuple[float, Written]] = deque()  # until when each is kept
 
-    def open(self, request: Open) -> None:
-        """Begin a session."""
-        self._open[request.session] = Written(request)
+    def open(self, written: Written) -> None:
+        """Begin a session, or go on with one."""
+        self._open[written.request.session] = written
 
     def caller_of(self, session: str) -> str:
         """Return the name of the key that an open session's request came with, empty for one that is not open."""
@@ -163,7 +175,7 @@ class Account:
         written = self._open.get(commit.at.session)
         if written is not None:
             written.add(commit)
-            if written.has_ended:
+            if commit.finish_reason is not FinishReason.NONE:
                 self._ended.append((time.monotonic() + self._seconds, self._open.pop(commit.at.session)))
         while self._ended and self._ended[0][0] <= time.monotonic():
             self._ended.popleft()

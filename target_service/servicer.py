@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
-from target_service.left_sessions import Account, LeftSessions
+from target_service.left_sessions import Account, LeftSessions, Written
 from target_service.reporting import Reporter
 from target_service.session import DraftPeer
 from target_service.usage import CallerTokens, StreamUsage
@@ -205,13 +205,14 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     def _open(self, request: Open, account: Account, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]) -> None:
         """Open a session, or go on with one that was left: what was committed of it is told first."""
         left = self._left.find(request)
-        if left is None or not left.has_ended:
-            self._verifier.admission.open(request if left is None else left.going_on(request), outbox.put)
-        account.open(request)
+        written = Written(request) if left is None else left.taken_up_by(request)
+        if not written.has_ended:
+            self._verifier.admission.open(written.going_on(), outbox.put)
+        account.open(written)
         self._left.forget(request)
         if left is not None:
             self._verifier.counters["taken_up_sessions"] += 1
-            for commit in left.retold(request.session):
+            for commit in written.commits:
                 self._verifier.counters["retold_tokens"] += len(commit.tokens)
                 outbox.put(commit)
         elif len(request.tokens) == request.prompt_tokens:

@@ -67,7 +67,7 @@ class TargetSession:
     changes its logits; grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the
     prompt's tokens but its first, as far as it is read; None if not asked for, or told already. traceparent: of its
     request, if that is traced. caller, choice: of its request, too: whose it is, and which of the request's choices
-    this is. draws_own: whether the target keeps the tokens that it draws itself, whatever is proposed. reader: how an
+    this is. resumed: as of Open. draws_own: whether the target keeps the tokens that it draws itself, whatever is proposed. reader: how an
     approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it; None:
     everything. lookup: what proposes tokens by itself; None: nothing. first_guess: when that does so before a draft;
     None: in place of one. memory: what its KV weighed, if it drafts for itself. screening: what it holds back until it
@@ -103,6 +103,7 @@ class TargetSession:
     caller: str = ""
     client: str = ""  # with whose other sessions it shares places
     choice: int = 0
+    resumed: bool = False
     draws_own: bool = False
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0

@@ -198,7 +198,8 @@ class Refusal:
 @dataclass(frozen=True)
 class Open:
     """alternatives: likely tokens that are told with each log probability. grammar: the source of one that the
-    generated text must follow (engine.grammars); empty: none.
+    generated text must follow (engine.grammars); empty: none. resumed: whether the session was accepted before, here or
+    on a target that is lost; the limit of the queue does not apply to it then.
     """
 
     session: str
@@ -217,6 +218,7 @@ class Open:
     caller: str = ""
     choice: int = 0
     client: str = ""
+    resumed: bool = False
 
 
 @dataclass(frozen=True)

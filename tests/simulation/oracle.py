@@ -88,6 +88,20 @@ def wrong_views(processes: Mapping[str, Process], made: Mapping[Process, Any]) -
                 yield f"{name} counts {view.report.sessions} + {len(view.unreported)} sessions of {view.name}"
 
 
+def refused_after_all(clients: list[Client], accepted: set[str]) -> Iterator[str]:
+    """Yield which clients were told that there is no place for a request which a target had accepted before.
+
+    accepted: names of the sessions that targets had when they ended. Of several choices some may have been refused.
+    """
+    names = Counter(client.request.name for client in clients)
+    for client in clients:
+        request = client.request
+        was_there = request.name in accepted and client.attempts == names[request.name] == 1
+        if client.outcome == "RESOURCE_EXHAUSTED" and request.choices == 1:
+            if was_there or any(client.got.values()):
+                yield f"client {request.name}: accepted, got {client.got}, and refused then: {client.details}"
+
+
 def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) -> Iterator[str]:
     """Yield which clients got an error that nothing explains."""
     asked = [(client, {client.request.gateway, client.gateway}) for client in clients]

@@ -19,6 +19,7 @@ from tests.simulation.process import Process, current_process
 from tests.simulation.scenario import Scenario
 from tests.simulation.seams import replaced
 from tests.simulation.services import run_draft, run_gateway, run_target
+from wire.session_names import name_of_client
 
 _START = 30.0  # virtual seconds within which everything must have found each other
 # Within which every request must end, once nothing goes wrong any more, or as long as all take one after the other with
@@ -33,7 +34,8 @@ _SETTLING = 40.0  # within which nothing of any request may be left
 class World:
     """Owns all that a run is made of. violations: what must not be, in the order in which it was seen.
 
-    made: by process, the Verifier, Drafter or Frontend that it has made. tallies: counters of those that are gone.
+    made: by process, the Verifier, Drafter or Frontend that it has made. accepted: clients' names of the sessions that
+    targets had when they ended, those that waited included. tallies: counters of those that are gone.
     """
 
     def __init__(self, scenario: Scenario, keep_log: bool = False) -> None:
@@ -45,6 +47,7 @@ class World:
         self.network.repeated = scenario.repeated
         self.violations: list[str] = []
         self.made: dict[Process, Any] = {}
+        self.accepted: set[str] = set()
         self.drafters: dict[Process, Drafter] = {}  # of targets that run their draft themselves
         aborted: set[str] = set()
         self.clients = [Client(request, aborted) for request in make_requests(scenario)]
@@ -127,6 +130,11 @@ class World:
         process = current_process()
         assert process is not None
         self.made[process] = made
+        if isinstance(made, Verifier):
+            process.at_end.append(lambda error: self._note_accepted(made))
+
+    def _note_accepted(self, target: Verifier) -> None:
+        self.accepted.update(name_of_client(session.id) for session in target.admission.everyone())
 
     def _drain(self, process: Process, draining: bool) -> None:
         if isinstance(verifier := self.made.get(process), Verifier):
@@ -258,6 +266,7 @@ class World:
         frontends = [made for made in self.made.values() if isinstance(made, Frontend)]
         for violation in (
             *(violation for client in self.clients for violation in client.violations),
+            *oracle.refused_after_all(self.clients, self.accepted),
             *oracle.wrong_outcomes(self.clients, self.faults, self.scenario),
             *oracle.wrong_counters(self.clients, frontends, verifiers),
             *oracle.useless_drafts(self.clients, verifiers, self.scenario),

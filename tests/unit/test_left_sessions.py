@@ -94,6 +94,36 @@ async def test_a_client_goes_on_through_another_gateway_with_the_tokens_that_it_
         assert alone == tokens, "with the seed of the first"
 
 
+async def test_a_client_goes_on_through_a_third_gateway_when_the_second_is_lost_as_well() -> None:
+    """With the seed of the first attempt still: neither what was told before nor what follows depends on the others."""
+    async with target_at() as (address, _):
+        gateways = [await Gateway(address).start() for _ in range(3)]
+        alone = await all_of(gateways[2], record("b"))
+        first = await some_of(gateways[0], record(), 50)
+        await until(lambda: gateways[1].left == {"a"})
+        second = await some_of(gateways[1], record(sampling=replace(SAMPLED, seed=77)), len(first) + 50)
+        await until(lambda: gateways[2].left == {"a"})
+        third = await all_of(gateways[2], record(sampling=replace(SAMPLED, seed=78)))
+        await gateways[2].stop()
+    assert 50 <= len(first) < len(second) < 300
+    assert first == alone[: len(first)] and second == alone[: len(second)] and third == alone
+
+
+async def test_a_session_that_waits_at_a_full_target_goes_on_through_another_gateway() -> None:
+    """It had been accepted when its gateway was lost: the limit of the queue, which has no place, is not for it."""
+    async with two_gateways(max_sessions=1, max_queued=1) as (first, second):
+        running = asyncio.create_task(all_of(second, record("runs")))
+        await until(lambda: second.router.targets["target"].view.report.sessions == 1)
+        waiting = asyncio.create_task(some_of(first, record(), 1))
+        await until(lambda: second.router.targets["target"].view.report.waiting == 1)
+        await first.stop()
+        assert await waiting == []
+        await until(lambda: second.left == {"a"})
+        other = asyncio.create_task(all_of(second, record("waits")))
+        await until(lambda: second.router.targets["target"].view.report.waiting == 1)
+        assert len(await all_of(second, record())) == len(await running) == len(await other) == 300
+
+
 async def test_an_answer_whose_end_nobody_got_is_told_again() -> None:
     async with two_gateways() as (first, second):
         got = await all_of(first, record(max_tokens=20))
@@ -134,12 +164,56 @@ def test_a_session_that_was_resumed_before_is_told_from_its_prompt_on() -> None:
     for each in told:
         written.add(each)
     assert written.commits == told
-    assert [(each.at.session, each.at.base, each.tokens) for each in written.retold("a@y.2")] == [
+    taken_up = written.taken_up_by(replace(opened("a"), session="a@y.2"))
+    assert [(each.at.session, each.at.base, each.tokens) for each in taken_up.commits] == [
         ("a@y.2", 3, [1, 1]),
         ("a@y.2", 5, [7]),
         ("a@y.2", 6, [8, 9]),
     ]
-    assert written.going_on(opened("a")).tokens == [1, 1, 1, 1, 1, 7, 8, 9]
+    assert taken_up.going_on().tokens == [1, 1, 1, 1, 1, 7, 8, 9] and taken_up.going_on().resumed
+
+
+def test_what_was_told_to_one_orchestrator_is_kept_for_the_third_if_the_second_is_told_nothing() -> None:
+    written, other = Written(opened("a")), replace(SAMPLED, seed=77)
+    told = [commit("a", 3, 7), commit("a", 4, 8, 9), commit("a", 6, 5)]
+    for each in told[:2]:
+        written.add(each)
+    second = written.taken_up_by(replace(opened("a"), sampling=other))
+    third = second.taken_up_by(replace(opened("a"), sampling=other))
+    assert third.follows(opened("a")) and third.commits == told[:2]
+    assert third.going_on().sampling == SAMPLED and third.going_on().tokens == [1, 1, 1, 7, 8, 9]
+    for each in told:  # the third is told all again, and what is new
+        third.add(each)
+    assert third.commits == told
+
+
+def test_the_end_of_an_answer_is_kept_until_all_of_it_was_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("target_service.left_sessions.time", clock)
+    written, account = Written(opened("a")), Account(8)
+    told = [commit("a", 3, 7), commit("a", 4, 8, reason=FinishReason.STOP)]
+    for each in told:
+        written.add(each)
+    account.open(written.taken_up_by(opened("a")))
+    account.write(told[0])
+    clock.now = 100
+    account.write(commit("other", 3, 1))
+    (left,) = account
+    assert left.commits == told and left.has_ended and "a@x.1" in account
+    account.write(told[1])
+    assert "a@x.1" not in account and list(account) == [left]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_log_probabilities_of_a_prompt_are_told_once(begun: bool) -> None:
+    """With the first round: a session that is taken up before it reads its prompt for them."""
+    asked = opened("a", wants_logprobs=True, wants_prompt_logprobs=True)
+    written = Written(asked)
+    if begun:
+        written.add(replace(commit("a", 3, 7), prompt_logprobs=[TokenLogprobs(-0.5, [], [])] * 2))
+    taken_up = written.taken_up_by(asked)
+    assert taken_up.going_on().wants_prompt_logprobs is not begun
+    assert taken_up.follows(asked) and taken_up.taken_up_by(asked).going_on().wants_prompt_logprobs is not begun
 
 
 def test_what_is_kept_of_a_round_is_all_of_it_and_nothing_that_collections_look_at() -> None:
@@ -173,7 +247,7 @@ def test_an_account_forgets_what_ended_before_its_orchestrator_could_hang(monkey
     monkeypatch.setattr("target_service.left_sessions.time", clock)
     account = Account(8)
     for name in "ab":
-        account.open(opened(name))
+        account.open(Written(opened(name)))
     account.write(commit("a", 3, 7, reason=FinishReason.STOP))
     assert "a@x.1" not in account and "b@x.1" in account and len(list(account)) == 2
     clock.now = 9

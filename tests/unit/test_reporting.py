@@ -18,7 +18,7 @@ from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
 from wire.errors import ResourceExhausted
 from wire.messages import CallerUsage, Exactness, Open
 
-ACTS = st.tuples(st.sampled_from(["open", "step", "close"]), st.integers(0, 1), st.integers(1, 120))
+ACTS = st.tuples(st.sampled_from(["open", "resume", "step", "close"]), st.integers(0, 1), st.integers(1, 120))
 
 
 def admission(runner: FakeRunner, **settings: int) -> Admission:
@@ -49,6 +49,9 @@ def test_a_router_refuses_nothing_that_the_target_would_take(
                 assert not view.is_full(tokens)
             except ResourceExhausted:
                 assert not view.has_room(tokens + 16)
+        elif act == "resume":
+            request = Open(f"{number}", [1] * tokens, tokens, 1, [], GREEDY, Exactness.EXACT, resumed=True)
+            target.open(request, streams[who])
         elif act == "step":
             target.release_closed()
             for session in target.admit():

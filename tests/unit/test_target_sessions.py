@@ -663,6 +663,37 @@ def test_who_has_many_sessions_keeps_nobody_out() -> None:
     assert [session.id for session in verifier.admission.admit()] == ["m2"]
 
 
+def test_a_session_that_was_accepted_before_is_neither_refused_nor_evicted() -> None:
+    """Whatever the limit of the queue, with tokens or without; it takes no place of those that wait already."""
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
+    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=1, max_queued=2, max_context=600))
+    admission, ours, theirs = verifier.admission, list[m.ServedEvent](), list[m.ServedEvent]()
+    for name in ("runs", "w0", "w1"):
+        admission.open(exact(name), ours.append)
+        admission.admit()
+    begun = exact("r0")
+    admission.open(replace(begun, tokens=[*begun.tokens, 1], resumed=True), ours.append)
+    admission.open(replace(exact("r1"), resumed=True), ours.append)
+    assert admission.room(theirs.append).queue_places == 0, "places taken over would leave too many still"
+    with pytest.raises(ResourceExhausted, match="4 sessions are queued already of at most 2"):
+        admission.open(exact("t0"), theirs.append)
+    assert not ours, "nobody gives way for one that is refused all the same"
+    for name in ("w0", "w1"):
+        verifier.abort(name)
+    with pytest.raises(ResourceExhausted):
+        admission.open(exact("t0"), theirs.append)
+    assert [session.id for session in admission.queue] == ["r0", "r1"]
+    verifier.abort("r0")
+    assert admission.room(theirs.append).queue_places == 1
+    admission.open(exact("t0"), theirs.append)
+    with pytest.raises(ResourceExhausted):
+        admission.open(exact("w2"), ours.append)
+    run_to_the_end(verifier)
+    assert {event.at.session for event in ours + theirs if isinstance(event, m.Commit) and event.finish_reason} == {
+        *("runs", "r1", "t0")
+    }
+
+
 def test_a_peer_gains_no_places_by_many_streams() -> None:
     """Places are shared between peers first, then between the streams of each, also where a report says how many."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
