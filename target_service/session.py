@@ -67,7 +67,7 @@ class TargetSession:
     changes its logits; grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the
     prompt's tokens but its first, as far as it is read; None if not asked for, or told already. traceparent: of its
     request, if that is traced. caller, choice: of its request, too: whose it is, and which of the request's choices
-    this is. resumed: as of Open. draws_own: whether the target keeps the tokens that it draws itself, whatever is proposed. reader: how an
+    this is. draws_own: whether the target keeps the tokens that it draws itself, whatever is proposed. reader: how an
     approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it; None:
     everything. lookup: what proposes tokens by itself; None: nothing. first_guess: when that does so before a draft;
     None: in place of one. memory: what its KV weighed, if it drafts for itself. screening: what it holds back until it
@@ -77,7 +77,7 @@ class TargetSession:
     round; those for the next one assume different outcomes of this one. foreseen: whether the current round was
     proposed before the last verdict. held: what was announced for the round judged last, by its key. last_judged: the
     round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the next round
-    reads; reads: what the last round that was looked at read.
+    reads; reads: what the last round that was looked at read. resumed: as of Open.
     """
 
     id: str

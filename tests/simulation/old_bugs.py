@@ -90,6 +90,17 @@ def other_orchestrators_sessions_have_the_same_names() -> AbstractContextManager
     return patch.object(TargetStream, "open", lambda self, record, number: real(_without_origin(self), record, 0))
 
 
+def what_a_lost_target_had_accepted_is_refused() -> AbstractContextManager[Any]:
+    """Its sessions are opened as new ones elsewhere, for which a full queue has no place."""
+    real = Record.to_open
+    return patch.object(Record, "to_open", lambda self: replace(real(self), resumed=False))
+
+
+def what_a_lost_target_had_accepted_is_evicted() -> AbstractContextManager[Any]:
+    """They give their places in the queue to another peer's new sessions."""
+    return patch.object(Admission, "_evictable", lambda self: list(self.queue))
+
+
 def _without_origin(stream: TargetStream) -> TargetStream:
     stream._origin = ""
     return stream
@@ -108,6 +119,10 @@ OLD_BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         other_orchestrators_sessions_have_the_same_names,
     )
 }
+
+
+# Found where one of two targets is killed while the other is full (Scenario.full).
+BUGS_OF_FULL_TARGETS = (what_a_lost_target_had_accepted_is_refused, what_a_lost_target_had_accepted_is_evicted)
 
 
 def find(bug: str, seeds: range) -> tuple[int, str] | None:

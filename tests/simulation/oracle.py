@@ -97,9 +97,9 @@ def refused_after_all(clients: list[Client], accepted: set[str]) -> Iterator[str
     for client in clients:
         request = client.request
         was_there = request.name in accepted and client.attempts == names[request.name] == 1
-        if client.outcome == "RESOURCE_EXHAUSTED" and request.choices == 1:
-            if was_there or any(client.got.values()):
-                yield f"client {request.name}: accepted, got {client.got}, and refused then: {client.details}"
+        is_refused = client.outcome == "RESOURCE_EXHAUSTED" and request.choices == 1
+        if is_refused and (was_there or any(client.got.values())):
+            yield f"client {request.name}: accepted, got {client.got}, and refused then: {client.details}"
 
 
 def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) -> Iterator[str]:

@@ -4,7 +4,7 @@ Every kind of fault is in some of the runs (swarm testing), so that each meets o
 times.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from random import Random
 
 import models
@@ -89,6 +89,29 @@ class Scenario:
             request_timeout=random.choice((0.0, 0.0, 20.0)),
             faults=faults,
             fault_count=random.choice((2, 4, 8)) if len(faults) > 1 else 1,
+        )
+
+    @staticmethod
+    def full(seed: int) -> "Scenario":
+        """Return a scenario of a seed in which one of two targets is killed, and the other one's queue is full or
+        nearly so."""
+        return replace(
+            Scenario.of(seed),
+            targets=2,
+            drafts=1,
+            gateways=((0, 1), (0, 1)),
+            routing="least-loaded",
+            sessions=12,
+            names=1000,
+            seconds=1.0,
+            step_seconds=0.1,
+            target_pages=400,
+            max_sessions=2,
+            max_queued=4,
+            repeated=0.0,
+            request_timeout=0.0,
+            faults=("kill target",),
+            fault_count=1,
         )
 
     @property

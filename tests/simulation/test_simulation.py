@@ -3,12 +3,16 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 
-from tests.simulation.old_bugs import OLD_BUGS, find
+from tests.simulation.old_bugs import BUGS_OF_FULL_TARGETS, OLD_BUGS, find
 from tests.simulation.runs import Result, run_seed, run_seeds
-from tests.simulation.scenario import FAULTS
+from tests.simulation.scenario import FAULTS, Scenario
+from tests.simulation.world import World
 
 SEEDS = 160
 # Each comes up in these seeds, on one side or another.
@@ -41,6 +45,31 @@ def result() -> Result:
 def test_seeds_hold(result: Result) -> None:
     assert result.seeds == SEEDS
     assert not result.violations
+
+
+FULL_SEEDS = 24
+
+
+def of_full_targets(seeds: int) -> Iterator[World]:
+    """Yield a world after the other in which a target is lost and the other one has no place, after its run."""
+    for seed in range(seeds):
+        world = World(Scenario.full(seed))
+        world.run()
+        yield world
+
+
+def test_what_a_lost_target_had_accepted_is_kept_whatever_the_queues_of_others() -> None:
+    worlds = list(of_full_targets(FULL_SEEDS))
+    assert not [violation for world in worlds for violation in world.violations]
+    assert sum(world.coverage["client: RESOURCE_EXHAUSTED"] for world in worlds) > 0, "new ones are refused"
+    assert sum(len(world.accepted) for world in worlds) > FULL_SEEDS
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_FULL_TARGETS)
+def test_a_refusal_of_what_was_accepted_is_found(bug: Callable[[], AbstractContextManager[Any]]) -> None:
+    with bug():
+        violations = (violation for world in of_full_targets(FULL_SEEDS) for violation in world.violations)
+        assert "accepted, got" in next(violations)
 
 
 def test_every_fault_happens(result: Result) -> None:

@@ -126,6 +126,26 @@ async def test_a_target_that_is_too_many_is_ended_when_its_sessions_are(run: Run
     assert run.found == ["target-1", "draft-1"]
 
 
+async def test_a_target_is_ended_when_it_has_been_quiet_for_three_beats_in_a_row() -> None:
+    """Each for itself: until then gateways may not know that it drains, and open a session on it."""
+    run = Run()
+    run.autoscaler._staying = 1
+    step, names = run.autoscaler._step, lambda: [name for name in run.fleet.names if side_of(name) == "target"]
+    for use in (80, 80, 10):
+        run.load(use)
+        await step()
+    last = run.fleet.streams["target-3"]
+    assert names() == ["target-1", "target-2", "target-3"] and last.drained == [True]
+    for sessions in (0, 0, 1, 0, 0):
+        run.load(10, sessions=0)
+        last.say(sessions=sessions)
+        await step()
+        assert len(names()) == 3, "not quiet for long enough"
+    for expected in (2, 2, 2, 1):
+        await step()
+        assert len(names()) == expected
+
+
 async def test_a_target_that_drains_stays_if_the_load_comes_back(run: Run) -> None:
     run.load(80)
     await until(lambda: "target-2" in run.found)

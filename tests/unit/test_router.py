@@ -436,6 +436,71 @@ async def test_a_session_for_which_no_target_has_a_place_is_refused_after_one_tr
         assert router.routed == {"0": 1, "1": 1}
 
 
+def token_then_full(request: Open) -> list[Commit | Closed]:
+    return [*one_token(request), Closed(request.session, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "no room")]
+
+
+async def test_a_session_that_has_begun_goes_to_another_target_when_its_own_has_no_place() -> None:
+    """Where it stands, to one whose queue is full: it was accepted. Its target stays connected."""
+
+    async def serve(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        await serve_with(token_then_full)(frames, context)
+        await asyncio.sleep(60)
+
+    received: list[Any] = []
+    full_queue = reporting(Report(number=1, sessions=70, waiting=6, queue_places=0), received)
+    async with routing_to(Target(serve), Target(full_queue)) as router:
+        assert await tokens_of(router, "a") == [3, 7]
+        assert router.targets["0"].connected and router.routed == {"0": 1, "1": 1}
+    assert [(request.tokens, request.resumed) for request in received] == [([1, 2, 3, 3], True)]
+
+
+def beating(serve: Serve) -> Serve:
+    """Return the same stream of a target that says again and again that it lives."""
+
+    async def beat(context: grpc.aio.ServicerContext) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            await say(context, Beat())
+
+    async def both(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        beats = asyncio.create_task(beat(context))
+        try:
+            await serve(frames, context)
+        finally:
+            beats.cancel()
+
+    return both
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_session_of_a_lost_target_goes_on_where_all_queues_are_full(begun: bool) -> None:
+    """Targets are told that it was accepted before; if one refuses it nevertheless, it goes to the next."""
+    received: list[Any] = []
+    lost = serve_with(one_token if begun else lambda _: [])
+    full_queue = reporting(Report(number=1, sessions=70, waiting=6, queue_places=0), received)
+    targets = Target(lost, *[leave] * 200), Target(beating(full)), Target(full_queue)
+    async with routing_to(*targets, policy="round-robin") as router:
+        assert await tokens_of(router, "a") == [3, 7][not begun :]
+        assert router.routed == {"0": 1, "1": 1, "2": 1}
+    assert [(request.tokens, request.resumed) for request in received] == [([1, 2, 3, 3][: 3 + begun], True)]
+
+
+async def test_the_log_probabilities_of_a_prompt_are_asked_for_until_they_were_told() -> None:
+    """Targets tell them with the first round: a session that is resumed without one asks for them again."""
+    opened: list[Open] = []
+
+    def serve(answer: Callable[[Open], list[Commit | Closed]]) -> Serve:
+        return serve_with(lambda request: [opened.append(request), *answer(request)][1:])  # type: ignore[func-returns-value,list-item]
+
+    async with routing_to(Target(serve(lambda _: []), serve(one_token), serve(lambda it: [last_commit(it)]))) as router:
+        asked = record("a")
+        asked.logprobs, asked.wants_prompt_logprobs = 0, True
+        assert [token async for item in router.stream(asked) for token in item.tokens] == [3, 7]
+    assert [(len(request.tokens), request.resumed) for request in opened] == [(3, False), (3, True), (4, True)]
+    assert [request.wants_prompt_logprobs for request in opened] == [True, True, False]
+
+
 async def test_a_target_that_drains_takes_no_new_sessions_and_finishes_those_it_has() -> None:
     """It says itself that it drains, and when it stays after all."""
     going_on, says = asyncio.Event(), asyncio.Queue[Report]()

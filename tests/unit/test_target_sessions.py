@@ -442,6 +442,21 @@ def test_a_resync_during_a_step_makes_the_verdict_a_plain_one(proposes_anew: boo
     assert not stand.session.held
 
 
+def test_what_was_announced_before_a_resync_is_no_reference_behind_it() -> None:
+    """The draft has begun anew and does not know it; before, the same announcement is taken."""
+    for resyncs in (False, True):
+        stand = Stand()
+        stand.receive(stand.proposal())
+        assert stand.step()
+        known = (0, 0), stand.selection(100)
+        assert list(stand.session.held) == [known[0]]
+        if resyncs:
+            stand.receive(m.Resync("a"))
+        stand.receive(stand.proposal(selection=encode_selection(stand.selection(stand.session.at.base), known)))
+        assert isinstance(stand.sent[-1], m.Refusal) is resyncs
+        assert (stand.session.key in stand.session.announced) is not resyncs
+
+
 def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
     stand = Stand()
     stand.receive(stand.proposal())
@@ -664,7 +679,7 @@ def test_who_has_many_sessions_keeps_nobody_out() -> None:
 
 
 def test_a_session_that_was_accepted_before_is_neither_refused_nor_evicted() -> None:
-    """Whatever the limit of the queue, with tokens or without; it takes no place of those that wait already."""
+    """Whatever the limit of the queue, with tokens or without; nor does anybody give way for one that is refused."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
     verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=1, max_queued=2, max_context=600))
     admission, ours, theirs = verifier.admission, list[m.ServedEvent](), list[m.ServedEvent]()
@@ -677,7 +692,7 @@ def test_a_session_that_was_accepted_before_is_neither_refused_nor_evicted() -> 
     assert admission.room(theirs.append).queue_places == 0, "places taken over would leave too many still"
     with pytest.raises(ResourceExhausted, match="4 sessions are queued already of at most 2"):
         admission.open(exact("t0"), theirs.append)
-    assert not ours, "nobody gives way for one that is refused all the same"
+    assert not ours and [session.id for session in admission.queue] == ["w0", "w1", "r0", "r1"]
     for name in ("w0", "w1"):
         verifier.abort(name)
     with pytest.raises(ResourceExhausted):
