@@ -50,6 +50,7 @@ def _model(card: dict[str, Any], figures: dict[str, float]) -> dict[str, Any]:
         "model": card["id"],
         "draft_model": card["draft"],
         "max_model_len": card["max_model_len"],
+        "calibrated": card["calibrated"],
         "requests_running": figures["num_requests_running"],
         "requests_waiting": figures["num_requests_waiting"],
         "tokens_generated": figures["generation_tokens_total"],
@@ -107,6 +108,8 @@ def _show(status: dict[str, Any], console: Console) -> None:
 def _show_model(model: dict[str, Any], console: Console) -> None:
     console.print(f"model {model['model']}, {model['max_model_len']} tokens of context, drafted by ", end="")
     console.print(model["draft_model"], soft_wrap=True)
+    if not model["calibrated"]:
+        console.print("approximate requests run without calibration: make a plan with `specahead calibrate`")
     share = "" if model["acceptance"] is None else f", {model['acceptance']:.0%} of drafted tokens accepted"
     console.print(
         f"requests: {model['requests_running']} running, {model['requests_waiting']} waiting; "

@@ -46,6 +46,10 @@ _DRAFT = Setting(
 )
 _draft_model = partial(field, default=str(models.DRAFT), metadata={"setting": _DRAFT})
 
+# The target's own model, which a draft without a plan has to know the sizes of.
+_TARGET = Setting("target model: Hugging Face id or folder", group="models and plan", name="target", by_model=True)
+_target_model = partial(field, default=str(models.TARGET), metadata={"setting": _TARGET})
+
 # The targets' and the gateways' own.
 _RESUMPTION = Setting(
     "seconds that requests wait for a lost target before they fail, and that a target keeps what those of a lost "
@@ -126,9 +130,11 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     `name` is no setting: a launch gives it to each of several services of a side; empty: it is called as its side.
     """
 
-    bundled: ClassVar[Path]  # the model that the bundled plan was made for
-
-    plan: str = _models(str(models.PLAN), "plan file made by `specahead calibrate` for the pair")
+    plan: str = _models(
+        str(models.PLAN),
+        "plan file made by `specahead calibrate` for the pair; the bundled one is for the bundled pair, any other pair "
+        "without a plan serves approximate uncalibrated",
+    )
     budget: float = _models(0.0, "share of the KV blocks that approximate reads; 0: the plan's", least=0, most=1)
     method: str = _models("", "sparsity method that approximate uses by default; empty: the plan's", name="sparsity")
     draft_read_share: float = _rounds(
@@ -191,18 +197,33 @@ class ServiceSettings(ServiceAccess, ModelSettings):
         return self.draft_name in ("self", "auto")
 
     @property
+    def pair(self) -> tuple[str, str]:
+        """The target's model and the draft's; "" for a draft that is none."""
+        raise NotImplementedError
+
+    @property
     def plan_file(self) -> str:
-        """The plan's file; empty where none is given for this model, which needs no draft then."""
-        return self.plan if self.plan != str(models.PLAN) or Path(self.model).resolve() == self.bundled else ""
+        """The plan's file; empty where none is given for this pair, whose plan its two models' sizes give then."""
+        return self.plan if self.plan != str(models.PLAN) or self._bundled == {True} else ""
+
+    @property
+    def _bundled(self) -> set[bool]:
+        """Whether the pair's models are the bundled ones: of each that there is."""
+        return {
+            Path(model).resolve() == bundled
+            for model, bundled in zip(self.pair, (models.TARGET, models.DRAFT), strict=True)
+            if model
+        }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.startswith(("/", "./", "../", "~")) and not Path(self.model).is_dir():
             raise SettingsError(f"the {self.side} model is {self.model!r}, and there is no such folder")
-        if self.has_draft and not self.plan_file:
+        if self.has_draft and self.plan == str(models.PLAN) and len(self._bundled) > 1:
+            target, draft = self.pair
             raise SettingsError(
-                f"the bundled plan fits the bundled pair only, and the {self.side} model is {self.model}: make a plan "
-                "with `specahead calibrate` and pass --plan"
+                f"the target is {target} and the draft {draft}: one of the bundled pair with another model. Give both "
+                "(--target and --draft; a draft service by itself: --target-model), or a --plan made for the two"
             )
         try:
             check_attention_backend(self.attention_backend, self.device, self.deterministic, self.enforce_eager)
@@ -215,9 +236,8 @@ class TargetSettings(ServiceSettings):
     """The target service and its verifier."""
 
     side: ClassVar[str] = "target"
-    bundled: ClassVar[Path] = models.TARGET
 
-    model: str = _models(str(models.TARGET), "target model: Hugging Face id or folder", name="target")
+    model: str = _target_model()
     draft: str = _draft_model()
     draft_in_target: bool = _models(
         False,
@@ -374,6 +394,11 @@ class TargetSettings(ServiceSettings):
         return self.draft
 
     @property
+    def pair(self) -> tuple[str, str]:
+        """The target's model and the draft's; "" for a draft that is none."""
+        return self.model, self.draft if self.has_draft else ""
+
+    @property
     def own_draft(self) -> "DraftSettings":
         """How the draft runs that is part of the target: one round at a time, for the outcome that there is."""
         common = {item.name: getattr(self, item.name) for item in fields(ServiceSettings)}
@@ -381,6 +406,7 @@ class TargetSettings(ServiceSettings):
             **common
             | {
                 "model": self.draft,
+                "target_model": self.model,
                 "kv_tokens": 0,  # room for as many tokens as the target
                 "deterministic": False,  # what a draft says changes no token of a deterministic target
                 "dense_layers": (),
@@ -401,9 +427,9 @@ class DraftSettings(ServiceSettings):
     travel to the target."""
 
     side: ClassVar[str] = "draft"
-    bundled: ClassVar[Path] = models.DRAFT
 
     model: str = _draft_model()
+    target_model: str = _target_model()
     targets: tuple[str, ...] = _services(
         (), "HOST:PORT of a target service to draft for; may be repeated", name="", flag="target"
     )
@@ -432,6 +458,11 @@ class DraftSettings(ServiceSettings):
     def draft_name(self) -> str:
         """The draft model, or one of WITHOUT_DRAFT."""
         return self.model
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """The target's model and the draft's; "" for a draft that is none."""
+        return self.target_model, self.model if self.has_draft else ""
 
 
 @dataclass(frozen=True, kw_only=True)

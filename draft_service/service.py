@@ -38,7 +38,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     loaded.
     """
     check_free(settings.host, settings.port)
-    plan = load_served_plan(settings.plan, settings.budget, settings.method)
+    plan = load_served_plan(settings.plan_file, settings.budget, settings.method, *settings.pair)
     log.info("loading the model", extra={"model": settings.model})
     opened = open_model(settings, "all" if settings.draft_quantization == "fp8" else "none")
     hello = draft_hello(settings, plan, opened)

@@ -141,7 +141,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> F
     """Return what both endpoints stand on. Raises what transformers raises for a tokenizer that it cannot load."""
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
-    plan = load_served_plan(config.target.plan_file, 0.0, "", model)
+    plan = load_served_plan(config.target.plan_file, 0.0, "", *config.target.pair)
     generation = load_generation_config(model)
     defaults = generation if clients.generation_config == "auto" else {}
     limits = Limits(
@@ -151,6 +151,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> F
         stop_token_ids(generation, tokenizer),
         tuple(methods_of(plan)),
         defaults=default_sampling(defaults),
+        uncalibrated=not plan.is_calibrated,
     )
     observer = Observer(Metrics(limits.model_name), tokenizer, clients.log_requests, tracer, feed)
     reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)

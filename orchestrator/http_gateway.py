@@ -224,6 +224,7 @@ def _model_card(frontend: Frontend) -> dict[str, Any]:
         "owned_by": "specahead",
         "max_model_len": frontend.limits.max_context,
         "draft": frontend.draft_name,
+        "calibrated": not frontend.limits.uncalibrated,
     }
 
 

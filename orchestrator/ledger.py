@@ -23,6 +23,7 @@ class SpeculationTotals:
     """Sums over a session's rounds, as a client sees them. rounds: with a proposal; plain_rounds: without.
 
     rounds_by_gamma: rounds that drafted 0, 1, 2 ... tokens. screening_rounds: those that sparse attention has screened.
+    uncalibrated: whether what was read was chosen by a plan that nobody calibrated for the pair.
     Fields that a commit has as well are sums of those, drafted and accepted with those of screening rounds.
     """
 
@@ -47,6 +48,7 @@ class SpeculationTotals:
     screening_rounds: int = 0
     screened: int = 0
     confirmed: int = 0
+    uncalibrated: bool = False
 
     @property
     def kv_read_fraction(self) -> float:
@@ -68,6 +70,7 @@ class SpeculationTotals:
         lists = "accepted_per_position", "rounds_by_gamma"
         pairs = {name: zip_longest(mine.pop(name), theirs.pop(name), fillvalue=0) for name in lists}
         sums: dict[str, Any] = {name: value + theirs[name] for name, value in mine.items()}
+        sums["uncalibrated"] = self.uncalibrated or other.uncalibrated
         sums |= {name: [a + b for a, b in pair] for name, pair in pairs.items()}
         return SpeculationTotals(**sums)
 

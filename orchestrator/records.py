@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.sampling import LEAST_TEMPERATURE, Sampling
 from orchestrator.callers import current_caller, current_client
-from orchestrator.ledger import Record
+from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.requests import MAX_CHOICES, GenerationRequest
 from orchestrator.special_tokens import TextEncoder
 from wire.errors import InvalidArgument
@@ -20,6 +20,7 @@ MOST_CHARACTERS = 64  # of a token: no tokenizer packs more, on average
 class Limits:
     """What the served models allow. methods: of sparsity, that the plan allows. kv_tokens: the longest session for
     which KV has room, 0 as long as that is not known. defaults: how tokens are chosen in a request that does not say.
+    uncalibrated: whether approximate requests are read by a plan that nobody calibrated.
     """
 
     model_name: str
@@ -29,6 +30,7 @@ class Limits:
     methods: tuple[str, ...] = ()
     kv_tokens: int = 0
     defaults: Sampling = field(default_factory=Sampling)
+    uncalibrated: bool = False
 
     @property
     def longest(self) -> int:
@@ -105,6 +107,8 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
     if count > MAX_CHOICES:
         message = f"{len(prompts)} prompts with n {choices}: at most {MAX_CHOICES} choices are made in one request"
         raise InvalidArgument(message, "prompt")
+    exactness = Exactness[(request.exactness or "exact").upper()]
+    uncalibrated = limits.uncalibrated and exactness is Exactness.APPROXIMATE
     ends = [] if request.ignore_eos and not grammar else limits.stop_token_ids
     return [
         Record(
@@ -114,7 +118,7 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
             max_tokens=_max_tokens(request, len(prompts[index // choices]), limits),
             stop_token_ids=ends + (request.stop_token_ids or []),
             sampling=_sampling(request, limits, _seed(request, index % choices)),
-            exactness=Exactness[(request.exactness or "exact").upper()],
+            exactness=exactness,
             sparsity=request.sparsity or "",
             logprobs=request.wanted_logprobs,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
@@ -123,6 +127,7 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
             request=name,
             client=current_client(),
             choice=index,
+            totals=SpeculationTotals(uncalibrated=uncalibrated),
         )
         for index in range(count)
     ]

@@ -116,17 +116,19 @@ def check_served(plan: Plan) -> None:
         )
 
 
-def load_served_plan(file: str, budget: float, method: str, target: str = "") -> Plan:
+def load_served_plan(file: str, budget: float, method: str, target: str = "", draft: str = "") -> Plan:
     """Return a plan that services can use, with another budget or method unless they are 0 and "".
 
-    file: "" for a target that has no plan, whose heads are all treated alike. target: that target. Raises PlanError for
-    a plan that cannot be read or served.
+    file: "" for a pair that has no plan: it gets the one that its models' configs give (uniform_plan). target, draft:
+    these models, by folder or Hugging Face id; draft "": there is none. Raises PlanError for a plan that cannot be read
+    or served.
     """
     if file:
         plan = load_plan(file)
     else:
-        shape = load_shape(target)
-        plan = uniform_plan(shape.num_layers, shape.num_kv_heads, 1, 1)
+        shape, drafting = load_shape(target), load_shape(draft) if draft else None
+        heads = (drafting.num_layers, drafting.num_heads) if drafting else (1, 1)
+        plan = uniform_plan(shape.num_layers, shape.num_kv_heads, *heads)
     plan = replace(plan, budget=budget or plan.budget, method=method or plan.method)
     check_served(plan)
     return plan

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -129,6 +130,11 @@ class Plan:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether its maps were found on texts; else they follow from the models' sizes (uniform_plan)."""
+        return bool(self.provenance)
+
+    @property
     def head_map(self) -> tuple[Heads, ...]:
         """The map calibrated for the budget nearest to this plan's, by ratio."""
         return min(self.head_maps, key=lambda item: abs(math.log(item[0] / self.budget)))[1]
@@ -158,18 +164,21 @@ class Plan:
 
 
 def uniform_plan(target_layers: int, target_kv_heads: int, draft_layers: int, draft_heads: int, **other: Any) -> Plan:
-    """Return a plan with arbitrary, evenly spread maps, for a target without a draft and for pairs that are not
-    calibrated."""
-    pairs = [(i, j) for i in range(draft_layers) for j in range(draft_heads)]
-    rows = tuple(
-        tuple(pairs[(layer * target_kv_heads + head) % len(pairs)] for head in range(target_kv_heads))
-        for layer in range(target_layers)
-    )
+    """Return the plan of a pair that nobody has calibrated: by the sizes of the two models alone, so that both sides
+    come to the same.
+
+    A target layer listens to the draft layer at the same share of the depth, a KV head to the draft heads at its share
+    of the heads, to each alike; all heads are equally important. A target without a draft has one draft head, which
+    nothing is announced by.
+    """
+    layer_map = tuple(layer * draft_layers // target_layers for layer in range(target_layers))
+    starts = [head * draft_heads // target_kv_heads for head in range(target_kv_heads + 1)]
+    heads = [range(start, max(start + 1, end)) for start, end in pairwise(starts)]
     ones = tuple((1.0,) * target_kv_heads for _ in range(target_layers))
     maps = {
-        "head_maps": ((other.get("budget", 0.1), rows),),
-        "layer_map": tuple(layer * draft_layers // target_layers for layer in range(target_layers)),
-        "blends": tuple(((*pair, 1.0),) for row in rows for pair in row),
+        "head_maps": ((other.get("budget", 0.1), tuple(tuple((i, js[0]) for js in heads) for i in layer_map)),),
+        "layer_map": layer_map,
+        "blends": tuple(tuple((i, j, 1 / len(js)) for j in js) for i in layer_map for js in heads),
         "head_importance": ones,
         "head_budgets": ones,
     }

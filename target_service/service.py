@@ -33,6 +33,11 @@ from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
 
+UNCALIBRATED = (
+    "this pair has no calibrated plan: approximate requests read by one that the models' sizes give, and may lose more "
+    "quality; make one with `specahead calibrate` and pass it as --plan"
+)
+
 
 async def run(
     settings: TargetSettings, on_ready: Callable[[RunningServer], None], on_round: OnRound | None = None
@@ -43,7 +48,9 @@ async def run(
     loaded, OSError for an address that is taken, and what `serve` raises.
     """
     check_free(settings.host, settings.port)
-    plan = load_served_plan(settings.plan_file, settings.budget, settings.method, settings.model)
+    plan = load_served_plan(settings.plan_file, settings.budget, settings.method, *settings.pair)
+    if not plan.is_calibrated and settings.has_draft:
+        log.warning(UNCALIBRATED)
     dense = tuple(sorted(set(plan.dense_layers)))
     log.info("loading the model", extra={"model": settings.model})
     planned_settings = replace(settings, dense_layers=dense, group_size=plan.group_size)

@@ -1,10 +1,12 @@
 """Draft and target that do not fit refuse each other, naming both sides; the target lives on."""
 
 import asyncio
+import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,7 +19,7 @@ from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_p
 from sparsity.announce import BY_TARGET_HEAD
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
-from tests.client import generate, wait_for
+from tests.client import APPROXIMATE, generate, wait_for
 from tests.proposals import together
 from tests.stack import start_service, start_stack
 from wire import convert
@@ -225,6 +227,30 @@ async def test_the_target_refuses_what_it_cannot_run(bare_target: str, change: d
         assert closed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
         assert reason in closed.message
         await serve.done_writing()
+
+
+def test_a_pair_without_a_plan_serves_and_says_so(tmp_path: Path) -> None:
+    """Started apart, each side by the other's config: exact needs no plan, approximate says that it has none."""
+    for name, model in (("target", TARGET), ("draft", DRAFT)):
+        shutil.copytree(model, tmp_path / name)
+    target, draft = str(tmp_path / "target"), str(tmp_path / "draft")
+    common = ("--port", "0", "--kv-tokens", "4000")
+    targets, address = start_service("-m", "target_service", "--model", target, "--draft", draft, *common)
+    drafts, draft_address = start_service(
+        "-m", "draft_service", "--model", draft, "--target-model", target, "--target", address, *common
+    )
+    pair = ("--target", target, "--draft", draft)
+    gateway = start_stack("--target-address", address, "--draft-address", draft_address, *pair)
+    try:
+        exact = generate(gateway.stub(), "The old man said", max_tokens=20).speculation
+        approximate = generate(gateway.stub(), "The old man " * 400, max_tokens=20, exactness=APPROXIMATE).speculation
+        assert exact.accepted > 0 and not exact.uncalibrated
+        assert approximate.accepted > 0 and approximate.kv_read_fraction < 1 and approximate.uncalibrated
+    finally:
+        gateway.stop()
+        for process in (targets, drafts):
+            process.kill()
+            process.wait()
 
 
 def test_the_target_still_works(bare_target: str) -> None:

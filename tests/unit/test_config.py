@@ -310,11 +310,24 @@ def test_what_a_launch_decides_for_its_services() -> None:
     assert automatic.port == automatic.threads == 0, "the node knows better"
 
 
-@pytest.mark.parametrize("flags", [("--target", "other"), ("--draft", "other"), ("--target", "a", "--draft", "b")])
-def test_the_bundled_plan_with_another_pair_is_refused(flags: tuple[str, ...]) -> None:
-    with pytest.raises(SettingsError, match="bundled plan"):
+@pytest.mark.parametrize("flags", [("--target", "other"), ("--draft", "other")])
+def test_half_of_the_bundled_pair_is_refused(flags: tuple[str, ...]) -> None:
+    with pytest.raises(SettingsError, match=r"one of the bundled pair with another model.*--target-model"):
         resolve(*flags)
-    assert resolve(*flags, "--plan", "mine.json").target.plan == "mine.json"
+    assert resolve(*flags, "--plan", "mine.json").target.plan_file == "mine.json"
+
+
+def test_another_pair_needs_no_plan_and_both_sides_know_both_models() -> None:
+    config = resolve("--target", "org/a", "--draft", "org/b")
+    assert config.target.pair == config.draft.pair == ("org/a", "org/b")
+    assert config.target.plan_file == config.draft.plan_file == ""
+    bundled = resolve()
+    assert bundled.target.plan_file == bundled.draft.plan_file == str(models.PLAN)
+    by_itself = alone(DraftSettings(), "--model", "org/b", "--target-model", "org/a", "--target", "h:1")
+    assert (by_itself.pair, by_itself.targets) == (config.draft.pair, ("h:1",))
+    assert alone(TargetSettings(), "--model", "org/a", "--draft", "org/b").pair == config.target.pair
+    with pytest.raises(SettingsError, match="--target-model"):
+        alone(DraftSettings(), "--model", "org/b", "--target", "h:1")
 
 
 @pytest.mark.parametrize("choice", ["none", "ngram", "self", "auto"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from config import TargetSettings
 from engine.inputs import SequenceOutput
@@ -186,6 +187,43 @@ def test_another_budget(tmp_path: Path) -> None:
     assert load_served_plan(file, 1.0, "sts") == replace(SMALL, budget=1.0, method="sts")
     with pytest.raises(PlanError, match="budget"):
         load_served_plan(file, 1.5, "")
+
+
+def test_both_sides_of_a_pair_without_a_plan_come_to_the_same_one(tmp_path: Path) -> None:
+    """By the models' configs alone: layers in proportion, KV heads by their place, all equally important."""
+    for name, layers, heads, kv_heads in (("target", 6, 4, 2), ("draft", 3, 6, 2)):
+        how = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        LlamaConfig(hidden_size=48, vocab_size=97, head_dim=8, **how).save_pretrained(tmp_path / name)
+    config = launch_settings(["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")], {})
+    plan, same = (
+        load_served_plan(side.plan_file, side.budget, side.method, *side.pair) for side in (config.target, config.draft)
+    )
+    assert plan == same and plan.hash == same.hash and not plan.is_calibrated and load_plan(PLAN).is_calibrated
+    assert (plan.draft_layers, plan.draft_heads, plan.dense_layers) == (3, 6, ())
+    assert plan.layer_map == (0, 0, 1, 1, 2, 2)
+    third = pytest.approx(1 / 3)
+    assert plan.blends[2:4] == (
+        ((0, 0, third), (0, 1, third), (0, 2, third)),
+        ((0, 3, third), (0, 4, third), (0, 5, third)),
+    )
+    assert plan.head_map[5] == ((2, 0), (2, 3))
+    assert {value for row in plan.head_importance for value in row} == {1.0}
+
+
+@given(st.integers(1, 40), st.integers(1, 16), st.integers(1, 40), st.integers(1, 32))
+def test_any_two_models_have_a_plan(layers: int, kv_heads: int, draft_layers: int, draft_heads: int) -> None:
+    """Plan itself checks that it names heads that there are. None is left out that there are enough KV heads for."""
+    plan = uniform_plan(layers, kv_heads, draft_layers, draft_heads)
+    assert list(plan.layer_map) == sorted(plan.layer_map)
+    heard = {pair for blend in plan.blends for pair in ((i, j) for i, j, _ in blend)}
+    assert heard == {(layer, head) for layer in set(plan.layer_map) for head in _heard(kv_heads, draft_heads)}
+    assert all(sum(weight for *_, weight in blend) == pytest.approx(1) for blend in plan.blends)
+
+
+def _heard(kv_heads: int, draft_heads: int) -> set[int]:
+    return (
+        set(range(draft_heads)) if draft_heads >= kv_heads else {i * draft_heads // kv_heads for i in range(kv_heads)}
+    )
 
 
 def test_services_refuse_a_plan_that_they_cannot_serve(tmp_path: Path) -> None:

@@ -53,6 +53,15 @@ def test_a_request_becomes_a_record(tokenizer: Any) -> None:
     assert got.generated == []
 
 
+def test_approximate_says_that_it_runs_without_calibration() -> None:
+    limits = replace(LIMITS, uncalibrated=True)
+    totals = record(limits=limits, exactness="approximate").totals
+    assert totals.summary()["uncalibrated"] is True
+    assert totals.plus(record().totals).summary()["uncalibrated"] is True, "of several choices"
+    assert record(limits=limits).totals.summary()["uncalibrated"] is False, "exact needs none"
+    assert record(exactness="approximate").totals.summary()["uncalibrated"] is False
+
+
 def test_what_is_left_out_has_defaults() -> None:
     a, b = record(), record()
     assert (a.max_tokens, a.sampling.temperature, a.sampling.top_p) == (16, 1.0, 1.0)

@@ -1,6 +1,7 @@
 """What /metrics and `specahead status` tell of a launch of several services."""
 
 import io
+from typing import Any
 
 from rich.console import Console
 
@@ -43,13 +44,16 @@ def test_the_table_has_a_row_for_each_service() -> None:
     addresses = ADDRESSES | {"target@other": "10.0.0.3:7"}
     families = Metrics("tiny").families(3, STATUSES, ADDRESSES, {}) + Metrics("other").families(0, alone, addresses, {})
     figures, services = _read_metrics(exposition(families).decode())
-    cards = [{"id": name, "draft": draft, "max_model_len": 9} for name, draft in (("tiny", "small"), ("other", "none"))]
+    drafts = {"tiny": "small", "other": "none"}
+    cards: list[dict[str, Any]] = [{"id": name, "draft": draft, "max_model_len": 9} for name, draft in drafts.items()]
+    cards[0]["calibrated"], cards[1]["calibrated"] = False, True
     models = [_model(card, figures[card["id"]]) for card in cards]
     told = io.StringIO()
     status = {"version": "1", "url": "http://a", "ready": True, "models": models, "services": services}
     _show(status, Console(file=told, width=150))
     assert "model tiny, 9 tokens of context, drafted by small" in told.getvalue()
     assert "model other, 9 tokens of context, drafted by none" in told.getvalue()
+    assert told.getvalue().count("approximate requests run without calibration") == 1
     *rows, other = [line.split() for line in told.getvalue().splitlines()[-4:]]
     assert other[:2] == ["target@other", "serves"], "it has no draft to wait for"
     assert rows[0] == ["target-1", "connected", "11", "2", "30", "100", "30.0%", "10.0.0.1:7", "1.2"]
