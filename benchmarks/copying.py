@@ -140,7 +140,7 @@ def run(flags: argparse.Namespace) -> None:
     device, most = default_device(), max(flags.sessions)
     longest = flags.context + flags.tokens + 2 * flags.gamma + 32
     names = [flags.target, flags.draft] if flags.draft else [flags.target]
-    loaded = [load_model(name, resolve_dtype("auto", device), device) for name in names]
+    loaded = [load_model(name, resolve_dtype("auto", device, name), device) for name in names]
     # Of a CPU processor time, so that what else a machine does counts for less.
     clock = time.process_time if device == "cpu" else time.perf_counter
     rows = []

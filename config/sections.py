@@ -74,7 +74,11 @@ class ModelSettings(Section):
 
     model: str = ""
     device: str = _running("auto", "cpu, cuda, or auto")
-    dtype: str = _running("auto", "float32, bfloat16, float16, or auto")
+    dtype: str = _running(
+        "auto",
+        "float32, bfloat16, float16, or auto: bfloat16 on a GPU, and on a CPU that multiplies it (AMX) for models of "
+        "more than 100 million parameters, else float32",
+    )
     threads: int = _running(
         0, "CPU threads of each model; 0: half the cores, in a service by itself torch's choice", least=0
     )

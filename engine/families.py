@@ -4,6 +4,7 @@ A family is a row of a table. All else is read from the model's config. engine.l
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
@@ -109,6 +110,17 @@ def weight_shapes(config: Any) -> Shapes:
         NORM: (hidden,),
         HEAD: (vocab, hidden),
     }
+
+
+def count_parameters(config: Any) -> int:
+    """Return how many parameters a model has: exactly for one of FAMILIES, for others about that, by its sizes."""
+    if unbuilt_feature(config) is not None:
+        hidden = int(config.hidden_size)
+        return 12 * hidden * hidden * config.num_hidden_layers + config.vocab_size * hidden
+    shapes = weight_shapes(config)
+    if config.tie_word_embeddings:
+        del shapes[HEAD]
+    return sum(map(prod, shapes.values()))
 
 
 def layer_name(index: int) -> str:

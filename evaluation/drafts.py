@@ -154,7 +154,7 @@ def measure(
 def load_pair(pair: Pair, context: int, dtype_name: str = "auto") -> tuple[ModelRunner, ModelRunner]:
     """Draft and target, for one sequence of `context` tokens and a fork of it."""
     device = default_device()
-    dtype = resolve_dtype(dtype_name, device)
+    dtype = resolve_dtype(dtype_name, device, pair.target)
     room = 2 * context + 2 * PAGE_SIZE
     draft = make_runner(load_model(pair.draft, dtype, device), room, max_context=context)
     return draft, load_runner(pair.target, dtype, device, room)

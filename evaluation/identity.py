@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import torch
 from tqdm import tqdm
 
 from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from engine.kv.pages import PAGE_SIZE, pages_for
-from engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
+from engine.loading.model import LoadedModel, default_device, load_model
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
@@ -111,8 +112,7 @@ def compare(target: str, draft: str, plan: Plan, requests: Requests, hot: list[f
                 f"{least / pages:.1%}: hot must be more, got {min(hot):.1%}"
             )
     device = default_device()
-    dtype = resolve_dtype("float32", device)
-    models = load_model(target, dtype, device), load_model(draft, dtype, device)
+    models = load_model(target, torch.float32, device), load_model(draft, torch.float32, device)
     with tqdm(total=len(MIXES) * (len(hot) + 2), desc="generating", unit="run") as progress:
         for mix in MIXES:
             wanted, _ = _generate(*models, plan, requests, mix, None)

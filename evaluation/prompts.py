@@ -65,7 +65,7 @@ class PromptStudy:
         chosen = perplexity_cases(texts, tokenizer, context, context - 512, self.passages)
         chosen += recall_cases(list(self.kinds), texts, tokenizer, context, self.cases)
         readings = [PromptReading(share) for share in (1.0, *shares)] + [PromptReading(shares[0], 0)]
-        runner = load_runner(target, resolve_dtype("auto", device), device, context + PAGE_SIZE)
+        runner = load_runner(target, resolve_dtype("auto", device, target), device, context + PAGE_SIZE)
         return measure_prompts(runner, plan, chosen, readings)
 
 

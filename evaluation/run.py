@@ -90,7 +90,7 @@ def _load(pair: Pair, longest: int, target_tokens: int) -> None:
     device = default_device()
     if device == "cpu":
         torch.set_num_threads(1)  # the workers share the cores
-    dtype = resolve_dtype("auto", device)
+    dtype = resolve_dtype("auto", device, pair.target)
     target = load_model(pair.target, dtype, device)
     _loaded = (
         load_runner(pair.draft, dtype, device, longest),

@@ -73,7 +73,7 @@ def run_study(
     """
     device, total = default_device(), context + generated + 2 * (gamma + 1)
     cases = perplexity_cases(texts, load_tokenizer(target), context, context, passages)
-    runner = load_runner(target, resolve_dtype("auto", device), device, 2 * total + PAGE_SIZE, in_eight_bits)
+    runner = load_runner(target, resolve_dtype("auto", device, target), device, 2 * total + PAGE_SIZE, in_eight_bits)
     if plan.group_size:
         runner.kv.keep_group_means(plan.group_size)
     rows: list[SelfRow] = []

@@ -2,11 +2,13 @@
 
 import logging
 import math
+from collections.abc import Mapping
 
 import torch
 
 from config import ModelSettings
 from engine.kv.pages import KEPT_SHARE, PAGE_SIZE
+from engine.loading.free_memory import free_memory
 from engine.loading.shape import ModelShape
 from engine.model_runner import MAX_OVERHANG
 
@@ -14,6 +16,36 @@ log = logging.getLogger(__name__)
 
 DEFAULT_KV_TOKENS = 131072  # on a CPU
 ACTIVATION_BYTES = 2 << 30  # left free on a GPU beside weights and KV
+
+
+def check_memory(settings: ModelSettings, shape: ModelShape, parameters: int, dtype: torch.dtype, device: str) -> None:
+    """Raise ValueError for settings that ask for more memory than there is beside the weights. To be called before
+    these are loaded, and only as good as what they are known to take.
+
+    On a CPU KV takes memory when it is written, so that nothing else would refuse it until requests come.
+    """
+    if settings.kv_tokens:
+        of_kv = {f"{settings.kv_tokens} tokens of KV": float(settings.kv_tokens * bytes_of_token(shape, dtype))}
+    else:
+        of_kv = {"kv_memory": settings.kv_memory * 2**30}
+    of_host = {"host_kv_memory": settings.host_kv_memory * 2**30}
+    weights = parameters * dtype.itemsize
+    if device == "cpu":
+        _check_fits(settings.model, of_kv | of_host, weights, device)
+    else:
+        _check_fits(settings.model, of_kv, weights, device)
+        _check_fits(settings.model, of_host, 0, "cpu")
+
+
+def _check_fits(model: str, asked: Mapping[str, float], weights: int, device: str) -> None:
+    """Raise ValueError if what is asked for, in bytes by name, is more than there is beside the weights, in bytes."""
+    wanted = {name: size for name, size in asked.items() if size}
+    free = free_memory(device)
+    if wanted and sum(wanted.values()) + weights > free:
+        sizes = " and ".join(f"{name} of {size / 2**30:.1f} GiB" for name, size in wanted.items())
+        where = "this machine has" if device == "cpu" else "the GPU has"
+        beside = f", its weights take {weights / 2**30:.1f} GiB" if weights else ""
+        raise ValueError(f"{model}: asked for {sizes}{beside}, and {where} {free / 2**30:.1f} GiB free: ask for less")
 
 
 def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str, beside: int = 0) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from config.sections import LOAD_FORMATS
 from engine.decoder import Decoder
-from engine.families import HEAD, unbuilt_feature, weight_shapes
+from engine.families import HEAD, count_parameters, unbuilt_feature, weight_shapes
 from engine.loading.checkpoint import Checkpoint, RandomWeights, find_files
 from engine.loading.config import load_config
 from engine.loading.fused import misfit, read_decoder
@@ -24,6 +24,8 @@ from engine.loading.shape import ModelShape, read_shape
 from engine.modules import ModulesDecoder
 
 log = logging.getLogger(__name__)
+
+SMALL_MODEL = 100_000_000  # parameters, whose weights take little time to read and multiply
 
 
 @dataclass(frozen=True)
@@ -112,18 +114,25 @@ def _attention_scale(module: nn.Module, shape: ModelShape) -> float:
     return scales.pop() if scales else shape.head_dim**-0.5
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor multiplies bfloat16 faster than float32: in tiles (Intel's AMX)."""
+    return torch.cpu._is_amx_tile_supported()
+
+
 def default_device() -> str:
     """Return "cuda" where there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def resolve_dtype(name: str, device: str) -> torch.dtype:
-    """Return the dtype of that name. `auto`: bfloat16 on a GPU, float32 on a CPU, whose bfloat16 is slower.
+def resolve_dtype(name: str, device: str, model: str) -> torch.dtype:
+    """Return the dtype of that name. `auto`: bfloat16 on a GPU, and on a CPU that multiplies it in tiles (AMX); but
+    float32 there for a model of up to SMALL_MODEL parameters, whose passes take as long in either; else float32.
 
-    Raises ValueError for another name.
+    model: folder or Hugging Face id. Raises ValueError for another name.
     """
     if name == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
+        fast = device != "cpu" or (multiplies_bfloat16() and count_parameters(load_config(model)) > SMALL_MODEL)
+        return torch.bfloat16 if fast else torch.float32
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in dtypes:
         raise ValueError(f"dtype {name!r}: expected auto, {', '.join(dtypes)}")

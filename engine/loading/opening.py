@@ -8,16 +8,16 @@ import torch
 from config import DraftSettings, ModelSettings
 from config.attention_backends import check_attention_backend
 from engine.decoder import Decoder
-from engine.families import unbuilt_feature
+from engine.families import count_parameters, unbuilt_feature
 from engine.grammars import Grammars
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.any_order import with_sums_in_any_order
 from engine.loading.config import load_config
 from engine.loading.eight_bit import with_eight_bit_weights
-from engine.loading.memory import backing_store_tokens, bytes_of_token, context_of, room_for_kv
+from engine.loading.memory import backing_store_tokens, bytes_of_token, check_memory, context_of, room_for_kv
 from engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
 from engine.loading.runner import make_runner
-from engine.loading.shape import ModelShape
+from engine.loading.shape import ModelShape, read_shape
 from engine.loading.tokenizer import (
     count_token_ids,
     load_generation_config,
@@ -87,8 +87,8 @@ def _load(settings: ModelSettings, eight_bit: EightBit = "none") -> _Loaded:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = default_device() if settings.device == "auto" else settings.device
-    dtype = resolve_dtype(settings.dtype, device)
-    _check_settings(settings, device)
+    dtype = resolve_dtype(settings.dtype, device, settings.model)
+    _check_settings(settings, dtype, device)
     begin_compiling(device)
     loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
     tokenizer = load_tokenizer(settings.model)
@@ -147,7 +147,7 @@ def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
     return OpenedModel(runner, shape, tokenizer_hash(loaded.tokenizer), grammars)
 
 
-def _check_settings(settings: ModelSettings, device: str) -> None:
+def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) -> None:
     """Raise ValueError or NotImplementedError for what can be refused before gigabytes are read."""
     if settings.deterministic and device == "cpu":
         raise NotImplementedError("deterministic is built for the GPU engine: leave it out, or use a CUDA device")
@@ -159,3 +159,4 @@ def _check_settings(settings: ModelSettings, device: str) -> None:
             f"{settings.model}: no CUDA graphs are built for {feature}; pass --enforce-eager to run it through "
             "transformers' own modules"
         )
+    check_memory(settings, read_shape(config), count_parameters(config), dtype, device)

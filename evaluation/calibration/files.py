@@ -25,7 +25,7 @@ def calibrate_files(
     and settings goes on from it.
     """
     device = default_device()
-    dtype = resolve_dtype("auto", device)
+    dtype = resolve_dtype("auto", device, target)
     room = settings.context + PAGE_SIZE
     draft_runner, target_runner = (load_runner(model, dtype, device, room) for model in (draft, target))
     texts, text_hash = read_passages(files, load_tokenizer(target), passages, settings.context)

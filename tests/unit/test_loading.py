@@ -3,21 +3,26 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig, LlamaConfig
 
 import models
 from config import ModelSettings
 from engine.decoder import Decoder
+from engine.families import count_parameters
 from engine.kv.pages import KEPT_SHARE, pages_for
 from engine.kv.tiered import TieredKV
-from engine.loading import opening
-from engine.loading.memory import DEFAULT_KV_TOKENS, backing_store_tokens, room_for_kv
-from engine.loading.model import load_model
+from engine.loading import free_memory as free
+from engine.loading import memory, model, opening
+from engine.loading.config import load_config
+from engine.loading.memory import DEFAULT_KV_TOKENS, backing_store_tokens, check_memory, room_for_kv
+from engine.loading.model import load_model, resolve_dtype
 from engine.loading.opening import EightBit, open_model
 from engine.loading.shape import ModelShape, load_shape
 from engine.loading.tokenizer import load_generation_config, stop_token_ids
@@ -64,6 +69,52 @@ def test_memory_for_less_than_one_context_is_refused() -> None:
         room(replace(SETTINGS, kv_memory=550 * A_TOKEN / 2**30))
 
 
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        (
+            {"kv_memory": 900.0},
+            r"asked for kv_memory of 900\.0 GiB, its weights take 0\.0 GiB, and this machine has 23\.0",
+        ),
+        ({"host_kv_memory": 24.0}, r"asked for host_kv_memory of 24\.0 GiB"),
+        ({"kv_memory": 12.0, "host_kv_memory": 11.9}, r"kv_memory of 12\.0 GiB and host_kv_memory of 11\.9 GiB"),
+        ({"kv_tokens": 10**8}, r"100000000 tokens of KV of 381\.5 GiB"),
+    ],
+)
+def test_more_memory_than_there_is_is_refused_before_anything_is_loaded(
+    asked: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 23 << 30)
+    monkeypatch.setattr(opening, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=match):
+        open_model(replace(SETTINGS, **asked))
+
+
+def test_what_an_own_gpu_and_the_host_have_is_looked_at_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        memory, "free_memory", lambda device: asked.append(device) or (8 if device == "cuda" else 16) << 30
+    )
+    check = partial(check_memory, shape=SHAPE, parameters=10**9, dtype=torch.bfloat16, device="cuda")
+    check(replace(SETTINGS, kv_memory=6.0, host_kv_memory=15.0))
+    with pytest.raises(ValueError, match=r"kv_memory of 6\.2 GiB, its weights take 1\.9 GiB, and the GPU has 8\.0 GiB"):
+        check(replace(SETTINGS, kv_memory=6.2))
+    with pytest.raises(ValueError, match=r"host_kv_memory of 17\.0 GiB, and this machine has 16\.0 GiB free"):
+        check(replace(SETTINGS, host_kv_memory=17.0))
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"memory.max": "5000", "memory.current": "3000", "memory.stat": "anon 1\ninactive_file 700\n"}
+    monkeypatch.setattr(free, "_CGROUPS", ((tmp_path, *list(files)[:2], "inactive_file"),))
+    machine = free.free_memory()
+    assert machine > 2**20, "without such files"
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert free.free_memory() == 5000 - (3000 - 700)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free.free_memory() > 2**20
+
+
 @pytest.mark.gpu
 def test_a_gpu_gives_what_its_utilization_leaves() -> None:
     if not torch.cuda.is_available():
@@ -87,6 +138,29 @@ def test_dummy_weights_have_the_shape_of_the_config_and_no_others_are_read() -> 
     assert load_shape(str(models.DRAFT)).num_layers == 4
     with pytest.raises(ValueError, match="auto or dummy"):
         load_model(str(models.DRAFT), torch.float32, "cpu", load_format="random")
+
+
+@pytest.mark.parametrize(("amx", "large"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_cpu_runs_large_models_in_what_it_multiplies_fast(
+    amx: bool, large: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "multiplies_bfloat16", lambda: amx)
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_key_value_heads": 2}
+    LlamaConfig(vocab_size=9000, num_attention_heads=8, **sizes).save_pretrained(tmp_path)
+    GPTNeoXConfig(hidden_size=1024, num_hidden_layers=8, vocab_size=9000).save_pretrained(tmp_path / "other")
+    for name in (tmp_path, tmp_path / "other"):
+        assert resolve_dtype("auto", "cpu", str(name)) is large
+    assert resolve_dtype("auto", "cpu", str(models.TARGET)) is torch.float32, "it would take as long"
+    assert resolve_dtype("auto", "cuda", str(models.TARGET)) is torch.bfloat16
+    assert resolve_dtype("float32", "cpu", str(tmp_path)) is torch.float32
+    with pytest.raises(ValueError, match="dtype 'int8': expected auto"):
+        resolve_dtype("int8", "cpu", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", [models.TARGET, models.DRAFT])
+def test_parameters_are_counted_by_the_config(name: Path) -> None:
+    loaded = load_model(str(name), torch.float32, "cpu")
+    assert 4 * count_parameters(load_config(str(name))) == loaded.weight_bytes
 
 
 # Tiers
