@@ -80,7 +80,10 @@ class ModelSettings(Section):
         "more than 100 million parameters, else float32",
     )
     threads: int = _running(
-        0, "CPU threads of each model; 0: half the cores, in a service by itself torch's choice", least=0
+        0,
+        "CPU threads of each model; 0: its share of the cores of its node, which a launch's services have alike; in a "
+        "service by itself torch's choice",
+        least=0,
     )
     load_format: str = _running("auto", "auto, or dummy for random weights", choices=LOAD_FORMATS)
     enforce_eager: bool = _running(False, "capture no CUDA graphs, for debugging")

@@ -40,6 +40,7 @@ class RayFleet:
     def __init__(self, config: Config, label: str) -> None:
         self._config, self._label = config, label
         self._gpus = 0  # of each service
+        self._neighbours = 1  # services of a node, about
         self._groups: dict[tuple[str, ...], Any] = {}  # by the names of the services that are near each other
         self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
         self._asked: dict[str, Any] = {}  # what is to say where a service is
@@ -49,12 +50,13 @@ class RayFleet:
         """Return the settings of each service, for so many targets or those that the launch begins with."""
         return placed_settings(self._config, targets, self._label)
 
-    def reserve(self, gpus: float, services: int) -> list[dict[str, float]]:
+    def reserve(self, gpus: float, nodes: int, services: int) -> list[dict[str, float]]:
         """Ask Ray for room; returns what each service needs, by resource.
 
-        gpus: that Ray has; services: how many of all models share them.
+        gpus, nodes: that Ray has; services: how many of all models share them.
         """
         self._gpus = gpus_of(self._config.target.device, gpus, services)
+        self._neighbours = math.ceil(services / nodes)
         return [needs for pair in pairs_of(self.settings()) for needs in self._group(pair)]
 
     def start(self) -> None:
@@ -74,7 +76,7 @@ class RayFleet:
         group = self._groups[tuple(settings.name for settings in near)] = placement_group(needs, strategy="PACK")
         for index, (settings, needed) in enumerate(zip(near, needs, strict=True)):
             place = PlacementGroupSchedulingStrategy(group, index)
-            self._start[settings.name] = partial(_start_actor, settings, needed, place)
+            self._start[settings.name] = partial(_start_actor, settings, needed, place, self._neighbours)
         return needs
 
     @property
@@ -155,7 +157,8 @@ class RayPlacement:
         Raises ClusterError with a service's own words, or if a Ray that was started here can never run the services.
         """
         there, services = ray.cluster_resources(), sum(len(fleet.settings()) for fleet in self.fleets)
-        needs = [each for fleet in self.fleets for each in fleet.reserve(there.get("GPU", 0), services)]
+        gpus, nodes = there.get("GPU", 0), sum(node["Alive"] for node in ray.nodes())
+        needs = [each for fleet in self.fleets for each in fleet.reserve(gpus, nodes, services)]
         if self.owns_ray:
             check_room(needs, there)
         for fleet in self.fleets:
@@ -222,7 +225,10 @@ class RayPlacement:
 
 
 def _start_actor(
-    settings: TargetSettings | DraftSettings, needs: Mapping[str, float], place: PlacementGroupSchedulingStrategy
+    settings: TargetSettings | DraftSettings,
+    needs: Mapping[str, float],
+    place: PlacementGroupSchedulingStrategy,
+    neighbours: int,
 ) -> Any:
     """Have Ray start a service, and start it again whenever its process or its node is lost; return its handle."""
     resources = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
@@ -236,7 +242,7 @@ def _start_actor(
         max_task_retries=-1,
         max_concurrency=2,
     )
-    return actor.remote(settings, trace_variables(settings))
+    return actor.remote(settings, trace_variables(settings), neighbours)
 
 
 @contextlib.contextmanager

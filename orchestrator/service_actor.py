@@ -26,9 +26,12 @@ class ServiceActor:
     the process ends, too: nobody would watch it, and its port may be needed by the service that is placed anew.
 
     settings: with an empty host the service binds the address of Ray's node. environment: variables to be set.
+    neighbours: how many services share the cores of a node, this one included.
     """
 
-    def __init__(self, settings: DraftSettings | TargetSettings, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, settings: DraftSettings | TargetSettings, environment: Mapping[str, str], neighbours: int
+    ) -> None:
         collect_seldom()
         os.environ.update(environment)
         node = ray.util.get_node_ip_address()
@@ -44,7 +47,7 @@ class ServiceActor:
                 nice,
             )
         self._served_before = ray.get_runtime_context().was_current_actor_reconstructed
-        threads = settings.threads or max(1, (os.cpu_count() or 2) // 2)
+        threads = settings.threads or share_of_cores(neighbours)
         settings = replace(settings, host=settings.host or self._node, threads=threads)
         threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
         threading.Thread(target=self._run, args=(settings,), name="service", daemon=True).start()
@@ -85,6 +88,12 @@ def announced_address(bound: str, node: str) -> str:
     """Return where others reach a service that is bound to HOST:PORT: the node's address if HOST is all addresses."""
     host, _, port = bound.rpartition(":")
     return f"{node}:{port}" if host in ("0.0.0.0", "::", "[::]") else bound
+
+
+def share_of_cores(neighbours: int) -> int:
+    """Return how many threads each of so many services on this node gets, so that all its cores are in use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // neighbours)
 
 
 def _end_with_parent() -> None:

@@ -8,7 +8,7 @@ import pytest
 import target_service.service
 from config import TargetSettings
 from orchestrator import service_actor
-from orchestrator.service_actor import ServiceActor
+from orchestrator.service_actor import ServiceActor, share_of_cores
 
 
 class Ended(BaseException):
@@ -31,6 +31,16 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> ServiceActor:
     made = ServiceActor.__new__(ServiceActor)
     made._listening, made._served_before = Future(), False
     return made
+
+
+@pytest.mark.parametrize(
+    ("cores", "neighbours", "threads"), [(2, 2, 1), (16, 2, 8), (16, 1, 16), (16, 3, 5), (2, 5, 1)]
+)
+def test_the_services_of_a_node_share_out_all_its_cores(
+    cores: int, neighbours: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_actor.os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert share_of_cores(neighbours) == threads
 
 
 def test_a_service_that_fails_before_it_ever_served_says_why(
