@@ -211,22 +211,20 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     @property
     def plan_file(self) -> str:
         """The plan's file; empty where none is given for this pair, whose plan its two models' sizes give then."""
-        return self.plan if self.plan != str(models.PLAN) or self._bundled == {True} else ""
+        return self.plan if self.plan != str(models.PLAN) or all(self._bundled.values()) else ""
 
     @property
-    def _bundled(self) -> set[bool]:
-        """Whether the pair's models are the bundled ones: of each that there is."""
-        return {
-            Path(model).resolve() == bundled
-            for model, bundled in zip(self.pair, (models.TARGET, models.DRAFT), strict=True)
-            if model
-        }
+    def _bundled(self) -> dict[str, bool]:
+        """Of each model that there is, by its side: whether it is of the bundled pair."""
+        bundled = zip(("target", "draft"), self.pair, (models.TARGET, models.DRAFT), strict=True)
+        return {side: Path(model).resolve() == own for side, model, own in bundled if model}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.startswith(("/", "./", "../", "~")) and not Path(self.model).is_dir():
             raise SettingsError(f"the {self.side} model is {self.model!r}, and there is no such folder")
-        if self.has_draft and self.plan == str(models.PLAN) and len(self._bundled) > 1:
+        bundled = self._bundled
+        if self.has_draft and self.plan == str(models.PLAN) and not bundled[self.side] and any(bundled.values()):
             target, draft = self.pair
             raise SettingsError(
                 f"the target is {target} and the draft {draft}: one of the bundled pair with another model. Give both "
@@ -272,7 +270,13 @@ class TargetSettings(ServiceSettings):
         "exact sessions whose last 16 tokens have occurred before go without their draft, and propose up to 15 tokens "
         "that followed there, for as long as these are accepted: for agents that repeat much of their context",
     )
-    draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
+    draft_timeout: float = _rounds(
+        0.0,
+        "seconds that the target waits for a proposal before decoding plainly; auto (or 0): four times what recent "
+        "rounds and steps took, from 1 to 30",
+        least=0,
+        words={"auto": 0},
+    )
     confirm_every: int = _rounds(
         0,
         "tokens of an exact session that the target's sparse attention, over self_read_share of KV, screens at most "

@@ -121,14 +121,15 @@ def plan_verify_step(
     settings: TargetSettings,
     drafting: SelfDrafting | None,
     runner: Runner,
+    patience: float,
     counters: Counter[str],
     now: float,
 ) -> VerifyStep | None:
     """Return the next step of these sessions, in order of their arrival; None if there is nothing to run.
 
     A session that waits for its draft too long at the time `now` is decoded plainly until the draft is ready again.
-    drafting: how sessions draft for themselves, if they do. runner: what will run the step. The KV of a deterministic
-    one has to be that of the first time also where it is read again.
+    patience: how long that is, in seconds. drafting: how sessions draft for themselves, if they do. runner: what will
+    run the step. The KV of a deterministic one has to be that of the first time also where it is read again.
     """
     step = VerifyStep()
     reading: list[TargetSession] = []
@@ -137,7 +138,7 @@ def plan_verify_step(
     for session in sessions:
         if session.unread > 0:
             reading.append(session)
-        elif waits(session, settings, counters, now):
+        elif waits(session, patience, counters, now):
             continue
         elif (proposal := _proposal_of(session)) is not None:
             proposed.append((session, proposal))
@@ -153,16 +154,16 @@ def plan_verify_step(
     return step if step.rounds or step.prefills else None
 
 
-def waits(session: TargetSession, settings: TargetSettings, counters: Counter[str], now: float) -> bool:
+def waits(session: TargetSession, patience: float, counters: Counter[str], now: float) -> bool:
     """Return whether a session has no part in a step at the time `now`: it waits for its grammar, or for its draft,
-    which it does until its patience ends."""
+    which it does for `patience` seconds."""
     if session.unread > 0:
         return False
     if session.grammar is not None and not session.grammar.ready:
         return True
     if session.awaits_its_end or not session.next_round.gamma or _proposal_of(session) is not None:
         return False
-    return not _may_decode_plainly(session, settings.draft_timeout, counters, now)
+    return not _may_decode_plainly(session, patience, counters, now)
 
 
 def _proposal_of(session: TargetSession) -> Proposal | None:
@@ -264,12 +265,12 @@ def _plan_reading(session: TargetSession, share: int, round_tokens: int, determi
     return SequenceInput(session.kv, [first, *others], logits="all", drafted=drafted)
 
 
-def _may_decode_plainly(session: TargetSession, draft_timeout: float, counters: Counter[str], now: float) -> bool:
+def _may_decode_plainly(session: TargetSession, patience: float, counters: Counter[str], now: float) -> bool:
     if session.draft is None or not session.drafted:
         return True
     if session.stats.waiting_since is None:
         session.stats.waiting_since = now
-    if now - session.stats.waiting_since < draft_timeout:
+    if now - session.stats.waiting_since < patience:
         return False
     counters["draft_timeouts"] += 1
     session.drafted = False

@@ -8,6 +8,7 @@ from dataclasses import replace
 from config import TargetSettings
 from config.sections import MAX_BRANCHES
 from sparsity.plan import Plan
+from target_service.patience import Patience
 from target_service.session import DraftPeer, RoundKey, TargetSession
 from wire.errors import InvalidArgument
 from wire.messages import Decline, DraftEvent, End, Load, Proposals, Ready, Refusal, Resync, Verdict
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 class DraftProtocol:
     """Owns the drafts that are attached. Says which draft a session has, and applies what it sends to the session.
 
-    sessions: those that run, by name.
+    sessions: those that run, by name. patience: is told what rounds of drafts take.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class DraftProtocol:
         settings: TargetSettings,
         vocab_size: int,
         counters: Counter[str],
+        patience: Patience,
     ) -> None:
         self.drafts: list[DraftPeer] = []
-        self._sessions, self._counters = sessions, counters
+        self._sessions, self._counters, self._patience = sessions, counters, patience
         self._number = _number(settings.name)
         self._plan, self._gamma, self._vocab_size = plan, settings.most_drafted, vocab_size
 
@@ -90,6 +92,8 @@ class DraftProtocol:
             self._counters["unknown_session_frames"] += 1
             peer.send(End(name))
             return
+        if isinstance(event, Proposals):  # late ones above all
+            self._patience.note(event.draft_seconds)
         match event:
             case Proposals() if session.came_late(event.at):
                 self._take_late_proposals(session, event)

@@ -33,6 +33,7 @@ from target_service.behind_rounds import DraftedRound, plan_behind_rounds
 from target_service.commit import commit_round, imposed_verdict
 from target_service.going_ahead import can_be_left, plan_behind
 from target_service.pacing import Pacing, StepSeen
+from target_service.patience import Patience
 from target_service.planning import (
     VerifyResult,
     VerifyRound,
@@ -84,6 +85,7 @@ class Verifier:
         by_gamma = [f"rounds_gamma_{gamma}" for gamma in gammas(settings.most_drafted)]
         self.counters: Counter[str] = Counter(dict.fromkeys((*COUNTED, *by_gamma), 0))
         self.reading = ReadingRate()
+        self.patience = Patience(settings.draft_timeout)
         self._on_round, self._spans = on_round, spans
         self._under_way: VerifyStep | None = None  # the step that was left running
         self._ended = 0.0  # when the last one had ended, by time.perf_counter
@@ -91,7 +93,9 @@ class Verifier:
         of_sessions = on_round is not None, grammars, self._drafting
         self.admission = Admission(runner, plan, settings, self.counters, *of_sessions)
         self.pacing = Pacing(runner, settings, self.admission.running, self._drafting, self.counters)
-        self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
+        self.protocol = DraftProtocol(
+            self.admission.running, plan, settings, runner.vocab_size, self.counters, self.patience
+        )
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if settings.prompt_read_share < 1:
             runner.check_sparse_prompts()
@@ -223,7 +227,7 @@ class Verifier:
     def plan_behind_rounds(self, rounds: Mapping[str, DraftedRound]) -> VerifyStep | None:
         """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
         running, now = list(self.admission.running.values()), time.monotonic()
-        plan, how = self.plan, (self.settings, self.counters, now)
+        plan, how = self.plan, (self.patience.seconds, self.counters, now)
         beside, light = self.runner.alternatives_beside, self.settings.screens_lightly
         step = plan_behind_rounds(running, rounds, plan, lambda each: waits(each, *how), beside, light, now)
         self._cut_held(step)
@@ -236,7 +240,7 @@ class Verifier:
         """Return what to run while a step is under way, or a step that only waits for it."""
         running, now = list(self.admission.running.values()), time.monotonic()
         drafted = drafted_for_themselves(running, self._drafting, self.runner.kv)
-        most, how = self.settings.most_drafted, (self.settings, self.counters, now)
+        most, how = self.settings.most_drafted, (self.patience.seconds, self.counters, now)
         behind = plan_behind(under_way, running, most, lambda each: waits(each, *how), self._drafting, *drafted)
         if not self.runner.kv.reserve(behind.work):
             return VerifyStep(before=under_way)
@@ -246,7 +250,7 @@ class Verifier:
     def _plan_running(self) -> VerifyStep | None:
         running, now = self.admission.running.values(), time.monotonic()
         how = self.settings, self._drafting, self.runner
-        step = plan_verify_step(running, *how, self.counters, now)
+        step = plan_verify_step(running, *how, self.patience.seconds, self.counters, now)
         self._cut_held(step)
         return step
 
@@ -262,7 +266,7 @@ class Verifier:
         waiting = [start for start in since if start is not None]
         if not waiting:
             return None
-        return max(0.001, min(waiting) + self.settings.draft_timeout - time.monotonic())
+        return max(0.001, min(waiting) + self.patience.seconds - time.monotonic())
 
     def execute(self, step: VerifyStep) -> VerifyResult:
         """Run a step, in the model's thread; touches no session but through its KV."""
@@ -290,6 +294,7 @@ class Verifier:
         read = sum(len(given.tokens) for _, given in step.prefills)
         if 2 * read > self.settings.prefill_chunk:
             self.reading.add(read, result.seconds)
+        self.patience.note(max([result.seconds, *(item.wait_seconds for item in step.rounds if item.proposal)]))
         for (session, given), told in zip(step.prefills, result.prompts, strict=True):
             if self.admission.is_open(session):
                 session.stats.prefill_seconds += result.seconds

@@ -776,8 +776,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/planning.py",
         "test_target_sessions test_sessions",
-        ("a silent draft is waited for forever", "    if now - session.stats.waiting_since < draft_timeout:", "    if True:"),
-        ("no draft is waited for", "    if now - session.stats.waiting_since < draft_timeout:", "    if False:"),
+        ("a silent draft is waited for forever", "    if now - session.stats.waiting_since < patience:", "    if True:"),
+        ("no draft is waited for", "    if now - session.stats.waiting_since < patience:", "    if False:"),
     ),
     *_of(
         "orchestrator/supervision.py",

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from config import TargetSettings
 from draft_service.drafter import Drafter
 from orchestrator.generation import Frontend
 from orchestrator.metrics import OURS
+from target_service.patience import LEAST_SECONDS
 from target_service.verifier import Verifier
 from tests.simulation.clients import Client
 from tests.simulation.faults import Faults
@@ -188,7 +188,7 @@ def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: S
         and scenario.draft_errs <= 4
         and scenario.step_seconds < 0.4
     )
-    if scenario.faults or scenario.repeated or not is_fit or reading_seconds > TargetSettings().draft_timeout:
+    if scenario.faults or scenario.repeated or not is_fit or reading_seconds > LEAST_SECONDS:
         return
     drafted = sum(verifier.counters["rounds"] for verifier in verifiers)
     plain = sum(verifier.counters["plain_rounds"] for verifier in verifiers)

@@ -186,7 +186,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ("--max-sessions", "0"),
         ("--max-queued", "-1"),
         ("--prefill-chunk", "-1"),
-        ("--draft-timeout", "0"),
+        ("--draft-timeout", "-1"),
         ("--draft-timeout", "nan"),
         ("--resume-timeout", "-1"),
         ("--host-kv-memory", "-0.5"),

@@ -21,6 +21,7 @@ from sparsity.methods import METHODS
 from target_service import planning
 from target_service.commit import cut_at_end
 from target_service.controller import Controller, Pace, RoundSeen
+from target_service.patience import LEAST_SECONDS, MOST_SECONDS, Patience
 from target_service.round_costs import PLAIN, Choice, Load
 from target_service.session import DraftPeer
 from tests.proposals import together
@@ -663,6 +664,42 @@ def test_a_draft_that_stays_silent_is_waited_for_once(clock: Clock) -> None:
     assert clock.now == pytest.approx(1.0)
     assert world.verifier.counters["draft_timeouts"] == 1
     assert world.verifier.counters["plain_rounds"] == 10
+
+
+def test_a_target_waits_as_long_as_its_machine_takes(clock: Clock) -> None:
+    """Four times the longest of what late rounds say they took, though these are of no use any more."""
+    world = World(clock)
+    slow = DraftPeer("slow", lambda event: None)
+    protocol = world.verifier.protocol
+    protocol.attach(slow)
+    first = world.open([1] * 20, 10)
+    while world.happen():
+        session = world.sessions.get(first)
+        if session is not None and not session.drafted and session.round < 3:
+            late = m.At(first, session.epoch, 0, 20)
+            protocol.receive(slow, together(m.Proposal(late, 1, [4], [], 2.5)))
+    assert clock.now == pytest.approx(1.0) and world.verifier.counters["stale_frames"]
+    second = world.open([2] * 20, 10)
+    world.run()
+    assert 1 + 4 * 2.5 * 0.95**12 < clock.now < 1 + 4 * 2.5, "rounds since then count as well"
+    assert world.verifier.counters["draft_timeouts"] == 2
+    for name in (first, second):
+        world.check_greedy(name)
+
+
+def test_patience_has_bounds_and_forgets() -> None:
+    patience = Patience()
+    assert patience.seconds == LEAST_SECONDS
+    patience.note(0.5)
+    assert patience.seconds == 2.0
+    patience.note(1e9)
+    assert patience.seconds == MOST_SECONDS
+    for _ in range(100):
+        patience.note(0.01)
+    assert patience.seconds == LEAST_SECONDS
+    given = Patience(60.0)
+    given.note(90.0)
+    assert given.seconds == 60.0
 
 
 def test_a_session_is_drafted_again_after_a_timeout(clock: Clock) -> None:
