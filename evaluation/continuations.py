@@ -19,6 +19,7 @@ from evaluation.attending import forward_weighing
 from evaluation.cases import Case
 from evaluation.forks import fork
 from evaluation.rounds import prefill
+from evaluation.workers import note_round
 from sparsity.announce import BY_TARGET_HEAD, LEAST_WINDOW
 from sparsity.choice import mandatory
 from sparsity.methods import METHODS
@@ -131,6 +132,7 @@ class Continuation:
             runner.kv.truncate(kv, base + accepted)
         self.memory.cut(draft_kv.length)
         self._count(base, accepted, len(right), weights)
+        note_round()
 
     def _verify(self, kv: SequenceKV, drafted: list[int]) -> tuple[list[int], Tensor]:
         """Return the target's likeliest tokens [γ + 1] and its weights on blocks [layers, γ + 1, heads, blocks]."""

@@ -4,14 +4,9 @@ The draft's rounds are those of the runner that serves them, without graphs wher
 """
 
 import json
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
-
-import torch
-from tqdm import tqdm
+from functools import partial
 
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.model import default_device, load_model, resolve_dtype
@@ -23,6 +18,7 @@ from evaluation.continuations import AHEAD, GAMMA, DraftSums, Reading, measure_c
 from evaluation.models import load_runner
 from evaluation.report import align, markdown_table
 from evaluation.run import Pair
+from evaluation.workers import held_models, memory_of, run_in_workers
 from sparsity.methods import check_method
 from sparsity.plan import Plan
 
@@ -121,10 +117,6 @@ class DraftStudy:
         return measure(pair, plan, tasks, readings, self.generated, self.gamma, workers)
 
 
-# The models of a worker process: draft, target.
-_loaded: tuple[ModelRunner, ModelRunner] | None = None
-
-
 def measure(
     pair: Pair,
     plan: Plan,
@@ -136,18 +128,19 @@ def measure(
 ) -> dict[str, list[DraftRow]]:
     """A table of each task. workers 0: one a core; results do not depend on it.
 
-    Raises PlanError where the plan has no `ahead`.
+    Raises PlanError where the plan has no `ahead`, and ValueError where memory does not suffice.
     """
     check_method(AHEAD, plan)
     cases = [(name, case) for name, chosen in tasks.items() for case in chosen]
     room = max(len(case.tokens) for _, case in cases) + generated + 2 * (gamma + 1)
-    count = min(workers or os.cpu_count() or 1, len(cases))
     totals = {name: [DraftSums() for _ in readings] for name in tasks}
-    with ProcessPoolExecutor(count, get_context("spawn"), _load, (pair, room)) as pool:
-        pending = [(name, pool.submit(_measure, plan, case, readings, generated, gamma)) for name, case in cases]
-        for name, future in tqdm(pending, desc="drafts", unit="case"):
-            for total, part in zip(totals[name], future.result(), strict=True):
-                total.add(part)
+    both, dtype = 2 * room + 2 * PAGE_SIZE, resolve_dtype("auto", default_device(), pair.target)
+    memory = memory_of([(pair.draft, both), (pair.target, both)], dtype, gamma + 1)
+    work = [(plan, case, readings, generated, gamma) for _, case in cases]
+    results = run_in_workers(_measure, work, partial(load_pair, pair, room), memory, workers, "drafts")
+    for (name, _), sums in zip(cases, results, strict=True):
+        for total, part in zip(totals[name], sums, strict=True):
+            total.add(part)
     return {name: to_rows(readings, sums) for name, sums in totals.items()}
 
 
@@ -160,13 +153,5 @@ def load_pair(pair: Pair, context: int, dtype_name: str = "auto") -> tuple[Model
     return draft, load_runner(pair.target, dtype, device, room)
 
 
-def _load(pair: Pair, context: int) -> None:
-    global _loaded
-    if default_device() == "cpu":
-        torch.set_num_threads(1)  # the workers share the cores
-    _loaded = load_pair(pair, context)
-
-
 def _measure(plan: Plan, case: Case, readings: list[Reading], generated: int, gamma: int) -> list[DraftSums]:
-    assert _loaded is not None
-    return measure_case(*_loaded, plan, case, readings, generated, gamma)
+    return measure_case(*held_models(), plan, case, readings, generated, gamma)

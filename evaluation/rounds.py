@@ -19,6 +19,7 @@ from evaluation.forks import fork
 from evaluation.methods import Rival, compared_method
 from evaluation.readers import LayerReader, make_reader
 from evaluation.sharing import announce_shared
+from evaluation.workers import note_round
 from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
 
@@ -231,6 +232,7 @@ def _run_variants(
                 assert output.logits is not None
                 run.count(case, first, output.logits, log_probs)
                 run.count_blocks(round_)
+            note_round()
     finally:
         for run in runs:
             target.kv.release(run.kv)

@@ -1,12 +1,7 @@
 """Evaluating cases in parallel: each worker process holds both models and takes one case at a time."""
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
-
-import torch
-from tqdm import tqdm
+from functools import partial
 
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.model import default_device, load_model, resolve_dtype
@@ -16,6 +11,7 @@ from evaluation.cases import Case
 from evaluation.methods import check_compared, compared_method
 from evaluation.models import load_runner
 from evaluation.rounds import SIDE_BY_SIDE, Variant, VariantSums, evaluate_case
+from evaluation.workers import held_models, memory_of, run_in_workers
 from sparsity.plan import Plan
 
 
@@ -25,9 +21,6 @@ class Pair:
 
     target: str
     draft: str
-
-
-_loaded: tuple[ModelRunner, ModelRunner] | None = None  # of a worker process: draft, target
 
 
 def parse_budget(text: str, plan: Plan) -> Plan:
@@ -70,34 +63,31 @@ def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) 
 def evaluate(
     pair: Pair, cases: list[Case], variants: list[Variant], workers: int = 0, description: str = "evaluating"
 ) -> list[VariantSums]:
-    """Sums of each variant over all cases. workers 0: one a core; results do not depend on it."""
-    longest = max(len(case.tokens) for case in cases)
-    forked = max(len(case.tokens) - case.start for case in cases) + 2 * PAGE_SIZE
-    room = 2 * longest + SIDE_BY_SIDE * forked
-    count = min(workers or os.cpu_count() or 1, len(cases))
+    """Sums of each variant over all cases. workers 0: one a core; results do not depend on it.
+
+    Raises ValueError where memory does not suffice.
+    """
+    longest, scored = max(len(case.tokens) for case in cases), max(len(case.tokens) - case.start for case in cases)
+    room = 2 * longest + SIDE_BY_SIDE * (scored + 2 * PAGE_SIZE)
+    longest += PAGE_SIZE
+    dtype = resolve_dtype("auto", default_device(), pair.target)
+    memory = memory_of([(pair.draft, longest), (pair.target, room)], dtype, scored)
     totals = [VariantSums() for _ in variants]
-    with ProcessPoolExecutor(count, get_context("spawn"), _load, (pair, longest + PAGE_SIZE, room)) as pool:
-        parts = pool.map(_evaluate, cases, [variants] * len(cases))
-        for sums in tqdm(parts, total=len(cases), desc=description, unit="case"):
-            for total, part in zip(totals, sums, strict=True):
-                total.add(part)
+    make = partial(_load, pair, longest, room)
+    for sums in run_in_workers(_evaluate, [(case, variants) for case in cases], make, memory, workers, description):
+        for total, part in zip(totals, sums, strict=True):
+            total.add(part)
     return totals
 
 
-def _load(pair: Pair, longest: int, target_tokens: int) -> None:
-    """Load both models, with room for a sequence of `longest` tokens, and in the target for forks of it."""
-    global _loaded
+def _load(pair: Pair, longest: int, target_tokens: int) -> tuple[ModelRunner, ModelRunner]:
+    """Load draft and target, with room for a sequence of `longest` tokens, and in the target for forks of it."""
     device = default_device()
-    if device == "cpu":
-        torch.set_num_threads(1)  # the workers share the cores
     dtype = resolve_dtype("auto", device, pair.target)
     target = load_model(pair.target, dtype, device)
-    _loaded = (
-        load_runner(pair.draft, dtype, device, longest),
-        make_runner(target, target_tokens, max_context=longest, enforce_eager=True),
-    )
+    draft = load_runner(pair.draft, dtype, device, longest)
+    return draft, make_runner(target, target_tokens, max_context=longest, enforce_eager=True)
 
 
 def _evaluate(case: Case, variants: list[Variant]) -> list[VariantSums]:
-    assert _loaded is not None
-    return evaluate_case(*_loaded, case, variants)
+    return evaluate_case(*held_models(), case, variants)

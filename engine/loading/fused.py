@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.decoder import Decoder, DecoderLayer
@@ -60,9 +61,10 @@ def read_decoder(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype,
     family, weights = FAMILIES[config.model_type], _Weights(tensors, weight_shapes(config), dtype, device)
     embedding = weights.take(EMBEDDING)
     cosines, sines = _rotary_table(config, device)
+    layers = tqdm(range(config.num_hidden_layers), desc="loading weights", unit="layer", leave=False, disable=None)
     return Decoder(
         embedding=embedding,
-        layers=[_read_layer(config, index, weights, family) for index in range(config.num_hidden_layers)],
+        layers=[_read_layer(config, index, weights, family) for index in layers],
         norm=weights.take(NORM),
         lm_head=_read_head(config, weights, embedding),
         cosines=cosines,

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.model import default_device, resolve_dtype
 from engine.loading.tokenizer import load_tokenizer
@@ -27,7 +29,8 @@ def calibrate_files(
     device = default_device()
     dtype = resolve_dtype("auto", device, target)
     room = settings.context + PAGE_SIZE
-    draft_runner, target_runner = (load_runner(model, dtype, device, room) for model in (draft, target))
+    both = tqdm((draft, target), desc="loading both models", unit="model")
+    draft_runner, target_runner = (load_runner(model, dtype, device, room) for model in both)
     texts, text_hash = read_passages(files, load_tokenizer(target), passages, settings.context)
     provenance = _provenance(draft, target, files, passages, text_hash)
     task = json.dumps([provenance, asdict(settings)])

@@ -3,8 +3,11 @@
 import argparse
 import json
 import math
+import os
+import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +20,7 @@ import models
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.model_runner import ModelRunner
-from evaluation import cases, continuations, drafts, plots, prompts, quality, report
+from evaluation import cases, continuations, drafts, plots, prompts, quality, report, workers
 from evaluation.cases import Case
 from evaluation.continuations import Continuation, Reading
 from evaluation.drafts import DraftStudy
@@ -362,3 +365,54 @@ def test_a_page_names_the_options_that_it_was_made_with() -> None:
     add_evaluate_flags(parser)
     flags = parser.parse_args(["drafts", "--books", "/somewhere", "--gamma", "3", "--dense-layers", "1", "2"])
     assert flags.typed(flags) == "--books DIR --gamma 3 --dense-layers 1 2"
+
+
+def test_workers_are_as_many_as_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers, "free_memory", lambda device: 20 << 30)
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 4)
+    assert [workers._count(asked, 9, 1 << 30) for asked in (0, 3, 12)] == [4, 3, 9]
+    assert workers._count(0, 2, 1 << 30) == 2, "one for each case"
+    assert not caplog.records
+    assert workers._count(0, 9, 8 << 30) == 2
+    assert "2 workers in place of 4: each takes about 8.0 GiB, 20.0 GiB are free" in caplog.text
+    with pytest.raises(ValueError, match=r"takes about 21\.0 GiB of memory, and 20\.0 GiB are free: shorten --context"):
+        workers._count(1, 9, 21 << 30)
+
+
+def test_what_a_worker_takes_is_weights_and_kv_and_logits() -> None:
+    beside = workers.memory_of([], torch.float32, 0)
+    draft = 4 * (4 * 246016 + 4096 * 128 + 128)
+    assert workers.memory_of([(str(models.DRAFT), 0)], torch.float32, 0) == beside + draft
+    assert workers.memory_of([(str(models.DRAFT), 0)], torch.bfloat16, 0) == beside + draft // 2
+    a_token = 2 * 4 * 2 * 64 * 4
+    grown = workers.memory_of([(str(models.DRAFT), 100)], torch.float32, 10)
+    assert grown == beside + draft + 100 * a_token + 4 * 10 * 4096 * 4
+
+
+def _nothing() -> None:
+    """Made by a worker that needs no models."""
+
+
+def _end(how: str) -> str:
+    assert workers.held_models() is None
+    workers.note_round()
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "wrong":
+        raise OSError("there is no such model")
+    return how
+
+
+@pytest.mark.parametrize(
+    ("how", "match"), [("killed", "a worker process was lost.*fewer --workers"), ("wrong", "there is no such model")]
+)
+def test_a_worker_that_ends_early_is_told_in_a_sentence(
+    how: str, match: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = partial(workers.run_in_workers, make=_nothing, memory=1, asked=1, name="perplexity")
+    with pytest.raises((ValueError, OSError), match=match):
+        list(run(_end, [("well",), (how,)]))
+    told = capfd.readouterr().err
+    assert "Traceback" not in told and "perplexity" in told
