@@ -70,7 +70,8 @@ class GrammarState:
         self._consumed += taken
         self._ended = taken < len(new) and new[taken] in self._ends and matcher.is_accepting()
         if taken < len(new) and not self._ended:
-            self.error = f"token {new[taken]} at {self._consumed} is not what the grammar allows"
+            told = f"token {new[taken]} at {self._consumed} is not what the grammar allows"
+            self.error = _reason(matcher) if matcher.is_error() else told
 
     def _opened(self) -> LLMatcher:
         if self._matcher is None:

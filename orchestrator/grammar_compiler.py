@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.child_process import ask_process
 from orchestrator.structured_outputs import COMPACT, Structure, WhiteSpace
-from wire.errors import InvalidArgument, ServiceError
+from wire.errors import InvalidArgument, ServiceError, Unavailable
 
 _PROGRAM = Path(__file__).with_name("compile_grammar.py")
 SECONDS = 5
@@ -30,7 +30,8 @@ class GrammarCompiler:
 
         white_space: what the structure's JSON may have.
 
-        Raises InvalidArgument, with llguidance's words, for what does not compile, or not within SECONDS.
+        Raises InvalidArgument, with llguidance's words, for what does not compile, and for what takes more than SECONDS
+        of CPU time or MOST_BYTES; Unavailable where the process did not get that time. Only its answers are kept.
         """
         body = structure or Structure("json", "", "tools")
         key = body.kind if structure else "", body.text, json.dumps(white_space), main
@@ -38,7 +39,7 @@ class GrammarCompiler:
             raise InvalidArgument(f"{body.param}: more than {MOST_CHARACTERS} characters of grammar", body.param)
         if key not in self._kept:
             async with self._places:
-                self._kept[key] = await _compile(key)
+                self._kept[key] = await _compile(key, body.param)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -48,7 +49,7 @@ class GrammarCompiler:
         return answer["source"]
 
 
-async def _compile(key: tuple[str, ...]) -> dict[str, str]:
+async def _compile(key: tuple[str, ...], param: str) -> dict[str, str]:
     """Return what the process answers: {source} or {error}. Raises ServiceError if it answers nothing."""
     kind, text, white_space, main = key
     given = {"kind": kind, "text": text, "white_space": json.loads(white_space), "main": main}
@@ -57,9 +58,11 @@ async def _compile(key: tuple[str, ...]) -> dict[str, str]:
     try:
         status, out, errors = await ask_process(command, json.dumps(given).encode(), 2 * SECONDS)
     except TimeoutError:
-        return {"error": f"it does not compile within {SECONDS} seconds"}
+        message = f"{param}: it was not compiled within {2 * SECONDS} seconds, since this machine is busy; try again"
+        raise Unavailable(message, param) from None
     if status < 0:  # a signal: of the limit of CPU time, or of memory that there is not
-        return {"error": f"it does not compile within {SECONDS} seconds and {MOST_BYTES >> 30} GiB"}
+        limits = f"{SECONDS} seconds and {MOST_BYTES >> 30} GiB"
+        raise InvalidArgument(f"{param}: it does not compile within {limits}", param)
     if status:
         raise ServiceError(f"grammars cannot be compiled here: {errors.decode(errors='replace')[-500:]}")
     answer: dict[str, str] = json.loads(out)

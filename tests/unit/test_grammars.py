@@ -129,6 +129,13 @@ def test_a_grammar_too_wide_to_follow_says_why() -> None:
     assert not masks.any()
 
 
+def test_a_grammar_that_is_too_large_to_follow_says_so_and_blames_no_token() -> None:
+    state = start(json.dumps({"grammars": [{"lark_grammar": 'start: "a"{100000}'}]}))
+    state.masks([])
+    state.follow([*PROMPT, *ids("a")])
+    assert "Too many items" in state.error
+
+
 def test_compiling_leaves_the_thread_that_asks_and_says_when_it_is_done() -> None:
     compiled = threading.Event()
     grammars = Grammars(TOKENIZER, VOCAB, [END])
