@@ -548,6 +548,28 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "engine/kv/cache.py",
+        "test_tiered_kv",
+        ("a page that was left to the store is cut", "if last is not None and length < sequence.stored * PAGE_SIZE:", "if False:"),
+    ),
+    *_of(
+        "engine/ruled_judging.py",
+        "test_judged_distributions",
+        ("what a screened token was drawn from is told without rules", "_supports(ruled[i : i + 1,", "_supports(logits[i : i + 1,"),
+    ),
+    *_of(
+        "engine/passes/grouping.py",
+        "test_warm_up",
+        ("there is a graph for each top_k", "cuts=_size_for(shape.cuts, limits))", "cuts=shape.cuts)"),
+    ),
+    *_of(
+        "engine/graphs.py",
+        "test_warm_up",
+        ("what requests had captured is never dropped", "            self._evict()\n", ""),
+        ("the oldest graph is dropped though it is used", "            self.by_shape.move_to_end(shape)\n", ""),
+        ("what was prepared is dropped, too", "if shape not in self._prepared]", "]"),
+    ),
+    *_of(
+        "engine/kv/cache.py",
         "test_paged_kv",
         ("what was taken back is offered on", "            self.pool.forget([page])\n", "            pass\n"),
         ("what was taken back is not indexed anew", "        del sequence.serials[whole:]\n", "        pass\n"),

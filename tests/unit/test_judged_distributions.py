@@ -125,6 +125,7 @@ def test_judges_keep_the_targets_distribution(levels: int) -> None:
         assert draws.p_value() > ALPHA, kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("levels", [2, 3])
 def test_a_judge_that_moves_a_twentieth_is_found(monkeypatch: pytest.MonkeyPatch, levels: int, bias: str) -> None:

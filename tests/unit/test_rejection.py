@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.rejection import accept_greedy, accept_sampled, draw
+from tests.unit.distributions import ALPHA, BIASES, POWER, Draws
 
 ROWS = 200_000
 JUST_BELOW_ONE = 1 - 2.0**-53
@@ -182,6 +183,8 @@ class Chains:
         p = torch.stack([self.p[0].expand(ROWS, -1), self.p[1][d0], self.p[2][d0, d1]], 1)
         counts = torch.full((ROWS,), GAMMA)
         accept, recover = u[:, GAMMA : 2 * GAMMA], u[:, 2 * GAMMA :]
+        if rule in BIASES:
+            p = BIASES[rule](p.flatten(0, 1)).view_as(p)
         if rule == "accept always":
             accept = torch.zeros_like(accept)
             p = torch.cat([q, p[:, 2:]], 1)
@@ -213,6 +216,18 @@ def test_output_has_the_targets_distribution(seed: int) -> None:
     values = emitted_p_values(Chains(seed), seed)
     assert len(values) >= 1 + 4 + 8
     assert min(values) > 1e-4
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_twentieth_of_the_probability_moved_is_found(seed: int, bias: str) -> None:
+    """Control: the first tokens of 50,000 rows show it, with a power of 0.99 at least; all counts above do."""
+    chains, rows = Chains(seed), 50_000
+    firsts = [chains.run(seed, rule)[0][:rows] for rule in ("kernel", bias)]
+    straight, biased = (Draws(chains.p[0].double().expand(rows, -1), first) for first in firsts)
+    assert straight.score(BIASES[bias])[1] >= POWER
+    assert straight.p_value() > ALPHA > biased.p_value()
+    assert min(emitted_p_values(chains, seed, bias)) < 1e-6
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -103,6 +103,7 @@ def test_sessions_of_one_kind_draw_from_the_targets_distribution(clock: Clock, l
     check(draws)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("levels", [2, 3])
 def test_a_judge_that_moves_a_twentieth_is_found(
