@@ -7,7 +7,7 @@ from engine.loading.shape import load_shape
 from sparsity import announce, in_advance
 from sparsity.announce import LEAST_WINDOW, Announcing, summary_tokens
 from sparsity.in_advance import InAdvance
-from sparsity.plan import Plan, PlanError, Rule, load_plan, uniform_plan
+from sparsity.plan import LEAST_TOKENS, Plan, PlanError, Rule, load_plan, uniform_plan
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def load_served_plan(file: str, budget: float, method: str, target: str = "", dr
     else:
         shape, drafting = load_shape(target), load_shape(draft) if draft else None
         heads = (drafting.num_layers, drafting.num_heads) if drafting else (1, 1)
-        plan = uniform_plan(shape.num_layers, shape.num_kv_heads, *heads)
+        plan = uniform_plan(shape.num_layers, shape.num_kv_heads, *heads, least_tokens=LEAST_TOKENS)
     plan = replace(plan, budget=budget or plan.budget, method=method or plan.method)
     check_served(plan)
     return plan

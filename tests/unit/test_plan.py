@@ -23,7 +23,7 @@ from orchestrator.directory import Directory
 from orchestrator.endpoints import serve_clients
 from sparsity.announce import BY_DRAFT_HEAD, announce
 from sparsity.methods import METHODS, load_served_plan
-from sparsity.plan import Plan, PlanError, load_plan, uniform_plan
+from sparsity.plan import PLAN_VERSION, Plan, PlanError, load_plan, uniform_plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.service import run
@@ -131,8 +131,9 @@ def test_edited_provenance_is_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"version": 1}, "version 1"),
-        ({"version": 3}, "version 3"),
+        ({"version": 2}, "version 2"),
+        ({"version": 4}, "version 4"),
+        ({"least_tokens": -1}, "least_tokens"),
         ({"budget": 0.0}, "budget"),
         ({"budget": 1.01}, "budget"),
         ({"budget": float("nan")}, "budget"),
@@ -201,6 +202,7 @@ def test_both_sides_of_a_pair_without_a_plan_come_to_the_same_one(tmp_path: Path
     assert plan == same and plan.hash == same.hash and not plan.is_calibrated and load_plan(PLAN).is_calibrated
     assert (plan.draft_layers, plan.draft_heads, plan.dense_layers) == (3, 6, ())
     assert plan.layer_map == (0, 0, 1, 1, 2, 2)
+    assert plan.least_tokens == load_plan(PLAN).least_tokens == 1024  # short texts are read wholly
     third = pytest.approx(1 / 3)
     assert plan.blends[2:4] == (
         ((0, 0, third), (0, 1, third), (0, 2, third)),
@@ -253,7 +255,7 @@ async def test_the_client_endpoints_refuse_a_plan_of_another_version(tmp_path: P
     plan.write_text('{"version": 1}')
     config = launch_settings(["--target-address", "127.0.0.1:1", "--plan", str(plan)], {})
     directories = {"target": Directory({"target": "127.0.0.1:1"}), "draft": Directory()}
-    with pytest.raises(PlanError, match=f"{plan}: version 1, this program reads 2"):
+    with pytest.raises(PlanError, match=f"{plan}: version 1, this program reads {PLAN_VERSION}"):
         async with serve_clients(config, read_access(config), [directories], {}):
             pass
 
