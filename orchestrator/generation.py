@@ -165,7 +165,8 @@ class Frontend:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
-        shown = _ShownText(self.tokenizer, request, record.sampling.min_tokens)
+        marked = bool(request.mark_accepted)
+        shown = _ShownText(self.tokenizer, request, record.sampling.min_tokens, bool(request.stops) or marked)
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
         last: Chunk | None = None
@@ -178,7 +179,7 @@ class Frontend:
                         break
                     texts, item = shown.push(item)
                     watch.round(item)
-                    for part, text, accepted in _parts(item, texts, bool(request.mark_accepted)):
+                    for part, text, accepted in _parts(item, texts, marked):
                         told += len(part.tokens)
                         chunk = Chunk(
                             text,
@@ -229,22 +230,30 @@ class Frontend:
 
 
 class _ShownText:
-    """The text of a choice, as much of it as may be shown. min_tokens: among the first ones no stop string ends."""
+    """The text of a choice, as much of it as may be shown.
 
-    def __init__(self, tokenizer: Any, request: GenerationRequest, min_tokens: int) -> None:
+    min_tokens: among the first ones no stop string ends. by_token: whether it is known which text is of which token.
+    """
+
+    def __init__(self, tokenizer: Any, request: GenerationRequest, min_tokens: int, by_token: bool) -> None:
         self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens is not False)
         self._with_stop = bool(request.include_stop_str_in_output)
         self._finder = StopFinder(request.stops, self._with_stop)
-        self._tokens, self._min_tokens = 0, min_tokens
+        self._tokens, self._min_tokens, self._by_token = 0, min_tokens, by_token
 
     def push(self, commit: Commit) -> tuple[list[str], Commit]:
-        """Return the text that may be shown with each token of a round, and the round as far as the client is told of
-        it: with a stop string its last token is the one that completes this, and the choice has ended."""
-        reason, texts = commit.finish_reason, list[str]()
-        for count, token in enumerate(commit.tokens, 1):
-            last = reason is not FinishReason.NONE and count == len(commit.tokens)
-            hidden = last and reason is FinishReason.STOP and not self._with_stop  # the token that ends the text
-            text = "" if hidden else self._detokenizer.push([token])
+        """Return the text that may be shown with each token of a round (or, if not `by_token`, with all), and the round
+        as far as the client is told of it: its last token is the one that completes a stop string, if there is one."""
+        tokens, texts = commit.tokens, list[str]()
+        ended = commit.finish_reason is not FinishReason.NONE
+        hidden = commit.finish_reason is FinishReason.STOP and not self._with_stop  # the token that ends the text
+        shown = tokens[:-1] if hidden else tokens
+        if not self._by_token:
+            text = self._detokenizer.push(shown)
+            return [text + self._detokenizer.finish() if ended else text], commit
+        for count in range(1, len(tokens) + 1):
+            last = ended and count == len(tokens)
+            text = self._detokenizer.push(shown[count - 1 : count])
             if last:
                 text += self._detokenizer.finish()
             self._tokens += 1
@@ -253,8 +262,8 @@ class _ShownText:
                 text += self._finder.finish()  # it might have begun a stop string
             texts.append(text)
             if stopped:
-                tokens, logprobs = commit.tokens[:count], commit.logprobs[:count]
-                return texts, replace(commit, tokens=tokens, logprobs=logprobs, finish_reason=FinishReason.STOP)
+                logprobs, reason = commit.logprobs[:count], FinishReason.STOP
+                return texts, replace(commit, tokens=tokens[:count], logprobs=logprobs, finish_reason=reason)
         return texts, commit
 
 

@@ -25,22 +25,24 @@ class Detokenizer:
 
     def push(self, tokens: list[int]) -> str:
         """Return the text that more tokens add to what is out. It does not depend on how they are cut into pushes."""
-        return "".join(map(self._push, tokens))
+        return "".join(self._push(tokens[at : at + _MOST_PENDING]) for at in range(0, len(tokens), _MOST_PENDING))
 
     def finish(self) -> str:
         """Return what is left, incomplete characters replaced."""
-        text, shown = self._decode(), self._shown
+        text, shown = self._decode(self._window), self._shown
         self._shown = text
         return text[len(shown) :]
 
-    def _push(self, token: int) -> str:
-        self._window.append(token)
-        self._pending += 1
-        text = self._decode()
+    def _push(self, tokens: list[int]) -> str:
+        text = self._decode(self._window + tokens)
+        if len(tokens) > 1 and (_INCOMPLETE in text or text == self._shown):
+            return "".join(self._push([token]) for token in tokens)
+        self._window += tokens
+        self._pending += len(tokens)
         if not text.startswith(self._shown):
             # Of bytes side by side some decoders show none if the last ones are incomplete: those begin a window.
-            self._window, self._pending, self._shown = [token], 1, ""
-            text = self._decode()
+            self._window, self._pending, self._shown = tokens[:], len(tokens), ""
+            text = self._decode(tokens)
         whole = text.rstrip(_INCOMPLETE)
         if whole != text:
             return self._show_incomplete(text) if self._pending >= _MOST_PENDING else self._show(whole)
@@ -51,7 +53,7 @@ class Detokenizer:
             return ""
         added = self._show(text)
         self._window, self._pending = self._window[-self._pending :], 0
-        self._shown = self._decode()
+        self._shown = self._decode(self._window)
         return added
 
     def _show(self, text: str) -> str:
@@ -64,15 +66,15 @@ class Detokenizer:
         """Return all that a text adds but its last character, which may become whole; of the window, keep the end."""
         self._window = self._window[-_KEPT:]
         self._pending = len(self._window)
-        end = self._decode()
+        end = self._decode(self._window)
         held = end.endswith(_INCOMPLETE)  # else no token that is kept has text
         added = text[len(self._shown) : len(text) - held]
         self._shown = end[: len(end) - held]
         return added
 
-    def _decode(self) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         text: str = self.tokenizer.decode(
-            self._window, skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -84,10 +84,14 @@ async def test_the_same_where_the_tokens_run_out(frontend: Frontend, router: Fai
     assert got == ("The sea was calm", FinishReason.LENGTH)
 
 
-async def test_a_character_that_stays_incomplete_is_replaced_and_not_lost(frontend: Frontend, router: Failing) -> None:
+@pytest.mark.parametrize("stop", [[], ["never there"]])
+async def test_a_character_that_stays_incomplete_is_replaced_and_not_lost(
+    frontend: Frontend, router: Failing, stop: list[str]
+) -> None:
     router.answer = "x🙂"
     count = len(router.tokenizer.encode(router.answer, add_special_tokens=False)) - 1
-    assert await text_of(start(frontend, max_tokens=count)) == ("x" + REPLACEMENT, FinishReason.LENGTH)
+    got = await text_of(start(frontend, max_tokens=count, stop=stop))
+    assert got == ("x" + REPLACEMENT, FinishReason.LENGTH)
 
 
 async def test_nothing_comes_behind_a_stop_string(frontend: Frontend, router: Failing) -> None:
