@@ -71,7 +71,7 @@ def find_excess(source: str) -> str:
 
 
 _Part = tuple[str, Any]  # "open", "close", "or"; "times" and how often; "size" and characters; "name" and of which rule
-_COUNT = r"\{\s*(?P<times>\d+)[\d\s,]*\}|~\s*(?P<times_too>\d+)"
+_COUNT = r"\{\s*(?P<times>\d+)\s*(?:,\s*\d*\s*)?\}|~\s*(?P<times_too>\d+)"
 _REGEX = re.compile(
     rf"(?P<open>\((?:\?(?:P?<\w+>|[\w-]*:))?)|(?P<close>\))|(?P<or>\|)|{_COUNT}|[*+?]"
     r"|(?P<size>\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]|.)",
