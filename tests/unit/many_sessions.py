@@ -117,7 +117,7 @@ class ManySessions(World):
         self.attach()
 
     def run(self) -> None:
-        while any([self._advance_wholly(actor) for actor in (self.verifier, self.drafter)]):
+        while self._advance_wholly(self.verifier) | self._advance_wholly(self.drafter):
             pass
         assert not self.busy(), "sessions are open, and nothing happens any more"
 

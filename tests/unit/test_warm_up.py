@@ -149,9 +149,10 @@ def test_no_number_that_a_client_or_a_draft_chooses_has_more_than_three_sizes(vo
     assert len(shapes) <= 3 * 3
 
 
-@pytest.mark.usefixtures("captures")
 def test_the_least_recently_used_graph_is_dropped_unless_it_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.graphs.MOST_UNPREPARED", 2)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Graphs, "_capture", lambda self, captured: Launches(captured))
     graphs, ran = Graphs(captures=True), list[str]()
 
     def run(shape: str, prepared: bool = False) -> None:
@@ -167,6 +168,22 @@ def test_the_least_recently_used_graph_is_dropped_unless_it_was_prepared(monkeyp
         run(f"d{number}")
     assert list(graphs.by_shape) == ["prepared", "c", "d7", "d8"]
     assert ran[:5] == ["prepared", "a", "b", "a", "c"]
+
+
+@pytest.mark.usefixtures("captures")
+def test_steps_whose_graphs_are_dropped_again_and_again_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for one of three: the memory of a dropped graph is another's."""
+    runner, kv, verdicts = runner_of(models.TARGET), SequenceKV(), dict[int, list[tuple[int, int] | None]]()
+    monkeypatch.setattr("engine.graphs.MOST_UNPREPARED", 1)
+    made = Graphs.made
+    for top_k in (0, 5, 500) * 4:
+        drafted = Drafted([5, 6], [], Sampling(1.5, seed=3, top_k=top_k), 7)
+        (output,) = runner.forward([SequenceInput(kv, [4, 5, 6], "all", drafted=drafted)])
+        verdicts.setdefault(top_k, []).append(output.verdict)
+        runner.kv.truncate(kv, 0)
+        assert len(runner._passes.graphs.by_shape) == 1
+    assert Graphs.made - made == 12
+    assert [len(set(each)) for each in verdicts.values()] == [1, 1, 1]
 
 
 @pytest.mark.usefixtures("captures")
