@@ -154,4 +154,5 @@ def load_pair(pair: Pair, context: int, dtype_name: str = "auto") -> tuple[Model
 
 
 def _measure(plan: Plan, case: Case, readings: list[Reading], generated: int, gamma: int) -> list[DraftSums]:
-    return measure_case(*held_models(), plan, case, readings, generated, gamma)
+    draft, target = held_models()
+    return measure_case(draft, target, plan, case, readings, generated, gamma)

@@ -90,4 +90,5 @@ def _load(pair: Pair, longest: int, target_tokens: int) -> tuple[ModelRunner, Mo
 
 
 def _evaluate(case: Case, variants: list[Variant]) -> list[VariantSums]:
-    return evaluate_case(*held_models(), case, variants)
+    draft, target = held_models()
+    return evaluate_case(draft, target, case, variants)
