@@ -167,7 +167,8 @@ def test_the_least_recently_used_graph_is_dropped_unless_it_was_prepared(monkeyp
     for number in range(9):
         run(f"d{number}")
     assert list(graphs.by_shape) == ["prepared", "c", "d7", "d8"]
-    assert ran[:5] == ["prepared", "a", "b", "a", "c"]
+    if not torch.cuda.is_available():  # where a graph runs what it was captured of
+        assert ran[:5] == ["prepared", "a", "b", "a", "c"]
 
 
 @pytest.mark.usefixtures("captures")
