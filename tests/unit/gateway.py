@@ -19,6 +19,7 @@ from orchestrator.records import Limits
 from orchestrator.replies import ReplyFormat
 from orchestrator.router import TargetState
 from orchestrator.served_models import ServedModels
+from orchestrator.structured_outputs import COMPACT, WhiteSpace
 from wire.errors import ResourceExhausted, ServiceError
 from wire.messages import At, Commit, FinishReason, SessionReads
 
@@ -127,6 +128,7 @@ async def running_gateway(
     connections: Connections | None = None,
     trusted_proxies: str = "",
     allowed_hosts: str = "",
+    white_space: WhiteSpace = COMPACT,
 ) -> AsyncIterator[str]:
     """Serve over a scripted router while the context lasts; yields the address."""
 
@@ -134,7 +136,7 @@ async def running_gateway(
         return {"target": None, "draft": None}
 
     observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
-    frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
+    frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format, white_space)
     models = ServedModels([frontend])
     app = make_app(models, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
     hosts = hosts_of("127.0.0.1", allowed_hosts)

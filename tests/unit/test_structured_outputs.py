@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 from tokenizers import AddedToken
 
+from config.sections import JSON_WHITESPACE
 from engine.grammars import Grammars, unpack_mask
 from engine.loading.tokenizer import count_token_ids
 from orchestrator import grammar_compiler
@@ -30,7 +31,7 @@ from orchestrator.lark import Lark
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import read_request
 from orchestrator.structural_tags import tag_grammar
-from orchestrator.structured_outputs import COMPACT, Kind, Structure
+from orchestrator.structured_outputs import COMPACT, WHITE_SPACES, Kind, Structure
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 from tests.unit.inline import Inline
 from wire.errors import InvalidArgument, ServiceError, Unavailable
@@ -121,6 +122,33 @@ async def test_a_request_becomes_the_grammar_of_its_session(
         assert record.stop_token_ids == [0]  # also with ignore_eos: behind a complete text nothing can come
         assert [follows(record.grammar, text, router.tokenizer) for text in good] == [True] * len(good)
         assert not any(follows(record.grammar, text, router.tokenizer) for text in bad)
+
+
+@pytest.mark.parametrize("said", JSON_WHITESPACE)
+async def test_the_launch_says_which_white_space_json_has(router: ScriptedRouter, said: str) -> None:
+    """In answers, structural tags and the arguments of calls; a request may say otherwise."""
+    tags = {
+        "structural_tag": {
+            "format": {"type": "tag", "begin": "<a>", "content": INT | {"json_schema": SCHEMA}, "end": ""}
+        }
+    }
+    tools = {"tools": [TOOLS[0]], "tool_choice": "required"}
+    call = '<tool_call>\n{{"name": "weather", "arguments": {}}}\n</tool_call>'.format
+    white_space, form = WHITE_SPACES[said], ReplyFormat("hermes")
+    async with (
+        running_gateway(router, reply_format=form, white_space=white_space) as address,
+        AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        for fields in ({"guided_json": SCHEMA}, {"structured_outputs": tags}, tools):
+            await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
+        own = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=own)
+    *by_launch, by_request = [record.grammar for record in router.opened]
+    written = {"none": '{"a":1}', "compact": '{"a": 1}', "any": '{\n  "a": 1}'}
+    for source, text in zip(by_launch, ("{}".format, "<a>{}".format, call), strict=True):
+        found = [name for name, value in written.items() if follows(source, text(value), router.tokenizer)]
+        assert found == list(written)[: list(written).index(said) + 1]
+    assert follows(by_request, written["any"], router.tokenizer)
 
 
 async def test_a_text_that_asks_for_no_structure_has_no_grammar(client: AsyncOpenAI, router: ScriptedRouter) -> None:
