@@ -27,7 +27,7 @@ PROMPTS = [
 
 def test_exact_tokens_are_those_of_transformers(client: OpenAI, target: str, tokenizer: Any) -> None:
     """Each served token is the likeliest one of transformers, or as near as rounding can swap."""
-    dtype = resolve_dtype("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    dtype = resolve_dtype("auto", "cuda" if torch.cuda.is_available() else "cpu", target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt)
