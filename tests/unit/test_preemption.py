@@ -292,7 +292,7 @@ def test_a_queue_of_none_refuses_what_cannot_run_at_once_but_nothing_that_gave_w
 def test_a_session_that_comes_from_a_lost_target_is_not_refused_either(clock: Clock) -> None:
     target = Target(12, max_queued=0)
     target.open("a", 100, 60)
-    again = m.Open("b", [2] * 100, 90, 60, [], GREEDY, m.Exactness.EXACT)
+    again = m.Open("b", [2] * 100, 90, 60, [], GREEDY, m.Exactness.EXACT, resumed=True)
     target.admission.open(again, target.events.append)
     target.step()
     assert target.waiting == ["b"]
