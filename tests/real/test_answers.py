@@ -27,7 +27,7 @@ PERSON: dict[str, Any] = {
     "properties": {
         "name": {"type": "string"},
         "age": {"type": "integer"},
-        "skills": {"type": "array", "items": {"type": "string"}},
+        "skills": {"type": "array", "items": {"type": "string"}, "maxItems": 5},  # some models know no end of them
     },
     "required": ["name", "age", "skills"],
     "additionalProperties": False,
