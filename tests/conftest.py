@@ -22,6 +22,7 @@ from engine.loading.tokenizer import load_tokenizer
 from models import TARGET
 from tests import interpreter
 from tests.books import read_books
+from tests.plans import sparse_plan_file
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 (hooks)
 from tests.stack import Stack, free_port, start_stack
 
@@ -100,8 +101,9 @@ def launch(_start: Callable[..., Stack]) -> Iterator[Callable[..., Stack]]:
 def stack(_start: Callable[..., Stack]) -> Iterator[Stack]:
     """The bundled pair behind a launch that is shared by tests which leave it as they found it.
 
-    Settings are the default ones, but that a busy machine's target waits for its draft, and calls of tools are found.
+    Settings are the default ones, but that a busy machine's target waits for its draft, that short texts are read
+    sparsely, too, and that calls of tools are found.
     """
-    stack = _start("--draft-timeout", "60", "--tool-call-parser", "hermes")
+    stack = _start("--plan", sparse_plan_file(), "--draft-timeout", "60", "--tool-call-parser", "hermes")
     yield stack
     stack.stop()

@@ -18,8 +18,9 @@ from pathlib import Path
 import grpc
 from grpc import Channel
 
-from models import DRAFT, PLAN, TARGET
+from models import DRAFT, TARGET
 from protos import inference_pb2_grpc
+from tests.plans import sparse_plan_file
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120
@@ -130,8 +131,11 @@ def start_services(
     target_command: tuple[str, ...] = ("-m", "target_service"),
     dial: Callable[[str], str] = lambda address: address,
 ) -> Services:
-    """The bundled pair. `flags` go to both; `dial` may put something between draft and target."""
-    shared = ("--plan", str(PLAN), "--kv-tokens", "40000", "--threads", "1", "--port", "0", *flags)
+    """The bundled pair, by a plan that reads short texts sparsely, too.
+
+    `flags` go to both; `dial` may put something between draft and target.
+    """
+    shared = ("--plan", sparse_plan_file(), "--kv-tokens", "40000", "--threads", "1", "--port", "0", *flags)
     target, target_address = start_service(*target_command, "--model", str(TARGET), *shared)
     draft, draft_address = start_service(
         "-m", "draft_service", "--model", str(DRAFT), "--target", dial(target_address), *shared
@@ -141,7 +145,8 @@ def start_services(
 
 def start_gateway(services: Services, *flags: str) -> Stack:
     """The client endpoints over services that run already."""
-    return start_stack("--target-address", services.target, "--draft-address", services.draft, *flags)
+    addresses = ("--target-address", services.target, "--draft-address", services.draft)
+    return start_stack(*addresses, "--plan", sparse_plan_file(), *flags)
 
 
 def start_stack(

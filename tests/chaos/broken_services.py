@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from models import DRAFT, PLAN, TARGET
+from models import DRAFT, TARGET
 from tests.chaos.setting import DRAFTS, EACH, TARGETS, Held, Outcome, Pace, break_things, conclude, grown, make_cases
 from tests.chaos.traffic import Traffic
 from tests.lines import Line, lines
+from tests.plans import sparse_plan_file
 from tests.stack import start_service, start_stack
 
-SHARED = ("--plan", str(PLAN), "--kv-tokens", "40000", "--threads", "1")
+SHARED = ("--plan", sparse_plan_file(), "--kv-tokens", "40000", "--threads", "1")
 STILL_SECONDS = 1.0, 12.0  # the ends give each other up after 8
 
 
@@ -112,6 +113,7 @@ def run(pace: Pace, seed: int, clients: int) -> Outcome:
             of_drafts += own
         of_gateway = [opened.to(target.address) for target in targets]
         flags = ("--target-address", ",".join(line.address for line in of_gateway), "--tool-call-parser", "hermes")
+        flags += ("--plan", sparse_plan_file())
         gateway = Gateway((*flags, "--draft-address", ",".join(draft.address for draft in drafts)), pace.recovery)
         ends.callback(gateway.end)
         services = dict(zip((*TARGETS, *DRAFTS), (*targets, *drafts), strict=True))

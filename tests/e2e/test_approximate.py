@@ -9,23 +9,19 @@ from typing import Any
 
 import pytest
 
-from evaluation.plans import save_plan
 from tests.client import APPROXIMATE, generate, read_by_rounds
 from tests.leads import LARGEST_LEAD, changed_tokens
-from tests.plans import bundled_plan
 from tests.stack import Stack
 
 
 @pytest.fixture(scope="module")
-def sparse(launch: Callable[..., Stack], tmp_path_factory: pytest.TempPathFactory) -> Stack:
-    """A launch whose plan reads a tenth of short texts, too."""
-    file = tmp_path_factory.mktemp("plan") / "plan.json"
-    save_plan(bundled_plan(), file)
-    return launch("--plan", str(file), "--draft-timeout", "60")
+def served(launch: Callable[..., Stack]) -> Stack:
+    """A launch that reads as its users' do: by the bundled plan as it is."""
+    return launch("--draft-timeout", "60")
 
 
 @pytest.mark.parametrize("case", range(3))
-def test_recall_at_a_tenth_of_the_blocks(case: int, sparse: Stack, books: list[str], tokenizer: Any) -> None:
+def test_recall_at_a_tenth_of_the_blocks(case: int, stack: Stack, books: list[str], tokenizer: Any) -> None:
     """A fact hidden at a random depth of a book of 3,000 tokens and asked for at the end."""
     chosen = random.Random(case)
     key = str(chosen.randrange(10_000, 99_999))
@@ -37,7 +33,7 @@ def test_recall_at_a_tenth_of_the_blocks(case: int, sparse: Stack, books: list[s
     question = tokenizer.encode("\n\nWhat is the pass key? The pass key is")
     prompt = book[:at] + fact + book[at:] + question
     for _ in range(5):  # on a busy machine a draft may be late, and what is decoded without it is read wholly
-        result = generate(sparse.stub(), prompt, max_tokens=12, exactness=APPROXIMATE)
+        result = generate(stack.stub(), prompt, max_tokens=12, exactness=APPROXIMATE)
         assert key in result.text.replace(" ", "")
         if not result.speculation.plain_rounds:
             break
@@ -56,22 +52,22 @@ def prompts_of(books: list[str], tokenizer: Any, count: int, shortest: int, long
 
 
 def test_short_texts_keep_every_token_that_dense_attention_is_sure_of(
-    stack: Stack, books: list[str], tokenizer: Any
+    served: Stack, books: list[str], tokenizer: Any
 ) -> None:
     prompts = prompts_of(books, tokenizer, 200, 10, 1000)
-    changed = changed_tokens(stack.http, "tiny-target", prompts, 12)
+    changed = changed_tokens(served.http, "tiny-target", prompts, 12)
     assert [token for token in changed if token.lead > LARGEST_LEAD] == []
 
 
-def test_texts_that_are_read_sparsely_keep_them_too(stack: Stack, books: list[str], tokenizer: Any) -> None:
+def test_texts_that_are_read_sparsely_keep_them_too(served: Stack, books: list[str], tokenizer: Any) -> None:
     prompts = prompts_of(books, tokenizer, 8, 1100, 3000)
-    changed = changed_tokens(stack.http, "tiny-target", prompts, 32)
+    changed = changed_tokens(served.http, "tiny-target", prompts, 32)
     assert changed  # else nothing was read sparsely
     assert [token for token in changed if token.lead > LARGEST_LEAD] == []
 
 
-def test_what_a_text_of_a_thousand_tokens_reads(stack: Stack, books: list[str], tokenizer: Any) -> None:
+def test_what_a_text_of_a_thousand_tokens_reads(served: Stack, books: list[str], tokenizer: Any) -> None:
     short, long = prompts_of(books, tokenizer, 2, 900, 1500)
-    wholly, sparsely = (generate(stack.stub(), p, max_tokens=24, exactness=APPROXIMATE) for p in (short, long))
+    wholly, sparsely = (generate(served.stub(), p, max_tokens=24, exactness=APPROXIMATE) for p in (short, long))
     assert (wholly.speculation.kv_read_fraction, wholly.speculation.announced_bytes) == (1, 0)
     assert read_by_rounds(sparsely.speculation) < 0.8 and sparsely.speculation.announced_bytes > 0

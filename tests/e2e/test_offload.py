@@ -12,6 +12,7 @@ import pytest
 
 from models import TARGET
 from tests.client import APPROXIMATE, EXACT, generate, make_request, metric, service_state, wait_until_idle
+from tests.plans import sparse_plan_file
 from tests.stack import Stack
 
 MOST = 1280  # tokens, of a context and at home
@@ -25,7 +26,7 @@ MEMORY = MOST * 2 * 10 * 4 * 64 * 4 / 2**30
 @pytest.fixture(scope="module")
 def small(launch: Callable[..., Stack]) -> Stack:
     """A launch whose target has fifty pages on the device and eighty at home."""
-    return launch(*FLAGS, "--host-kv-memory", str(MEMORY))
+    return launch(*FLAGS, "--plan", sparse_plan_file(), "--host-kv-memory", str(MEMORY))
 
 
 def answers(stack: Stack, cases: list[tuple[int, list[int]]], at_once: int, tokens: int = 24) -> list[list[int]]:
