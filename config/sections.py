@@ -140,7 +140,7 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     plan: str = _models(
         str(models.PLAN),
         "plan file made by `specahead calibrate` for the pair; the bundled one is for the bundled pair, any other pair "
-        "without a plan serves approximate uncalibrated",
+        "without a plan serves approximate uncalibrated: it reads everything unless a budget is stated",
     )
     budget: float = _models(0.0, "share of the KV blocks that approximate reads; 0: the plan's", least=0, most=1)
     method: str = _models("", "sparsity method that approximate uses by default; empty: the plan's", name="sparsity")

@@ -7,7 +7,7 @@ from engine.loading.shape import load_shape
 from sparsity import announce, in_advance
 from sparsity.announce import LEAST_WINDOW, Announcing, summary_tokens
 from sparsity.in_advance import InAdvance
-from sparsity.plan import LEAST_TOKENS, Plan, PlanError, Rule, load_plan, uniform_plan
+from sparsity.plan import ALL_TOKENS, LEAST_TOKENS, Plan, PlanError, Rule, load_plan, uniform_plan
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ def check_served(plan: Plan) -> None:
 def load_served_plan(file: str, budget: float, method: str, target: str = "", draft: str = "") -> Plan:
     """Return a plan that services can use, with another budget or method unless they are 0 and "".
 
-    file: "" for a pair that has no plan: it gets the one that its models' configs give (uniform_plan). target, draft:
+    file: "" for a pair that has no plan: it gets the one that its models' configs give (uniform_plan), by which
+    everything is read unless a budget is stated, since nothing says yet how good a guide this draft is. target, draft:
     these models, by folder or Hugging Face id; draft "": there is none. Raises PlanError for a plan that cannot be read
     or served.
     """
@@ -128,7 +129,8 @@ def load_served_plan(file: str, budget: float, method: str, target: str = "", dr
     else:
         shape, drafting = load_shape(target), load_shape(draft) if draft else None
         heads = (drafting.num_layers, drafting.num_heads) if drafting else (1, 1)
-        plan = uniform_plan(shape.num_layers, shape.num_kv_heads, *heads, least_tokens=LEAST_TOKENS)
+        least = ALL_TOKENS if draft and not budget else LEAST_TOKENS
+        plan = uniform_plan(shape.num_layers, shape.num_kv_heads, *heads, least_tokens=least)
     plan = replace(plan, budget=budget or plan.budget, method=method or plan.method)
     check_served(plan)
     return plan

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 PLAN_VERSION = 3
 LEAST_TOKENS = 1024  # of served plans: `Plan.least_tokens`
+ALL_TOKENS = 2**31 - 1  # as least_tokens: more than a sequence has, so that everything is read
 
 Rule = Literal["top_k", "top_p"]
 Sharing = Literal["pooled", "union", "first", "per_query"]

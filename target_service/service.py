@@ -34,8 +34,8 @@ from wire.tracing import NO_SPANS, Spans, service_spans
 log = logging.getLogger(__name__)
 
 UNCALIBRATED = (
-    "this pair has no calibrated plan: approximate requests read by one that the models' sizes give, and may lose more "
-    "quality; make one with `specahead calibrate` and pass it as --plan"
+    "this pair has no calibrated plan: approximate requests read everything, or the stated --budget by a plan that the "
+    "models' sizes give, which loses more quality; make one with `specahead calibrate` and pass it as --plan"
 )
 
 

@@ -202,7 +202,10 @@ def test_both_sides_of_a_pair_without_a_plan_come_to_the_same_one(tmp_path: Path
     assert plan == same and plan.hash == same.hash and not plan.is_calibrated and load_plan(PLAN).is_calibrated
     assert (plan.draft_layers, plan.draft_heads, plan.dense_layers) == (3, 6, ())
     assert plan.layer_map == (0, 0, 1, 1, 2, 2)
-    assert plan.least_tokens == load_plan(PLAN).least_tokens == 1024  # short texts are read wholly
+    assert all(plan.reads_wholly(tokens) for tokens in (1, 1024, 10**6))  # until a budget is stated
+    assert not load_plan(PLAN).reads_wholly(1025) and load_plan(PLAN).reads_wholly(1024)
+    stated = load_served_plan("", 0.25, "", *config.target.pair)
+    assert (stated.budget, stated.reads_wholly(1024), stated.reads_wholly(1025)) == (0.25, True, False)
     third = pytest.approx(1 / 3)
     assert plan.blends[2:4] == (
         ((0, 0, third), (0, 1, third), (0, 2, third)),
