@@ -94,7 +94,7 @@ def test_sessions_draw_from_the_targets_distribution(clock: Clock, levels: int) 
         assert draws.p_value() > ALPHA, kind
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", RULED)
 @pytest.mark.parametrize("levels", [2, 3])
 def test_sessions_of_one_kind_draw_from_the_targets_distribution(clock: Clock, levels: int, kind: str) -> None:
