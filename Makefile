@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
 LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs-check mutants test-clients test-real test-vllm lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs-check test-clients test-real test-vllm lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -87,9 +87,6 @@ chaos: setup  ## Kill, stop, cut and overload real services under traffic for MI
 docs-check: setup  ## Find what the documents name and is no more: files, tests, commands, flags, metrics
 	$(BIN)/python -m pytest tests/unit/test_docs.py
 
-mutants: setup  ## Put faults into the product, one at a time: tests must fail (FAULTS=word chooses)
-	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(FAULTS)
-
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -145,7 +142,7 @@ check-protos: setup  ## Fail if the committed stubs differ from what the .proto 
 # Plain text files; those that the bundled plan was calibrated on are left out.
 evaluate: setup  ## Reproduce docs/quality.md from a folder of texts: BOOKS=…
 	@test -n "$(BOOKS)" || { echo "make evaluate BOOKS=FOLDER, a folder of .txt files"; exit 2; }
-	$(BIN)/python -m evaluation.quality --books $(BOOKS)
+	$(BIN)/python -m specahead.lab.evaluation.quality --books $(BOOKS)
 
 SEEDS ?= 1000
 

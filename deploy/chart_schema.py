@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from config.resolve import NAMES
-from config.sections import ClientSettings, ClusterSettings, DraftSettings, TargetSettings
-from config.setting import Setting, declared_in
+from specahead.config.resolve import NAMES
+from specahead.config.sections import ClientSettings, ClusterSettings, DraftSettings, TargetSettings
+from specahead.config.setting import Setting, declared_in
 
 FILE = Path(__file__).resolve().parent / "chart" / "values.schema.json"
 

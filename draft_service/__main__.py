@@ -4,9 +4,9 @@ import argparse
 import os
 import sys
 
-from config import DraftSettings, SettingsError, resolve_service
-from config.garbage import collect_seldom
-from wire.server import run_service
+from specahead.config import DraftSettings, SettingsError, resolve_service
+from specahead.config.garbage import collect_seldom
+from specahead.wire.server import run_service
 
 
 def main() -> None:

@@ -7,12 +7,12 @@ which was begun last gives way, and of the one with the fewest that goes on whic
 
 from collections import Counter, deque
 
-from config import DraftSettings
 from draft_service.sessions import DraftSession, TargetPeer
-from engine.grammars import Grammars
-from engine.kv.cache import KVCache
-from engine.kv.pages import pages_for
-from wire.messages import Begin, Decline, Resync
+from specahead.config import DraftSettings
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import pages_for
+from specahead.engine.sampling.grammars import Grammars
+from specahead.wire.messages import Begin, Decline, Resync
 
 
 class Admission:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from config import DraftSettings
 from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES, BESIDE, branches_for
 from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
@@ -25,15 +24,16 @@ from draft_service.steps import (
     take_round,
 )
 from draft_service.verdicts import receive_verdict
-from engine.grammars import Grammars
-from engine.rounds.requests import DraftedTokens, gammas
-from engine.runner import Runner
-from engine.step_loop import describe, prefill_chunk
-from sparsity.methods import METHODS
-from sparsity.plan import Plan
-from sparsity.rounds import round_settings
-from wire.messages import Begin, End, Load, Refusal, Resync, TargetEvent, Verdict
-from wire.tracing import NO_SPANS, Spans
+from specahead.config import DraftSettings
+from specahead.engine.sampling.grammars import Grammars
+from specahead.engine.steps.rounds.requests import DraftedTokens, gammas
+from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.step_loop import describe, prefill_chunk
+from specahead.sparsity.methods import METHODS
+from specahead.sparsity.plan import Plan
+from specahead.sparsity.rounds import round_settings
+from specahead.wire.messages import Begin, End, Load, Refusal, Resync, TargetEvent, Verdict
+from specahead.wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 

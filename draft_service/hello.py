@@ -1,10 +1,10 @@
 """What a draft says of itself, once it has opened its model."""
 
-from config import DraftSettings
-from engine.loading.opening import OpenedModel
-from sparsity.plan import Plan, PlanError
-from wire.handshake import make_hello
-from wire.messages import Hello
+from specahead.config import DraftSettings
+from specahead.engine.loading.opening import OpenedModel
+from specahead.sparsity.plan import Plan, PlanError
+from specahead.wire.handshake import make_hello
+from specahead.wire.messages import Hello
 
 
 def draft_hello(settings: DraftSettings, plan: Plan, opened: OpenedModel) -> Hello:

@@ -12,12 +12,12 @@ from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from protos import speculation_pb2 as speculation
 from protos import speculation_pb2_grpc
-from wire import convert
-from wire.access import PeerAccess
-from wire.errors import ServiceError
-from wire.messages import Beat, DraftEvent, Hello
-from wire.outbox import Outbox
-from wire.streams import BEAT_SECONDS, PATIENCE, exchange, read_frames
+from specahead.wire import convert
+from specahead.wire.access import PeerAccess
+from specahead.wire.errors import ServiceError
+from specahead.wire.messages import Beat, DraftEvent, Hello
+from specahead.wire.outbox import Outbox
+from specahead.wire.streams import BEAT_SECONDS, PATIENCE, exchange, read_frames
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from operator import itemgetter
 
 import torch
 
-from config import DraftSettings
-from engine.rounds.requests import DraftedTokens
+from specahead.config import DraftSettings
+from specahead.engine.steps.rounds.requests import DraftedTokens
 
 Outcome = tuple[int, int]  # drafted tokens that are accepted, and the token that the target adds
 

@@ -8,25 +8,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from config import DraftSettings
-from config.garbage import keep_loaded
-from config.version import running_version
 from draft_service.drafter import Drafter
 from draft_service.hello import draft_hello
 from draft_service.link import Links, keep_link
-from engine.grammars import Grammars
-from engine.loading.opening import open_model
-from engine.runner import Runner
-from engine.step_loop import preparation_of, run_step_loop
-from kernels.compiling import end_compiling
 from protos import control_pb2, control_pb2_grpc
-from sparsity.methods import load_served_plan
-from sparsity.plan import Plan
-from wire.access import read_peer_access
-from wire.convert import status_to_pb
-from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, check_free, start_server
-from wire.tracing import NO_SPANS, Spans, service_spans
+from specahead.config import DraftSettings
+from specahead.config.garbage import keep_loaded
+from specahead.config.version import running_version
+from specahead.engine.loading.opening import open_model
+from specahead.engine.sampling.grammars import Grammars
+from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.step_loop import preparation_of, run_step_loop
+from specahead.kernels.compiling import end_compiling
+from specahead.sparsity.methods import load_served_plan
+from specahead.sparsity.plan import Plan
+from specahead.wire.access import read_peer_access
+from specahead.wire.convert import status_to_pb
+from specahead.wire.messages import Hello, ServiceStatus
+from specahead.wire.server import RunningServer, check_free, start_server
+from specahead.wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from draft_service.verdict_times import VerdictTimes
-from engine.grammars import GrammarState
-from engine.kv.cache import KVCache
-from engine.kv.pages import SequenceKV
-from engine.rounds.requests import Branch, CodedBitmap, DraftedTokens, MovedKV, RoundMemory
-from engine.rounds.rules import RoundRules, SessionRules, session_rules
-from engine.sampling import Sampling
-from sparsity.methods import Method, method_named
-from sparsity.selection import BlockSelection
-from wire.messages import At, Begin, DraftEvent, Verdict
-from wire.selection_codec import NamedSelection, Reference
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.grammars import GrammarState
+from specahead.engine.steps.rounds.requests import Branch, CodedBitmap, DraftedTokens, MovedKV, RoundMemory
+from specahead.engine.steps.rounds.rules import RoundRules, SessionRules, session_rules
+from specahead.sparsity.methods import Method, method_named
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire.messages import At, Begin, DraftEvent, Verdict
+from specahead.wire.selection_codec import NamedSelection, Reference
 
 _RETRY = 16  # rounds
 _SETTLED = 8  # rounds; what a session begins with, a question mostly, makes other blocks matter than before

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config import DraftSettings
 from draft_service.outcomes import likely_outcomes
 from draft_service.sessions import BranchAhead, CodedSelection, DraftSession, RoundAhead
-from engine.inputs import SequenceInput
-from engine.kv.cache import KVCache
-from engine.kv.pages import SequenceKV
-from engine.rounds.requests import (
+from specahead.config import DraftSettings
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.sampling.distributions import USE_DRAFT, USE_TARGET, uniforms
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.engine.steps.rounds.requests import (
     AllowedTokens,
     AnnouncementRequest,
     Branch,
@@ -24,13 +25,12 @@ from engine.rounds.requests import (
     StepBefore,
     branches_of,
 )
-from engine.sampling import USE_DRAFT, USE_TARGET, uniforms
-from engine.step_loop import share_prefill
-from sparsity.plan import Plan
-from sparsity.rounds import announced_selection, announcement_request
-from sparsity.selection import BlockSelection
-from wire.messages import At, Proposals, Ready
-from wire.selection_codec import NamedSelection, encode_selection, with_header
+from specahead.engine.steps.step_loop import share_prefill
+from specahead.sparsity.plan import Plan
+from specahead.sparsity.rounds import announced_selection, announcement_request
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire.messages import At, Proposals, Ready
+from specahead.wire.selection_codec import NamedSelection, encode_selection, with_header
 
 _NO_IDS, _NO_PROBS = np.empty(0, np.uint32), np.empty(0, np.float32)
 

@@ -4,8 +4,8 @@ from collections import Counter
 
 from draft_service.sessions import DraftSession
 from draft_service.steps import send_round
-from engine.kv.cache import KVCache
-from wire.messages import Resync, Verdict
+from specahead.engine.kv.cache import KVCache
+from specahead.wire.messages import Resync, Verdict
 
 _MOST_EARLY = 64  # verdicts that a session holds back
 

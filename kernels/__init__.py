@@ -1,8 +1,5 @@
 """Tensor operations, a file or a folder each: a torch reference, faster backends, one dispatching function.
 
-Nothing here knows of sessions, models or gRPC.
+Nothing here knows of sessions, models or gRPC. The package is imported as `specahead.kernels`, since Hugging Face's
+`kernels` has the other name.
 """
-
-# Hugging Face's `kernels` distribution has the same import name. transformers asks this package for its
-# version and must find one outside the range that it accepts (tests/test_packaging.py).
-__version__ = "0.1.0"

@@ -6,8 +6,8 @@ Blocks that were announced last round count more, those outside of limits not at
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
-from kernels.shared_budget import WORD
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from specahead.kernels.shared_budget import WORD
 
 _CHUNK = 512  # blocks that a program scores
 

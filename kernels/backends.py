@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from kernels.compiling import compiles_only, note_launch
+from specahead.kernels.compiling import compiles_only, note_launch
 
 if TYPE_CHECKING:
     triton: Any = None
@@ -52,7 +52,7 @@ def constant(value: Any) -> Any:
 
 
 class _Kernel(object if triton is None else triton.JITFunction):  # type: ignore[misc]
-    """A kernel that is compiled where it is launched, or ahead of that (kernels.compiling)."""
+    """A kernel that is compiled where it is launched, or ahead of that (specahead.kernels.compiling)."""
 
     hash: str | None  # of what it is made of, once that was asked for
 

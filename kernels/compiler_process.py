@@ -15,8 +15,8 @@ from typing import Any
 
 from triton.runtime.driver import driver
 
-import kernels.backends  # noqa: F401  # with all that kernels import, which processes that are forked have loaded
-from kernels.compilers import CompiledFor
+import specahead.kernels.backends  # noqa: F401  # with all that kernels import, which processes that are forked have loaded
+from specahead.kernels.compilers import CompiledFor
 
 
 def main() -> None:

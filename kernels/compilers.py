@@ -91,7 +91,7 @@ def _start(sockets: socket.socket) -> "subprocess.Popen[bytes]":
     """Start what forks a process for each socket that it is sent over `sockets`, which is closed here."""
     with sockets:
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "kernels.compiler_process", str(sockets.fileno())],
+            [sys.executable, "-W", "ignore", "-m", "specahead.kernels.compiler_process", str(sockets.fileno())],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             pass_fds=[sockets.fileno()],
             stdin=subprocess.DEVNULL,

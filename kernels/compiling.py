@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernels.compilers import CompiledFor, Compilers, Launch
+from specahead.kernels.compilers import CompiledFor, Compilers, Launch
 
 if TYPE_CHECKING:
     triton: Any = None

@@ -7,7 +7,7 @@ what it does not read, and the new ones of what it does.
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
 
 
 def score_own_blocks(

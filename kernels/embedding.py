@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
 
 
 def embed_in_float32(token_ids: Tensor, embedding: Tensor, scale: float = 1.0, backend: str = "torch") -> Tensor:

@@ -7,7 +7,7 @@ outputs to fill a GPU; who reads the result adds them up. A launch begins before
 Of 8-bit weights only these are rounded (to e4m3, a scale for each output): they are multiplied as 16-bit floats, which
 hold every e4m3 number. They lie so that a word of four is one of each quarter of a block of inputs: so a quarter's
 inputs stand side by side, and a lane takes whole words from shared memory, where single bytes took longer than the
-weights themselves. Of one row or two, weights in 16 bits are read by kernels.skinny_linear.
+weights themselves. Of one row or two, weights in 16 bits are read by specahead.kernels.skinny_linear.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import ask_for, check_backend, constant, jit, overlapping_launch, power_of_two, tl
-from kernels.gated_activation import silu_and_multiply
+from specahead.kernels.backends import ask_for, check_backend, constant, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.gated_activation import silu_and_multiply
 
 MOST_ROWS = 64  # beyond it, reading the weights is no longer what takes the time
 LEAST_DEPTH = 128  # inputs that Triton takes at once: a layer has a multiple of them
@@ -143,7 +143,7 @@ def launch_few_rows(
     adds: bool = False,
     scale: float = 1.0,
 ) -> None:
-    """Launch the kernel: of a layer as of `few_rows_linear`, or of one of kernels.residual_linear.
+    """Launch the kernel: of a layer as of `few_rows_linear`, or of one of specahead.kernels.residual_linear.
 
     norm: [inputs] float32, what x, then in float32, is multiplied by; the weight is of 16 bits. squares: [parts, rows]
     float32, where the sums of the squares of x go; None: outputs are scaled by them, as an RMSNorm with `epsilon` is.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
 
 _CHUNK = 4096  # entries of the vocabulary that a program takes
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 
 
 def silu_and_multiply(gate_up: Tensor, backend: str = "torch") -> Tensor:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, power_of_two, send, tl
-from kernels.kv_write import page_addresses
+from specahead.kernels.backends import check_backend, jit, power_of_two, send, tl
+from specahead.kernels.kv_write import page_addresses
 
 
 def make_group_means(

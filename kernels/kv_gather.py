@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from specahead.kernels.backends import check_backend, jit, tl
 
 IN_FLIGHT = 32 * 1024  # bytes that a program loads before it stores: WARPS * 32 threads, 8 loads of 16 bytes each
 MAX_PIECE = 4096  # bytes of a row that are taken at once

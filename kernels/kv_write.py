@@ -1,12 +1,12 @@
 """Writing keys and values into KV pages: new ones, and such that lie elsewhere in the pages.
 
-New ones are written by torch here; on a GPU `kernels.rotary` writes them as it rotates.
+New ones are written by torch here; on a GPU `specahead.kernels.rotary` writes them as it rotates.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from specahead.kernels.backends import check_backend, jit, tl
 
 
 def write_kv(k_pages: Tensor, v_pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -7,7 +7,7 @@ where they belong, in the dtype that they are wanted in: on a GPU memory is all 
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, power_of_two, tl
+from specahead.kernels.backends import check_backend, jit, power_of_two, tl
 
 
 def merge_attended(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backends import default_backend
-from kernels.merged_attention import merge_attended
+from specahead.kernels.backends import default_backend
+from specahead.kernels.merged_attention import merge_attended
 
 PIECE = 65536  # tokens whose keys are copied at once, at most
 STEP = 4096  # tokens; what longer pieces are a multiple of

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend
-from kernels.few_rows_linear import LEAST_DEPTH, MOST_ROWS, PROCESSORS, Tuning, Weight, launch_few_rows
-from kernels.gated_activation import silu_and_multiply
+from specahead.kernels.backends import check_backend
+from specahead.kernels.few_rows_linear import LEAST_DEPTH, MOST_ROWS, PROCESSORS, Tuning, Weight, launch_few_rows
+from specahead.kernels.gated_activation import silu_and_multiply
 
 MOST_NORMED_ROWS = 32  # more have no room in shared memory, in float32
 

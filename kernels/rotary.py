@@ -7,10 +7,10 @@ only the first dimensions of a head (Phi-4-mini).
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, overlapping_launch, power_of_two, tl
-from kernels.kv_write import write_kv
-from kernels.residual_linear import Unscaled
-from kernels.rms_norm import add_rms_norm
+from specahead.kernels.backends import check_backend, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.kv_write import write_kv
+from specahead.kernels.residual_linear import Unscaled
+from specahead.kernels.rms_norm import add_rms_norm
 
 MANY_TOKENS = 256  # from here on a program takes several heads: what a token's heads share is loaded once
 HEADS_OF_PROGRAM = 8

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
 
-_WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # of the checksum (wire/selection_codec.py), as a signed number
+_WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # of the checksum (specahead/wire/selection_codec.py), as a signed number
 _CHUNK = 512  # words of a row that a program takes at once, at most
 
 

@@ -7,7 +7,7 @@ are (layer, KV head); a group is a sequence.
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 
 WORD = 64  # bits
 

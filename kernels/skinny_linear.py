@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, overlapping_launch, tl
-from kernels.gated_activation import silu_and_multiply
-from kernels.rms_norm import add_rms_norm
+from specahead.kernels.backends import check_backend, jit, overlapping_launch, tl
+from specahead.kernels.gated_activation import silu_and_multiply
+from specahead.kernels.rms_norm import add_rms_norm
 
-MAX_ROWS = 2  # beyond it, tensor cores and a launch for the norm are faster (kernels.few_rows_linear)
+MAX_ROWS = 2  # beyond it, tensor cores and a launch for the norm are faster (specahead.kernels.few_rows_linear)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backends import default_backend, power_of_two
-from kernels.merged_attention import merge_attended
-from kernels.prompt_attention import (
+from specahead.kernels.backends import default_backend, power_of_two
+from specahead.kernels.merged_attention import merge_attended
+from specahead.kernels.prompt_attention import (
     PIECE,
     UNIT,
     PromptPart,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import Backend, check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import Backend, check_backend, follow, jit, overlapping_launch, power_of_two, tl
 
 _CHUNK = 4096  # entries of a program of the first launch
 

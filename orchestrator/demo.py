@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
-import models
-from orchestrator.client import Generation, generate
+from orchestrator.api.client import Generation, generate
+from specahead import models
 
 SHOWN, MAX_TOKENS = 300, 96
 

@@ -10,10 +10,10 @@ import sys
 import threading
 from dataclasses import replace
 
-from config import Config, add_launch_flags, read_launch
-from config.garbage import collect_seldom
-from config.logs import configure_logs
-from wire.errors import ClusterError
+from specahead.config import Config, add_launch_flags, read_launch
+from specahead.config.garbage import collect_seldom
+from specahead.config.logs import configure_logs
+from specahead.wire.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
@@ -66,16 +66,16 @@ def run(flags: argparse.Namespace) -> None:
 
 def _launch(config: Config) -> None:
     # Imported now, so that --help and what is refused above need neither torch nor Ray.
-    from orchestrator.access import read_access
+    from orchestrator.requests.access import read_access
 
     access = read_access(config)
     for model in config.by_model:
         log.info("starting", extra={"target": model.target.model, "draft": model.draft.model})
     import uvloop
 
-    from orchestrator import endpoints
-    from orchestrator.placement import placed_services
-    from wire.server import check_free
+    from orchestrator.api import endpoints
+    from orchestrator.cluster.placement import placed_services
+    from specahead.wire.server import check_free
 
     config = endpoints.resolve_context(config)
     for port in (config.clients.grpc_port, config.clients.http_port):

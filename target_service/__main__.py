@@ -4,9 +4,9 @@ import argparse
 import os
 import sys
 
-from config import SettingsError, TargetSettings, resolve_service
-from config.garbage import collect_seldom
-from wire.server import run_service
+from specahead.config import SettingsError, TargetSettings, resolve_service
+from specahead.config.garbage import collect_seldom
+from specahead.wire.server import run_service
 
 
 def main() -> None:
@@ -26,7 +26,9 @@ def main() -> None:
 
     recording = None
     if flags.record_reads is not None:
-        from benchmarks.recording import ReadRecording  # measurements are loaded only where they are asked for
+        from specahead.lab.benchmarks.recording import (
+            ReadRecording,  # measurements are loaded only where they are asked for
+        )
 
         recording = ReadRecording(flags.record_reads)
     on_round = None if recording is None else recording.add

@@ -11,22 +11,22 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
-from config import TargetSettings
-from config.sections import READ_AT_ONCE
-from engine.grammars import Grammars, GrammarState
-from engine.inputs import SparsePrompt
-from engine.kv.pages import KEPT_SHARE, PAGE_SIZE, pages_for
-from engine.logit_rules import rules_of
-from engine.runner import Runner
-from sparsity.methods import METHODS, methods_of
-from sparsity.plan import Plan
-from sparsity.reader import Reader
+from specahead.config import TargetSettings
+from specahead.config.sections import READ_AT_ONCE
+from specahead.engine.kv.pages import KEPT_SHARE, PAGE_SIZE, pages_for
+from specahead.engine.sampling.grammars import Grammars, GrammarState
+from specahead.engine.sampling.logit_rules import rules_of
+from specahead.engine.steps.inputs import SparsePrompt
+from specahead.engine.steps.runner import Runner
+from specahead.sparsity.methods import METHODS, methods_of
+from specahead.sparsity.plan import Plan
+from specahead.sparsity.reader import Reader
+from specahead.wire.errors import InvalidArgument, ResourceExhausted
+from specahead.wire.messages import Exactness, Open, Report, ServedEvent
 from target_service.lookup import FirstGuess, PromptLookup
 from target_service.screening import Screening, screening_reader
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
-from wire.errors import InvalidArgument, ResourceExhausted
-from wire.messages import Exactness, Open, Report, ServedEvent
 
 
 class Admission:

@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from config import TargetSettings
-from engine.inputs import SequenceOutput
-from engine.kv.cache import KVCache
-from engine.rounds.behind_steps import NO_ALTERNATIVE, Imposed
-from engine.sampling import USE_ACCEPT, USE_ALTERNATIVE, USE_SCREEN_ACCEPT, uniforms
-from sparsity.plan import Plan
+from specahead.config import TargetSettings
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.sampling.distributions import USE_ACCEPT, USE_ALTERNATIVE, USE_SCREEN_ACCEPT, uniforms
+from specahead.engine.steps.inputs import SequenceOutput
+from specahead.engine.steps.rounds.behind_steps import NO_ALTERNATIVE, Imposed
+from specahead.sparsity.plan import Plan
+from specahead.wire.messages import At, Commit, FinishReason, Verdict
 from target_service.planning import VerifyRound
 from target_service.session import TargetSession
-from wire.messages import At, Commit, FinishReason, Verdict
 
 
 def commit_round(

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from config import TargetSettings
-from kernels.few_rows_linear import MOST_ROWS
+from specahead.config import TargetSettings
+from specahead.kernels.few_rows_linear import MOST_ROWS
 from target_service.round_costs import Load, sessions_of
 from target_service.self_drafting import BEYOND_BYTES, LINK
 

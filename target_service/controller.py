@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from engine.rounds.requests import gammas
+from specahead.engine.steps.rounds.requests import gammas
 from target_service.acceptance import Acceptance
 from target_service.round_costs import PLAIN, Choice, Load, RoundCosts, sessions_of
 

@@ -3,7 +3,7 @@
 Both read memory as fast as it goes, so that side by side neither would gain. Draft and target are those of the two
 services, with the same events between them, which are handed over as they are. Where nothing needs the host between
 drafting and judging, the target's step is launched behind the draft's rounds before these have ended
-(target_service.behind_rounds), and the draft's next rounds behind that step: the host is always one step behind the
+(target_service.device_chain), and the draft's next rounds behind that step: the host is always one step behind the
 device.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, PlannedRound
-from engine.rounds.under_way import RoundsUnderWay
-from target_service.behind_rounds import DraftedRound, take_proposals
+from specahead.engine.steps.rounds.under_way import RoundsUnderWay
+from specahead.wire.errors import InvalidArgument
+from specahead.wire.messages import Decline, DraftEvent, Load, Resync, TargetEvent
+from target_service.device_chain import DraftedRound, take_proposals
 from target_service.planning import VerifyResult, VerifyStep
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
-from wire.errors import InvalidArgument
-from wire.messages import Decline, DraftEvent, Load, Resync, TargetEvent
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from config import TargetSettings
-from engine.runner import Runner
+from specahead.config import TargetSettings
+from specahead.engine.steps.runner import Runner
+from specahead.wire.messages import Commit
 from target_service.confirm_lengths import StepKind, StepReads, confirm_lengths
 from target_service.controller import UNDECIDED, Controller, RoundSeen
 from target_service.planning import VerifyRound, VerifyStep
 from target_service.round_costs import Choice, Load
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
-from wire.messages import Commit
 
 
 class StepSeen(NamedTuple):

@@ -6,22 +6,22 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from config import TargetSettings
-from engine.inputs import SequenceInput, SequenceOutput, SparseRead
-from engine.judging import Drafted
-from engine.kv.cache import KVCache
-from engine.kv.pages import SequenceKV
-from engine.logprobs import TokenLogprobs
-from engine.passes.outputs import StepUnderWay
-from engine.rounds.behind_steps import Imposed
-from engine.runner import Runner
-from engine.sampling import Sampling, one_hot
-from engine.step_loop import share_prefill
-from sparsity.prompts import sparse_tokens
+from specahead.config import TargetSettings
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.sampling.distributions import Sampling, one_hot
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.sampling.logprobs import TokenLogprobs
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
+from specahead.engine.steps.passes.outputs import StepUnderWay
+from specahead.engine.steps.rounds.behind_steps import Imposed
+from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.step_loop import share_prefill
+from specahead.sparsity.prompts import sparse_tokens
+from specahead.wire.messages import Proposal
 from target_service.screening import Confirms, Screening
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
-from wire.messages import Proposal
 
 SCORED_ROWS = 256  # tokens of prompts whose log probabilities are asked for, that a step reads
 
@@ -69,7 +69,7 @@ class VerifyRound:
 class VerifyStep:
     """What one pass of the model runs.
 
-    left_running: whether executing it does not wait for it; the next step does (target_service.going_ahead). under_way:
+    left_running: whether executing it does not wait for it; the next step does (target_service.overlap). under_way:
     what is to be waited for then. before: the step that was left running, for which this one waits. began: when it was
     launched, by time.perf_counter.
     """

@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from config import TargetSettings
-from config.sections import MAX_BRANCHES
-from sparsity.plan import Plan
+from specahead.config import TargetSettings
+from specahead.config.sections import MAX_BRANCHES
+from specahead.sparsity.plan import Plan
+from specahead.wire.errors import InvalidArgument
+from specahead.wire.messages import Decline, DraftEvent, End, Load, Proposals, Ready, Refusal, Resync, Verdict
+from specahead.wire.selection_codec import UnknownReference, decode_selection
 from target_service.patience import Patience
 from target_service.session import DraftPeer, RoundKey, TargetSession
-from wire.errors import InvalidArgument
-from wire.messages import Decline, DraftEvent, End, Load, Proposals, Ready, Refusal, Resync, Verdict
-from wire.selection_codec import UnknownReference, decode_selection
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from engine.kv.prefix_index import PrefixIndex
+from specahead.engine.kv.prefix_index import PrefixIndex
+from specahead.wire.messages import Report, ServedEvent
 from target_service.admission import Admission
-from target_service.left_sessions import LeftSessions
+from target_service.orphaned_sessions import LeftSessions
 from target_service.usage import CallerTokens, StreamUsage
-from wire.messages import Report, ServedEvent
 
 REPORT_SECONDS = 0.1
 MOST_HASHES = 1 << 16  # of a report

@@ -9,12 +9,12 @@ what is confirmed has that of dense attention. Knows no sessions and no KV.
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from config import TargetSettings
-from engine.sampling import Support
-from sparsity.methods import BY_MEMORY
-from sparsity.plan import Plan
-from sparsity.reader import Reader
-from wire.messages import Commit, FinishReason
+from specahead.config import TargetSettings
+from specahead.engine.sampling.distributions import Support
+from specahead.sparsity.methods import BY_MEMORY
+from specahead.sparsity.plan import Plan
+from specahead.sparsity.reader import Reader
+from specahead.wire.messages import Commit, FinishReason
 
 WEIGHED_EVERY = 4  # confirmations, of which one weighs what is read, as that takes a third of a dense pass's time
 

@@ -6,11 +6,11 @@ step (engine.passes.drafting). Sessions draft as many together or none, since al
 
 from dataclasses import dataclass, replace
 
-from config import TargetSettings
-from engine.inputs import ReadMemory, SparseRead
-from engine.rounds.requests import gammas
-from sparsity.budgets import new_memory, shared_budget
-from sparsity.plan import Plan
+from specahead.config import TargetSettings
+from specahead.engine.steps.inputs import ReadMemory, SparseRead
+from specahead.engine.steps.rounds.requests import gammas
+from specahead.sparsity.budgets import new_memory, shared_budget
+from specahead.sparsity.plan import Plan
 
 DECAY = 0.9  # of remembered weights, a round
 LIKELY = (

@@ -8,28 +8,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from config import TargetSettings
-from config.garbage import keep_loaded
-from config.version import running_version
 from draft_service.drafter import Drafter
 from draft_service.hello import draft_hello
-from engine.grammars import Grammars
-from engine.loading.opening import EightBit, OpenedModel, open_both, open_model
-from engine.runner import Runner
-from engine.step_loop import preparation_of, run_step_loop
-from kernels.compiling import end_compiling
 from protos import control_pb2_grpc, speculation_pb2_grpc
-from sparsity.methods import load_served_plan
-from sparsity.plan import Plan, PlanError
+from specahead.config import TargetSettings
+from specahead.config.garbage import keep_loaded
+from specahead.config.version import running_version
+from specahead.engine.loading.opening import EightBit, OpenedModel, open_both, open_model
+from specahead.engine.sampling.grammars import Grammars
+from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.step_loop import preparation_of, run_step_loop
+from specahead.kernels.compiling import end_compiling
+from specahead.sparsity.methods import load_served_plan
+from specahead.sparsity.plan import Plan, PlanError
+from specahead.wire.access import read_peer_access
+from specahead.wire.errors import Unavailable
+from specahead.wire.handshake import make_hello
+from specahead.wire.messages import Hello, ServiceStatus
+from specahead.wire.server import RunningServer, check_free, start_server
+from specahead.wire.tracing import NO_SPANS, Spans, service_spans
 from target_service.draft_in_target import StepsByTurns
 from target_service.servicer import ControlServicer, SpeculationServicer
 from target_service.verifier import OnRound, Verifier
-from wire.access import read_peer_access
-from wire.errors import Unavailable
-from wire.handshake import make_hello
-from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, check_free, start_server
-from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
 

@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
-from target_service.left_sessions import Account, LeftSessions, Written
+from specahead.wire import convert
+from specahead.wire.access import PeerStreams, peer_of
+from specahead.wire.errors import FailedPrecondition, InvalidArgument, ServiceError
+from specahead.wire.messages import Abort, Beat, Closed, Commit, Hello, Open, ServedEvent, ServiceStatus, TargetEvent
+from specahead.wire.outbox import Outbox
+from specahead.wire.server import guarded
+from specahead.wire.streams import BEAT_SECONDS, PATIENCE, exchange
+from target_service.orphaned_sessions import Account, LeftSessions, Written
 from target_service.reporting import Reporter
 from target_service.session import DraftPeer
 from target_service.usage import CallerTokens, StreamUsage
 from target_service.verifier import Verifier
-from wire import convert
-from wire.access import PeerStreams, peer_of
-from wire.errors import FailedPrecondition, InvalidArgument, ServiceError
-from wire.messages import Abort, Beat, Closed, Commit, Hello, Open, ServedEvent, ServiceStatus, TargetEvent
-from wire.outbox import Outbox
-from wire.server import guarded
-from wire.streams import BEAT_SECONDS, PATIENCE, exchange
 
 MOST_STREAMS = 32  # of a kind that one peer may hold
 

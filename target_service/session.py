@@ -4,20 +4,30 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from engine.grammars import GrammarState
-from engine.inputs import ReadMemory, SparsePrompt
-from engine.kv.pages import SequenceKV
-from engine.logit_rules import LogitRule
-from engine.logprobs import TokenLogprobs
-from engine.sampling import Sampling
-from sparsity.reader import Reader
-from sparsity.selection import BlockSelection
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.grammars import GrammarState
+from specahead.engine.sampling.logit_rules import LogitRule
+from specahead.engine.sampling.logprobs import TokenLogprobs
+from specahead.engine.steps.inputs import ReadMemory, SparsePrompt
+from specahead.sparsity.reader import Reader
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire.errors import ServiceError
+from specahead.wire.messages import (
+    At,
+    Begin,
+    Closed,
+    Proposal,
+    Proposals,
+    ServedEvent,
+    SessionReads,
+    TargetEvent,
+    Verdict,
+)
 from target_service.controller import UNDECIDED, Pace
 from target_service.lookup import FirstGuess, PromptLookup
 from target_service.round_costs import PLAIN, Choice
 from target_service.screening import Screening
-from wire.errors import ServiceError
-from wire.messages import At, Begin, Closed, Proposal, Proposals, ServedEvent, SessionReads, TargetEvent, Verdict
 
 RoundKey = tuple[int, int]  # (epoch, round)
 

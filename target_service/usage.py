@@ -4,8 +4,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from specahead.wire.messages import CallerUsage, ServedEvent
 from target_service.admission import Admission
-from wire.messages import CallerUsage, ServedEvent
 
 _WINDOW = 60  # seconds
 

@@ -13,25 +13,29 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from config import TargetSettings
-from engine.grammars import Grammars
-from engine.inputs import SequenceOutput, SparseRead
-from engine.kv.pages import pages_for
-from engine.logprobs import TokenLogprobs, token_logprobs
-from engine.rounds.behind_steps import Imposed, Verdict
-from engine.rounds.requests import gammas
-from engine.runner import Runner
-from engine.sampling import Support
-from engine.step_loop import describe, prefill_chunk
-from sparsity.methods import METHODS, methods_of
-from sparsity.plan import Plan
-from sparsity.reader import Reader
-from sparsity.selection import BlockSelection
-from target_service.accounts import COUNTED, count_round, trace_round
+from specahead.config import TargetSettings
+from specahead.engine.kv.pages import pages_for
+from specahead.engine.sampling.distributions import Support
+from specahead.engine.sampling.grammars import Grammars
+from specahead.engine.sampling.logprobs import TokenLogprobs, token_logprobs
+from specahead.engine.steps.inputs import SequenceOutput, SparseRead
+from specahead.engine.steps.rounds.behind_steps import Imposed, Verdict
+from specahead.engine.steps.rounds.requests import gammas
+from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.step_loop import describe, prefill_chunk
+from specahead.sparsity.methods import METHODS, methods_of
+from specahead.sparsity.plan import Plan
+from specahead.sparsity.reader import Reader
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire.errors import InvalidArgument, NotFound, ServiceError
+from specahead.wire.messages import At, Commit, FinishReason, SessionReads
+from specahead.wire.tracing import NO_SPANS, Spans
 from target_service.admission import Admission
-from target_service.behind_rounds import DraftedRound, plan_behind_rounds
 from target_service.commit import commit_round, imposed_verdict
-from target_service.going_ahead import can_be_left, plan_behind
+from target_service.counters import COUNTED, count_round, trace_round
+from target_service.device_chain import DraftedRound, plan_behind_rounds
+from target_service.inspection import ask_for_reads, take_reads
+from target_service.overlap import can_be_left, plan_behind
 from target_service.pacing import Pacing, StepSeen
 from target_service.patience import Patience
 from target_service.planning import (
@@ -43,14 +47,10 @@ from target_service.planning import (
     waits,
 )
 from target_service.protocol import DraftProtocol
-from target_service.reads import ask_for_reads, take_reads
 from target_service.reporting import ReadingRate
 from target_service.screening import screening_reader
 from target_service.self_drafting import self_drafting
 from target_service.session import TargetSession
-from wire.errors import InvalidArgument, NotFound, ServiceError
-from wire.messages import At, Commit, FinishReason, SessionReads
-from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.inputs import SequenceInput, SequenceOutput
-from engine.passes.outputs import StepUnderWay
-from engine.rounds.behind_steps import NO_ALTERNATIVE, Imposed, Verdict
-from engine.rounds.requests import RoundOutput, RoundRequest
-from engine.rounds.under_way import RoundsUnderWay
-from engine.runner import Runner
-from engine.sampling import Support
+from specahead.engine.sampling.distributions import Support
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.passes.outputs import StepUnderWay
+from specahead.engine.steps.rounds.behind_steps import NO_ALTERNATIVE, Imposed, Verdict
+from specahead.engine.steps.rounds.requests import RoundOutput, RoundRequest
+from specahead.engine.steps.rounds.under_way import RoundsUnderWay
+from specahead.engine.steps.runner import Runner
 
 
 class StepAtOnce(StepUnderWay):

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from engine.loading.tokenizer import load_tokenizer
-from models import TARGET
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.models import TARGET
 from tests import interpreter
 from tests.books import read_books
 from tests.plans import sparse_plan_file

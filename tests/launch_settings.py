@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping, Sequence
 
-from config import Config, add_launch_flags, read_launch
+from specahead.config import Config, add_launch_flags, read_launch
 
 
 def launch_settings(flags: Sequence[str], environment: Mapping[str, str]) -> Config:

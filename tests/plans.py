@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import models
-from evaluation.plans import save_plan
-from sparsity.plan import Plan, load_plan
+from specahead import models
+from specahead.lab.evaluation.plans import save_plan
+from specahead.sparsity.plan import Plan, load_plan
 
 
 def bundled_plan(**changes: Any) -> Plan:

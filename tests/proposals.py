@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from wire.messages import Proposal, Proposals
+from specahead.wire.messages import Proposal, Proposals
 
 
 def together(*items: Proposal, selection: bytes = b"") -> Proposals:

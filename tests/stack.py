@@ -18,8 +18,8 @@ from pathlib import Path
 import grpc
 from grpc import Channel
 
-from models import DRAFT, TARGET
 from protos import inference_pb2_grpc
+from specahead.models import DRAFT, TARGET
 from tests.plans import sparse_plan_file
 
 ROOT = Path(__file__).resolve().parent.parent

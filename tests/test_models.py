@@ -1,4 +1,4 @@
-"""The bundled pair as it lies in models/, and the program that trained it, on a very small pair."""
+"""The bundled pair as it lies in specahead/models/, and the program that trained it, on a very small pair."""
 
 import random
 import threading
@@ -14,11 +14,11 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models import DRAFT, TARGET
-from models.pair import Shape
-from models.train_pair import Report, Settings, train
-from models.train_settings import learning_rate, phases, settings_from
-from models.training_text import END_OF_TEXT, TrainingText, load_tokenizer, tokenise, tokenise_held_out
+from specahead.models import DRAFT, TARGET
+from specahead.models.pair import Shape
+from specahead.models.train_pair import Report, Settings, train
+from specahead.models.train_settings import learning_rate, phases, settings_from
+from specahead.models.training_text import END_OF_TEXT, TrainingText, load_tokenizer, tokenise, tokenise_held_out
 
 NAMES = ("alice", "bertram", "clara", "dorothy", "edmund")
 THINGS = ("apple", "lantern", "garden", "carriage", "letter")

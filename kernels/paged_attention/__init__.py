@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend
-from kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans, check_batch
-from kernels.paged_attention.launch import attend_in_triton
-from kernels.paged_attention.reference import (
+from specahead.kernels.backends import check_backend
+from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans, check_batch
+from specahead.kernels.paged_attention.launch import attend_in_triton
+from specahead.kernels.paged_attention.reference import (
     add_weights_of_listed_in_torch,
     attend_in_torch,
     gather_pages,
@@ -25,13 +25,13 @@ from kernels.paged_attention.reference import (
     remember_weights_of_all_in_torch,
     weights_of_last_queries_in_torch,
 )
-from kernels.paged_attention.weights import (
+from specahead.kernels.paged_attention.weights import (
     LayersEvidence,
     remember_weights_of_all,
     weigh_last_queries,
     weights_of_listed,
 )
-from kernels.paged_attention.work import LEAST_ROWS, MAX_ROWS, Tuning, Work, pinned_tuning, plan_work
+from specahead.kernels.paged_attention.work import LEAST_ROWS, MAX_ROWS, Tuning, Work, pinned_tuning, plan_work
 
 __all__ = [
     "LEAST_ROWS",

@@ -4,7 +4,7 @@ All tiles of all items, an item being a (sequence, KV head, tile of queries), st
 equal stretch of it and leaves a partial result for each item that it touches, which a second kernel merges.
 """
 
-from kernels.backends import ask_for, jit, precede, tl
+from specahead.kernels.backends import ask_for, jit, precede, tl
 
 
 @jit

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.backends import overlapping_launch, power_of_two
-from kernels.paged_attention.inputs import MAX_VARIANCE_TERM, MOST_BEYOND, Batch, BlockLists, GroupMeans
-from kernels.paged_attention.kernel import merge_kernel, partial_attention_kernel
-from kernels.paged_attention.work import GROUP_TILE, LEAST_ROWS, Work, plan_work, row_tiles_of
+from specahead.kernels.backends import overlapping_launch, power_of_two
+from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, MOST_BEYOND, Batch, BlockLists, GroupMeans
+from specahead.kernels.paged_attention.kernel import merge_kernel, partial_attention_kernel
+from specahead.kernels.paged_attention.work import GROUP_TILE, LEAST_ROWS, Work, plan_work, row_tiles_of
 
 LOG2_E = 1.4426950408889634
 MAX_EMITTED = 128  # tokens of a block whose weights are emitted

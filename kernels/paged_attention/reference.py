@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans
+from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans
 
 
 def attend_in_torch(
@@ -14,7 +14,7 @@ def attend_in_torch(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output [tokens, heads, dim] and, if `emit`, what each listed block got: [sequences, kv_heads, width].
 
-    The weights of blocks are as `kernels.paged_attention.paged_attention_with_read_weights` describes them.
+    The weights of blocks are as `specahead.kernels.paged_attention.paged_attention_with_read_weights` describes them.
     """
     queries, scale = batch.queries, batch.scale
     out = torch.empty_like(queries)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
-from kernels.paged_attention.inputs import Batch, BlockLists
-from kernels.paged_attention.launch import BlockSums, attend_in_triton
-from kernels.paged_attention.work import Work
+from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.paged_attention.inputs import Batch, BlockLists
+from specahead.kernels.paged_attention.launch import BlockSums, attend_in_triton
+from specahead.kernels.paged_attention.work import Work
 
 MOST_LEFT = 2**28  # bytes that the layers of a pass leave before their weights are added to evidence
 

@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.backends import jit, power_of_two, tl
-from kernels.paged_attention.inputs import BlockLists, GroupMeans
-from kernels.paged_attention.kernel import first_tile
+from specahead.kernels.backends import jit, power_of_two, tl
+from specahead.kernels.paged_attention.inputs import BlockLists, GroupMeans
+from specahead.kernels.paged_attention.kernel import first_tile
 
 MAX_ROWS = 64  # of a tile of queries: heads of a group times queries
 LEAST_ROWS = 16  # that a tile has in any case

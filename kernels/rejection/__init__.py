@@ -9,10 +9,10 @@ mostly draw the same.
 
 from torch import Tensor
 
-from kernels.backends import check_backend
-from kernels.rejection.greedy import judge_greedy_in_triton
-from kernels.rejection.race import race
-from kernels.rejection.reference import (
+from specahead.kernels.backends import check_backend
+from specahead.kernels.rejection.greedy import judge_greedy_in_triton
+from specahead.kernels.rejection.race import race
+from specahead.kernels.rejection.reference import (
     DraftedRows,
     accept_greedy,
     accept_sampled,
@@ -22,7 +22,7 @@ from kernels.rejection.reference import (
     judge_sampled_in_torch,
     truncated_probs,
 )
-from kernels.rejection.sampled import draw_own_in_triton, judge_sampled_in_triton
+from specahead.kernels.rejection.sampled import draw_own_in_triton, judge_sampled_in_triton
 
 __all__ = [
     "DraftedRows",

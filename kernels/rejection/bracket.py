@@ -4,9 +4,9 @@ The entries in the second bracket, some thousand, are listed as candidates. Ever
 kernel decides is stored for the next, so that results depend on nothing but the inputs.
 """
 
-import kernels.rejection.layout as layout
-from kernels.backends import follow, jit, tl
-from kernels.rejection.layout import EDGES, FLOATS, depth_of, logits_at, scale_of
+import specahead.kernels.rejection.layout as layout
+from specahead.kernels.backends import follow, jit, tl
+from specahead.kernels.rejection.layout import EDGES, FLOATS, depth_of, logits_at, scale_of
 
 
 @jit

@@ -1,8 +1,18 @@
 """A row's verdict from those of its positions, and the draw of its next token."""
 
-import kernels.rejection.layout as layout
-from kernels.backends import follow, jit, tl
-from kernels.rejection.layout import FLOATS, INTS, SUPPORT, bits_of, depth_of, is_kept, logits_at, scale_of, weight_of
+import specahead.kernels.rejection.layout as layout
+from specahead.kernels.backends import follow, jit, tl
+from specahead.kernels.rejection.layout import (
+    FLOATS,
+    INTS,
+    SUPPORT,
+    bits_of,
+    depth_of,
+    is_kept,
+    logits_at,
+    scale_of,
+    weight_of,
+)
 
 
 @jit

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import follow, jit, power_of_two, tl
-from kernels.rejection.layout import depth_of, logits_at, scale_of, split_vocabulary
+from specahead.kernels.backends import follow, jit, power_of_two, tl
+from specahead.kernels.rejection.layout import depth_of, logits_at, scale_of, split_vocabulary
 
 
 def judge_greedy_in_triton(logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Judge as `kernels.rejection.judge_greedy` describes it."""
+    """Judge as `specahead.kernels.rejection.judge_greedy` describes it."""
     (rows, gamma), device = draft_tokens.shape, logits.device
     cut = split_vocabulary(logits, gamma)
     splits, every = cut["SPLITS"], rows * (gamma + 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.backends import jit, overlapping_launch, power_of_two, tl, triton
+from specahead.kernels.backends import jit, overlapping_launch, power_of_two, tl, triton
 
 CHUNK = 4096  # entries of the vocabulary that a program takes; at most 32768: lists hold int16
 MAX_GAMMA = 31
@@ -16,7 +16,7 @@ MAX_GAMMA = 31
 # A number that kernels may refer to; they are defined without Triton too.
 _constant: Callable[[int], Any] = int if triton is None else tl.constexpr
 
-EDGES = _constant(8)  # depths at which a round sums (kernels.rejection.bracket)
+EDGES = _constant(8)  # depths at which a round sums (specahead.kernels.rejection.bracket)
 SUPPORT = _constant(128)  # entries of a draft's distribution that are taken at once
 
 # Floats of a position that kernels hand on: [rows * (γ + 1), FLOATS].

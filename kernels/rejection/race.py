@@ -11,10 +11,10 @@ has it.
 import torch
 from torch import Tensor
 
-import kernels.rejection.layout as layout
-from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
-from kernels.rejection.greedy import likeliest_of
-from kernels.rejection.layout import FLOATS, INTS, bits_of, depth_of, is_kept, logits_at, scale_of
+import specahead.kernels.rejection.layout as layout
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.rejection.greedy import likeliest_of
+from specahead.kernels.rejection.layout import FLOATS, INTS, bits_of, depth_of, is_kept, logits_at, scale_of
 
 _TINY = 2.0**-10  # below it the series of -log(1 - v) is exact in float32
 _LAST = 1 - 2.0**-24  # nobody arrives never

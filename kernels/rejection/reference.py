@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.rejection.race import race
+from specahead.kernels.rejection.race import race
 
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """What `kernels.rejection.judge_sampled` judges, row by row.
+    """What `specahead.kernels.rejection.judge_sampled` judges, row by row.
 
     draft_tokens: [rows, γ] int32 or int64, the first `draft_counts[row]` valid; draft_counts: [rows], the same
     support_ids, support_probs: [rows, γ, support] int32 and float32, the distributions that the drafted tokens were

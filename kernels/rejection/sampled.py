@@ -8,20 +8,20 @@ draws; where the target draws its own tokens whatever is drafted, `race` does.
 import torch
 from torch import Tensor
 
-from kernels.backends import power_of_two
-from kernels.rejection.bracket import coarse_kernel, fine_kernel, list_kernel
-from kernels.rejection.drawing import draw_kernel, weights_kernel
-from kernels.rejection.greedy import best_kernel
-from kernels.rejection.layout import EDGES, FLOATS, INTS, split_vocabulary
-from kernels.rejection.race import race_kernel, winner_kernel
-from kernels.rejection.reference import DraftedRows
-from kernels.rejection.threshold import verdict_kernel
+from specahead.kernels.backends import power_of_two
+from specahead.kernels.rejection.bracket import coarse_kernel, fine_kernel, list_kernel
+from specahead.kernels.rejection.drawing import draw_kernel, weights_kernel
+from specahead.kernels.rejection.greedy import best_kernel
+from specahead.kernels.rejection.layout import EDGES, FLOATS, INTS, split_vocabulary
+from specahead.kernels.rejection.race import race_kernel, winner_kernel
+from specahead.kernels.rejection.reference import DraftedRows
+from specahead.kernels.rejection.threshold import verdict_kernel
 
 CANDIDATES = 64  # of each chunk, that the bisecting program holds in registers; more are read again each time
 
 
 def judge_sampled_in_triton(logits: Tensor, drafted: DraftedRows) -> tuple[Tensor, Tensor]:
-    """Judge as `kernels.rejection.judge_sampled` describes it."""
+    """Judge as `specahead.kernels.rejection.judge_sampled` describes it."""
     (rows, gamma), device = drafted.draft_tokens.shape, logits.device
     cut = split_vocabulary(logits, gamma)
     splits, chunk = cut["SPLITS"], cut["CHUNK"]
@@ -47,7 +47,7 @@ def judge_sampled_in_triton(logits: Tensor, drafted: DraftedRows) -> tuple[Tenso
 
 
 def draw_own_in_triton(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw as `kernels.rejection.draw_own` describes it."""
+    """Draw as `specahead.kernels.rejection.draw_own` describes it."""
     rows = len(logits)
     drawn = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if not rows:
@@ -70,7 +70,7 @@ def _nothing_drafted(temperature: Tensor, top_p: Tensor, uniforms: Tensor) -> Dr
 
 def _judge_positions(logits: Tensor, drafted: DraftedRows, cut: dict[str, int]) -> tuple[Tensor, Tensor]:
     """Find each position's threshold, and whether its drafted token passes; return floats and ints of
-    kernels.rejection.layout.
+    specahead.kernels.rejection.layout.
     """
     rows, gamma = drafted.draft_tokens.shape
     common = (logits, drafted.draft_counts, drafted.temperature)

@@ -1,9 +1,9 @@
 """A position's threshold, found among its candidates by bisection on the bits of their depths; the token's test."""
 
-import kernels.rejection.layout as layout
-from kernels.backends import follow, jit, tl
-from kernels.rejection.greedy import likeliest_of
-from kernels.rejection.layout import FLOATS, INTS, SUPPORT, bits_of, depth_of, is_kept, scale_of, weight_of
+import specahead.kernels.rejection.layout as layout
+from specahead.kernels.backends import follow, jit, tl
+from specahead.kernels.rejection.greedy import likeliest_of
+from specahead.kernels.rejection.layout import FLOATS, INTS, SUPPORT, bits_of, depth_of, is_kept, scale_of, weight_of
 
 
 @jit

@@ -24,10 +24,10 @@ table (say, -1) is as if not listed.
 and counts blocks that are not wholly there; `placement` pins, stores and drops pages. Each has its torch twin.
 """
 
-from kernels.residency.find import count_missing_blocks, find_block_lines
-from kernels.residency.placement import drop_pages, mark_stored, pin_gpu_pages
-from kernels.residency.request import request_blocks
-from kernels.residency.tables import ListedBlocks, ResidencyTables, Transfers, clear_tables, empty_tables
+from specahead.kernels.residency.find import count_missing_blocks, find_block_lines
+from specahead.kernels.residency.placement import drop_pages, mark_stored, pin_gpu_pages
+from specahead.kernels.residency.request import request_blocks
+from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, Transfers, clear_tables, empty_tables
 
 __all__ = [
     "ListedBlocks",

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
-from kernels.residency import sizes
-from kernels.residency.listed import pages_at, pages_of_blocks
-from kernels.residency.sizes import warps_for
-from kernels.residency.tables import ListedBlocks, ResidencyTables, check_blocks
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from specahead.kernels.residency import sizes
+from specahead.kernels.residency.listed import pages_at, pages_of_blocks
+from specahead.kernels.residency.sizes import warps_for
+from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, check_blocks
 
 
 def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch", absent: int = -1) -> Tensor:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import jit, tl
-from kernels.residency.tables import ListedBlocks
+from specahead.kernels.backends import jit, tl
+from specahead.kernels.residency.tables import ListedBlocks
 
 
 def pages_of_blocks(pages: int, listed_blocks: ListedBlocks) -> Tensor:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
-from kernels.residency import sizes
-from kernels.residency.sizes import warps_for
-from kernels.residency.tables import ResidencyTables, check_pages, check_tensor
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from specahead.kernels.residency import sizes
+from specahead.kernels.residency.sizes import warps_for
+from specahead.kernels.residency.tables import ResidencyTables, check_pages, check_tensor
 
 
 def pin_gpu_pages(

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend
-from kernels.residency.listed import pages_of_blocks
-from kernels.residency.request_kernels import launch_request
-from kernels.residency.tables import (
+from specahead.kernels.backends import check_backend
+from specahead.kernels.residency.listed import pages_of_blocks
+from specahead.kernels.residency.request_kernels import launch_request
+from specahead.kernels.residency.tables import (
     ListedBlocks,
     ResidencyTables,
     Transfers,

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
-from kernels.residency import sizes
-from kernels.residency.listed import pages_at
-from kernels.residency.sizes import warps_for
-from kernels.residency.tables import ListedBlocks, ResidencyTables, Transfers, empty_transfers
+from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.residency import sizes
+from specahead.kernels.residency.listed import pages_at
+from specahead.kernels.residency.sizes import warps_for
+from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, Transfers, empty_transfers
 
 
 def launch_request(tables: ResidencyTables, listed_blocks: ListedBlocks, round: Tensor) -> Transfers:

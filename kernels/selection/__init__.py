@@ -5,9 +5,9 @@
 
 from torch import Tensor
 
-from kernels.backends import check_backend
-from kernels.selection.reference import check_mass, compact, nucleus_mask, rank_in_row, top_k_mask
-from kernels.selection.short_rows import CHUNK, select_short_rows
+from specahead.kernels.backends import check_backend
+from specahead.kernels.selection.reference import check_mass, compact, nucleus_mask, rank_in_row, top_k_mask
+from specahead.kernels.selection.short_rows import CHUNK, select_short_rows
 
 __all__ = ["compact", "nucleus_mask", "rank_in_row", "select_nucleus", "select_top_k", "top_k_mask"]
 

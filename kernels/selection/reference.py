@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def top_k_mask(weights: Tensor, valid: Tensor, k: Tensor) -> Tensor:
-    """Return what `kernels.selection.select_top_k` selects as bool [rows, n].
+    """Return what `specahead.kernels.selection.select_top_k` selects as bool [rows, n].
 
     Raises ValueError, on a CPU, for weights that are negative or NaN.
     """
@@ -27,7 +27,7 @@ def rank_in_row(values: Tensor) -> Tensor:
 
 
 def nucleus_mask(weights: Tensor, valid: Tensor, mass: float) -> Tensor:
-    """Return what `kernels.selection.select_nucleus` selects as bool [rows, n].
+    """Return what `specahead.kernels.selection.select_nucleus` selects as bool [rows, n].
 
     Raises ValueError for a mass outside (0, 1] and, on a CPU, for weights that are negative or not finite.
     """

@@ -9,7 +9,7 @@ at or above hi). Each pass looks how far four probes reach.
 import torch
 from torch import Tensor
 
-from kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
 
 CHUNK = 8192  # entries of a row that a program holds, at most 65535
 SAMPLE = 128  # of these, compared all with all

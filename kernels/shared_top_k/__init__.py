@@ -6,10 +6,10 @@ Here are the dispatch and the torch reference; `launch` runs the Triton kernels 
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend
-from kernels.selection import rank_in_row
-from kernels.shared_budget import WORD
-from kernels.shared_top_k.launch import find_thresholds, write_chosen
+from specahead.kernels.backends import check_backend
+from specahead.kernels.selection import rank_in_row
+from specahead.kernels.shared_budget import WORD
+from specahead.kernels.shared_top_k.launch import find_thresholds, write_chosen
 
 __all__ = ["mark_top_k_over_all", "select_top_k_over_all"]
 

@@ -7,7 +7,7 @@ what is between into bins; the bin that holds the threshold is small enough to c
 fails, too (many are alike), one program a group bisects over everything.
 """
 
-from kernels.backends import follow, jit, tl
+from specahead.kernels.backends import follow, jit, tl
 
 
 @jit

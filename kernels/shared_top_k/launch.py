@@ -5,9 +5,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kernels.backends import overlapping_launch, power_of_two
-from kernels.shared_budget import WORD
-from kernels.shared_top_k.kernel import bracket_kernel, emit_kernel, tally_kernel, threshold_kernel
+from specahead.kernels.backends import overlapping_launch, power_of_two
+from specahead.kernels.shared_budget import WORD
+from specahead.kernels.shared_top_k.kernel import bracket_kernel, emit_kernel, tally_kernel, threshold_kernel
 
 SAMPLE = 4096  # of a group, at most
 PIVOTS = 16  # ranked by a program

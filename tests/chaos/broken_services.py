@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from models import DRAFT, TARGET
+from specahead.models import DRAFT, TARGET
 from tests.chaos.setting import DRAFTS, EACH, TARGETS, Held, Outcome, Pace, break_things, conclude, grown, make_cases
 from tests.chaos.traffic import Traffic
 from tests.lines import Line, lines

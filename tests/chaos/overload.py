@@ -3,7 +3,7 @@
 What is taken is compared with requests of as many clients as there are places, one after the other: as many sessions
 run beside each other then, and none is refused.
 
-The models are scripted and sleep about as long as a GPU takes (benchmarks/scripted.py): models that compute on the
+The models are scripted and sleep about as long as a GPU takes (lab/benchmarks/scripted.py): models that compute on the
 processor would be slowed down by the clients, which have to share it. Whether answers are right is looked at when all
 have come.
 """
@@ -18,11 +18,11 @@ from collections.abc import Iterator
 
 import uvloop
 
-from benchmarks.scripted import right_tokens
-from config.garbage import keep_loaded
-from engine.loading.tokenizer import load_tokenizer
-from models import TARGET
-from orchestrator.logprobs import Decode
+from orchestrator.api.logprobs import Decode
+from specahead.config.garbage import keep_loaded
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.lab.benchmarks.scripted import right_tokens
+from specahead.models import TARGET
 from tests.chaos.clients import Answer, Clients
 from tests.chaos.setting import Held
 from tests.stack import Services, Stack, start_gateway, start_service
@@ -47,10 +47,12 @@ def run(seconds: float) -> list[str]:
 
 @contextlib.contextmanager
 def _stack() -> Iterator[Stack]:
-    target, at = start_service("-m", "benchmarks.scripted", "target", *TARGET_FLAGS)
+    target, at = start_service("-m", "specahead.lab.benchmarks.scripted", "target", *TARGET_FLAGS)
     services = Services(at, "", [target])
     try:
-        draft, services.draft = start_service("-m", "benchmarks.scripted", "draft", "--target", at, *DRAFT_FLAGS)
+        draft, services.draft = start_service(
+            "-m", "specahead.lab.benchmarks.scripted", "draft", "--target", at, *DRAFT_FLAGS
+        )
         services.processes.append(draft)
         stack = start_gateway(services)
         try:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.loading.tokenizer import load_tokenizer
-from models import TARGET
-from orchestrator.directory import name_services
+from orchestrator.cluster.directory import name_services
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.models import TARGET
 from tests.books import read_books
 from tests.chaos.traffic import Case, Traffic
 from tests.client import generate, metric, service_state, wait_for, wait_until_idle

@@ -7,7 +7,7 @@ import pytest
 
 MODEL = "tiny-target"
 ENOUGH = 600  # tokens for a small object without further properties: the bundled model is fond of white space
-TOKENIZER = Path(__file__).resolve().parents[2] / "models" / MODEL
+TOKENIZER = Path(__file__).resolve().parents[2] / "specahead" / "models" / MODEL
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from config.sections import ClientSettings
+from specahead.config.sections import ClientSettings
 from tests.deploy.tools import DEPLOY, run_tool, settings_of
 
 COMPOSE = DEPLOY / "compose"

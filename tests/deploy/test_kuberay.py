@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from specahead.wire.tls import read_tls
 from tests.deploy.tools import DEPLOY, Object, container_of, kustomize, of_kind, run_tool, settings_of, validate
-from wire.tls import read_tls
 
 SCHEMA = Path(__file__).with_name("ray_cluster.schema.json")
 

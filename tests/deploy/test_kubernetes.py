@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from config.sections import WITHOUT_DRAFT
-from orchestrator.access import OPEN
+from orchestrator.requests.access import OPEN
+from specahead.config.sections import WITHOUT_DRAFT
 from tests.deploy.tools import (
     DEPLOY,
     Object,
@@ -122,7 +122,7 @@ def check_health_command(arguments: list[str]) -> None:
     """`specahead health` takes these; argparse exits on what it does not know."""
     import argparse
 
-    from cli.flags import add_health_flags
+    from specahead.cli.flags import add_health_flags
 
     parser = argparse.ArgumentParser()
     add_health_flags(parser)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from models import DRAFT, PLAN, TARGET
+from specahead.models import DRAFT, PLAN, TARGET
 from tests.client import generate
 from tests.deploy.tools import DEPLOY, run_tool
 from tests.stack import Services, start_gateway, start_service

@@ -12,9 +12,9 @@ import grpc
 import pytest
 import trustme
 
-from cli.main import main as specahead
-from orchestrator.keys import make_key
+from orchestrator.requests.keys import make_key
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from specahead.cli.main import main as specahead
 from tests.certificates import Files, make_certificate
 from tests.client import wait_for
 from tests.stack import Stack, start_service
@@ -163,7 +163,16 @@ def test_a_launch_makes_a_token_for_what_it_starts(stack: Stack, side: str) -> N
 
 
 def test_a_draft_without_the_token_says_so(stack: Stack) -> None:
-    model = ("--model", "models/tiny-draft", "--plan", "models/tiny-plan.json", "--kv-tokens", "1000", "--port", "0")
+    model = (
+        "--model",
+        "specahead/models/tiny-draft",
+        "--plan",
+        "specahead/models/tiny-plan.json",
+        "--kv-tokens",
+        "1000",
+        "--port",
+        "0",
+    )
     draft, address = start_service("-m", "draft_service", *model, "--target", stack.services["target"][0])
     try:
         with grpc.insecure_channel(address) as channel:

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.recording import SessionReads, load_reads
-from models import PLAN
 from protos import inference_pb2
-from sparsity.announce import summary_tokens
-from sparsity.plan import load_plan
+from specahead.lab.benchmarks.recording import SessionReads, load_reads
+from specahead.models import PLAN
+from specahead.sparsity.announce import summary_tokens
+from specahead.sparsity.plan import load_plan
 from tests.client import APPROXIMATE, EXACT, Result, generate, metric, read_by_rounds, wait_until_idle
 from tests.faulty_line import FaultyLine, faulty_line
 from tests.lines import Line, lines

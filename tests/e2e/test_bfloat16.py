@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.loading.module import load_module
-from models import TARGET
+from specahead.engine.loading.module import load_module
+from specahead.models import TARGET
 from tests.client import generate
 from tests.stack import Services, start_gateway, start_services
 

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import models
-from models import DEMO_TEXT
-from sparsity.plan import load_plan
+from specahead import models
+from specahead.models import DEMO_TEXT
+from specahead.sparsity.plan import load_plan
 from tests.stack import ROOT
 
 
@@ -29,7 +29,9 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
         "--dense-layers",
         "0",
     ]
-    done = subprocess.run([sys.executable, "-m", "cli", *command, *options], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "specahead.cli", *command, *options], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     plan = load_plan(out)
     assert plan.hash in done.stdout
@@ -47,7 +49,7 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
 
 
 def test_the_bundled_plan_is_for_the_bundled_pair() -> None:
-    from evaluation.models import model_hash
+    from specahead.lab.evaluation.models import model_hash
 
     plan = load_plan(models.PLAN)
     assert plan.provenance["target_hash"] == model_hash(str(models.TARGET))

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from config.version import running_version
-from evaluation.plans import save_plan
-from models import TARGET
-from sparsity.plan import uniform_plan
+from specahead.config.version import running_version
+from specahead.lab.evaluation.plans import save_plan
+from specahead.models import TARGET
+from specahead.sparsity.plan import uniform_plan
 from tests.client import generate, metric, wait_for, wait_until_idle
 from tests.conftest import RAY_ENVIRONMENT
 from tests.stack import ROOT, Stack

@@ -10,9 +10,9 @@ import pytest
 import torch
 from openai import NotFoundError, OpenAI
 
-from engine.loading.module import load_module
-from models import DRAFT, TARGET
 from protos import inference_pb2
+from specahead.engine.loading.module import load_module
+from specahead.models import DRAFT, TARGET
 from tests.client import APPROXIMATE, EXACT, generate, metric, read_by_rounds
 from tests.plans import sparse_plan_file
 from tests.stack import Stack

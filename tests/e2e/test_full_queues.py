@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from models import PLAN, TARGET
+from specahead.models import PLAN, TARGET
 from tests.client import generate, metric, service_state, wait_for
 from tests.stack import Stack, start_service, start_stack
 

@@ -13,10 +13,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from models import DRAFT, PLAN
 from protos import control_pb2, inference_pb2
-from sparsity.methods import METHODS as SPARSITY
-from sparsity.plan import load_plan
+from specahead.models import DRAFT, PLAN
+from specahead.sparsity.methods import METHODS as SPARSITY
+from specahead.sparsity.plan import load_plan
 from tests.client import (
     APPROXIMATE,
     generate,
@@ -401,5 +401,7 @@ def test_bad_requests_do_no_harm_to_others(stack: Stack) -> None:
     assert tokens == expected
     assert [service_state(stack.http, *name) for name in names] == before
     lines = stack.output.read_text()[said:].splitlines()
-    assert all(" orchestrator.observing: request " in line for line in lines), lines  # nothing but the requests' own
+    assert all(" orchestrator.sessions.observer: request " in line for line in lines), (
+        lines
+    )  # nothing but the requests' own
     wait_for_sessions(stack, 0)

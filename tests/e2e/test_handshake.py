@@ -12,18 +12,15 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.loading.tokenizer import load_tokenizer, tokenizer_hash
-from engine.sampling import Sampling
-from models import DRAFT, PLAN, TARGET
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
-from sparsity.announce import BY_TARGET_HEAD
-from sparsity.plan import load_plan
-from sparsity.selection import BlockSelection
-from tests.client import APPROXIMATE, generate, wait_for
-from tests.proposals import together
-from tests.stack import start_service, start_stack
-from wire import convert
-from wire.messages import (
+from specahead.engine.loading.tokenizer import load_tokenizer, tokenizer_hash
+from specahead.engine.sampling.distributions import Sampling
+from specahead.models import DRAFT, PLAN, TARGET
+from specahead.sparsity.announce import BY_TARGET_HEAD
+from specahead.sparsity.plan import load_plan
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire import convert
+from specahead.wire.messages import (
     At,
     Beat,
     Begin,
@@ -40,7 +37,10 @@ from wire.messages import (
     Support,
     Verdict,
 )
-from wire.selection_codec import encode_selection
+from specahead.wire.selection_codec import encode_selection
+from tests.client import APPROXIMATE, generate, wait_for
+from tests.proposals import together
+from tests.stack import start_service, start_stack
 
 
 def start_draft(target: str, *flags: str) -> tuple[subprocess.Popen[str], str]:
@@ -63,7 +63,9 @@ def bare_target() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def hello() -> Hello:
     plan = load_plan(PLAN)
-    return Hello("a-draft", "models/a-draft", 4096, tokenizer_hash(load_tokenizer(str(TARGET))), plan.hash, 4, 16)
+    return Hello(
+        "a-draft", "specahead/models/a-draft", 4096, tokenizer_hash(load_tokenizer(str(TARGET))), plan.hash, 4, 16
+    )
 
 
 async def _shake(target: str, hello: Hello) -> tuple[grpc.StatusCode, str]:

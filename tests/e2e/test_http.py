@@ -11,9 +11,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from models import PLAN
-from sparsity.methods import METHODS, methods_of
-from sparsity.plan import load_plan
+from specahead.models import PLAN
+from specahead.sparsity.methods import METHODS, methods_of
+from specahead.sparsity.plan import load_plan
 from tests.client import metric, service_state, wait_for, wait_until_idle
 from tests.stack import Stack
 
@@ -433,7 +433,7 @@ async def test_bad_requests_do_no_harm_to_others(client: OpenAI, raw: aiohttp.Cl
     assert (await running).choices[0].text == expected
     assert [service_state(stack.http, *name) for name in names] == before
     lines = stack.output.read_text()[said:].splitlines()
-    others = [line for line in lines if " orchestrator.observing: request " not in line]
+    others = [line for line in lines if " orchestrator.sessions.observer: request " not in line]
     assert not others, "something beside the requests' own lines is logged"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from models import TARGET
+from specahead.models import TARGET
 from tests.client import APPROXIMATE, EXACT, generate, make_request, metric, service_state, wait_until_idle
 from tests.plans import sparse_plan_file
 from tests.stack import Stack

@@ -111,7 +111,7 @@ def test_streams_go_on_when_a_node_is_lost_and_its_target_starts_on_one_that_joi
 
         add_target_node(cluster, "127.0.0.4")
         wait_for(lambda: metric(stack.http, "service_attached", service=lost) == 1, 120, "it starts, and has the draft")
-        command = [sys.executable, "-m", "cli", "status", "--url", stack.http, "--json"]
+        command = [sys.executable, "-m", "specahead.cli", "status", "--url", stack.http, "--json"]
         status = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
         assert status["nodes"]["127.0.0.4"] == [lost] and hosts[lost] not in status["nodes"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.loading.module import load_module
-from models import TARGET
+from specahead.engine.loading.module import load_module
+from specahead.models import TARGET
 from tests.client import generate
 from tests.stack import Services, Stack, start_gateway, start_services
 
@@ -18,7 +18,7 @@ TEMPERATURE, TOP_P = 0.7, 0.8
 
 # A target whose rule accepts whatever is proposed: its output has the draft's distribution.
 BROKEN = """
-import kernels.rejection.reference as rules
+import specahead.kernels.rejection.reference as rules
 def accept_all(tokens, counts, draft, target, accept_uniforms, draw_uniforms):
     row = __import__("torch").arange(len(counts))
     return counts, rules.draw(target[row, counts], draw_uniforms[row, counts])

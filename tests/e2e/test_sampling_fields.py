@@ -7,9 +7,9 @@ import pytest
 import torch
 from openai import OpenAI
 
-from engine.loading.module import load_module
-from engine.sampling import Sampling
-from models import TARGET
+from specahead.engine.loading.module import load_module
+from specahead.engine.sampling.distributions import Sampling
+from specahead.models import TARGET
 from tests.stack import Stack
 from tests.unit.world import changed_logits
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from openai import OpenAI
 
-from engine.grammars import Grammars
-from engine.loading.module import load_module
-from models import TARGET
-from orchestrator.compile_grammar import make_source
-from orchestrator.structured_outputs import COMPACT
+from orchestrator.text.compile_grammar import make_source
+from orchestrator.text.structured_outputs import COMPACT
 from protos import inference_pb2
+from specahead.engine.loading.module import load_module
+from specahead.engine.sampling.grammars import Grammars
+from specahead.models import TARGET
 from tests.client import make_request
 from tests.stack import Stack
 from tests.unit.inline import Inline

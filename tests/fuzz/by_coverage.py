@@ -10,7 +10,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["wire", "orchestrator", "sparsity.selection", "target_service"]):
+with atheris.instrument_imports(
+    include=["specahead.wire", "orchestrator", "specahead.sparsity.selection", "target_service"]
+):
     from tests.fuzz.__main__ import MOST_SECONDS, read_corpus
     from tests.fuzz.targets import all_targets
 

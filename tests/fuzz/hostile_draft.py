@@ -4,20 +4,20 @@ from typing import Any
 
 import numpy as np
 
-from config import TargetSettings
-from engine.sampling import Support
 from protos import speculation_pb2
-from sparsity.announce import BY_DRAFT_HEAD
-from sparsity.selection import BlockSelection
+from specahead.config import TargetSettings
+from specahead.engine.sampling.distributions import Support
+from specahead.sparsity.announce import BY_DRAFT_HEAD
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire import convert
+from specahead.wire import messages as m
+from specahead.wire.errors import InvalidArgument
+from specahead.wire.selection_codec import encode_selection
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.fuzz.mutators import mutate_bytes, mutate_message
 from tests.proposals import together
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
-from wire import convert
-from wire import messages as m
-from wire.errors import InvalidArgument
-from wire.selection_codec import encode_selection
 
 PROMPT, NEW_TOKENS = [7] * 40, 6
 MODEL = FakeModel(ends=True)

@@ -15,35 +15,35 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 from pydantic_core import from_json
 
-from engine.loading.tokenizer import load_tokenizer
-from engine.sampling import Sampling, Support
-from models import TARGET
-from orchestrator.access import guard_http
-from orchestrator.callers import Callers
-from orchestrator.chat import render_chat
-from orchestrator.chat_request import ChatRequest
-from orchestrator.generation import Frontend
-from orchestrator.grpc_gateway import _request_from_pb
-from orchestrator.http_gateway import make_app
-from orchestrator.metrics import Metrics
-from orchestrator.observing import Observer
-from orchestrator.proxies import Proxies
-from orchestrator.records import check_tokens, to_records
-from orchestrator.replies import ReplyFormat
-from orchestrator.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest, read_request
-from orchestrator.responses_request import ResponsesRequest, to_chat
-from orchestrator.served_models import ServedModels
-from orchestrator.special_tokens import TextEncoder
+from orchestrator.api.grpc_gateway import _request_from_pb
+from orchestrator.api.http_gateway import make_app
+from orchestrator.requests.access import guard_http
+from orchestrator.requests.callers import Callers
+from orchestrator.requests.chat_request import ChatRequest
+from orchestrator.requests.proxies import Proxies
+from orchestrator.requests.records import check_tokens, to_records
+from orchestrator.requests.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest, read_request
+from orchestrator.requests.responses_request import ResponsesRequest, to_chat
+from orchestrator.sessions.generation import Frontend
+from orchestrator.sessions.metrics import Metrics
+from orchestrator.sessions.observer import Observer
+from orchestrator.sessions.served_models import ServedModels
+from orchestrator.text.chat import render_chat
+from orchestrator.text.replies import ReplyFormat
+from orchestrator.text.special_tokens import TextEncoder
 from protos import control_pb2, inference_pb2, speculation_pb2
-from sparsity.selection import BlockSelection
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.engine.sampling.distributions import Sampling, Support
+from specahead.models import TARGET
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire import convert
+from specahead.wire import messages as m
+from specahead.wire.errors import InvalidArgument, ServiceError
+from specahead.wire.selection_codec import decode_selection, encode_selection
 from tests.fuzz import hostile_draft
 from tests.fuzz.mutators import mutate_bytes, mutate_json, mutate_message
 from tests.proposals import together
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
-from wire import convert
-from wire import messages as m
-from wire.errors import InvalidArgument, ServiceError
-from wire.selection_codec import decode_selection, encode_selection
 
 AT = m.At("a", 1, 2, 30)
 OPEN = m.Open("a", [1, 2, 3], 3, 10, [0], Sampling(0.5, 0.9, 7), m.Exactness.APPROXIMATE, "ahead")

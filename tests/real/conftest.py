@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from engine.loading.tokenizer import load_tokenizer
+from specahead.engine.loading.tokenizer import load_tokenizer
 from tests.stack import Stack, start_stack
 
 READY_SECONDS = 600

@@ -9,7 +9,7 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
-from engine.loading.model import resolve_dtype
+from specahead.engine.loading.model import resolve_dtype
 from tests.leads import LARGEST_LEAD, changed_tokens
 from tests.stack import Stack
 

@@ -8,14 +8,21 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.inputs import SequenceInput, SequenceOutput
-from engine.kv.cache import KVCache
-from engine.kv.pages import PAGE_SIZE, SequenceKV
-from engine.passes.outputs import StepUnderWay
-from engine.rounds.behind_steps import Verdict
-from engine.rounds.requests import AnnouncementRequest, Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
-from sparsity.plan import uniform_plan
-from sparsity.selection import last_word_mask, row_words
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.passes.outputs import StepUnderWay
+from specahead.engine.steps.rounds.behind_steps import Verdict
+from specahead.engine.steps.rounds.requests import (
+    AnnouncementRequest,
+    Branch,
+    DraftedTokens,
+    RoundOutput,
+    RoundRequest,
+    RoundSettings,
+)
+from specahead.sparsity.plan import uniform_plan
+from specahead.sparsity.selection import last_word_mask, row_words
 from target_service.lookup import FirstGuess, PromptLookup
 from tests.chaining import ChainingRunner, StepAtOnce
 

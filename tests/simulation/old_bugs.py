@@ -10,17 +10,17 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from orchestrator import supervision
-from orchestrator.ledger import Ledger, Record
-from orchestrator.router import Router
-from orchestrator.routing import TargetView
-from orchestrator.target_stream import TargetStream
+from orchestrator.cluster import supervision
+from orchestrator.sessions.ledger import Ledger, Record
+from orchestrator.sessions.router import Router
+from orchestrator.sessions.routing import TargetView
+from orchestrator.sessions.target_stream import TargetStream
+from specahead.wire.errors import error_from_code
+from specahead.wire.messages import At, Closed, Commit
 from target_service.admission import Admission
 from target_service.servicer import ControlServicer
 from target_service.session import TargetSession
 from tests.simulation.runs import run_seed
-from wire.errors import error_from_code
-from wire.messages import At, Closed, Commit
 
 
 def hung_services_stay() -> AbstractContextManager[Any]:

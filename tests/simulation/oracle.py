@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from draft_service.drafter import Drafter
-from orchestrator.generation import Frontend
-from orchestrator.metrics import OURS
+from orchestrator.sessions.generation import Frontend
+from orchestrator.sessions.metrics import OURS
 from target_service.patience import LEAST_SECONDS
 from target_service.verifier import Verifier
 from tests.simulation.clients import Client

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from config.garbage import no_garbage_collected
+from specahead.config.garbage import no_garbage_collected
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import World
 

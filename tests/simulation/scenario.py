@@ -7,8 +7,8 @@ times.
 from dataclasses import dataclass, fields, replace
 from random import Random
 
-import models
-from config.sections import ROUTING
+from specahead import models
+from specahead.config.sections import ROUTING
 
 DRAFT = str(models.DRAFT)
 FAULTS = (

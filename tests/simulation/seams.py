@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import grpc
 
-from config.garbage import no_garbage_collected
+from specahead.config.garbage import no_garbage_collected
 from target_service.lookup import FirstGuess
 from tests.simulation.channels import Channel
 from tests.simulation.loop import VirtualLoop
@@ -32,7 +32,7 @@ def replaced(loop: VirtualLoop, network: Network) -> Iterator[None]:
         stack.enter_context(patch.object(grpc.aio, "insecure_channel", lambda address, **_: Channel(network, address)))
         stack.enter_context(patch.object(grpc.aio, "server", lambda **options: Server(network, **options)))
         free = lambda host, port: network.check_free(f"{host}:{port}")  # noqa: E731
-        stack.enter_context(patch("wire.server.check_free", free))
+        stack.enter_context(patch("specahead.wire.server.check_free", free))
         stack.enter_context(patch.object(os, "getpid", lambda: 1))
         stack.enter_context(patch.object(FirstGuess, "guess", guess_by_script))
         stack.enter_context(patch.object(secrets, "token_hex", lambda size: loop.random.randbytes(size).hex()))

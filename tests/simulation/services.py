@@ -3,27 +3,27 @@
 from collections.abc import Callable
 from typing import Any
 
-from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
 from draft_service.drafter import Drafter
-from engine.runner import Runner
-from orchestrator.directory import Directory
-from orchestrator.generation import Frontend
-from orchestrator.grpc_gateway import InferenceServicer
-from orchestrator.metrics import Metrics
-from orchestrator.observing import Observer
-from orchestrator.records import Limits, max_message
-from orchestrator.router import Router
-from orchestrator.served_models import ServedModels
-from orchestrator.service_status import Asks, Lines
-from orchestrator.supervision import Placement, supervise
+from orchestrator.api.grpc_gateway import InferenceServicer
+from orchestrator.cluster.directory import Directory
+from orchestrator.cluster.service_status import Asks, Lines
+from orchestrator.cluster.supervision import Placement, supervise
+from orchestrator.requests.records import Limits, max_message
+from orchestrator.sessions.generation import Frontend
+from orchestrator.sessions.metrics import Metrics
+from orchestrator.sessions.observer import Observer
+from orchestrator.sessions.router import Router
+from orchestrator.sessions.served_models import ServedModels
 from protos import inference_pb2_grpc
+from specahead.config import DraftSettings, TargetSettings
+from specahead.engine.steps.runner import Runner
+from specahead.wire.access import OPEN, PeerAccess
+from specahead.wire.messages import Hello
+from specahead.wire.server import start_server
 from target_service import service as target_service
 from tests.simulation.model import PLAN, STOP, VOCAB
 from tests.simulation.scenario import Scenario
-from wire.access import OPEN, PeerAccess
-from wire.messages import Hello
-from wire.server import start_server
 
 CONTEXT = 160  # tokens
 MODEL = "scripted"

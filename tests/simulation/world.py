@@ -6,7 +6,8 @@ from typing import Any
 from unittest.mock import patch
 
 from draft_service.drafter import Drafter
-from orchestrator.generation import Frontend
+from orchestrator.sessions.generation import Frontend
+from specahead.wire.session_names import name_of_client
 from target_service.verifier import Verifier
 from tests.simulation import oracle
 from tests.simulation.clients import Client, make_requests
@@ -19,7 +20,6 @@ from tests.simulation.process import Process, current_process
 from tests.simulation.scenario import Scenario
 from tests.simulation.seams import replaced
 from tests.simulation.services import run_draft, run_gateway, run_target
-from wire.session_names import name_of_client
 
 _START = 30.0  # virtual seconds within which everything must have found each other
 # Within which every request must end, once nothing goes wrong any more, or as long as all take one after the other with

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling import Sampling
+from specahead.engine.sampling.distributions import Sampling
 
 ALPHA = 1e-4  # how often a test fails though nothing is wrong
 POWER = 0.99  # how often it finds what it is made to find, at least
@@ -52,13 +52,13 @@ BIASES: dict[str, Bias] = {"top two": top_two, "rolled": rolled}
 
 def bias_judges(monkeypatch: pytest.MonkeyPatch, bias: Bias) -> None:
     """Have the torch judges draw from biased distributions, at each level, and tell these as what they drew from."""
-    from kernels.rejection import truncated_probs
+    from specahead.kernels.rejection import truncated_probs
 
     def biased(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
         return bias(truncated_probs(logits, temperature, top_p))
 
-    monkeypatch.setattr("kernels.rejection.reference.truncated_probs", biased)
-    monkeypatch.setattr("engine.ruled_judging.truncated_probs", biased)
+    monkeypatch.setattr("specahead.kernels.rejection.reference.truncated_probs", biased)
+    monkeypatch.setattr("specahead.engine.sampling.ruled_judging.truncated_probs", biased)
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.announcing import choose_blocks, predict_weights
-from engine.grammars import unpack_mask
-from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
-from engine.judging import Drafted, cut_logits, cuts_of, judge, lay_out_verdicts, support_of, verdict_layout
-from engine.kv.cache import KVCache
-from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
-from engine.logit_rules import rules_of
-from engine.rounds.requests import (
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from specahead.engine.sampling.distributions import USE_DRAFT, USE_TARGET, Sampling, Support, uniforms
+from specahead.engine.sampling.grammars import unpack_mask
+from specahead.engine.sampling.judging import (
+    Drafted,
+    cut_logits,
+    cuts_of,
+    judge,
+    lay_out_verdicts,
+    support_of,
+    verdict_layout,
+)
+from specahead.engine.sampling.logit_rules import rules_of
+from specahead.engine.sampling.ruled_judging import judge_by_rules
+from specahead.engine.steps.announcing import choose_blocks, predict_weights
+from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
+from specahead.engine.steps.rounds.requests import (
     AnnouncementRequest,
     Branch,
     DraftedTokens,
@@ -28,18 +38,16 @@ from engine.rounds.requests import (
     RoundRequest,
     RoundSettings,
 )
-from engine.rounds.rules import RoundRules
-from engine.ruled_judging import judge_by_rules
-from engine.sampling import USE_DRAFT, USE_TARGET, Sampling, Support, uniforms
-from engine.staging import Staging
-from kernels.backends import default_backend
-from kernels.finite_rows import are_finite
-from kernels.rejection import race, truncated_probs
-from kernels.shared_budget import room_left, score_blocks
-from kernels.shared_top_k import select_top_k_over_all
-from sparsity.plan import uniform_plan
+from specahead.engine.steps.rounds.rules import RoundRules
+from specahead.engine.steps.staging import Staging
+from specahead.kernels.backends import default_backend
+from specahead.kernels.finite_rows import are_finite
+from specahead.kernels.rejection import race, truncated_probs
+from specahead.kernels.shared_budget import room_left, score_blocks
+from specahead.kernels.shared_top_k import select_top_k_over_all
+from specahead.sparsity.plan import uniform_plan
+from specahead.wire import messages as m
 from tests.chaining import ChainingRunner
-from wire import messages as m
 
 VOCAB, LAYERS, KV_HEADS = 32, 3, 2
 DRAFT_LAYERS, DRAFT_HEADS = 2, 3

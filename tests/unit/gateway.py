@@ -5,23 +5,23 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from engine.logprobs import TokenLogprobs
-from orchestrator.access import OPEN, guard_http, hosts_of
-from orchestrator.callers import Callers
-from orchestrator.connection_limits import Connections
-from orchestrator.generation import Frontend
-from orchestrator.http_gateway import make_app, serve_http
-from orchestrator.ledger import Ledger, Record
-from orchestrator.metrics import Metrics
-from orchestrator.observing import Observer
-from orchestrator.proxies import Proxies
-from orchestrator.records import Limits
-from orchestrator.replies import ReplyFormat
-from orchestrator.router import TargetState
-from orchestrator.served_models import ServedModels
-from orchestrator.structured_outputs import COMPACT, WhiteSpace
-from wire.errors import ResourceExhausted, ServiceError
-from wire.messages import At, Commit, FinishReason, SessionReads
+from orchestrator.api.connection_limits import Connections
+from orchestrator.api.http_gateway import make_app, serve_http
+from orchestrator.requests.access import OPEN, guard_http, hosts_of
+from orchestrator.requests.callers import Callers
+from orchestrator.requests.proxies import Proxies
+from orchestrator.requests.records import Limits
+from orchestrator.sessions.generation import Frontend
+from orchestrator.sessions.ledger import Ledger, Record
+from orchestrator.sessions.metrics import Metrics
+from orchestrator.sessions.observer import Observer
+from orchestrator.sessions.router import TargetState
+from orchestrator.sessions.served_models import ServedModels
+from orchestrator.text.replies import ReplyFormat
+from orchestrator.text.structured_outputs import COMPACT, WhiteSpace
+from specahead.engine.sampling.logprobs import TokenLogprobs
+from specahead.wire.errors import ResourceExhausted, ServiceError
+from specahead.wire.messages import At, Commit, FinishReason, SessionReads
 
 ANYONE = Callers([])
 MODEL = "tiny-target"

@@ -12,22 +12,22 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from config import SettingsError, TargetSettings
-from config.access import ClientAccess, check_client_listener, check_service_listener, is_loopback
-from orchestrator.access import open_paths, read_access
-from orchestrator.connection_limits import Connections
-from orchestrator.directory import Directory
-from orchestrator.http_gateway import serve_http
-from orchestrator.router import Router
-from orchestrator.service_status import ControlLine
+from orchestrator.api.connection_limits import Connections
+from orchestrator.api.http_gateway import serve_http
+from orchestrator.cluster.directory import Directory
+from orchestrator.cluster.service_status import ControlLine
+from orchestrator.requests.access import open_paths, read_access
+from orchestrator.sessions.router import Router
 from protos import control_pb2, control_pb2_grpc
+from specahead.config import SettingsError, TargetSettings
+from specahead.config.access import ClientAccess, check_client_listener, check_service_listener, is_loopback
+from specahead.wire.access import PeerAccess, bearer_of, check_token, peer_of, read_peer_access
+from specahead.wire.errors import Unauthenticated
+from specahead.wire.server import RunningServer, start_server
+from specahead.wire.tls import Tls, read_tls
 from tests.certificates import Files, make_certificate
 from tests.launch_settings import launch_settings
 from tests.unit.test_router import Target, until
-from wire.access import PeerAccess, bearer_of, check_token, peer_of, read_peer_access
-from wire.errors import Unauthenticated
-from wire.server import RunningServer, start_server
-from wire.tls import Tls, read_tls
 
 AUTHORITY, STRANGER = trustme.CA(), trustme.CA()
 TOKEN = "the-token-of-this-deployment"

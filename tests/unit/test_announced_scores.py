@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.announced_scores import score_announced
+from specahead.kernels.announced_scores import score_announced
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 import transformers
 
-from engine.decoder import Decoder
-from engine.families import FAMILIES, sliding_window, unbuilt_feature
-from engine.inputs import Logits, SequenceInput
-from engine.kv.pages import SequenceKV
-from engine.loading.fused import read_decoder
-from engine.loading.model import load_model, load_modules
-from engine.loading.module import load_module
-from engine.loading.runner import make_runner
-from engine.loading.shape import read_shape
-from engine.runner import Runner
-from evaluation.models import load_runner
-from kernels.backends import Backend
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.fused import read_decoder
+from specahead.engine.loading.model import load_model, load_modules
+from specahead.engine.loading.module import load_module
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.loading.shape import read_shape
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.families import FAMILIES, sliding_window, unbuilt_feature
+from specahead.engine.steps.inputs import Logits, SequenceInput
+from specahead.engine.steps.runner import Runner
+from specahead.kernels.backends import Backend
+from specahead.lab.evaluation.models import load_runner
 from tests.unit.tiny_models import CONFIGS, FUSED, HEAD, SIZES, save_tiny, sizes
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}

@@ -11,21 +11,21 @@ import torch
 import transformers
 from torch import Tensor
 
-import models
-from config import DraftSettings, ModelSettings, SettingsError, TargetSettings, resolve_service
-from config.attention_backends import check_attention_backend
-from engine import layer_attention
-from engine.inputs import SequenceInput, SequenceOutput, SparsePrompt, SparseRead
-from engine.judging import Drafted
-from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
-from engine.loading.opening import open_model
-from engine.loading.runner import make_runner
-from engine.model_runner import ModelRunner
-from engine.sampling import Sampling
-from kernels.backends import Backend
-from kernels.prompt_attention import attend_to_prompts
-from kernels.selection import compact
+from specahead import models
+from specahead.config import DraftSettings, ModelSettings, SettingsError, TargetSettings, resolve_service
+from specahead.config.attention_backends import check_attention_backend
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.opening import open_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.model import layer_attention
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparsePrompt, SparseRead
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.kernels.backends import Backend
+from specahead.kernels.prompt_attention import attend_to_prompts
+from specahead.kernels.selection import compact
 from tests.launch_settings import launch_settings
 
 VOCAB, LAYERS, KV_HEADS = 97, 3, 2

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.autoscaling import Autoscaler
-from orchestrator.directory import Directory, side_of
-from orchestrator.routing import TargetView
-from orchestrator.scaling import Scaler, Scaling
-from wire.messages import Report
+from orchestrator.cluster.autoscaling import Autoscaler
+from orchestrator.cluster.directory import Directory, side_of
+from orchestrator.cluster.scaling import Scaler, Scaling
+from orchestrator.sessions.routing import TargetView
+from specahead.wire.messages import Report
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Run:
 
 @pytest.fixture
 async def run(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
-    monkeypatch.setattr("orchestrator.autoscaling.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("orchestrator.cluster.autoscaling.BEAT_SECONDS", 0.01)
     run = Run()
     task = asyncio.create_task(run.autoscaler.run())
     yield run

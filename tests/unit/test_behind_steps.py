@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-import models
-from engine.inputs import SequenceInput
-from engine.judging import Drafted
-from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from engine.model_runner import ModelRunner
-from engine.rounds.behind_steps import Imposed, LeftVerdicts, take_left_verdicts
-from engine.rounds.buffers import RoundShape
-from engine.rounds.requests import Branch, RoundMemory, RoundOutput, RoundRequest, StepBefore
-from engine.sampling import USE_DRAFT, Sampling, uniforms
-from sparsity.methods import METHODS
-from sparsity.reader import Reader
-from sparsity.rounds import announced_selection, announcement_request, round_settings
-from sparsity.selection import BlockSelection
+from specahead import models
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, uniforms
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.rounds.behind_steps import Imposed, LeftVerdicts, take_left_verdicts
+from specahead.engine.steps.rounds.buffers import RoundShape
+from specahead.engine.steps.rounds.requests import Branch, RoundMemory, RoundOutput, RoundRequest, StepBefore
+from specahead.sparsity.methods import METHODS
+from specahead.sparsity.reader import Reader
+from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
+from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import codec, selection_trace
-from benchmarks.selection_trace import BUNDLED, ROWS, Trace, churn_of, load_traces, save_traces, stretch
-from cli.main import main
-from models import PLAN
-from sparsity.plan import load_plan
-from sparsity.selection import BlockSelection
+from specahead.cli.main import main
+from specahead.lab.benchmarks import codec, selection_trace
+from specahead.lab.benchmarks.selection_trace import BUNDLED, ROWS, Trace, churn_of, load_traces, save_traces, stretch
+from specahead.models import PLAN
+from specahead.sparsity.plan import load_plan
+from specahead.sparsity.selection import BlockSelection
 
 
 def test_the_bundled_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import main
+from specahead.cli.main import main
 
 SIZES = ["--context", "120", "--tokens", "40", "--repeats", "1"]
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.gpu_timing import Head, TimedRow, report, require_gpu
-from benchmarks.shapes import SHAPES, Shape, read_shape_of
-from benchmarks.step import Bench, draft_rows, target_rows
-from cli.main import main
+from specahead.cli.main import main
+from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, report, require_gpu
+from specahead.lab.benchmarks.shapes import SHAPES, Shape, read_shape_of
+from specahead.lab.benchmarks.step import Bench, draft_rows, target_rows
 
 
 def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_each_step_and_round_that_is_measured_can_be_run(monkeypatch: pytest.Mon
         work()
         return float(repeats)
 
-    monkeypatch.setattr("benchmarks.step.graph_milliseconds", run_once)
+    monkeypatch.setattr("specahead.lab.benchmarks.step.graph_milliseconds", run_once)
     shape = Shape(3, 64, 4, 2, 16, 128, 300)
     with torch.inference_mode():
         bench = Bench(shape, 1e9, 2, 512, "cpu", batch=2)

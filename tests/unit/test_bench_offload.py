@@ -9,11 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.offload import Bench, OffloadSettings, choose_cases, home_bytes, report, rounds_of, selections
-from benchmarks.offload_check import Check, compare_logits
-from benchmarks.offload_kv import HomeKV
-from benchmarks.offload_sessions import beside_frames, frame_bytes, hot_share, sessions_that_fit
-from benchmarks.offload_steps import (
+from specahead.cli.main import main
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.model.decoder import Decoder
+from specahead.lab.benchmarks.offload import (
+    Bench,
+    OffloadSettings,
+    choose_cases,
+    home_bytes,
+    report,
+    rounds_of,
+    selections,
+)
+from specahead.lab.benchmarks.offload_check import Check, compare_logits
+from specahead.lab.benchmarks.offload_kv import HomeKV
+from specahead.lab.benchmarks.offload_sessions import beside_frames, frame_bytes, hot_share, sessions_that_fit
+from specahead.lab.benchmarks.offload_steps import (
     IN_STEP,
     ON_DEMAND,
     Case,
@@ -25,13 +36,10 @@ from benchmarks.offload_steps import (
     resident_kv,
     tiered_kv,
 )
-from benchmarks.residency import SETTLED
-from benchmarks.selection_trace import ROWS
-from benchmarks.shapes import SHAPES, random_decoder
-from cli.main import main
-from engine.decoder import Decoder
-from engine.kv.pages import SequenceKV
-from sparsity.selection import BlockSelection
+from specahead.lab.benchmarks.residency import SETTLED
+from specahead.lab.benchmarks.selection_trace import ROWS
+from specahead.lab.benchmarks.shapes import SHAPES, random_decoder
+from specahead.sparsity.selection import BlockSelection
 
 CPU = torch.device("cpu")
 CASE = Case(SHAPES["tiny"], 2, 512, 3, torch.float32)
@@ -188,7 +196,7 @@ def test_sessions_in_tiers_are_compared_with_resident_ones(
             bench.home[0][0][7 * 64] += 1
             return tiered_kv(*arguments)
 
-        monkeypatch.setattr("benchmarks.offload.tiered_kv", harm)
+        monkeypatch.setattr("specahead.lab.benchmarks.offload.tiered_kv", harm)
     rows = list(bench.rows_of_sessions(case))
     tiered = [row for row in rows if row.way != "resident"]
     assert [row.batch for row in rows if row.way == "resident"] == ([4, 8] if room else [4])

@@ -6,12 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import read_trace
-from benchmarks.read_trace import BLOCKS_AT_100K, MOST_BLOCKS, READS, ReadTrace, about_reads, load_reads, save_reads
-from benchmarks.selection_trace import ROWS
-from cli.main import main
-from models import PLAN
-from sparsity.plan import load_plan
+from specahead.cli.main import main
+from specahead.lab.benchmarks import read_trace
+from specahead.lab.benchmarks.read_trace import (
+    BLOCKS_AT_100K,
+    MOST_BLOCKS,
+    READS,
+    ReadTrace,
+    about_reads,
+    load_reads,
+    save_reads,
+)
+from specahead.lab.benchmarks.selection_trace import ROWS
+from specahead.models import PLAN
+from specahead.sparsity.plan import load_plan
 
 HEADS, WIDTH = 40, 250
 

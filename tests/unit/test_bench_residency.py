@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.residency import SETTLED, replay
-from cli.main import main
+from specahead.cli.main import main
+from specahead.lab.benchmarks.residency import SETTLED, replay
 
 
 def rounds_of(rows: int, blocks: int, shares: list[float], count: int = 8) -> list[np.ndarray]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import routing
-from benchmarks.request_trace import read_trace
+from specahead.lab.benchmarks import routing
+from specahead.lab.benchmarks.request_trace import read_trace
 
 
 def write(file: Path, requests: list[dict[str, Any]]) -> Path:

@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 import transformers
 
-import sparsity.reader
-from benchmarks import serve
-from benchmarks.read_trace import load_reads
-from benchmarks.serving.breakdown import RoundParts, break_down
-from benchmarks.serving.deployment import Pair, kv_gib, write_model
-from benchmarks.serving.replay import lay_out, write_replay
-from benchmarks.serving.rows import Shape, Way
-from benchmarks.serving.service import announced_only, foreseeing, replayed_words
-from benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
-from cli.main import main
-from engine.inputs import SequenceOutput
-from engine.rounds.requests import DraftedTokens
-from sparsity.methods import BY_MEMORY, METHODS
-from sparsity.plan import uniform_plan
-from sparsity.reader import Reader
-from sparsity.selection import BlockSelection
+import specahead.sparsity.reader
+from specahead.cli.main import main
+from specahead.engine.steps.inputs import SequenceOutput
+from specahead.engine.steps.rounds.requests import DraftedTokens
+from specahead.lab.benchmarks import serve
+from specahead.lab.benchmarks.read_trace import load_reads
+from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down
+from specahead.lab.benchmarks.serving.deployment import Pair, kv_gib, write_model
+from specahead.lab.benchmarks.serving.replay import lay_out, write_replay
+from specahead.lab.benchmarks.serving.rows import Shape, Way
+from specahead.lab.benchmarks.serving.service import announced_only, foreseeing, replayed_words
+from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
+from specahead.sparsity.methods import BY_MEMORY, METHODS
+from specahead.sparsity.plan import uniform_plan
+from specahead.sparsity.reader import Reader
+from specahead.sparsity.selection import BlockSelection
 from target_service.commit import imposed_token
 
 S = "run/0"  # a session of the run
@@ -151,7 +151,7 @@ def test_a_laid_out_round_is_cut_to_its_context(tmp_path: Path) -> None:
 
 def test_what_is_replayed_is_all_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """But by readers for which no draft announces."""
-    monkeypatch.setattr(sparsity.reader, "shared_budget", announced_only)
+    monkeypatch.setattr(specahead.sparsity.reader, "shared_budget", announced_only)
     plan = uniform_plan(2, 2, 1, 1, budget=0.5)
     announced = BlockSelection.from_matrix(np.eye(4, 40, 5, dtype=bool))
     read = Reader(METHODS["ahead"], plan).read(announced, 600, 604)

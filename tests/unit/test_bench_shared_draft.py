@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import shared_draft
-from benchmarks.serving import deployment
-from benchmarks.serving.breakdown import Breakdown, RoundParts
-from benchmarks.serving.clients import Load
-from cli.main import main
+from specahead.cli.main import main
+from specahead.lab.benchmarks import shared_draft
+from specahead.lab.benchmarks.serving import deployment
+from specahead.lab.benchmarks.serving.breakdown import Breakdown, RoundParts
+from specahead.lab.benchmarks.serving.clients import Load
 
 COMMAND = ["bench", "shared-draft", "--shape", "2x100", "--tokens", "40", "--repeat", "1"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import stack
+from specahead.lab.benchmarks import stack
 
 Process = subprocess.Popen[str]
 TIMES: dict[str, Any] = {"target_ms": [1.0, 0.5], "draft_ms": [2.0, 0.0], "unforeseen": 0.2}

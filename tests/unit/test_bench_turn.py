@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import main
+from specahead.cli.main import main
 
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

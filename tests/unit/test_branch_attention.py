@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.paged_attention import (
+from specahead.kernels.paged_attention import (
     Batch,
     BlockLists,
     add_listed_weights,

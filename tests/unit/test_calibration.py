@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import models
-from engine.loading.model import load_model
-from engine.loading.module import load_module
-from engine.model_runner import ModelRunner
-from evaluation.calibration import (
+from specahead import models
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.module import load_module
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.lab.evaluation.calibration import (
     CalibrationSettings,
     CalibrationSums,
     calibrate,
@@ -21,10 +21,10 @@ from evaluation.calibration import (
     save_progress,
     to_plan,
 )
-from evaluation.calibration.head_map import top_k_overlap
-from evaluation.calibration.layer_map import layer_similarity
-from evaluation.models import load_runner, output_projections
-from models import DEMO_TEXT
+from specahead.lab.evaluation.calibration.head_map import top_k_overlap
+from specahead.lab.evaluation.calibration.layer_map import layer_similarity
+from specahead.lab.evaluation.models import load_runner, output_projections
+from specahead.models import DEMO_TEXT
 
 SETTINGS = CalibrationSettings(
     context=320, stride=64, skipped=192, queries=3, map_budgets=(0.35, 0.6), budget=0.5, window_blocks=2

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.connection_limits import Connections
-from orchestrator.http_gateway import serve_http
+from orchestrator.api.connection_limits import Connections
+from orchestrator.api.http_gateway import serve_http
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -44,7 +44,7 @@ async def test_ctrl_c_ends_an_answer_and_never_the_conversation(handler: signal.
     os.set_blocking(ours, False)
     async with serve_http(answer, "127.0.0.1", 0, Connections(10)) as address:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cli", "chat", "--url", address),
+            *(sys.executable, "-m", "specahead.cli", "chat", "--url", address),
             **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
             env=os.environ | {"TERM": "xterm"},
             preexec_fn=partial(signal.signal, signal.SIGINT, handler),

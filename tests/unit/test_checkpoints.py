@@ -14,15 +14,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import models
-from engine.decoder import Decoder
-from engine.families import FAMILIES, unbuilt_feature, weight_shapes
-from engine.loading.checkpoint import Checkpoint, RandomWeights
-from engine.loading.config import FamilyConfig, load_config
-from engine.loading.fused import read_decoder
-from engine.loading.model import load_model
-from engine.loading.shape import read_shape
-from engine.modules import ModulesDecoder
+from specahead import models
+from specahead.engine.loading.checkpoint import Checkpoint, RandomWeights
+from specahead.engine.loading.config import FamilyConfig, load_config
+from specahead.engine.loading.fused import read_decoder
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.shape import read_shape
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.families import FAMILIES, unbuilt_feature, weight_shapes
+from specahead.engine.model.modules import ModulesDecoder
 from tests.programs import printed_by
 from tests.unit.tiny_models import CONFIGS, FUSED, SIZES, save_tiny, sizes
 
@@ -173,7 +173,7 @@ def test_names_of_the_inner_model_alone_are_read_by_transformers(
 ) -> None:
     module = save_tiny(CONFIGS[TIED](), tmp_path)
     rewrite(tmp_path, lambda tensors: {name.removeprefix("model."): each for name, each in tensors.items()})
-    with caplog.at_level(logging.INFO, "engine.loading.model"):
+    with caplog.at_level(logging.INFO, "specahead.engine.loading.model"):
         check_same(load(tmp_path), of_module(module))
     assert "model.embed_tokens.weight is missing" in caplog.records[0].__dict__["why"]
 
@@ -240,8 +240,8 @@ def test_a_service_of_the_bundled_pair_starts_without_transformers_modelling_cod
         "from transformers import AutoTokenizer, PreTrainedConfig\n"
         "before = set(sys.modules)\n"
         f"import models, {side}_service.service\n"
-        "from config import ModelSettings\n"
-        "from engine.loading.opening import open_model\n"
+        "from specahead.config import ModelSettings\n"
+        "from specahead.engine.loading.opening import open_model\n"
         f"open_model(ModelSettings(model=str(models.{side.upper()}), device='cpu', kv_tokens=320, max_context=200))\n"
         "heavy = {'torch._dynamo', 'torch.distributed.tensor', 'transformers.modeling_utils'}\n"
         "print('brought', *(heavy & set(sys.modules)) - before)"
@@ -260,8 +260,8 @@ def test_a_model_of_hugging_face_is_found_in_its_cache(tmp_path: Path) -> None:
     (repository / "refs" / "main").write_text("0123")
     program = (
         "import sys, torch\n"
-        "from engine.loading.model import load_model\n"
-        "from engine.loading.tokenizer import load_tokenizer\n"
+        "from specahead.engine.loading.model import load_model\n"
+        "from specahead.engine.loading.tokenizer import load_tokenizer\n"
         "model = load_model('someone/tiny', torch.float32, 'cpu')\n"
         "print(len(model.decoder.layers), len(load_tokenizer('someone/tiny')))\n"
         "print('transformers.modeling_utils' in sys.modules)"

@@ -10,11 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrator.access import hosts_of
-from orchestrator.callers import Callers
-from orchestrator.keys import Key, digest_of
+from orchestrator.requests.access import hosts_of
+from orchestrator.requests.callers import Callers
+from orchestrator.requests.keys import Key, digest_of
+from specahead.wire.errors import ResourceExhausted
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
-from wire.errors import ResourceExhausted
 
 ASK = {"model": MODEL, "prompt": "The secret of the sea", "max_tokens": 8}
 
@@ -183,7 +183,9 @@ async def test_the_log_tells_who_and_why_and_never_what(
             bad = ASK | {"stop": ["secret word"] * 99}
             await client.post("/v1/completions", json=bad, headers={"x-request-id": "mine"})
             await client.post("/v1/completions", json=ASK, headers=bearer("eve"))
-    done, wrong, strange = (vars(record) for record in caplog.records if record.name == "orchestrator.observing")
+    done, wrong, strange = (
+        vars(record) for record in caplog.records if record.name == "orchestrator.sessions.observer"
+    )
     assert (done["msg"], done["key"], done["outcome"], done["tokens"]) == ("request done", "alice", "length", 8)
     assert done["seconds"] >= done["first_token_seconds"] > 0
     assert (done["queue_seconds"], done["preemptions"]) == (0, 1)
@@ -201,7 +203,7 @@ async def test_the_text_is_logged_where_that_is_asked_for(
         async with running_gateway(router, log_text=True) as url:
             client = Client(url)
             await client.post("/v1/completions", json=ASK)
-    taken, done = (vars(record) for record in caplog.records if record.name == "orchestrator.observing")
+    taken, done = (vars(record) for record in caplog.records if record.name == "orchestrator.sessions.observer")
     assert taken["prompt"].endswith(ASK["prompt"])
     assert done["text"].startswith("The sea")
 
@@ -210,7 +212,7 @@ async def test_refusals_are_at_most_a_line_a_second_and_reason(
     router: ScriptedRouter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The latest one of each second is written, with the number of those that were left out; none is uncounted."""
-    monkeypatch.setattr("config.logs._FREQUENT_SECONDS", 0.3)
+    monkeypatch.setattr("specahead.config.logs._FREQUENT_SECONDS", 0.3)
     async with running_gateway(router) as url, aiohttp.ClientSession(url) as session:
         began = time.monotonic()
         for number in range(100):

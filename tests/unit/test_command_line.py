@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import COMMANDS, main
+from specahead.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,7 @@ def complete(script: Path, line: str) -> list[str]:
 def test_bash_completes_commands_flags_and_choices(tmp_path: Path) -> None:
     script = tmp_path / "completion.bash"
     with script.open("w") as file:
-        subprocess.run([sys.executable, "-m", "cli", "completion", "bash"], cwd=ROOT, stdout=file, check=True)
+        subprocess.run([sys.executable, "-m", "specahead.cli", "completion", "bash"], cwd=ROOT, stdout=file, check=True)
     assert set(complete(script, "specahead ")) >= {name.split()[0] for name in COMMANDS}
     assert complete(script, "specahead bench st") == ["stack", "step"]
     assert complete(script, "specahead serve --target-ad") == ["--target-address"]

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kernels.compilers import CompiledFor, Compilers, Launch
+from specahead.kernels.compilers import CompiledFor, Compilers, Launch
 
 # Stands in for a GPU's driver, and has everything on the CPU's tensors take the kernels.
 ON_A_GPU = """
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from kernels import backends
+from specahead.kernels import backends
 from tests.unit.fake_launcher import Launcher
 
 driver.set_active(SimpleNamespace(
@@ -26,24 +26,24 @@ driver.set_active(SimpleNamespace(
 backends.default_backend = lambda device: "triton"
 backends.overlapping_launch = lambda device: {"PDL": True, "launch_pdl": True}
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
-from kernels.compiling import compile_ahead
+from specahead.kernels.compiling import compile_ahead
 """
 
 A_ROUND_AND_A_STEP = """
 from functools import partial
-from benchmarks.shapes import Shape, random_decoder
-from engine.announcing import Announcer
-from engine.kv.cache import KVCache
-from engine.loading.eight_bit import with_eight_bit_weights
-from engine.pass_runner import PassRunner
-from engine.passes.behind_rounds import LeftRounds
-from engine.passes.grouping import StepLimits
-from engine.passes.shape import PassShape
-from engine.read_memories import ReadMemories
-from engine.round_runner import RoundRunner
-from engine.rounds.behind_steps import LeftVerdicts
-from engine.rounds.buffers import RoundShape
-from engine.rounds.requests import RoundSettings
+from specahead.lab.benchmarks.shapes import Shape, random_decoder
+from specahead.engine.steps.announcing import Announcer
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.loading.eight_bit import with_eight_bit_weights
+from specahead.engine.steps.pass_runner import PassRunner
+from specahead.engine.steps.passes.behind_rounds import LeftRounds
+from specahead.engine.steps.passes.grouping import StepLimits
+from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.read_memories import ReadMemories
+from specahead.engine.steps.round_runner import RoundRunner
+from specahead.engine.steps.rounds.behind_steps import LeftVerdicts
+from specahead.engine.steps.rounds.buffers import RoundShape
+from specahead.engine.steps.rounds.requests import RoundSettings
 
 shape = Shape(4, 1024, 16, 2, 64, 2048, 4096)
 decoder = random_decoder(shape, 8192, "cpu")
@@ -69,19 +69,19 @@ assert not any(part.any() for part in (*kv.k_pages, *kv.v_pages, buffers.results
 # Kernels are noted and do nothing, and what is captured runs on the CPU at once. Memory that is not written is 0.
 A_START = """
 from functools import partial
-import engine.graphs, kernels.compiling
-from benchmarks.shapes import Shape, random_decoder
-from config import TargetSettings
+import specahead.engine.steps.graphs, specahead.kernels.compiling
+from specahead.lab.benchmarks.shapes import Shape, random_decoder
+from specahead.config import TargetSettings
 from draft_service.drafter import Drafter
-from engine.inputs import SequenceInput
-from engine.kv.cache import KVCache
-from engine.kv.pages import SequenceKV
-from engine.loading.eight_bit import with_eight_bit_weights
-from engine.model_runner import ModelRunner
-from engine.pass_runner import PassRunner
-from kernels.compilers import Launch
-from kernels.compiling import compiles_only, note_launch, without_places
-from sparsity.plan import uniform_plan
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.eight_bit import with_eight_bit_weights
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.pass_runner import PassRunner
+from specahead.kernels.compilers import Launch
+from specahead.kernels.compiling import compiles_only, note_launch, without_places
+from specahead.sparsity.plan import uniform_plan
 from target_service.draft_in_target import StepsByTurns
 from target_service.verifier import Verifier
 
@@ -99,12 +99,12 @@ def zeroed(make):
     return lambda *args, **kwargs: make(*args, **kwargs) if compiles_only() else make(*args, **kwargs).zero_()
 
 backends._Kernel.run = note
-kernels.compiling._compiled = lambda: next(compiled)
-kernels.compiling._running_compilers = lambda: SimpleNamespace(
+specahead.kernels.compiling._compiled = lambda: next(compiled)
+specahead.kernels.compiling._running_compilers = lambda: SimpleNamespace(
     compile=lambda launch, compiled_for: SimpleNamespace(result=lambda: 0)
 )
 Launch.compile = lambda launch, launcher: None
-engine.graphs.Graphs._capture = lambda graphs, captured: captured.launch()
+specahead.engine.steps.graphs.Graphs._capture = lambda graphs, captured: captured.launch()
 torch.cuda.graph_pool_handle = torch.cuda.memory_reserved = lambda: 0
 torch.empty, torch.empty_like, torch.Tensor.new_empty = map(
     zeroed, (torch.empty, torch.empty_like, torch.Tensor.new_empty)
@@ -138,14 +138,14 @@ assert len(launched) > 100
 
 launched.clear()
 with torch.inference_mode():
-    kernels.compiling.compile_ahead([partial(target._passes.launches_of_prompt, 300)])
+    specahead.kernels.compiling.compile_ahead([partial(target._passes.launches_of_prompt, 300)])
 target.forward([SequenceInput(SequenceKV(), [0] * 300)])
 attention = {"partial_attention_kernel", "merge_kernel", "_tile_starts_kernel"}  # a GPU has cuDNN for it
 print(len(launched), "by a prompt:", sorted({name for name, *_ in launched - foreseen} - attention))
 """
 
 KEYS = """
-from kernels.rejection import bracket, drawing, layout
+from specahead.kernels.rejection import bracket, drawing, layout
 
 modules = layout, bracket, drawing
 functions = [each for module in modules for each in vars(module).values() if isinstance(each, backends._Kernel)]
@@ -160,8 +160,8 @@ assert keys(functions) == keys(functions[::-1])
 """
 
 ONE_LAUNCH = """
-from kernels import compiling
-from kernels.rms_norm import _add_rms_norm_kernel, add_rms_norm
+from specahead.kernels import compiling
+from specahead.kernels.rms_norm import _add_rms_norm_kernel, add_rms_norm
 
 compiling.begin_compiling("cpu")
 assert not compiling._compilers
@@ -187,7 +187,7 @@ assert not compiling._compilers
 """
 
 MANY = """
-from kernels.rms_norm import add_rms_norm
+from specahead.kernels.rms_norm import add_rms_norm
 
 made = []
 
@@ -204,7 +204,7 @@ A_FAULT_ELSEWHERE = """
 import sys
 sys.path.insert(0, {folder!r})
 from faulty_kernel import kernel
-from kernels.compiling import end_compiling
+from specahead.kernels.compiling import end_compiling
 
 def launch(*sizes):
     for size in sizes:
@@ -219,7 +219,7 @@ finally:
 """
 
 FAULTY_KERNEL = """
-from kernels.backends import jit, tl
+from specahead.kernels.backends import jit, tl
 
 @jit
 def kernel(x_ptr, SIZE: tl.constexpr):
@@ -228,7 +228,7 @@ def kernel(x_ptr, SIZE: tl.constexpr):
 """
 
 A_FAULT = """
-from kernels.backends import jit, tl
+from specahead.kernels.backends import jit, tl
 
 @jit
 def kernel(x_ptr, SIZE: tl.constexpr):

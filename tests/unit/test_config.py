@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-import models
-from config import ClusterSettings, Config, DraftSettings, SettingsError, TargetSettings, resolve_service
-from config.resolve import describe
-from config.setting import Section, declared_in
+from specahead import models
+from specahead.config import ClusterSettings, Config, DraftSettings, SettingsError, TargetSettings, resolve_service
+from specahead.config.resolve import describe
+from specahead.config.setting import Section, declared_in
+from specahead.wire.errors import ClusterError
 from tests.launch_settings import launch_settings
-from wire.errors import ClusterError
 
 SECTIONS = ("target", "draft", "clients", "cluster")
 
@@ -219,7 +219,7 @@ def test_host_memory_is_the_targets() -> None:
 
 def test_where_a_service_says_that_it_is() -> None:
     """At what it binds, or where that is all addresses, at its node's."""
-    from orchestrator.service_actor import announced_address  # imports Ray
+    from orchestrator.cluster.service_actor import announced_address  # imports Ray
 
     assert announced_address("10.0.0.1:7", "10.0.0.1") == "10.0.0.1:7"
     assert announced_address("127.0.0.1:7", "10.0.0.1") == "127.0.0.1:7"
@@ -228,7 +228,7 @@ def test_where_a_service_says_that_it_is() -> None:
 
 
 def test_what_a_node_must_have() -> None:
-    from orchestrator.room import resources_of
+    from orchestrator.cluster.room import resources_of
 
     cluster = resolve("--target-resource", "big").cluster
     assert (resources_of("target", cluster), resources_of("draft", cluster)) == ({"big": 0.001}, {})
@@ -236,7 +236,7 @@ def test_what_a_node_must_have() -> None:
 
 def test_several_targets_and_drafts() -> None:
     """Each has a name, and a port of its own where one is given; the first target and the first draft are a pair."""
-    from orchestrator.cluster import pairs_of, placed_settings  # imports Ray
+    from orchestrator.cluster.fleet import pairs_of, placed_settings  # imports Ray
 
     placed = placed_settings(resolve("--targets", "3", "--drafts", "2", "--target-port", "7000"))
     assert [each.name for each in placed] == ["target-1", "target-2", "target-3", "draft-1", "draft-2"]
@@ -249,7 +249,7 @@ def test_several_targets_and_drafts() -> None:
 
 
 def test_services_that_run_already_are_given_by_several_addresses() -> None:
-    from orchestrator.placement import placed_services
+    from orchestrator.cluster.placement import placed_services
 
     flags = ("--target-address", "a:1, b:2", "--draft-address", "c:3")
     with placed_services(resolve(*flags)) as (directories, placement, look):
@@ -263,7 +263,7 @@ def test_services_that_run_already_are_given_by_several_addresses() -> None:
 
 
 def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
-    from orchestrator.room import gpus_of
+    from orchestrator.cluster.room import gpus_of
 
     assert [gpus_of("auto", there, 2) for there in (0, 1, 2, 3)] == [0, 0, 1, 1]
     assert [gpus_of("auto", there, 3) for there in (2, 3)] == [0, 1]
@@ -274,7 +274,7 @@ def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_a_ray_that_gets_no_more_nodes_can_run() -> None:
     """A GPU for each service, what nodes are given names for, and the sum of small parts."""
-    from orchestrator.room import check_room
+    from orchestrator.cluster.room import check_room
 
     target, draft = {"CPU": 0.1, "GPU": 1, "big": 0.001}, {"CPU": 0.1, "GPU": 1}
     check_room([target, draft], {"CPU": 1.0, "GPU": 2.0, "big": 1.0})
@@ -288,7 +288,7 @@ def test_what_a_ray_that_gets_no_more_nodes_can_run() -> None:
 
 
 def test_a_ray_that_is_not_there_is_told_of_at_once() -> None:
-    from orchestrator.cluster import connect_ray  # imports Ray
+    from orchestrator.cluster.fleet import connect_ray  # imports Ray
 
     with pytest.raises(ClusterError, match=r"no Ray answers at 127.0.0.1:1 \(Connection refused\): check"):
         connect_ray(ClusterSettings(ray_address="127.0.0.1:1"))
@@ -296,7 +296,7 @@ def test_a_ray_that_is_not_there_is_told_of_at_once() -> None:
 
 def test_what_a_launch_decides_for_its_services() -> None:
     """Names and ports; of a deterministic pair the target alone is deterministic."""
-    from orchestrator.cluster import placed_settings  # imports Ray
+    from orchestrator.cluster.fleet import placed_settings  # imports Ray
 
     config = resolve("--deterministic", "--threads", "3", "--target-port", "4567", "--gamma", "7")
     target, draft = placed_settings(config)
@@ -332,7 +332,7 @@ def test_another_pair_needs_no_plan_and_both_sides_know_both_models() -> None:
 
 @pytest.mark.parametrize("choice", ["none", "ngram", "self", "auto"])
 def test_without_a_draft_model_there_is_one_service_and_any_target_has_a_plan(choice: str, tmp_path: Path) -> None:
-    from orchestrator.cluster import placed_settings  # imports Ray
+    from orchestrator.cluster.fleet import placed_settings  # imports Ray
 
     flags = ("--draft", choice, "--target", "org/name", "--drafts", "3")
     for settings in (resolve(*flags), resolve("--config", config(tmp_path, f"draft: {choice}\ntarget: org/name\n"))):
@@ -353,7 +353,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_else() -> None:
 
 
 def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
-    from orchestrator.endpoints import resolve_context  # imports transformers
+    from orchestrator.api.endpoints import resolve_context  # imports transformers
 
     with pytest.raises((ValueError, OSError), match=str(tmp_path)):
         resolve_context(resolve("--target", str(tmp_path), "--plan", "any.json"))
@@ -569,7 +569,7 @@ def test_who_places_the_services_is_told_once() -> None:
 
 
 def test_a_launch_that_scales_numbers_its_services_and_keeps_drafts_in_proportion() -> None:
-    from orchestrator.cluster import placed_settings  # imports Ray
+    from orchestrator.cluster.fleet import placed_settings  # imports Ray
 
     config = resolve("--targets", "2", "--max-targets", "5")
     names = [[each.name for each in placed_settings(config, targets)] for targets in (2, 3, 5)]

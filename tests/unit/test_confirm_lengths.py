@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from config import TargetSettings
+from specahead.config import TargetSettings
 from target_service.confirm_lengths import ASSUMED_ROUNDS, LIKELY, ConfirmLengths, StepKind, StepReads, confirm_lengths
 
 WEIGHTS = 120_000.0  # of 8b, in tokens of its KV

@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator.connecting import wait_until_connected
-from wire.errors import ClusterError
-from wire.messages import ServiceStatus
+from orchestrator.cluster.connecting import wait_until_connected
+from specahead.wire.errors import ClusterError
+from specahead.wire.messages import ServiceStatus
 
 ADDRESSES = {"target-1": "a:1", "target-2": "b:2", "draft": "c:3"}
 GONE, STRANGER = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.rounds.requests import gammas
+from specahead.engine.steps.rounds.requests import gammas
 from target_service.acceptance import Acceptance
 from target_service.controller import FIRST_PAUSE, MARGIN, ODD_ROUNDS, PLAIN_MARGIN, Controller, Pace, RoundSeen, choose
 from target_service.round_costs import PLAIN, SETTLED, STALE, TRIED_IN, Choice, Load, RoundCosts, sessions_of

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling import Sampling, Support
 from protos import control_pb2, speculation_pb2
+from specahead.engine.sampling.distributions import Sampling, Support
+from specahead.wire import convert
+from specahead.wire import messages as m
+from specahead.wire.errors import InvalidArgument
 from tests.proposals import together
-from wire import convert
-from wire import messages as m
-from wire.errors import InvalidArgument
 
 names = st.text(min_size=1, max_size=convert.MOST_NAME)
 numbers = st.integers(0, 2**31 - 1)

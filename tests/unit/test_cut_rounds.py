@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cut_rounds import BEGINNING, RoundsRows, StepsVerdicts, cut_rounds
+from specahead.kernels.rollback_rows import BEGINNING, RoundsRows, StepsVerdicts, cut_rounds
 from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -142,4 +142,6 @@ def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
     fixed: dict[str, object] = {"BEGINNING": BEGINNING, "PAGE": PAGE, "CHUNK": 128}
     none = dict.fromkeys(("fourth_ptr", "fourth_cut_ptr", "new_fourth_ptr"))
     variants = [fixed, fixed | none]
-    assert len(compile_for_a_gpu("kernels.cut_rounds", "_cut_rounds_kernel", types, variants, tmp_path)) == 2
+    assert (
+        len(compile_for_a_gpu("specahead.kernels.rollback_rows", "_cut_rounds_kernel", types, variants, tmp_path)) == 2
+    )

@@ -12,17 +12,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.sampling import Sampling
-from orchestrator.callers import Callers
-from orchestrator.dashboard import feed as feeds
-from orchestrator.dashboard.feed import Feed
-from orchestrator.dashboard.routes import PAGE
-from orchestrator.keys import Key, digest_of
-from orchestrator.ledger import LATEST_ROUNDS, Record
+from orchestrator.api.dashboard import feed as feeds
+from orchestrator.api.dashboard.feed import Feed
+from orchestrator.api.dashboard.routes import PAGE
+from orchestrator.requests.callers import Callers
+from orchestrator.requests.keys import Key, digest_of
+from orchestrator.sessions.ledger import LATEST_ROUNDS, Record
+from specahead.engine.sampling.distributions import Sampling
+from specahead.wire.errors import NotFound, ResourceExhausted
+from specahead.wire.messages import At, Commit, Exactness
 from tests.browser import CHROMIUM, browsing
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
-from wire.errors import NotFound, ResourceExhausted
-from wire.messages import At, Commit, Exactness
 
 CALLERS = Callers([Key("alice", digest_of("alice's key")), Key("bob", digest_of("bob's key"))])
 ALICE, BOB = ({"Authorization": f"Bearer {name}'s key"} for name in ("alice", "bob"))

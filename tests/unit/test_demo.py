@@ -2,9 +2,9 @@
 
 import pytest
 
-from orchestrator.client import Generation
+from orchestrator.api.client import Generation
 from orchestrator.demo import _summarise
-from orchestrator.ledger import SpeculationTotals
+from orchestrator.sessions.ledger import SpeculationTotals
 
 
 @pytest.mark.parametrize("cached", [0, 90])

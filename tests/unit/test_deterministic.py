@@ -17,20 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import models
-from config import TargetSettings
 from draft_service.drafter import Drafter
-from engine.graphs import Captured
-from engine.inputs import SequenceInput, SequenceOutput, SparseRead
-from engine.judging import Drafted
-from engine.kv.pages import PAGE_SIZE, SequenceKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from engine.model_runner import STEP_QUERIES, ModelRunner
-from engine.pass_runner import Started
-from engine.passes.shape import PassShape
-from engine.sampling import Sampling
-from sparsity.reader import Reader
+from specahead import models
+from specahead.config import TargetSettings
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.graphs import Captured
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
+from specahead.engine.steps.model_runner import STEP_QUERIES, ModelRunner
+from specahead.engine.steps.pass_runner import Started
+from specahead.engine.steps.passes.shape import PassShape
+from specahead.sparsity.reader import Reader
+from specahead.wire import messages as m
 from target_service.draft_in_target import StepsByTurns
 from target_service.planning import VerifyResult, VerifyStep
 from target_service.screening import screening_reader
@@ -41,7 +42,6 @@ from tests.unit.fake_models import GREEDY, PinnedFakeRunner
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
 from tests.unit.test_screening import Blurs, ScreeningRunner, Screens, check_kv
 from tests.unit.world import Faults, World
-from wire import messages as m
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -56,7 +56,7 @@ in_bits = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: elsewhere numbers 
 
 @pytest.fixture(autouse=True, scope="module")
 def _sequences() -> Iterator[None]:
-    with patch("engine.model_runner.PINNED_SEQUENCES", SEQUENCES):
+    with patch("specahead.engine.steps.model_runner.PINNED_SEQUENCES", SEQUENCES):
         yield
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from orchestrator.directory import Directory
+from orchestrator.cluster.directory import Directory
 
 
 async def test_a_change_wakes_who_waits_and_nothing_else_does() -> None:

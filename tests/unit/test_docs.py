@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import COMMANDS
-from config.resolve import ENVIRONMENT_PREFIX, NAMES
-from orchestrator.dashboard.routes import router as dashboard
-from orchestrator.http_gateway import router
+from orchestrator.api.dashboard.routes import router as dashboard
+from orchestrator.api.http_gateway import router
+from specahead.cli.main import COMMANDS
+from specahead.config.resolve import ENVIRONMENT_PREFIX, NAMES
 from tests.stack import ROOT
 
 LISTED = subprocess.run(
@@ -69,7 +69,9 @@ def exists(name: str) -> bool:
     """Return whether a path is a file or folder of the project, by itself, below tests, or by its last part alone."""
     if "/" not in name.rstrip("/"):
         return any(Path(file).name == name or name.rstrip("/") in Path(file).parts for file in FILES)
-    return any((ROOT / folder / name).exists() for folder in ("", "tests", "engine"))
+    return any(
+        (ROOT / folder / name).exists() for folder in ("", "tests", "specahead", "specahead/engine", "specahead/lab")
+    )
 
 
 def missing_files(text: str) -> Iterator[str]:

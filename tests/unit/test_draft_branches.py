@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-import models
-from engine.inputs import SequenceInput
-from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from engine.model_runner import ModelRunner
-from engine.rounds.requests import Branch, MovedKV, RoundOutput, RoundRequest, RoundSettings
-from engine.rounds.rules import RoundRules, session_rules
-from engine.sampling import USE_DRAFT, Sampling, uniforms
-from kernels.kv_write import move_kv, page_addresses
-from sparsity.methods import method_named
-from sparsity.rounds import announcement_request, round_settings
+from specahead import models
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, uniforms
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.rounds.requests import Branch, MovedKV, RoundOutput, RoundRequest, RoundSettings
+from specahead.engine.steps.rounds.rules import RoundRules, session_rules
+from specahead.kernels.kv_write import move_kv, page_addresses
+from specahead.sparsity.methods import method_named
+from specahead.sparsity.rounds import announcement_request, round_settings
 from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,7 +158,7 @@ def test_a_branch_that_was_met_goes_on_from_its_moved_kv(
 def test_branches_announce_by_the_mean_of_all_their_queries(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import engine.rounds.launches as launches
+    import specahead.engine.steps.rounds.launches as launches
 
     runner.prepare_rounds(settings())
     seen: list[torch.Tensor] = []

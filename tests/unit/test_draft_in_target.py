@@ -13,14 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import models
-from config import SettingsError, TargetSettings
 from draft_service.outcomes import branches_for
-from engine.loading.memory import bytes_of_token, room_for_kv
-from engine.loading.opening import open_both
-from engine.loading.shape import load_shape
-from engine.sampling import Sampling
-from engine.step_loop import run_step_loop
+from specahead import models
+from specahead.config import SettingsError, TargetSettings
+from specahead.engine.loading.memory import bytes_of_token, room_for_kv
+from specahead.engine.loading.opening import open_both
+from specahead.engine.loading.shape import load_shape
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.step_loop import run_step_loop
+from specahead.wire import messages as m
 from target_service.draft_in_target import LaunchStep, Result, Step, StepsByTurns
 from target_service.planning import VerifyStep
 from tests.unit.clock import Clock
@@ -29,7 +30,6 @@ from tests.unit.test_screening import ScreeningRunner, Screens
 from tests.unit.test_screening import check_kv as check_screened_kv
 from tests.unit.test_sessions import PROMPT, RULED, STOPS, check_distribution
 from tests.unit.world import PLAN, World, prompts, totals
-from wire import messages as m
 
 
 class Turns:

@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from draft_service.link import Links, LinkState
-from orchestrator.directory import Directory
-from orchestrator.service_status import ControlLine, Lines, keep_told
+from orchestrator.cluster.directory import Directory
+from orchestrator.cluster.service_status import ControlLine, Lines, keep_told
 from protos import control_pb2, control_pb2_grpc
-from wire.access import PeerAccess
-from wire.server import RunningServer, start_server
+from specahead.wire.access import PeerAccess
+from specahead.wire.server import RunningServer, start_server
 
 
 class Kept:
@@ -77,7 +77,7 @@ async def test_drafts_are_told_of_targets_that_come_go_and_move_and_again_where_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A draft that was lost and starts elsewhere knows of no target."""
-    monkeypatch.setattr("orchestrator.service_status.BEAT_SECONDS", 0.3)
+    monkeypatch.setattr("orchestrator.cluster.service_status.BEAT_SECONDS", 0.3)
     access, draft, anew = PeerAccess("token"), Draft(), Draft()
     targets, drafts = Directory({"target-1": "a:1"}), Directory()
     async with running(draft, access) as first, running(anew, access) as second:

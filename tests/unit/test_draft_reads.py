@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.draft_reads import count_reads, keep_unread, score_own_blocks
+from specahead.kernels.draft_reads import count_reads, keep_unread, score_own_blocks
 from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,4 +114,6 @@ def test_counting_compiles_for_a_gpu(tmp_path: Path) -> None:
     types |= dict.fromkeys(("passes", "sequences"), "i32")
     fixed: dict[str, object] = {"KV_HEADS": 4, "LAYERS": 6, "BLOCK": 16, "LISTS": 32}
     variants = [fixed, fixed | {"first_ptr": None}]
-    assert len(compile_for_a_gpu("kernels.draft_reads", "_count_reads_kernel", types, variants, tmp_path)) == 2
+    assert (
+        len(compile_for_a_gpu("specahead.kernels.draft_reads", "_count_reads_kernel", types, variants, tmp_path)) == 2
+    )

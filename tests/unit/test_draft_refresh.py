@@ -9,26 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.rounds.launches
-import models
-from config import DraftSettings
+import specahead.engine.steps.rounds.launches
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from engine.announcing import Announcer
-from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from engine.model_runner import ModelRunner
-from engine.rounds.buffers import RoundShape, make_round_buffers
-from engine.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings
-from engine.sampling import Sampling
-from evaluation.rounds import prefill
-from kernels.paged_attention import BlockLists
-from sparsity.methods import method_named
-from sparsity.rounds import announcement_request, round_settings
+from specahead import models
+from specahead.config import DraftSettings
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.announcing import Announcer
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.rounds.buffers import RoundShape, make_round_buffers
+from specahead.engine.steps.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings
+from specahead.kernels.paged_attention import BlockLists
+from specahead.lab.evaluation.rounds import prefill
+from specahead.sparsity.methods import method_named
+from specahead.sparsity.rounds import announcement_request, round_settings
+from specahead.wire.messages import At, Begin, Verdict
 from tests.plans import bundled_plan
 from tests.unit.test_draft_rounds import tokens
-from wire.messages import At, Begin, Verdict
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = bundled_plan()
@@ -55,13 +55,13 @@ def evidence(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     if torch.cuda.is_available():
         pytest.skip("on a GPU rounds are captured once, and what they hold is not seen again")
     seen: list[Tensor] = []
-    predict = engine.rounds.launches.predict_weights
+    predict = specahead.engine.steps.rounds.launches.predict_weights
 
     def look(announcer: Announcer, weights: Tensor, *others: Tensor) -> Tensor:
         seen.append(weights.clone())
         return predict(announcer, weights, *others)
 
-    monkeypatch.setattr(engine.rounds.launches, "predict_weights", look)
+    monkeypatch.setattr(specahead.engine.steps.rounds.launches, "predict_weights", look)
     return seen
 
 
@@ -103,7 +103,7 @@ def test_a_round_that_always_refreshes_is_dense_first_and_keeps_nothing(
     def unexpected(*_: Any) -> None:
         raise AssertionError("the first pass is dense")
 
-    monkeypatch.setattr(engine.rounds.launches, "_lists_of_first_pass", unexpected)
+    monkeypatch.setattr(specahead.engine.steps.rounds.launches, "_lists_of_first_pass", unexpected)
     runner.prepare_rounds(settings(0.1, 1))
     session = Drafting(runner)
     first = session.round(True)
@@ -147,14 +147,14 @@ def test_what_is_not_read_keeps_the_weights_of_the_last_refresh(
     runner: ModelRunner, evidence: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Tensor] = []
-    own = engine.rounds.launches._own_lists
+    own = specahead.engine.steps.rounds.launches._own_lists
 
     def look(*arguments: Any, **keywords: Any) -> Any:
         lists = own(*arguments, **keywords)
         made.append(listed_blocks(lists.blocks)[:, 0])
         return lists
 
-    monkeypatch.setattr(engine.rounds.launches, "_own_lists", look)
+    monkeypatch.setattr(specahead.engine.steps.rounds.launches, "_own_lists", look)
     runner.prepare_rounds(settings(0.2, 4))
     session = Drafting(runner)
     session.round(True)

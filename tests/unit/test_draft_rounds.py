@@ -14,29 +14,29 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-import models
-from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from engine.grammars import Grammars, unpack_mask
-from engine.kv.cache import KVCache
-from engine.kv.pages import SequenceKV, pages_for
-from engine.loading.model import load_model, load_modules
-from engine.loading.runner import make_runner
-from engine.model_runner import ModelRunner
-from engine.rounds import launches
-from engine.sampling import USE_DRAFT, Sampling, uniforms
-from evaluation.attending import forward_weighing
-from kernels.rejection import race, truncated_probs
-from sparsity.announce import announce
-from sparsity.selection import BlockSelection
+from specahead import models
+from specahead.config import DraftSettings
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import SequenceKV, pages_for
+from specahead.engine.loading.model import load_model, load_modules
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, uniforms
+from specahead.engine.sampling.grammars import Grammars, unpack_mask
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.rounds import launches
+from specahead.kernels.rejection import race, truncated_probs
+from specahead.lab.evaluation.attending import forward_weighing
+from specahead.sparsity.announce import announce
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire.messages import At, Begin, DraftEvent, Proposal, Proposals, Verdict
+from specahead.wire.selection_codec import decode_selection
 from tests.plans import bundled_plan
 from tests.proposals import apart
 from tests.unit.fake_models import limit_support
 from tests.unit.inline import Inline
 from tests.unit.world import changed_logits
-from wire.messages import At, Begin, DraftEvent, Proposal, Proposals, Verdict
-from wire.selection_codec import decode_selection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # A budget by which there is something to announce in short contexts.

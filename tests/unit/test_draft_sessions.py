@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from config import DraftSettings, SettingsError
 from draft_service.drafter import Drafter
 from draft_service.sessions import BranchAhead, DraftSession, RoundAhead, TargetPeer
-from engine.kv.cache import KVCache
-from engine.kv.pages import OutOfPages, SequenceKV
-from engine.rounds.requests import DraftedTokens
-from engine.sampling import Sampling
-from engine.step_loop import MOST_FAILURES, run_step_loop
-from sparsity.announce import announce
-from sparsity.methods import METHODS
+from specahead.config import DraftSettings, SettingsError
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import OutOfPages, SequenceKV
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.rounds.requests import DraftedTokens
+from specahead.engine.steps.step_loop import MOST_FAILURES, run_step_loop
+from specahead.sparsity.announce import announce
+from specahead.sparsity.methods import METHODS
+from specahead.wire import messages as m
+from specahead.wire.selection_codec import decode_selection
 from tests.proposals import apart
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, PLAN, VOCAB, FakeModel, FakeRunner
-from wire import messages as m
-from wire.selection_codec import decode_selection
 
 
 @dataclass

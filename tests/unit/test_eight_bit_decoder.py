@@ -9,14 +9,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.decoder import Decoder
-from engine.inputs import Logits, SequenceInput
-from engine.kv.pages import SequenceKV
-from engine.loading.eight_bit import with_eight_bit_weights
-from engine.loading.model import load_model, load_modules
-from engine.loading.runner import make_runner
-from kernels.backends import Backend
-from kernels.few_rows_linear import MOST_ROWS, quantize
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.eight_bit import with_eight_bit_weights
+from specahead.engine.loading.model import load_model, load_modules
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.steps.inputs import Logits, SequenceInput
+from specahead.kernels.backends import Backend
+from specahead.kernels.few_rows_linear import MOST_ROWS, quantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

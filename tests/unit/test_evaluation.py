@@ -16,24 +16,24 @@ import numpy as np
 import pytest
 import torch
 
-import models
-from engine.inputs import SequenceInput
-from engine.kv.pages import SequenceKV
-from engine.model_runner import ModelRunner
-from evaluation import cases, continuations, drafts, plots, prompts, quality, report, workers
-from evaluation.cases import Case
-from evaluation.continuations import Continuation, Reading
-from evaluation.drafts import DraftStudy
-from evaluation.flags import add_evaluate_flags
-from evaluation.models import load_runner
-from evaluation.prompts import PromptReading, measure_prompts
-from evaluation.rounds import Variant, VariantSums, evaluate_case, prefill, rounds_of
-from evaluation.run import Pair, evaluate, parse_budget, variants_of
-from kernels.prompt_attention import UNIT
-from kernels.sparse_prompt_attention import BLOCK, plan_sparse_prompts
-from models import DEMO_TEXT
-from sparsity.plan import PlanError
-from sparsity.selection import BlockSelection
+from specahead import models
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.kernels.prompt_attention import UNIT
+from specahead.kernels.sparse_prompt_attention import BLOCK, plan_sparse_prompts
+from specahead.lab.evaluation import cases, continuations, drafts, plots, prompts, quality, report, workers
+from specahead.lab.evaluation.cases import Case
+from specahead.lab.evaluation.continuations import Continuation, Reading
+from specahead.lab.evaluation.drafts import DraftStudy
+from specahead.lab.evaluation.flags import add_evaluate_flags
+from specahead.lab.evaluation.models import load_runner
+from specahead.lab.evaluation.prompts import PromptReading, measure_prompts
+from specahead.lab.evaluation.rounds import Variant, VariantSums, evaluate_case, prefill, rounds_of
+from specahead.lab.evaluation.run import Pair, evaluate, parse_budget, variants_of
+from specahead.models import DEMO_TEXT
+from specahead.sparsity.plan import PlanError
+from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
 
 PLAN = bundled_plan()

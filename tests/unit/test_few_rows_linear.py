@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.few_rows_linear import (
+from specahead.kernels.few_rows_linear import (
     LEAST_DEPTH,
     MOST_ROWS,
     Tuning,
@@ -123,7 +123,7 @@ def test_it_compiles_for_a_gpu_whatever_the_length_of_a_part(tmp_path: Path) -> 
         ahead = asked_ahead(length, 1)
         nothing = {"norm_ptr": None, "squares_ptr": None, "epsilon": 0.0, "scale": 1.0, "ADD": False}
         variants.append(sizes | nothing | {"GATED": False, "AHEAD": ahead, "STAGES": 3, "PDL": True})
-    where = "kernels.few_rows_linear", "_few_rows_linear_kernel", types | {"rows": "i32"}
+    where = "specahead.kernels.few_rows_linear", "_few_rows_linear_kernel", types | {"rows": "i32"}
     compile_for_a_gpu(*where, variants, tmp_path)
     types |= {"x_ptr": "*bf16", "values_ptr": "*bf16"}
     where = *where[:2], types | {"rows": "i32"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.finite_rows import are_finite
+from specahead.kernels.finite_rows import are_finite
 from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
@@ -69,4 +69,4 @@ def test_both_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     types |= dict.fromkeys(("vocab", "places", "splits"), "i32")
     of_kernels = {"_largest_kernel": {"CHUNK": 4096}, "_are_finite_kernel": {"PLACES": 8, "SPLITS": 64}}
     for kernel, fixed in of_kernels.items():
-        compile_for_a_gpu("kernels.finite_rows", kernel, types, [fixed | {"PDL": True}], tmp_path)
+        compile_for_a_gpu("specahead.kernels.finite_rows", kernel, types, [fixed | {"PDL": True}], tmp_path)

@@ -11,8 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.flashinfer_attention import Requests, dense_requests, make_planned, make_workspace, plan, run
-from benchmarks.flashinfer_rival import listed_requests
+from specahead.lab.benchmarks.flashinfer_attention import (
+    Requests,
+    dense_requests,
+    make_planned,
+    make_workspace,
+    plan,
+    run,
+)
+from specahead.lab.benchmarks.flashinfer_rival import listed_requests
 from tests.unit.test_paged_attention import SCALE, Case, shuffled_case
 
 LAUNCHES = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.callers import Callers
-from orchestrator.generation import Chunk, Frontend
-from orchestrator.keys import Key, digest_of
-from orchestrator.ledger import Record
-from orchestrator.metrics import Metrics
-from orchestrator.observing import Observer
-from orchestrator.requests import CompletionRequest, read_request
+from orchestrator.requests.callers import Callers
+from orchestrator.requests.keys import Key, digest_of
+from orchestrator.requests.requests import CompletionRequest, read_request
+from orchestrator.sessions.generation import Chunk, Frontend
+from orchestrator.sessions.ledger import Record
+from orchestrator.sessions.metrics import Metrics
+from orchestrator.sessions.observer import Observer
+from specahead.wire.errors import ResourceExhausted, ServiceError, Unavailable
+from specahead.wire.messages import At, Commit, FinishReason
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
-from wire.errors import ResourceExhausted, ServiceError, Unavailable
-from wire.messages import At, Commit, FinishReason
 
 REPLACEMENT = "\ufffd"
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from config.garbage import collect_seldom, keep_loaded, no_garbage_collected
+from specahead.config.garbage import collect_seldom, keep_loaded, no_garbage_collected
 
 
 def test_what_is_loaded_is_kept_out_of_garbage_collections() -> None:
@@ -21,7 +21,8 @@ def test_what_is_loaded_is_kept_out_of_garbage_collections() -> None:
 
 def test_what_is_kept_from_collections_is_not_taken_for_leaks_at_the_end() -> None:
     """Libraries say at exit what of theirs is left."""
-    program = "import triton; from triton._C import libtriton; from config.garbage import keep_loaded; keep_loaded()"
+    program = "import triton; from triton._C import libtriton; from specahead.config.garbage import keep_loaded"
+    program += "; keep_loaded()"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stderr == ""
 

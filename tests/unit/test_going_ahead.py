@@ -15,24 +15,24 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import models
-from config import TargetSettings
-from engine.inputs import SequenceInput
-from engine.judging import Drafted
-from engine.kv.pages import PAGE_SIZE, SequenceKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from engine.model_runner import ModelRunner
-from engine.passes.grouping import step_shape
-from engine.passes.outputs import StepUnderWay
-from engine.sampling import Sampling
-from sparsity.plan import uniform_plan
+from specahead import models
+from specahead.config import TargetSettings
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.passes.grouping import step_shape
+from specahead.engine.steps.passes.outputs import StepUnderWay
+from specahead.sparsity.plan import uniform_plan
+from specahead.wire import messages as m
 from target_service.planning import VerifyResult, VerifyStep
 from target_service.self_drafting import SelfDrafting
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.unit.test_graphs import CONFIGS, DEVICE
-from wire import messages as m
 
 PLAN = uniform_plan(3, 2, 1, 1)
 GREEDY, SEEDED = Sampling(0.0), Sampling(1.0, seed=7)

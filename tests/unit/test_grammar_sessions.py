@@ -17,14 +17,14 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from engine.grammars import Grammars, unpack_mask
-from engine.sampling import Sampling
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.grammars import Grammars, unpack_mask
+from specahead.wire import messages as m
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, VOCAB, FakeModel
 from tests.unit.inline import Inline
 from tests.unit.test_sessions import p_value
 from tests.unit.world import Faults, World, prompts, target_probs, totals
-from wire import messages as m
 
 END = 0
 TOKENS = ["<end>", *'{}[]":,-.0123456789abctruefls+', 'a"']

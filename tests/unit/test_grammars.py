@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from engine.grammars import KEPT_GRAMMARS, Grammars, GrammarState, unpack_mask
-from engine.loading.tokenizer import count_token_ids, load_tokenizer
-from models import TARGET
+from specahead.engine.loading.tokenizer import count_token_ids, load_tokenizer
+from specahead.engine.sampling.grammars import KEPT_GRAMMARS, Grammars, GrammarState, unpack_mask
+from specahead.models import TARGET
 from tests.unit.inline import Inline
 
 TOKENIZER = load_tokenizer(str(TARGET))

@@ -12,18 +12,18 @@ import pytest
 import torch
 import transformers
 
-from engine.graphs import Captured
-from engine.inputs import SequenceInput, SequenceOutput, SparseRead
-from engine.judging import Drafted
-from engine.kv.cache import KVCache
-from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model, load_modules
-from engine.loading.runner import make_runner
-from engine.logit_rules import rules_of
-from engine.model_runner import PINNED_SEQUENCES, ModelRunner
-from engine.ruled_judging import judge_by_rules
-from engine.sampling import Sampling, Support
-from kernels.selection import compact
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model, load_modules
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import Sampling, Support
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.sampling.logit_rules import rules_of
+from specahead.engine.sampling.ruled_judging import judge_by_rules
+from specahead.engine.steps.graphs import Captured
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
+from specahead.engine.steps.model_runner import PINNED_SEQUENCES, ModelRunner
+from specahead.kernels.selection import compact
 from tests.unit.fake_models import judge_rounds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

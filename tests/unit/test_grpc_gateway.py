@@ -8,24 +8,24 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.sampling import Sampling
-from orchestrator.access import Access
-from orchestrator.callers import Callers
-from orchestrator.generation import Frontend
-from orchestrator.grpc_gateway import InferenceServicer
-from orchestrator.keys import Key, digest_of
-from orchestrator.metrics import Metrics
-from orchestrator.observing import Observer
-from orchestrator.proxies import Proxies
-from orchestrator.requests import CompletionRequest
-from orchestrator.served_models import ServedModels
-from orchestrator.structured_outputs import StructuredOutputs
+from orchestrator.api.grpc_gateway import InferenceServicer
+from orchestrator.requests.access import Access
+from orchestrator.requests.callers import Callers
+from orchestrator.requests.keys import Key, digest_of
+from orchestrator.requests.proxies import Proxies
+from orchestrator.requests.requests import CompletionRequest
+from orchestrator.sessions.generation import Frontend
+from orchestrator.sessions.metrics import Metrics
+from orchestrator.sessions.observer import Observer
+from orchestrator.sessions.served_models import ServedModels
+from orchestrator.text.structured_outputs import StructuredOutputs
 from protos import inference_pb2, inference_pb2_grpc
+from specahead.engine.sampling.distributions import Sampling
+from specahead.wire.access import OPEN, Guard, PeerAccess
+from specahead.wire.server import start_server
 from tests.client import make_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
 from tests.unit.test_structured_outputs import follows
-from wire.access import OPEN, Guard, PeerAccess
-from wire.server import start_server
 
 
 @pytest.fixture

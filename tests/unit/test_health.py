@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import trustme
 
-from cli.main import main
+from specahead.cli.main import main
+from specahead.wire.access import OPEN, Guard
+from specahead.wire.server import RunningServer, start_server
+from specahead.wire.tls import read_tls
 from tests.certificates import make_certificate
-from wire.access import OPEN, Guard
-from wire.server import RunningServer, start_server
-from wire.tls import read_tls
 
 
 @contextlib.asynccontextmanager

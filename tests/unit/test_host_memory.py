@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-import engine.kv.host_memory as host_memory
-from engine.kv.host_memory import host_zeros, parse_cpu_list
+import specahead.engine.kv.host_memory as host_memory
+from specahead.engine.kv.host_memory import host_zeros, parse_cpu_list
 
 CPU = torch.device("cpu")
 

@@ -15,14 +15,14 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from engine.sampling import Sampling
-from orchestrator import event_stream
-from orchestrator.completion_answer import CompletionAnswer
-from orchestrator.generation import Chunk
-from orchestrator.replies import ReplyFormat, find_format
-from orchestrator.requests import CompletionRequest
+from orchestrator.api import event_stream
+from orchestrator.api.completion_answer import CompletionAnswer
+from orchestrator.requests.requests import CompletionRequest
+from orchestrator.sessions.generation import Chunk
+from orchestrator.text.replies import ReplyFormat, find_format
+from specahead.engine.sampling.distributions import Sampling
+from specahead.wire.errors import ResourceExhausted, Unavailable
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
-from wire.errors import ResourceExhausted, Unavailable
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "Tell me of the sea."}]

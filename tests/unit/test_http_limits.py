@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrator import http_requests
-from orchestrator.connection_limits import Connections
-from orchestrator.proxies import Proxies
-from orchestrator.special_tokens import TextEncoder
-from orchestrator.text_pieces import PieceEncoder
-from orchestrator.token_bounds import TokenBound
+from orchestrator.api import http_requests
+from orchestrator.api.connection_limits import Connections
+from orchestrator.requests.proxies import Proxies
+from orchestrator.text.special_tokens import TextEncoder
+from orchestrator.text.text_pieces import PieceEncoder
+from orchestrator.text.token_bounds import TokenBound
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
 
 COMPLETIONS = "/v1/completions"

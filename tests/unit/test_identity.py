@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-import models
-from cli.main import main
-from config import TargetSettings
-from engine.kv.backing_store import BackingStore
-from engine.loading.model import load_model
-from evaluation.identity import MIXES, Requests, _first_difference, _open_target
+from specahead import models
+from specahead.cli.main import main
+from specahead.config import TargetSettings
+from specahead.engine.kv.backing_store import BackingStore
+from specahead.engine.loading.model import load_model
+from specahead.lab.evaluation.identity import MIXES, Requests, _first_difference, _open_target
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
 

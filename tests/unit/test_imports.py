@@ -9,48 +9,51 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import COMMANDS
+from specahead.cli.main import COMMANDS
 from tests.programs import printed_by, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED = {f"specahead.{room}" for room in ("config", "kernels", "engine", "sparsity", "wire")}
+# Rooms, each a package of modules, and which others it may import.
 PACKAGES = {
-    "config": {"models"},
-    "kernels": set(),
-    "engine": {"config", "kernels"},
-    "sparsity": {"kernels", "engine"},
-    "wire": {"config", "engine", "sparsity", "protos"},
-    "draft_service": {"config", "kernels", "engine", "sparsity", "wire", "protos"},
-    "target_service": {"config", "kernels", "engine", "sparsity", "wire", "protos", "draft_service"},
-    "orchestrator": {
-        *("config", "engine", "sparsity", "wire", "protos", "models"),
-        *("draft_service", "target_service"),
-    },
-    "evaluation": {"config", "kernels", "engine", "sparsity", "wire", "draft_service", "target_service", "models"},
-    "benchmarks": {
-        *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
-        *("draft_service", "target_service", "evaluation", "orchestrator"),
+    "specahead.models": set(),
+    "specahead.config": {"specahead.models"},
+    "specahead.kernels": set(),
+    "specahead.engine": {"specahead.config", "specahead.kernels"},
+    "specahead.sparsity": {"specahead.kernels", "specahead.engine"},
+    "specahead.wire": {"specahead.config", "specahead.engine", "specahead.sparsity", "protos"},
+    "draft_service": {*SHARED, "protos"},
+    "target_service": {*SHARED, "protos", "draft_service"},
+    "orchestrator": {*SHARED - {"specahead.kernels"}, "protos", "specahead.models", "draft_service", "target_service"},
+    "specahead.lab.evaluation": {*SHARED, "specahead.models", "draft_service", "target_service"},
+    "specahead.lab.benchmarks": {
+        *(*SHARED, "protos", "specahead.models", "draft_service", "target_service"),
+        *("specahead.lab.evaluation", "orchestrator"),
     },
     # Of evaluations and benchmarks the flags; their modules by name, when their command runs.
-    "cli": {"config", "orchestrator", "wire", "benchmarks", "evaluation"},
+    "specahead.cli": {
+        *("specahead.config", "specahead.wire", "orchestrator"),
+        *("specahead.lab.benchmarks", "specahead.lab.evaluation"),
+    },
 }
 # Programs, which nothing imports: one loads its recording when it is told to record.
-PROGRAMS = {"target_service/__main__.py": {"benchmarks"}}
-# Outside wire/, the edges: where messages leave or enter a process.
+PROGRAMS = {"target_service/__main__.py": {"specahead.lab.benchmarks"}}
+# Outside specahead/wire/, the edges: where messages leave or enter a process.
 PROTO_FILES = {
     "draft_service/link.py",
     "draft_service/service.py",
     "target_service/service.py",
     "target_service/servicer.py",
-    "orchestrator/client.py",
-    "orchestrator/endpoints.py",
-    "orchestrator/grpc_gateway.py",
-    "orchestrator/service_status.py",
-    "orchestrator/target_stream.py",
+    "orchestrator/api/client.py",
+    "orchestrator/api/endpoints.py",
+    "orchestrator/api/grpc_gateway.py",
+    "orchestrator/cluster/service_status.py",
+    "orchestrator/sessions/target_stream.py",
 }
 # Only the orchestrator knows Ray.
-RAY_FILES = {f"orchestrator/{name}.py" for name in ("cluster", "joining_ray", "joining_services", "service_actor")}
+RAY_FILES = {f"orchestrator/cluster/{name}.py" for name in ("fleet", "connect_ray", "attach", "service_actor")}
 # Its only user; installed or not, all else runs.
-FLASHINFER = {"benchmarks/flashinfer_attention.py": {"flashinfer"}}
+FLASHINFER = {"specahead/lab/benchmarks/flashinfer_attention.py": {"flashinfer"}}
 # Sessions, drafter and verifier take events and give events.
 WITHOUT_GRPC = {
     "draft_service/admission.py",
@@ -69,68 +72,78 @@ WITHOUT_GRPC = {
     "target_service/controller.py",
     "target_service/round_costs.py",
     "target_service/verifier.py",
-    "evaluation/identity.py",
-    "orchestrator/callers.py",
-    "orchestrator/chat_request.py",
-    "orchestrator/keys.py",
-    "orchestrator/ledger.py",
-    "orchestrator/requests.py",
-    "orchestrator/routing.py",
-    "orchestrator/text.py",
+    "specahead/lab/evaluation/identity.py",
+    "orchestrator/requests/callers.py",
+    "orchestrator/requests/chat_request.py",
+    "orchestrator/requests/keys.py",
+    "orchestrator/sessions/ledger.py",
+    "orchestrator/requests/requests.py",
+    "orchestrator/sessions/routing.py",
+    "orchestrator/text/detokenizer.py",
 }
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level names of all packages that a file imports, inside functions too."""
+    """Return the rooms and libraries that a file imports, inside functions too: a room by its name in PACKAGES, a
+    library by its first name.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {room_of(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import"
-            names.add((node.module or "").split(".")[0])
+            assert node.level == 0 and node.module, f"{path}: a relative import"
+            names |= {room_of(f"{node.module}.{alias.name}") for alias in node.names}
     return names
 
 
-FILES = {
-    path.relative_to(ROOT).as_posix(): imported(path)
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
+def room_of(module: str) -> str:
+    """Return the room that a module or a name in it belongs to; for a library, its first name."""
+    first = module.split(".")[0]
+    return next((room for room in PACKAGES if f"{module}.".startswith(f"{room}.")), first)
+
+
+def files_of(package: str) -> list[Path]:
+    """Return a room's modules; the kernels lie at the top, where specahead/kernels leads."""
+    folder = "kernels" if package == "specahead.kernels" else package.replace(".", "/")
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+FILES = {path.relative_to(ROOT).as_posix(): imported(path) for package in PACKAGES for path in files_of(package)}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_only_what_lies_below_them(package: str) -> None:
-    ours = {*PACKAGES, "protos", "models", "tests"}
-    for name, names in FILES.items():
-        if name.startswith(f"{package}/"):
-            assert (names & ours) - {package} <= PACKAGES[package] | PROGRAMS.get(name, set()), name
+    ours = {*PACKAGES, "protos", "tests", "kernels"}
+    for path in files_of(package):
+        name = path.relative_to(ROOT).as_posix()
+        assert (FILES[name] & ours) - {package} <= PACKAGES[package] | PROGRAMS.get(name, set()), name
 
 
 def test_the_wire_loads_no_models() -> None:
     """What it takes from the engine are domain types."""
     for name in FILES:
-        if name.startswith("wire/"):
+        if name.startswith("specahead/wire/"):
             text = (ROOT / name).read_text()
-            assert "engine.loading" not in text and "transformers" not in text, name
+            assert "specahead.engine.loading" not in text and "transformers" not in text, name
 
 
-@pytest.mark.parametrize("package", ["config", "kernels", "engine", "sparsity", "evaluation"])
+@pytest.mark.parametrize("package", ["config", "kernels", "engine", "sparsity", "lab.evaluation"])
 def test_grpc_and_ray_stay_above(package: str) -> None:
-    for name, names in FILES.items():
-        if name.startswith(f"{package}/"):
-            assert not names & {"grpc", "grpc_health", "grpc_reflection", "google", "ray", "protos"}, name
+    for path in files_of(f"specahead.{package}"):
+        name = path.relative_to(ROOT).as_posix()
+        assert not FILES[name] & {"grpc", "grpc_health", "grpc_reflection", "google", "ray", "protos"}, name
 
 
 def test_kernels_know_torch_and_triton_alone() -> None:
-    allowed = {"kernels", "torch", "triton", *sys.stdlib_module_names}
+    allowed = {"specahead.kernels", "torch", "triton", *sys.stdlib_module_names}
     for name, names in FILES.items():
         if name.startswith("kernels/"):
             assert names <= allowed | FLASHINFER.get(name, set()), name
 
 
 def test_messages_are_parsed_at_the_edges_only() -> None:
-    inside = ("wire/", "benchmarks/")
+    inside = ("specahead/wire/", "specahead/lab/benchmarks/")
     users = {name for name, names in FILES.items() if "protos" in names and not name.startswith(inside)}
     assert users == PROTO_FILES
 
@@ -145,7 +158,7 @@ def test_logic_knows_no_grpc() -> None:
         assert not FILES[name] & {"grpc", "protos", "ray"}, name
 
 
-@pytest.mark.parametrize("module", ["cli.main", "orchestrator.launch"])
+@pytest.mark.parametrize("module", ["specahead.cli.main", "orchestrator.launch"])
 def test_grpc_is_told_before_it_is_loaded_that_it_is_not_to_handle_forks(module: str) -> None:
     """Its handlers may kill what Ray forks when it is started again under a gateway that serves (wire/__init__.py)."""
     program = (
@@ -164,8 +177,8 @@ def test_grpc_is_told_before_it_is_loaded_that_it_is_not_to_handle_forks(module:
 def test_help_is_there_at_once(command: str) -> None:
     """In less than 1.5 s of a processor, as every command that talks to a server from elsewhere begins."""
     program = (
-        "import sys, cli.main\n"
-        "try: cli.main.main(sys.argv[1:])\n"
+        "import sys, specahead.cli.main\n"
+        "try: specahead.cli.main.main(sys.argv[1:])\n"
         "finally: print(sorted({'torch', 'numpy', 'ray', 'transformers'} & set(sys.modules)))"
     )
     spent = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
@@ -183,7 +196,7 @@ def test_every_command_has_a_module_that_runs_it() -> None:
 def test_without_triton_kernels_are_imported_and_only_launching_fails() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch, engine.graphs, kernels.shared_top_k as k\n"
+        "import torch, specahead.engine.steps.graphs, specahead.kernels.shared_top_k as k\n"
         "one = torch.ones(1, dtype=torch.int32)\n"
         "print(k.mark_top_k_over_all(torch.ones(1, 1, 4), one).item())\n"
         "k.mark_top_k_over_all(torch.ones(1, 1, 4), one, 'triton')\n"
@@ -198,8 +211,7 @@ def test_without_triton_kernels_are_imported_and_only_launching_fails() -> None:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Also not where only types are imported, or only when a function is called."""
-    folders = [*PACKAGES, "models"]
-    files = {path: name for folder in folders for path in (ROOT / folder).rglob("*.py") if (name := dotted(path))}
+    files = {path: dotted(path) for package in PACKAGES for path in files_of(package)}
     graph = {name: modules_of(path) & set(files.values()) for path, name in files.items()}
     found = circle_of(graph)
     assert not found, " → ".join(found)
@@ -212,8 +224,9 @@ def test_a_circle_is_found() -> None:
 
 
 def dotted(path: Path) -> str:
-    """The name that a file is imported by."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    """Return the name that a file is imported by."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return f"specahead.{name}" if name.split(".")[0] == "kernels" else name
 
 
 def modules_of(path: Path) -> set[str]:

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-import models
-from engine import pass_runner
-from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
-from engine.judging import Drafted
-from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from engine.model_runner import ModelRunner
-from engine.sampling import Sampling
+from specahead import models
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps import pass_runner
+from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
+from specahead.engine.steps.model_runner import ModelRunner
 from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,8 +141,8 @@ def test_parts_of_prompts_are_launched_behind_a_step_before_it_is_waited_for(
         return call
 
     with (
-        patch("engine.pass_runner.lay_out_pass", noted("laid out", pass_runner.lay_out_pass)),
-        patch("engine.pass_runner.read_outputs", noted("read", pass_runner.read_outputs)),
+        patch("specahead.engine.steps.pass_runner.lay_out_pass", noted("laid out", pass_runner.lay_out_pass)),
+        patch("specahead.engine.steps.pass_runner.read_outputs", noted("read", pass_runner.read_outputs)),
     ):
         outputs = runner.forward(inputs)
     step, part = ["laid out", "read"], ["laid out", "read"]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.judging import Drafted
-from engine.ruled_judging import judge_by_rules
-from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
+from specahead.engine.sampling.distributions import USE_ACCEPT, USE_TARGET, Sampling, uniforms
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.sampling.ruled_judging import judge_by_rules
+from specahead.wire import messages as m
 from tests.unit.fake_models import GREEDY, TABLE, VOCAB, judge_rounds
 from tests.unit.test_sessions import p_value
 from tests.unit.world import target_probs
-from wire import messages as m
 
 
 def judged_by_hand(logits: Tensor, item: Drafted) -> tuple[int, int]:
@@ -131,7 +131,7 @@ def screened_rounds(count: int, sampling: Sampling) -> tuple[list[Drafted], list
 
 def test_a_screened_token_is_drawn_from_the_likeliest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it was drawn from is told, of each token of the verdict."""
-    monkeypatch.setattr("engine.ruled_judging.WIDE_SUPPORT", 4)
+    monkeypatch.setattr("specahead.engine.sampling.ruled_judging.WIDE_SUPPORT", 4)
     logits = torch.randn(200, 3, VOCAB, generator=torch.Generator().manual_seed(0))
     likely = logits.topk(5).indices
     rounds = [

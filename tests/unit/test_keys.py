@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import main
-from config import SettingsError
-from config.access import ClientAccess
-from orchestrator.callers import _CALLER, Caller, Callers, current_caller
-from orchestrator.keys import PREFIX, Key, digest_of, make_key, read_keys, watch_keys
-from orchestrator.proxies import Proxies
-from orchestrator.wrong_keys import WrongKeys
+from orchestrator.requests.callers import _CALLER, Caller, Callers, current_caller
+from orchestrator.requests.keys import PREFIX, Key, digest_of, make_key, read_keys, watch_keys
+from orchestrator.requests.proxies import Proxies
+from orchestrator.requests.wrong_keys import WrongKeys
+from specahead.cli.main import main
+from specahead.config import SettingsError
+from specahead.config.access import ClientAccess
+from specahead.wire.errors import ResourceExhausted, Unauthenticated
+from specahead.wire.messages import CallerUsage
 from tests.unit.clock import Clock
-from wire.errors import ResourceExhausted, Unauthenticated
-from wire.messages import CallerUsage
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import kv_gather
-from kernels.kv_gather import gather_blocks, gather_layers, layer_copies, wait_for_layer
+from specahead.kernels import kv_gather
+from specahead.kernels.kv_gather import gather_blocks, gather_layers, layer_copies, wait_for_layer
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from evaluation.calibration.blends import fit_blends, to_blend
-from evaluation.calibration.layer_map import layer_similarity, monotone_map
+from specahead.lab.evaluation.calibration.blends import fit_blends, to_blend
+from specahead.lab.evaluation.calibration.layer_map import layer_similarity, monotone_map
 
 
 @pytest.mark.parametrize("seed", range(40))

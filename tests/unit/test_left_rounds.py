@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.left_rounds import Beside, Drafted, PassRows, take_drafted
+from specahead.kernels.copy_drafts import Beside, Drafted, PassRows, take_drafted
 from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -198,5 +198,10 @@ def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
     optional |= dict.fromkeys(("beside_ptr", "beside_counts_ptr", "likeliest_ptr"), "*i32")
     variants = [fixed, fixed | dict.fromkeys(optional)]
     assert (
-        len(compile_for_a_gpu("kernels.left_rounds", "_take_drafted_kernel", types | optional, variants, tmp_path)) == 2
+        len(
+            compile_for_a_gpu(
+                "specahead.kernels.copy_drafts", "_take_drafted_kernel", types | optional, variants, tmp_path
+            )
+        )
+        == 2
     )

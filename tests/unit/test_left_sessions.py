@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from engine.logprobs import TokenLogprobs
-from engine.sampling import Sampling
-from orchestrator.directory import Directory
-from orchestrator.ledger import Record
-from orchestrator.router import Router
-from target_service.left_sessions import MOST_LEFT, Account, LeftSessions, Written
+from orchestrator.cluster.directory import Directory
+from orchestrator.sessions.ledger import Record
+from orchestrator.sessions.router import Router
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.logprobs import TokenLogprobs
+from specahead.wire.access import PeerAccess
+from specahead.wire.errors import Unavailable
+from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open
+from target_service.orphaned_sessions import MOST_LEFT, Account, LeftSessions, Written
 from tests.unit.clock import Clock
 from tests.unit.test_target_streams import PROMPT, target_at
-from wire.access import PeerAccess
-from wire.errors import Unavailable
-from wire.messages import At, Commit, Exactness, FinishReason, Open
 
 SAMPLED = Sampling(temperature=1.0, seed=5)
 
@@ -189,7 +189,7 @@ def test_what_was_told_to_one_orchestrator_is_kept_for_the_third_if_the_second_i
 
 def test_the_end_of_an_answer_is_kept_until_all_of_it_was_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("target_service.left_sessions.time", clock)
+    monkeypatch.setattr("target_service.orphaned_sessions.time", clock)
     written, account = Written(opened("a")), Account(8)
     told = [commit("a", 3, 7), commit("a", 4, 8, reason=FinishReason.STOP)]
     for each in told:
@@ -244,7 +244,7 @@ def test_only_so_many_are_kept_and_those_without_all_log_probabilities_not() -> 
 
 def test_an_account_forgets_what_ended_before_its_orchestrator_could_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("target_service.left_sessions.time", clock)
+    monkeypatch.setattr("target_service.orphaned_sessions.time", clock)
     account = Account(8)
     for name in "ab":
         account.open(Written(opened(name)))

@@ -12,21 +12,21 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, LlamaConfig
 
-import models
-from config import ModelSettings
-from engine.decoder import Decoder
-from engine.families import count_parameters
-from engine.kv.pages import KEPT_SHARE, pages_for
-from engine.kv.tiered import TieredKV
-from engine.loading import free_memory as free
-from engine.loading import memory, model, opening
-from engine.loading.config import load_config
-from engine.loading.memory import DEFAULT_KV_TOKENS, backing_store_tokens, check_memory, room_for_kv
-from engine.loading.model import load_model, resolve_dtype
-from engine.loading.opening import EightBit, open_model
-from engine.loading.shape import ModelShape, load_shape
-from engine.loading.tokenizer import load_generation_config, stop_token_ids
-from engine.model_runner import MAX_OVERHANG, ModelRunner
+from specahead import models
+from specahead.config import ModelSettings
+from specahead.engine.kv.pages import KEPT_SHARE, pages_for
+from specahead.engine.kv.tiered import TieredKV
+from specahead.engine.loading import free_memory as free
+from specahead.engine.loading import memory, model, opening
+from specahead.engine.loading.config import load_config
+from specahead.engine.loading.memory import DEFAULT_KV_TOKENS, backing_store_tokens, check_memory, room_for_kv
+from specahead.engine.loading.model import load_model, resolve_dtype
+from specahead.engine.loading.opening import EightBit, open_model
+from specahead.engine.loading.shape import ModelShape, load_shape
+from specahead.engine.loading.tokenizer import load_generation_config, stop_token_ids
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.families import count_parameters
+from specahead.engine.steps.model_runner import MAX_OVERHANG, ModelRunner
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
 A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from config.logs import JsonFormatter, Recorder, TextFormatter
+from specahead.config.logs import JsonFormatter, Recorder, TextFormatter
 
 
 def logged(formatter: logging.Formatter, message: str, extra: dict[str, Any] | None = None, **more: Any) -> str:

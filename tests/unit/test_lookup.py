@@ -10,13 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import models
-from config import SettingsError, TargetSettings
 from draft_service.drafter import Drafter
-from engine.loading.model import load_model
-from engine.loading.module import load_module
-from engine.loading.runner import make_runner
-from engine.sampling import Sampling
+from specahead import models
+from specahead.config import SettingsError, TargetSettings
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.module import load_module
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import Sampling
+from specahead.wire import messages as m
 from target_service.draft_in_target import StepsByTurns
 from target_service.lookup import FIRST_PAUSE, LONGEST, LONGEST_PAUSE, PLACES, SHORTEST, FirstGuess, PromptLookup
 from target_service.planning import VerifyStep
@@ -28,7 +29,6 @@ from tests.unit.test_draft_in_target import Turns
 from tests.unit.test_grammar_sessions import END, GRAMMARS, SCHEMA, plain
 from tests.unit.test_sessions import PROMPT, RULED, STOPS, check_distribution
 from tests.unit.world import World, prompts, totals
-from wire import messages as m
 
 # What is proposed
 

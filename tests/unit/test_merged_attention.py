@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.merged_attention import merge_attended
-from kernels.prompt_attention import attend_to_piece
+from specahead.kernels.merged_attention import merge_attended
+from specahead.kernels.prompt_attention import attend_to_piece
 from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,6 +125,8 @@ def test_it_compiles_for_a_gpu_and_moves_sixteen_bytes_at_once(tmp_path: Path) -
         types = {f"{name}_ptr": f"*{kind}" for name, kind in numbers.items()} | dict.fromkeys(
             ("size", "skipped"), "i32"
         )
-        (ptx,) = compile_for_a_gpu("kernels.merged_attention", "_merge_attended_kernel", types, [fixed], tmp_path)
+        (ptx,) = compile_for_a_gpu(
+            "specahead.kernels.merged_attention", "_merge_attended_kernel", types, [fixed], tmp_path
+        )
         for name in ("ld", "st"):
             assert f"{name}.global.v4.b32" in ptx and f"{name}.global.b16" not in ptx

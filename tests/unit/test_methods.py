@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.inputs import SequenceOutput
-from evaluation.choice import choose_over_all
-from kernels.shared_budget import room_left, score_blocks
-from kernels.shared_top_k import select_top_k_over_all
-from sparsity import announce, in_advance
-from sparsity.announce import LEAST_WINDOW, shared_room, summary_tokens
-from sparsity.choice import choose, mandatory
-from sparsity.in_advance import RoundView
-from sparsity.methods import METHODS, check_method, check_served, method_named, methods_of
-from sparsity.plan import Plan, PlanError, uniform_plan
-from sparsity.reader import Reader
-from sparsity.selection import BlockSelection
+from specahead.engine.steps.inputs import SequenceOutput
+from specahead.kernels.shared_budget import room_left, score_blocks
+from specahead.kernels.shared_top_k import select_top_k_over_all
+from specahead.lab.evaluation.choice import choose_over_all
+from specahead.sparsity import announce, in_advance
+from specahead.sparsity.announce import LEAST_WINDOW, shared_room, summary_tokens
+from specahead.sparsity.choice import choose, mandatory
+from specahead.sparsity.in_advance import RoundView
+from specahead.sparsity.methods import METHODS, check_method, check_served, method_named, methods_of
+from specahead.sparsity.plan import Plan, PlanError, uniform_plan
+from specahead.sparsity.reader import Reader
+from specahead.sparsity.selection import BlockSelection
 
 LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS = 4, 2, 2, 3
 BASE, LENGTH = 790, 794  # 50 blocks of 16, the last one partial

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from kernels.residency import ListedBlocks, count_missing_blocks, empty_tables
+from specahead.kernels.residency import ListedBlocks, count_missing_blocks, empty_tables
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

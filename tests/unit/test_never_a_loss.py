@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from benchmarks.scripted import VOCAB
+from specahead.lab.benchmarks.scripted import VOCAB
+from specahead.wire.messages import Exactness
 from target_service.verifier import Verifier
 from tests.unit import timed_models
 from tests.unit.clock import Clock
 from tests.unit.timed_models import TARGET, Timed, TimedAlone, TimedPair, TimedTarget
-from wire.messages import Exactness
 
 EXACT, APPROXIMATE = Exactness.EXACT, Exactness.APPROXIMATE
 RUNS, TOKENS = 4, 240

@@ -10,23 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-import models
-from engine import layer_attention, pass_runner
-from engine.inputs import SequenceInput, SequenceOutput
-from engine.judging import Drafted
-from engine.kv.cache import KVCache
-from engine.kv.counters import TierCounters
-from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV
-from engine.kv.tiered import TieredKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from engine.rounds.requests import RoundSettings
-from engine.sampling import Sampling
-from kernels.prompt_attention import PromptReads, attend_to_prompts
-from sparsity.methods import METHODS
-from sparsity.plan import Plan
-from sparsity.reader import Reader
-from sparsity.selection import BlockSelection
+from specahead import models
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.counters import TierCounters
+from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV
+from specahead.engine.kv.tiered import TieredKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.model import layer_attention
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps import pass_runner
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.rounds.requests import RoundSettings
+from specahead.kernels.prompt_attention import PromptReads, attend_to_prompts
+from specahead.sparsity.methods import METHODS
+from specahead.sparsity.plan import Plan
+from specahead.sparsity.reader import Reader
+from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from protos import control_pb2, control_pb2_grpc
-from wire.options import OPTIONS
+from specahead.wire.options import OPTIONS
 
 FASTER = 100  # times, so that the test takes less than a second
 

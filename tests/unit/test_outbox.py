@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from engine.sampling import Sampling
-from wire.errors import ResourceExhausted
-from wire.messages import At, Begin, Ready
-from wire.outbox import FRAME_TOKENS, Outbox
+from specahead.engine.sampling.distributions import Sampling
+from specahead.wire.errors import ResourceExhausted
+from specahead.wire.messages import At, Begin, Ready
+from specahead.wire.outbox import FRAME_TOKENS, Outbox
 
 
 def begin(tokens: int) -> Begin:

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import DraftSettings
 from draft_service.outcomes import SUITED, branches_for, likely_outcomes
-from engine.rounds.requests import MOST_ROWS, DraftedTokens, branches_of
-from kernels.backends import power_of_two
+from specahead.config import DraftSettings
+from specahead.engine.steps.rounds.requests import MOST_ROWS, DraftedTokens, branches_of
+from specahead.kernels.backends import power_of_two
+from specahead.wire.messages import Exactness
 from tests.unit.clock import Clock
 from tests.unit.timed_models import TimedPair
-from wire.messages import Exactness
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -1,28 +1,75 @@
-"""Our package `kernels` has the import name of Hugging Face's; transformers must not take it for that."""
+"""What the installed package brings: names of its own, which neither hide a user's modules nor are hidden by them."""
 
-import tomllib
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
-from packaging.version import Version
-from transformers.utils.import_utils import KERNELS_MIN_VERSION
-
-import kernels
-from tests.programs import printed_by
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+OURS = {"specahead", "protos", "draft_service", "target_service", "orchestrator"}
+# What users call files of their own; some were names of ours once, and Hugging Face has a package `kernels`.
+USERS_NAMES = ("config", "models", "engine", "cli", "wire", "sparsity", "kernels", "benchmarks", "evaluation", "tests")
 
 
-def test_transformers_does_not_take_our_kernels_for_hugging_faces() -> None:
-    """In a fresh process, as the answer is cached in this one."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy of what git tracks."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "copy"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).exists() and not name.startswith("tests/"):
+            place = copy / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / name).is_symlink():
+                place.symlink_to((ROOT / name).readlink())
+            else:
+                place.hardlink_to(ROOT / name)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), "."]
+    subprocess.run(command, cwd=copy, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_a_wheel_brings_no_common_names(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == OURS
+    assert "specahead/kernels/rejection/race.py" in names and "specahead/models/tiny-target/model.safetensors" in names
+
+
+def test_an_installed_wheel_runs_beside_a_users_files_of_common_names(wheel: Path, tmp_path: Path) -> None:
+    """A user's models.py lies where Python looks first; so may Hugging Face's kernels, with either removed."""
+    site, here = tmp_path / "site", tmp_path / "here"
+    zipfile.ZipFile(wheel).extractall(site)
+    here.mkdir()
+    for name in USERS_NAMES:
+        (here / f"{name}.py").write_text(f"raise AssertionError('a user\\'s {name}.py was imported')\n")
     program = (
-        "import kernels, pathlib\n"
-        "from transformers.utils.import_utils import is_kernels_available\n"
-        "print(pathlib.Path(kernels.__file__).resolve().parent, is_kernels_available())"
+        f"import sys; sys.path[1:1] = [{str(site)!r}]\n"
+        "import pathlib, orchestrator.launch, target_service.__main__, draft_service.__main__\n"
+        "import specahead.kernels.rejection, specahead.lab.evaluation.command, specahead.lab.benchmarks.flags\n"
+        "from specahead.cli.main import main\n"
+        "print(pathlib.Path(specahead.kernels.__file__).parents[2])\n"
+        "main(['--help'])"
     )
-    assert printed_by(program).split() == [str(ROOT / "kernels"), "False"]
+    done = subprocess.run([sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{site}\n") and "specahead" in done.stdout
 
 
-def test_kernels_version_is_the_projects_and_below_what_transformers_accepts() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert kernels.__version__ == project["version"]
-    assert Version(kernels.__version__) < Version(KERNELS_MIN_VERSION)
+def test_hugging_faces_kernels_and_ours_are_two_packages(tmp_path: Path) -> None:
+    """With both installed each is imported by its own name, and without theirs ours stays."""
+    theirs = tmp_path / "kernels"
+    theirs.mkdir()
+    (theirs / "__init__.py").write_text("__version__ = '0.12.1'\nget_kernel = print\n")
+    program = (
+        "import sys, importlib\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import kernels, specahead.kernels.rejection\n"
+        "assert hasattr(kernels, 'get_kernel') and not hasattr(specahead.kernels, 'get_kernel')\n"
+        "sys.path.pop(0); sys.modules.pop('kernels'); importlib.reload(specahead.kernels)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.kv_write import write_kv
-from kernels.paged_attention import (
+from specahead.kernels.kv_write import write_kv
+from specahead.kernels.paged_attention import (
     MAX_VARIANCE_TERM,
     Batch,
     BlockLists,
@@ -21,8 +21,8 @@ from kernels.paged_attention import (
     paged_attention_with_read_weights,
     pool_blocks,
 )
-from kernels.rejection import judge_greedy
-from kernels.selection import select_nucleus, select_top_k
+from specahead.kernels.rejection import judge_greedy
+from specahead.kernels.selection import select_nucleus, select_top_k
 
 GAMMA = 4
 SCALE = 0.3

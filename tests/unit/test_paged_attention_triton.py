@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.paged_attention import (
+from specahead.kernels.paged_attention import (
     Batch,
     BlockLists,
     GroupMeans,
@@ -23,7 +23,7 @@ from kernels.paged_attention import (
     pool_blocks,
     weights,
 )
-from kernels.paged_attention.inputs import MOST_BEYOND
+from specahead.kernels.paged_attention.inputs import MOST_BEYOND
 from tests.unit.test_paged_attention import (
     SCALE,
     Case,

@@ -12,14 +12,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.kv.cache import KVCache
-from engine.kv.group_means import GroupMeanPool
-from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
-from engine.kv.pool import PagePool
-from engine.sampling import Sampling
-from evaluation.forks import fork
-from orchestrator.ledger import LATEST_ROUNDS, Ledger, LedgerError, Record
-from wire.messages import At, Commit, Exactness, FinishReason
+from orchestrator.sessions.ledger import LATEST_ROUNDS, Ledger, LedgerError, Record
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.group_means import GroupMeanPool
+from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
+from specahead.engine.kv.pool import PagePool
+from specahead.engine.sampling.distributions import Sampling
+from specahead.lab.evaluation.forks import fork
+from specahead.wire.messages import At, Commit, Exactness, FinishReason
 
 LAYERS, HEADS, PAGES, GAMMA = 2, 2, 24, 12
 # Prompts are made of these, so that many share pages and many differ in the middle of one.

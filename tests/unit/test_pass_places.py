@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.pass_places import Branches, place_passes
+from specahead.kernels.pass_positions import Branches, place_passes
 from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,4 +67,7 @@ def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
     types |= dict.fromkeys(("passes", "rows", "pages", "each"), "i32")
     fixed: dict[str, object] = {"PAGE": 16, "CHUNK": 128}
     variants = [fixed, fixed | {"visible_ptr": None}]
-    assert len(compile_for_a_gpu("kernels.pass_places", "_place_passes_kernel", types, variants, tmp_path)) == 2
+    assert (
+        len(compile_for_a_gpu("specahead.kernels.pass_positions", "_place_passes_kernel", types, variants, tmp_path))
+        == 2
+    )

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.decoder
-from engine.decoder import Decoder, DecoderLayer
-from engine.loading.any_order import with_sums_in_any_order
-from engine.loading.eight_bit import with_eight_bit_weights
-from engine.loading.opening import EightBit, decoders_of
-from kernels.backends import Backend
-from kernels.paged_attention import (
+import specahead.engine.model.decoder
+from specahead.engine.loading.any_order import with_sums_in_any_order
+from specahead.engine.loading.eight_bit import with_eight_bit_weights
+from specahead.engine.loading.opening import EightBit, decoders_of
+from specahead.engine.model.decoder import Decoder, DecoderLayer
+from specahead.kernels.backends import Backend
+from specahead.kernels.paged_attention import (
     Batch,
     BlockLists,
     add_listed_weights,
@@ -24,8 +24,8 @@ from kernels.paged_attention import (
     paged_attention_with_block_weights,
     paged_attention_with_read_weights,
 )
-from kernels.residual_linear import MOST_NORMED_ROWS
-from kernels.skinny_linear import MAX_ROWS, is_skinny, skinny_linear
+from specahead.kernels.residual_linear import MOST_NORMED_ROWS
+from specahead.kernels.skinny_linear import MAX_ROWS, is_skinny, skinny_linear
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,8 +89,8 @@ def test_a_pass(rows: int, group: int) -> None:
 )
 def test_a_pass_that_adds_sums_in_any_order(rows: int, in_eight_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives what another pass gives, but for rounding; where there are few or many rows it is that pass."""
-    plain, used = decoder_of(8, hidden=256, inner=384), Mock(wraps=engine.decoder._run_in_any_order)
-    monkeypatch.setattr(engine.decoder, "_run_in_any_order", used)
+    plain, used = decoder_of(8, hidden=256, inner=384), Mock(wraps=specahead.engine.model.decoder._run_in_any_order)
+    monkeypatch.setattr(specahead.engine.model.decoder, "_run_in_any_order", used)
     plain = with_eight_bit_weights(plain) if in_eight_bits else plain
     ours = run(with_sums_in_any_order(plain), rows, "triton")
     assert used.called == (in_eight_bits or 1 < rows <= MOST_NORMED_ROWS)

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from orchestrator.directory import Directory
-from orchestrator.placement import keep_found
+from orchestrator.cluster.directory import Directory
+from orchestrator.cluster.placement import keep_found
 
 
 async def test_services_of_another_launch_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each model has its own; what is known stays while Ray does not answer."""
-    monkeypatch.setattr("orchestrator.placement.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("orchestrator.cluster.placement.BEAT_SECONDS", 0.01)
     models = {name: {side: Directory() for side in ("target", "draft")} for name in ("big", "small")}
     there = {"target-1@big": "a:1", "draft@big": "b:1", "target@small": "c:1"}
     failing = 0

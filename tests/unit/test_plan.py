@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from config import TargetSettings
-from engine.inputs import SequenceOutput
-from evaluation.calibration.head_map import best_draft_heads, top_k_overlap
-from evaluation.plans import save_plan
-from models import PLAN
-from orchestrator.access import read_access
-from orchestrator.directory import Directory
-from orchestrator.endpoints import serve_clients
-from sparsity.announce import BY_DRAFT_HEAD, announce
-from sparsity.methods import METHODS, load_served_plan
-from sparsity.plan import PLAN_VERSION, Plan, PlanError, load_plan, uniform_plan
-from sparsity.reader import Reader
-from sparsity.selection import BlockSelection
+from orchestrator.api.endpoints import serve_clients
+from orchestrator.cluster.directory import Directory
+from orchestrator.requests.access import read_access
+from specahead.config import TargetSettings
+from specahead.engine.steps.inputs import SequenceOutput
+from specahead.lab.evaluation.calibration.head_map import best_draft_heads, top_k_overlap
+from specahead.lab.evaluation.plans import save_plan
+from specahead.models import PLAN
+from specahead.sparsity.announce import BY_DRAFT_HEAD, announce
+from specahead.sparsity.methods import METHODS, load_served_plan
+from specahead.sparsity.plan import PLAN_VERSION, Plan, PlanError, load_plan, uniform_plan
+from specahead.sparsity.reader import Reader
+from specahead.sparsity.selection import BlockSelection
 from target_service.service import run
 from tests.launch_settings import launch_settings
 

@@ -9,15 +9,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import models
-from config import ModelSettings, TargetSettings
-from engine.inputs import SequenceInput, SequenceOutput
-from engine.kv.pages import PAGE_SIZE, pages_for
-from engine.loading.memory import room_for_kv
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from engine.loading.shape import ModelShape
-from engine.sampling import Sampling
+from specahead import models
+from specahead.config import ModelSettings, TargetSettings
+from specahead.engine.kv.pages import PAGE_SIZE, pages_for
+from specahead.engine.loading.memory import room_for_kv
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.loading.shape import ModelShape
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.wire import messages as m
+from specahead.wire.errors import InvalidArgument, ResourceExhausted
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
@@ -25,8 +27,6 @@ from tests.proposals import together
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner, PinnedFakeRunner
 from tests.unit.world import Faults, World, prompts
-from wire import messages as m
-from wire.errors import InvalidArgument, ResourceExhausted
 
 # Whole sessions, over pools of any size
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import prompt_attention
-from kernels.merged_attention import merge_attended
-from kernels.prompt_attention import (
+from specahead.kernels import prompt_attention
+from specahead.kernels.merged_attention import merge_attended
+from specahead.kernels.prompt_attention import (
     PIECE,
     UNIT,
     PromptReads,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.recording import ReadRecording, load_reads
-from wire.messages import At
+from specahead.lab.benchmarks.recording import ReadRecording, load_reads
+from specahead.wire.messages import At
 
 
 def chosen(blocks: int, seed: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.rejection import accept_greedy, accept_sampled, draw
+from specahead.kernels.rejection import accept_greedy, accept_sampled, draw
 from tests.unit.distributions import ALPHA, BIASES, POWER, Draws
 
 ROWS = 200_000

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.rejection.layout
-import kernels.rejection.sampled
-from engine.judging import judge
-from kernels.rejection import DraftedRows, judge_greedy
+import specahead.kernels.rejection.layout
+import specahead.kernels.rejection.sampled
+from specahead.engine.sampling.judging import judge
+from specahead.kernels.rejection import DraftedRows, judge_greedy
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ def batch(
 
 
 def judge_sampled(logits: Tensor, backend: str = "torch", **drafted: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.rejection.judge_sampled(logits, DraftedRows(**drafted), backend)
+    return specahead.kernels.rejection.judge_sampled(logits, DraftedRows(**drafted), backend)
 
 
 def on_both(judge: object, given: dict[str, Tensor]) -> tuple[list[list[int]], list[list[int]]]:
@@ -77,8 +77,8 @@ def test_sampled(
     rows: int, gamma: int, vocab: int, support: int, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of vocabularies that take several programs, and of lists of ties longer than a program holds at once."""
-    monkeypatch.setattr(kernels.rejection.layout, "CHUNK", chunk)
-    monkeypatch.setattr(kernels.rejection.sampled, "CANDIDATES", 16)
+    monkeypatch.setattr(specahead.kernels.rejection.layout, "CHUNK", chunk)
+    monkeypatch.setattr(specahead.kernels.rejection.sampled, "CANDIDATES", 16)
     expected, got = on_both(judge_sampled, batch(rows, gamma, vocab, support, chunk, dtype))
     assert got == expected
 
@@ -130,7 +130,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_the_targets_own_draws() -> None:
-    """What is judged whatever is drafted (engine.judging) has rows without drafted tokens."""
+    """What is judged whatever is drafted (specahead.engine.sampling.judging) has rows without drafted tokens."""
     given = batch(4, 3, 700, 4, seed=8)
     logits = given.pop("logits")
     expected = judge(logits, given, "torch", whatever_is_drafted=True)
@@ -142,7 +142,7 @@ def test_the_targets_own_draws() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_distributions_cut_by_top_k_and_min_p(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole chunks of the vocabulary are left out."""
-    monkeypatch.setattr(kernels.rejection.layout, "CHUNK", 64)
+    monkeypatch.setattr(specahead.kernels.rejection.layout, "CHUNK", 64)
     given = batch(8, 3, 500, 6, seed=9, dtype=dtype)
     given["top_k"] = torch.tensor([0, 1, 3, 20, 7, 0, 64, 2]).int()
     given["min_p"] = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.02, 1.0, 0.001, 0.5])

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.sections import REASONING_PARSERS, TOOL_CALL_PARSERS
-from orchestrator.json_calls import Delta
-from orchestrator.replies import TOOL_FORMATS, ReplyFormat, find_format
+from orchestrator.text.json_calls import Delta
+from orchestrator.text.replies import TOOL_FORMATS, ReplyFormat, find_format
+from specahead.config.sections import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import TargetSettings
-from orchestrator.routing import TargetView
+from orchestrator.sessions.routing import TargetView
+from specahead.config import TargetSettings
+from specahead.wire.errors import ResourceExhausted
+from specahead.wire.messages import CallerUsage, Exactness, Open
 from target_service.admission import Admission
-from target_service.left_sessions import LeftSessions
+from target_service.orphaned_sessions import LeftSessions
 from target_service.reporting import MOST_HASHES, REPORT_SECONDS, ReadingRate, Reporter
 from target_service.usage import CallerTokens
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
-from wire.errors import ResourceExhausted
-from wire.messages import CallerUsage, Exactness, Open
 
 ACTS = st.tuples(st.sampled_from(["open", "resume", "step", "close"]), st.integers(0, 1), st.integers(1, 120))
 

@@ -8,16 +8,22 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from engine.sampling import Sampling
-from evaluation.methods import RIVALS
-from orchestrator.chat_request import ChatRequest
-from orchestrator.records import Limits, check_tokens, default_sampling, encode_text, to_records
-from orchestrator.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest, invalid_argument, read_request
-from orchestrator.responses_request import ResponsesRequest
-from orchestrator.special_tokens import TextEncoder
-from sparsity.methods import METHODS
-from wire.errors import InvalidArgument, ServiceError
-from wire.messages import Exactness, FinishReason
+from orchestrator.requests.chat_request import ChatRequest
+from orchestrator.requests.records import Limits, check_tokens, default_sampling, encode_text, to_records
+from orchestrator.requests.requests import (
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    invalid_argument,
+    read_request,
+)
+from orchestrator.requests.responses_request import ResponsesRequest
+from orchestrator.text.special_tokens import TextEncoder
+from specahead.engine.sampling.distributions import Sampling
+from specahead.lab.evaluation.methods import RIVALS
+from specahead.sparsity.methods import METHODS
+from specahead.wire.errors import InvalidArgument, ServiceError
+from specahead.wire.messages import Exactness, FinishReason
 
 LIMITS = Limits("tiny", vocab_size=4096, max_context=100, stop_token_ids=[0, 7], methods=("sts", "ahead"))
 PROMPT = [5, 6, 7]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from kernels.residency import (
+from specahead.kernels.residency import (
     ListedBlocks,
     ResidencyTables,
     Transfers,
@@ -24,7 +24,7 @@ from kernels.residency import (
     pin_gpu_pages,
     request_blocks,
 )
-from kernels.residency import sizes as chunk_sizes
+from specahead.kernels.residency import sizes as chunk_sizes
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

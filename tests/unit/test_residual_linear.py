@@ -8,9 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.embedding import embed_in_float32
-from kernels.few_rows_linear import LEAST_DEPTH, MOST_ROWS, EightBitWeight, Tuning, Weight, asked_ahead, quantize
-from kernels.residual_linear import CUT_GATED, MOST_NORMED_ROWS, RmsNorm, add_linear, cut, gated_of_norm, parts_of_norm
+from specahead.kernels.embedding import embed_in_float32
+from specahead.kernels.few_rows_linear import (
+    LEAST_DEPTH,
+    MOST_ROWS,
+    EightBitWeight,
+    Tuning,
+    Weight,
+    asked_ahead,
+    quantize,
+)
+from specahead.kernels.residual_linear import (
+    CUT_GATED,
+    MOST_NORMED_ROWS,
+    RmsNorm,
+    add_linear,
+    cut,
+    gated_of_norm,
+    parts_of_norm,
+)
 from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
@@ -138,4 +154,4 @@ def test_it_compiles_for_a_gpu_as_it_is_cut(tmp_path: Path) -> None:
         variant(cut(weight, MOST_NORMED_ROWS), **adding, **nothing),
         variant(cut(light, MOST_ROWS), **adding_light),
     ]
-    compile_for_a_gpu("kernels.few_rows_linear", "_few_rows_linear_kernel", types, variants, tmp_path)
+    compile_for_a_gpu("specahead.kernels.few_rows_linear", "_few_rows_linear_kernel", types, variants, tmp_path)

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv.pages import PAGE_SIZE
-from evaluation import just_in_time
-from evaluation.just_in_time import JustInTime, KeyBounds, LayerView, SequenceKeys
-from evaluation.methods import RIVALS, check_compared, compared_method
-from evaluation.readers import EachQuery, LayerReader, make_reader
-from evaluation.sharing import announce_shared, share
-from sparsity.announce import BY_DRAFT_HEAD, BY_TARGET_HEAD, Announcing, announce
-from sparsity.choice import choose, mandatory
-from sparsity.methods import METHODS
-from sparsity.plan import Plan, PlanError
-from sparsity.reader import Reader
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.lab.evaluation import just_in_time
+from specahead.lab.evaluation.just_in_time import JustInTime, KeyBounds, LayerView, SequenceKeys
+from specahead.lab.evaluation.methods import RIVALS, check_compared, compared_method
+from specahead.lab.evaluation.readers import EachQuery, LayerReader, make_reader
+from specahead.lab.evaluation.sharing import announce_shared, share
+from specahead.sparsity.announce import BY_DRAFT_HEAD, BY_TARGET_HEAD, Announcing, announce
+from specahead.sparsity.choice import choose, mandatory
+from specahead.sparsity.methods import METHODS
+from specahead.sparsity.plan import Plan, PlanError
+from specahead.sparsity.reader import Reader
 from tests.unit.test_methods import BASE, DRAFT_HEADS, KV_HEADS, LAYERS, LENGTH, as_sets, best, evidence_of, plan_with
 
 # Sharing.

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import rotary
-from kernels.residual_linear import Unscaled
-from kernels.rotary import rotate_and_write_kv
+from specahead.kernels import rotary
+from specahead.kernels.residual_linear import Unscaled
+from specahead.kernels.rotary import rotate_and_write_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS, DIM, PAGE = 5, 32, 4

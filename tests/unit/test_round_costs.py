@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-import models
+from specahead import models
 from target_service.verifier import Verifier
 from tests.unit.clock import Clock
 from tests.unit.fake_models import FakeModel

@@ -9,17 +9,17 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.sampling import Sampling
-from orchestrator.directory import Directory
-from orchestrator.ledger import Record
-from orchestrator.router import Router
+from orchestrator.cluster.directory import Directory
+from orchestrator.sessions.ledger import Record
+from orchestrator.sessions.router import Router
 from protos import control_pb2, control_pb2_grpc
-from wire import convert
-from wire.access import PeerAccess
-from wire.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
-from wire.messages import Abort, At, Beat, Closed, Commit, Exactness, FinishReason, Open, Report, SessionReads
-from wire.server import start_server
-from wire.session_names import name_of_client, name_on_target
+from specahead.engine.sampling.distributions import Sampling
+from specahead.wire import convert
+from specahead.wire.access import PeerAccess
+from specahead.wire.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
+from specahead.wire.messages import Abort, At, Beat, Closed, Commit, Exactness, FinishReason, Open, Report, SessionReads
+from specahead.wire.server import start_server
+from specahead.wire.session_names import name_of_client, name_on_target
 
 READS = SessionReads(At("a", 0, 3, 40), 2, 2, 16, 3, 1, [2, 1, 0, 2, 2, 2], [])
 Serve = Callable[[AsyncIterator[Any], grpc.aio.ServicerContext], Awaitable[None]]
@@ -144,7 +144,7 @@ async def test_a_request_that_cannot_be_sent_costs_the_stream_and_no_other(caplo
 
 @pytest.mark.parametrize("speaks_first", [True, False])
 async def test_a_target_that_falls_silent_is_not_connected(speaks_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wire.streams.BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("specahead.wire.streams.BEAT_SECONDS", 0.05)
 
     async def hang(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         if speaks_first:

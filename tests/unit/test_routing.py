@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.sections import ROUTING
-from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
-from engine.kv.pool import PagePool
-from engine.kv.prefix_hash import prefix_hashes
-from engine.kv.prefix_index import next_prefix
-from orchestrator.routing import ANSWER_TOKENS, POLICIES, TargetView, admit, cached_tokens, choose
-from wire.errors import ResourceExhausted
-from wire.messages import Report
+from orchestrator.sessions.routing import ANSWER_TOKENS, POLICIES, TargetView, admit, cached_tokens, choose
+from specahead.config.sections import ROUTING
+from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
+from specahead.engine.kv.pool import PagePool
+from specahead.engine.kv.prefix_hash import prefix_hashes
+from specahead.engine.kv.prefix_index import next_prefix
+from specahead.wire.errors import ResourceExhausted
+from specahead.wire.messages import Report
 
 ROOMY = Report(number=1, free_places=60, free_kv_pages=10_000, queue_places=1000)
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling import USE_ACCEPT, USE_DRAFT, USE_TARGET, Sampling, uniforms
-from kernels.rejection import truncated_probs
+from specahead.engine.sampling.distributions import USE_ACCEPT, USE_DRAFT, USE_TARGET, Sampling, uniforms
+from specahead.kernels.rejection import truncated_probs
 
 
 def plain_truncated(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import ClusterSettings
-from orchestrator.scaling import Scaler, Scaling, TargetLoad, scaling_of, wanted
+from orchestrator.cluster.scaling import Scaler, Scaling, TargetLoad, scaling_of, wanted
+from specahead.config import ClusterSettings
 
 LOADS = st.builds(TargetLoad, st.floats(0, 1), st.floats(0, 100))
 SCALINGS = st.builds(

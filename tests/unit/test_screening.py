@@ -12,16 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import models
-from config import DraftSettings, SettingsError, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from engine.inputs import SequenceInput
-from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
-from engine.loading.module import load_module
-from engine.loading.runner import make_runner
-from engine.sampling import Sampling, Support
+from specahead import models
+from specahead.config import DraftSettings, SettingsError, TargetSettings
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.module import load_module
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import Sampling, Support
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.wire import messages as m
 from target_service.planning import VerifyResult, VerifyStep
 from target_service.screening import WEIGHED_EVERY, Screening
 from target_service.session import DraftPeer
@@ -32,7 +33,6 @@ from tests.unit.fake_models import GREEDY, VOCAB, FakeModel, FakeRunner, hashed
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
 from tests.unit.test_sessions import PROMPT, p_value
 from tests.unit.world import Faults, World, prompts, target_probs
-from wire import messages as m
 
 
 @dataclass(frozen=True)

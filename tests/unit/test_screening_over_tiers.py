@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from engine.decoder import Decoder
-from engine.kv.pages import PAGE_SIZE
-from engine.kv.tiered import TieredKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from engine.model_runner import ModelRunner
-from engine.sampling import Sampling
-from sparsity.plan import uniform_plan
+from specahead.config import DraftSettings, TargetSettings
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.kv.tiered import TieredKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.sparsity.plan import uniform_plan
+from specahead.wire import messages as m
 from target_service.planning import VerifyStep
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.unit.fake_models import GREEDY
 from tests.unit.test_graphs import DEVICE, tokens
 from tests.unit.test_self_rounds import decoded, folder, runner, runner_of
-from wire import messages as m
 
 __all__ = ["folder", "runner"]
 

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from benchmarks.scripted import KV_HEADS, LAYERS, ScriptedRunner, right_tokens, scripted_plan
-from engine.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
-from engine.judging import Drafted
-from engine.kv.pages import SequenceKV
-from engine.rounds.requests import RoundOutput, RoundRequest
-from engine.sampling import Sampling
-from sparsity.methods import method_named
-from sparsity.rounds import announced_selection, announcement_request, round_settings
-from sparsity.selection import BlockSelection, row_words
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
+from specahead.engine.steps.rounds.requests import RoundOutput, RoundRequest
+from specahead.lab.benchmarks.scripted import KV_HEADS, LAYERS, ScriptedRunner, right_tokens, scripted_plan
+from specahead.sparsity.methods import method_named
+from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
+from specahead.sparsity.selection import BlockSelection, row_words
 
 PLAN, GAMMA, LENGTH = scripted_plan(), 4, 2000
 GREEDY = Sampling(temperature=0.0)

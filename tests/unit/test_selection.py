@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.selection import compact, select_nucleus, select_top_k
+from specahead.kernels.selection import compact, select_nucleus, select_top_k
 
 # Few distinct values, so that ties are common; all are sums of powers of two, so that sums are exact.
 weight = st.sampled_from([0.0, 0.125, 0.25, 0.25, 0.5, 1.0, 3.0])

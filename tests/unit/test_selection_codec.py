@@ -8,9 +8,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparsity.selection import BlockSelection
-from wire.errors import InvalidArgument
-from wire.selection_codec import NamedSelection, Reference, UnknownReference, decode_selection, encode_selection
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire.errors import InvalidArgument
+from specahead.wire.selection_codec import (
+    NamedSelection,
+    Reference,
+    UnknownReference,
+    decode_selection,
+    encode_selection,
+)
 
 NAME: Reference = (2**40 + 3, 200)  # epochs go on over all sessions, beyond 32 bits within a year
 DENSITIES = [0.0, 0.01, 0.1, 0.5, 1.0]

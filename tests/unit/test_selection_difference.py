@@ -8,15 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import selection_difference
-from kernels.selection_difference import CodedDifferences, code_difference
-from sparsity.selection import BlockSelection, row_words
+from specahead.kernels import selection_difference
+from specahead.kernels.selection_difference import CodedDifferences, code_difference
+from specahead.sparsity.selection import BlockSelection, row_words
+from specahead.wire.selection_codec import decode_selection, encode_selection, with_header
 from tests.compiling import compile_for_a_gpu
-from wire.selection_codec import decode_selection, encode_selection, with_header
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MODULE = "kernels.selection_difference"
+MODULE = "specahead.kernels.selection_difference"
 SHAPES = [(1, 1, [1]), (3, 33, [33, 0]), (7, 100, [99, 100, 1]), (2, 1030, [1030, 700])]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.selection
-from kernels.selection import select_nucleus, select_top_k
+import specahead.kernels.selection
+from specahead.kernels.selection import select_nucleus, select_top_k
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ def lengths_of(rows: int, n: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "chunk"), SIZES)
 def test_top_k(n: int, chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.selection, "CHUNK", chunk)
+    monkeypatch.setattr(specahead.kernels.selection, "CHUNK", chunk)
     rows = 5
     weights, valid = weights_of(kind, rows, n, n), lengths_of(rows, n, n)
     k = torch.tensor([n // 10, n, n // 2, 0, n // 3 + 1])
@@ -93,7 +93,7 @@ def test_top_k_of_all_lengths_and_counts(kind: str) -> None:
 @pytest.mark.parametrize("chunk", [8192, 512])
 def test_ties_that_are_taken_in_part(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where lists are cut to their width."""
-    monkeypatch.setattr(kernels.selection, "CHUNK", chunk)
+    monkeypatch.setattr(specahead.kernels.selection, "CHUNK", chunk)
     weights = torch.full((3, 600), 0.5)
     weights[:, 100:130] = 0.75
     weights[1, ::7] = 0.25
@@ -122,7 +122,7 @@ def test_an_entry_that_no_sample_sees_holds_the_nucleus(backend: Literal["torch"
 )
 def test_nucleus(n: int, chunk: int, kind: str, mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the mass, its lightest entries are needed for that, and nothing heavier is left out."""
-    monkeypatch.setattr(kernels.selection, "CHUNK", chunk)
+    monkeypatch.setattr(specahead.kernels.selection, "CHUNK", chunk)
     rows = 3
     weights, valid = weights_of(kind, rows, n, n), lengths_of(rows, n, n)
     got = lists_of(select_nucleus(weights.to(DEVICE), valid.to(DEVICE), mass, backend="triton"))

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from config import TargetSettings
-from engine.sampling import Sampling
-from sparsity.plan import uniform_plan
+from specahead.config import TargetSettings
+from specahead.engine.sampling.distributions import Sampling
+from specahead.sparsity.plan import uniform_plan
+from specahead.wire import messages as m
 from target_service import service
 from target_service.self_drafting import SelfDrafting, self_drafting
 from tests.unit.clock import Clock
@@ -18,7 +19,6 @@ from tests.unit.fake_models import GREEDY, FakeModel
 from tests.unit.test_grammar_sessions import END, GRAMMARS, SCHEMA, plain
 from tests.unit.test_sessions import PROMPT, RULED, STOPS, check_distribution
 from tests.unit.world import World, prompts, totals
-from wire import messages as m
 
 LLAMA_8B = uniform_plan(32, 8, 1, 1, budget=0.06)
 WEIGHT_TOKENS = 16.1e9 / 131072

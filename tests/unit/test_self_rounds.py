@@ -10,21 +10,22 @@ import pytest
 import torch
 import transformers
 
-import models
-from config import TargetSettings
-from engine.decoder import Decoder
-from engine.inputs import SequenceInput, SequenceOutput
-from engine.judging import Drafted
-from engine.kv.pages import PAGE_SIZE, SequenceKV
-from engine.kv.tiered import TieredKV
-from engine.loading.model import load_model
-from engine.loading.module import load_module
-from engine.loading.runner import make_runner
-from engine.logit_rules import rules_of
-from engine.model_runner import ModelRunner
-from engine.sampling import Sampling
-from evaluation.forks import fork
-from sparsity.plan import Plan, uniform_plan
+from specahead import models
+from specahead.config import TargetSettings
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.kv.tiered import TieredKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.module import load_module
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.sampling.logit_rules import rules_of
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.lab.evaluation.forks import fork
+from specahead.sparsity.plan import Plan, uniform_plan
+from specahead.wire import messages as m
 from target_service.self_drafting import DECAY, SelfDrafting
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
@@ -32,7 +33,6 @@ from tests.unit.fake_models import GREEDY
 from tests.unit.test_graphs import CONFIGS, DEVICE, tokens
 from tests.unit.test_sessions import p_value
 from tests.unit.world import target_probs
-from wire import messages as m
 
 GAMMA = 4
 PLAN = uniform_plan(3, 2, 1, 1, group_size=64, budget=1.0)

@@ -9,23 +9,23 @@ import aiohttp
 import grpc
 import pytest
 
-from orchestrator.access import OPEN as OPEN_PATHS
-from orchestrator.access import guard_http
-from orchestrator.callers import Callers
-from orchestrator.connection_limits import Connections
-from orchestrator.dashboard.feed import Feed
-from orchestrator.directory import name_services, services_of, side_of
-from orchestrator.generation import Frontend
-from orchestrator.grpc_gateway import InferenceServicer
-from orchestrator.http_gateway import make_app, serve_http
-from orchestrator.metrics import Metrics
-from orchestrator.observing import Observer
-from orchestrator.proxies import Proxies
-from orchestrator.served_models import ServedModels
+from orchestrator.api.connection_limits import Connections
+from orchestrator.api.dashboard.feed import Feed
+from orchestrator.api.grpc_gateway import InferenceServicer
+from orchestrator.api.http_gateway import make_app, serve_http
+from orchestrator.cluster.directory import name_services, services_of, side_of
+from orchestrator.requests.access import OPEN as OPEN_PATHS
+from orchestrator.requests.access import guard_http
+from orchestrator.requests.callers import Callers
+from orchestrator.requests.proxies import Proxies
+from orchestrator.sessions.generation import Frontend
+from orchestrator.sessions.metrics import Metrics
+from orchestrator.sessions.observer import Observer
+from orchestrator.sessions.served_models import ServedModels
 from protos import inference_pb2, inference_pb2_grpc
+from specahead.wire.access import OPEN
+from specahead.wire.server import start_server
 from tests.unit.gateway import LIMITS, ScriptedRouter
-from wire.access import OPEN
-from wire.server import start_server
 
 NAMES = "small", "large"
 ADDRESSES = {f"{name}@{model}": f"{model}:{name}" for model in NAMES for name in ("target-1", "target-2", "draft")}

@@ -7,10 +7,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
+from specahead.config import DraftSettings, TargetSettings
+from specahead.wire.server import start_server
 from target_service import service as target_service
-from wire.server import start_server
 
 
 async def test_health_can_be_watched() -> None:

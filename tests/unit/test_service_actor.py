@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 import target_service.service
-from config import TargetSettings
-from orchestrator import service_actor
-from orchestrator.service_actor import ServiceActor, share_of_cores
+from orchestrator.cluster import service_actor
+from orchestrator.cluster.service_actor import ServiceActor, share_of_cores
+from specahead.config import TargetSettings
 
 
 class Ended(BaseException):

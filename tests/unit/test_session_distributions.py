@@ -12,7 +12,7 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from engine.sampling import Sampling
+from specahead.engine.sampling.distributions import Sampling
 from tests.unit.clock import Clock
 from tests.unit.distributions import ALPHA, BIASES, Draws, bias_judges, changed_probs, check
 from tests.unit.fake_models import VOCAB

@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.recording import ReadRecording, load_reads
-from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
-from engine.sampling import Sampling
-from sparsity.methods import METHODS
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from specahead.engine.sampling.distributions import Sampling
+from specahead.lab.benchmarks.recording import ReadRecording, load_reads
+from specahead.sparsity.methods import METHODS
+from specahead.wire import messages as m
 from target_service import planning
 from target_service.commit import cut_at_end
 from target_service.controller import Controller, Pace, RoundSeen
@@ -28,7 +29,6 @@ from tests.proposals import together
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, PLAN, VOCAB, FakeModel, hashed
 from tests.unit.world import Faults, World, changed_logits, prompts, target_probs, totals
-from wire import messages as m
 
 # Greedy outcomes
 

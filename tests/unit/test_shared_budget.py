@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.shared_budget import remember_weights, room_left, score_blocks
-from sparsity.selection import BlockSelection
+from specahead.kernels.shared_budget import remember_weights, room_left, score_blocks
+from specahead.sparsity.selection import BlockSelection
 from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
@@ -102,7 +102,7 @@ def test_kernels_of_a_pass_that_shares_out_compile_for_a_gpu(tmp_path: Path) -> 
     types |= dict.fromkeys(("memory_ptr", "importance_ptr", "scores_ptr"), "*fp32")
     sizes = {"n": 6400, "word_count": 100, "rows": 256, "CHUNK": 1024}
     for kernel, fixed in {"_score_blocks_kernel": sizes, "_room_left_kernel": {"CHUNK": 2048, "PDL": True}}.items():
-        compile_for_a_gpu("kernels.shared_budget", kernel, types, [fixed], tmp_path)
+        compile_for_a_gpu("specahead.kernels.shared_budget", kernel, types, [fixed], tmp_path)
 
 
 @pytest.mark.parametrize(("groups", "rows", "n"), SHAPES)

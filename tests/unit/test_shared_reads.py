@@ -5,17 +5,17 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-import models
-from engine.inputs import SequenceInput, SequenceOutput, SparseRead
-from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from evaluation.choice import choose_over_all
-from sparsity.announce import LEAST_WINDOW, shared_room
-from sparsity.choice import mandatory
-from sparsity.methods import METHODS
-from sparsity.reader import Reader, to_lists
-from sparsity.selection import BlockSelection
+from specahead import models
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
+from specahead.lab.evaluation.choice import choose_over_all
+from specahead.sparsity.announce import LEAST_WINDOW, shared_room
+from specahead.sparsity.choice import mandatory
+from specahead.sparsity.methods import METHODS
+from specahead.sparsity.reader import Reader, to_lists
+from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.shared_top_k import launch, mark_top_k_over_all, select_top_k_over_all
+from specahead.kernels.shared_top_k import launch, mark_top_k_over_all, select_top_k_over_all
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

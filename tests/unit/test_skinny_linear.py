@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.skinny_linear import MAX_ROWS, Tuning, skinny_linear
+from specahead.kernels.skinny_linear import MAX_ROWS, Tuning, skinny_linear
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

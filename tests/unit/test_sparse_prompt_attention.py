@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.prompt_attention import PIECE, UNIT, attend_to_prompts, cudnn_attends, make_room, plan_prompts
-from kernels.sparse_prompt_attention import (
+from specahead.kernels.prompt_attention import PIECE, UNIT, attend_to_prompts, cudnn_attends, make_room, plan_prompts
+from specahead.kernels.sparse_prompt_attention import (
     BLOCK,
     WINDOW,
     SparsePart,

@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
-from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model, load_modules
-from engine.model_runner import ModelRunner
-from engine.modules import ModulesDecoder
-from evaluation.attending import forward_attending, forward_weighing
-from evaluation.forks import fork
-from evaluation.just_in_time import SequenceKeys
-from evaluation.methods import RIVALS
-from evaluation.models import load_runner, output_projections
-from evaluation.readers import LayerReader
-from kernels.selection import compact
-from models import DRAFT
-from sparsity.plan import uniform_plan
-from sparsity.selection import BlockSelection, row_words
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model, load_modules
+from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.kernels.selection import compact
+from specahead.lab.evaluation.attending import forward_attending, forward_weighing
+from specahead.lab.evaluation.forks import fork
+from specahead.lab.evaluation.just_in_time import SequenceKeys
+from specahead.lab.evaluation.methods import RIVALS
+from specahead.lab.evaluation.models import load_runner, output_projections
+from specahead.lab.evaluation.readers import LayerReader
+from specahead.models import DRAFT
+from specahead.sparsity.plan import uniform_plan
+from specahead.sparsity.selection import BlockSelection, row_words
 
 LAYERS, KV_HEADS = 4, 2
 TOKENS = [(7 * i * i + 3 * i) % 4000 + 50 for i in range(203)]
@@ -51,7 +51,7 @@ def prompt(runner: ModelRunner) -> Iterator[SequenceKV]:
 
 @dataclass
 class Fixed:
-    """A selector (evaluation.readers) that has made up its mind; `seen`: what it was asked with."""
+    """A selector (specahead.lab.evaluation.readers) that has made up its mind; `seen`: what it was asked with."""
 
     chosen: list[Tensor | None]
     seen: list[tuple[int, Tensor, SequenceKeys, float]] = field(default_factory=list)

@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.status import _cells, _model, _nodes, _read_metrics, _show
-from orchestrator.metrics import Metrics, exposition
-from orchestrator.router import TargetState
-from wire.messages import ServiceStatus
+from orchestrator.sessions.metrics import Metrics, exposition
+from orchestrator.sessions.router import TargetState
+from specahead.cli.status import _cells, _model, _nodes, _read_metrics, _show
+from specahead.wire.messages import ServiceStatus
 
 ADDRESSES = {"target-1": "10.0.0.1:7", "target-2": "10.0.0.2:7", "draft": "10.0.0.1:8"}
 

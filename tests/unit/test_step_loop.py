@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner import Runner
-from engine.step_loop import HUNG, MOST_FAILURES, preparation_of, run_step_loop, share_prefill
-from kernels.prompt_attention import UNIT, size_of_own
+from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.step_loop import HUNG, MOST_FAILURES, preparation_of, run_step_loop, share_prefill
+from specahead.kernels.prompt_attention import UNIT, size_of_own
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -169,7 +169,7 @@ def test_a_device_that_is_lost_ends_the_loop_at_once(error: Exception, caplog: p
 
 HANGING = """
 import asyncio, time
-from engine.step_loop import run_step_loop
+from specahead.engine.steps.step_loop import run_step_loop
 never = lambda *_: None
 work = run_step_loop(lambda: 1, lambda step: time.sleep(100), never, never, asyncio.Event(), never, step_timeout=0.2)
 asyncio.run(work)

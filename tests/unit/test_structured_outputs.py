@@ -19,22 +19,22 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 from tokenizers import AddedToken
 
-from config.sections import JSON_WHITESPACE
-from engine.grammars import Grammars, unpack_mask
-from engine.loading.tokenizer import count_token_ids
-from orchestrator import grammar_compiler
-from orchestrator.chat_grammars import chat_grammar
-from orchestrator.chat_request import ChatRequest
-from orchestrator.compile_grammar import find_excess, make_source
-from orchestrator.grammar_compiler import GrammarCompiler
-from orchestrator.lark import Lark
-from orchestrator.replies import ReplyFormat
-from orchestrator.requests import read_request
-from orchestrator.structural_tags import tag_grammar
-from orchestrator.structured_outputs import COMPACT, WHITE_SPACES, Kind, Structure
+from orchestrator.requests.chat_request import ChatRequest
+from orchestrator.requests.requests import read_request
+from orchestrator.text import grammar_compiler
+from orchestrator.text.chat_grammars import chat_grammar
+from orchestrator.text.compile_grammar import find_excess, make_source
+from orchestrator.text.grammar_compiler import GrammarCompiler
+from orchestrator.text.lark import Lark
+from orchestrator.text.replies import ReplyFormat
+from orchestrator.text.structural_tags import tag_grammar
+from orchestrator.text.structured_outputs import COMPACT, WHITE_SPACES, Kind, Structure
+from specahead.config.sections import JSON_WHITESPACE
+from specahead.engine.loading.tokenizer import count_token_ids
+from specahead.engine.sampling.grammars import Grammars, unpack_mask
+from specahead.wire.errors import InvalidArgument, ServiceError, Unavailable
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 from tests.unit.inline import Inline
-from wire.errors import InvalidArgument, ServiceError, Unavailable
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me of the sea."}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

@@ -6,9 +6,9 @@ from collections import deque
 import grpc
 import pytest
 
-from orchestrator.supervision import supervise
-from wire.errors import ClusterError
-from wire.messages import ServiceStatus
+from orchestrator.cluster.supervision import supervise
+from specahead.wire.errors import ClusterError
+from specahead.wire.messages import ServiceStatus
 
 STATUS = ServiceStatus("target", 1, [], "", {}, {})
 HANGS, GONE = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE
@@ -62,7 +62,7 @@ class Placement:
 
 @pytest.fixture(autouse=True)
 def short_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.supervision.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("orchestrator.cluster.supervision.BEAT_SECONDS", 0.01)
 
 
 def put(name: str, address: str) -> None:
@@ -176,7 +176,7 @@ async def test_the_head_of_a_joined_ray_may_be_away_for_a_while(caplog: pytest.L
 
 
 async def test_a_head_that_stays_away_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.supervision.RAY_AWAY", 0.1)
+    monkeypatch.setattr("orchestrator.cluster.supervision.RAY_AWAY", 0.1)
     placement = Placement(lost=9, away=10**9, owns_ray=False)
     with pytest.raises(ClusterError, match="could not be placed again"):
         await supervise({"target": Service(None).ask}, placement, put)

@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from config import TargetSettings
-from config.sections import MAX_BRANCHES
-from engine.kv.pages import PAGE_SIZE
-from engine.kv.tiered import TieredKV
-from engine.sampling import Sampling
-from engine.step_loop import run_step_loop
-from sparsity.announce import BY_DRAFT_HEAD
-from sparsity.methods import methods_of
-from sparsity.selection import BlockSelection
-from target_service.reads import take_reads
+from specahead.config import TargetSettings
+from specahead.config.sections import MAX_BRANCHES
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.kv.tiered import TieredKV
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.step_loop import run_step_loop
+from specahead.sparsity.announce import BY_DRAFT_HEAD
+from specahead.sparsity.methods import methods_of
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire import convert
+from specahead.wire import messages as m
+from specahead.wire.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from specahead.wire.selection_codec import encode_selection
+from target_service.inspection import take_reads
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.proposals import together
 from tests.unit.fake_models import GREEDY, KV_HEADS, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
-from wire import convert
-from wire import messages as m
-from wire.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
-from wire.selection_codec import encode_selection
 
 INTERNAL = StatusCode.INTERNAL
 pytestmark = pytest.mark.usefixtures("clock")
@@ -128,7 +128,7 @@ def test_the_reads_of_a_long_exact_session_are_counted_in_columns() -> None:
     session = stand.session
     for columns, most in ((19, 256), (10, 10), (5, 5)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("target_service.reads.MOST_COLUMNS", most)
+            patch.setattr("target_service.inspection.MOST_COLUMNS", most)
             session.reads_wanted = True
             take_reads(session, PLAN, stand.runner.kv)
         reads = session.reads

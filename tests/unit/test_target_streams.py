@@ -11,15 +11,15 @@ from typing import Any
 import grpc
 import pytest
 
-from config import TargetSettings
-from engine.sampling import Sampling
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
+from specahead.config import TargetSettings
+from specahead.engine.sampling.distributions import Sampling
+from specahead.wire import convert
+from specahead.wire import messages as m
 from target_service.admission import Admission
 from target_service.service import serve
 from tests.proposals import together
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, Logits
-from wire import convert
-from wire import messages as m
 
 PROMPT = list(range(1, 21))
 HELLO = m.Hello("draft", "any", VOCAB, "hash", PLAN.hash, 4, PLAN.block_size)
@@ -255,7 +255,7 @@ async def test_an_error_in_receiving_a_frame_is_no_ok(
 async def test_a_peer_that_falls_silent_is_let_go(
     kind: Callable[[grpc.aio.Channel], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wire.streams.BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("specahead.wire.streams.BEAT_SECONDS", 0.05)
     async with target() as channel:
         peer = kind(channel)
         if isinstance(peer, Draft):
@@ -434,7 +434,7 @@ async def test_a_frame_that_names_no_session_ends_its_stream_and_no_other() -> N
 
 async def test_a_peer_that_speaks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """For several times as long as one that is silent."""
-    monkeypatch.setattr("wire.streams.BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("specahead.wire.streams.BEAT_SECONDS", 0.05)
     async with target() as channel:
         ours = Orchestrator(channel)
         await ours.send(opening("a", 150))

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from orchestrator.text import Detokenizer, StopFinder
+from orchestrator.text.detokenizer import Detokenizer, StopFinder
 
 REPLACEMENT = "\ufffd"
 AWKWARD = [

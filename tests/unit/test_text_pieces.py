@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator.special_tokens import TextEncoder
-from orchestrator.text_pieces import LEAST_CHARACTERS, PieceEncoder
+from orchestrator.text.special_tokens import TextEncoder
+from orchestrator.text.text_pieces import LEAST_CHARACTERS, PieceEncoder
 
 MARKS = ["<|user|>", "<|assistant|>", "<|endoftext|>", "<|system|>"]
 LONG = "The old man was thin and gaunt. " * 20

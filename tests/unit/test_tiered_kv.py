@@ -23,11 +23,11 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
-from engine.kv.staged import StagedReads
-from engine.kv.tier_memory import PROGRAMS, head_rows
-from engine.kv.tiered import CLOCK_SHARE, COPIED_AT_ONCE, TieredKV
-from evaluation.forks import fork
+from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
+from specahead.engine.kv.staged import StagedReads
+from specahead.engine.kv.tier_memory import PROGRAMS, head_rows
+from specahead.engine.kv.tiered import CLOCK_SHARE, COPIED_AT_ONCE, TieredKV
+from specahead.lab.evaluation.forks import fork
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, HEADS, DIM = 2, 2, 2

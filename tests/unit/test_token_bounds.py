@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator.special_tokens import TextEncoder
-from orchestrator.token_bounds import TokenBound
+from orchestrator.text.special_tokens import TextEncoder
+from orchestrator.text.token_bounds import TokenBound
 from tests.books import read_books
 
 PIECES = [" ", " " * 40, "the", "e\u0301", "\u1112\u1161\u11ab", "é", "=" * 30, "\n", "<s>", "[gap]", "\U0001f600", "a"]

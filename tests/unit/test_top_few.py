@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.top_few import top_few
+from specahead.kernels.top_few import top_few
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,18 +11,18 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from config import SettingsError
-from engine.sampling import Sampling
-from orchestrator.callers import Callers
-from orchestrator.keys import Key, digest_of
-from orchestrator.ledger import Record
-from orchestrator.tracing import RequestTrace, tracing
+from orchestrator.requests.callers import Callers
+from orchestrator.requests.keys import Key, digest_of
+from orchestrator.sessions.ledger import Record
+from orchestrator.sessions.tracing import RequestTrace, tracing
+from specahead.config import SettingsError
+from specahead.engine.sampling.distributions import Sampling
+from specahead.wire.errors import Unavailable
+from specahead.wire.messages import Exactness
+from specahead.wire.tracing import NANO, service_spans
 from tests.unit.clock import Clock
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 from tests.unit.world import World
-from wire.errors import Unavailable
-from wire.messages import Exactness
-from wire.tracing import NANO, service_spans
 
 ASK = {"model": MODEL, "prompt": "The secret of the sea", "max_tokens": 8}
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -5,12 +5,12 @@ import time
 import numpy as np
 import pytest
 
-from config import DraftSettings
 from draft_service.sessions import DraftSession, TargetPeer
 from draft_service.steps import Work, put_off_until
 from draft_service.verdict_times import VerdictTimes
-from engine.rounds.requests import DraftedTokens
-from engine.sampling import Sampling
+from specahead.config import DraftSettings
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.rounds.requests import DraftedTokens
 
 SETTINGS = DraftSettings(micro_batches=1)
 

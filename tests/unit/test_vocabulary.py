@@ -7,14 +7,14 @@ import pytest
 import torch
 import transformers
 
-import models
-from config import ModelSettings
-from engine.inputs import SequenceInput
-from engine.kv.pages import SequenceKV
-from engine.loading.module import load_module
-from engine.loading.opening import OpenedModel, open_model
-from engine.loading.tokenizer import count_token_ids, load_tokenizer
-from wire.messages import Hello
+from specahead import models
+from specahead.config import ModelSettings
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.module import load_module
+from specahead.engine.loading.opening import OpenedModel, open_model
+from specahead.engine.loading.tokenizer import count_token_ids, load_tokenizer
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.wire.messages import Hello
 
 IDS = 4096  # of the bundled tokenizer
 

@@ -13,28 +13,28 @@ import numpy as np
 import pytest
 import torch
 
-import models
-from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import DraftSession, TargetPeer
-from engine import model_runner
-from engine.graphs import Captured, Graphs
-from engine.inputs import SequenceInput, SequenceOutput
-from engine.judging import WIDE_SUPPORT, Drafted
-from engine.kv.cache import KVCache
-from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model
-from engine.loading.runner import make_runner
-from engine.logit_rules import rules_of
-from engine.model_runner import ModelRunner
-from engine.passes.grouping import FEW, StepLimits, step_shape
-from engine.passes.shape import PassShape
-from engine.sampling import Sampling, Support
-from engine.staging import Buffers, Staging
+from specahead import models
+from specahead.config import DraftSettings, TargetSettings
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import Sampling, Support
+from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted
+from specahead.engine.sampling.logit_rules import rules_of
+from specahead.engine.steps import model_runner
+from specahead.engine.steps.graphs import Captured, Graphs
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.passes.grouping import FEW, StepLimits, step_shape
+from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.staging import Buffers, Staging
+from specahead.wire.messages import At, Begin, DraftEvent, End, Proposals, Verdict
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
-from wire.messages import At, Begin, DraftEvent, End, Proposals, Verdict
 
 SESSIONS, GAMMA = 2, 4
 STEADY = (GAMMA, 0), (0, 0), (GAMMA, 0)  # tokens accepted of a round, and how many are wanted of the next one; 0: all
@@ -71,7 +71,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert all(callable(make()) for make in makers)
         compiled.append(len(makers))
 
-    for module in ("engine.model_runner", "engine.round_runner"):
+    for module in ("specahead.engine.steps.model_runner", "specahead.engine.steps.round_runner"):
         monkeypatch.setattr(f"{module}.WARM_SESSIONS", 1)
         if not torch.cuda.is_available():
             monkeypatch.setattr(f"{module}.compile_ahead", compile_ahead)
@@ -150,7 +150,7 @@ def test_no_number_that_a_client_or_a_draft_chooses_has_more_than_three_sizes(vo
 
 
 def test_the_least_recently_used_graph_is_dropped_unless_it_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.graphs.MOST_UNPREPARED", 2)
+    monkeypatch.setattr("specahead.engine.steps.graphs.MOST_UNPREPARED", 2)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(Graphs, "_capture", lambda self, captured: Launches(captured))
     graphs, ran = Graphs(captures=True), list[str]()
@@ -175,7 +175,7 @@ def test_the_least_recently_used_graph_is_dropped_unless_it_was_prepared(monkeyp
 def test_steps_whose_graphs_are_dropped_again_and_again_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one of three: the memory of a dropped graph is another's."""
     runner, kv, verdicts = runner_of(models.TARGET), SequenceKV(), dict[int, list[tuple[int, int] | None]]()
-    monkeypatch.setattr("engine.graphs.MOST_UNPREPARED", 1)
+    monkeypatch.setattr("specahead.engine.steps.graphs.MOST_UNPREPARED", 1)
     made = Graphs.made
     for top_k in (0, 5, 500) * 4:
         drafted = Drafted([5, 6], [], Sampling(1.5, seed=3, top_k=top_k), 7)
@@ -237,7 +237,7 @@ def test_no_round_of_a_draft_is_captured_for_a_request(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], rows: int
 ) -> None:
     """rows: of all branches in a step, at most."""
-    monkeypatch.setattr("engine.rounds.requests.MOST_ROWS", rows)
+    monkeypatch.setattr("specahead.engine.steps.rounds.requests.MOST_ROWS", rows)
     plan, runner = bundled_plan(), runner_of(models.DRAFT)
     settings = {"gamma": GAMMA, **settings}
     drafter = Drafter(runner, plan, DraftSettings(max_sessions=SESSIONS, **settings))

@@ -9,28 +9,28 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
-import models
-from benchmarks.scripted import KV_HEADS, LAYERS, VOCAB, ScriptedRunner, scripted_plan
-from benchmarks.serving.controls import Controls
-from benchmarks.serving.service import ControlledDrafter
-from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from engine.inputs import SequenceInput, SequenceOutput
-from engine.kv.pages import PAGE_SIZE
-from engine.passes.outputs import StepUnderWay
-from engine.rounds.behind_steps import Verdict
-from engine.rounds.requests import RoundOutput, RoundRequest
-from engine.rounds.under_way import RoundsUnderWay
-from engine.sampling import Sampling
-from kernels.few_rows_linear import MOST_ROWS
+from specahead import models
+from specahead.config import DraftSettings, TargetSettings
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.passes.outputs import StepUnderWay
+from specahead.engine.steps.rounds.behind_steps import Verdict
+from specahead.engine.steps.rounds.requests import RoundOutput, RoundRequest
+from specahead.engine.steps.rounds.under_way import RoundsUnderWay
+from specahead.kernels.few_rows_linear import MOST_ROWS
+from specahead.lab.benchmarks.scripted import KV_HEADS, LAYERS, VOCAB, ScriptedRunner, scripted_plan
+from specahead.lab.benchmarks.serving.controls import Controls
+from specahead.lab.benchmarks.serving.service import ControlledDrafter
+from specahead.wire import messages as m
 from target_service.draft_in_target import StepsByTurns
 from target_service.self_drafting import LINK
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.chaining import ChainingRunner, RoundsAtOnce, StepAtOnce
 from tests.unit.clock import Clock
-from wire import messages as m
 
 Launched = TypeVar("Launched")
 SETTLED = 5  # commits of a session before its tokens count

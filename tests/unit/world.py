@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
-import models
-from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from engine.grammars import Grammars
-from engine.sampling import Sampling
-from orchestrator.ledger import Ledger, Record
-from sparsity.plan import Plan
+from orchestrator.sessions.ledger import Ledger, Record
+from specahead import models
+from specahead.config import DraftSettings, TargetSettings
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.grammars import Grammars
+from specahead.sparsity.plan import Plan
+from specahead.wire import convert
+from specahead.wire import messages as m
+from specahead.wire.tracing import NO_SPANS, Spans
 from target_service.session import DraftPeer, TargetSession
 from target_service.verifier import OnRound, Verifier
 from tests.unit.clock import Clock
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
-from wire import convert
-from wire import messages as m
-from wire.tracing import NO_SPANS, Spans
 
 
 class Link:

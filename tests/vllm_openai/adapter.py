@@ -12,10 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from config.version import running_version
-from engine.loading.shape import load_shape
-from engine.loading.tokenizer import load_tokenizer
-from models import TARGET
+from specahead.config.version import running_version
+from specahead.engine.loading.shape import load_shape
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.models import TARGET
 from tests.stack import Stack, start_stack
 from tests.vllm_openai.exclusions import EXCLUDED
 

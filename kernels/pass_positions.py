@@ -1,0 +1,115 @@
+"""Where the tokens of a round's passes stand that run one token of each branch, for all passes at once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specahead.kernels.backends import check_backend, jit, tl
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The branches of sequences; a sequence that does not branch is one. Rows are the branches of all sequences.
+
+    before: [rows] int32, tokens of the sequence that a branch sees; 0: there is none. own: [rows] int32, where its own
+    tokens begin in the sequence's KV. kept: [rows] int32, whether the KV of these is written. tables: [sequences,
+    pages] int32. each: how many a sequence has.
+    """
+
+    before: Tensor
+    own: Tensor
+    kept: Tensor
+    tables: Tensor
+    each: int
+
+
+@dataclass(frozen=True)
+class PassPlaces:
+    """Where the tokens of each pass stand.
+
+    starts: [sequences + 1] int32, the first row of each sequence. positions, slots: [passes, rows] int64, slots as
+    page * page_size + offset, -1: not written. visible: [passes, rows, 3] int32, tokens of its sequence that each sees,
+    and from where to where its own ones lie, as of `Batch.visible`; None where no sequence branches. ends: [passes,
+    rows] int32, where the tokens that each sees end: the last of these three.
+    """
+
+    starts: Tensor
+    positions: Tensor
+    slots: Tensor
+    visible: Tensor | None
+    ends: Tensor
+
+
+def place_passes(branches: Branches, passes: int, page_size: int, backend: str = "torch") -> PassPlaces:
+    """Return where the token of each branch stands in each of so many passes, the first of which runs its first one."""
+    check_backend("place_passes", backend)
+    rows, device = len(branches.before), branches.before.device
+    if backend == "torch":
+        return _place_by_torch(branches, passes, page_size)
+    positions, slots = (torch.empty(passes, rows, dtype=torch.int64, device=device) for _ in range(2))
+    visible = torch.empty(passes, rows, 3, dtype=torch.int32, device=device) if branches.each > 1 else None
+    ends = torch.empty(passes, rows, dtype=torch.int32, device=device)
+    starts = torch.empty(rows // branches.each + 1, dtype=torch.int32, device=device)
+    given = branches.before, branches.own, branches.kept, branches.tables
+    places = PassPlaces(starts, positions, slots, visible, ends)
+    numbers = passes, rows, branches.tables.shape[1], branches.each
+    _place_passes_kernel[(-(-max(1, passes) * (rows + 1) // 128),)](
+        *given, starts, positions, slots, visible, ends, *numbers, PAGE=page_size, CHUNK=128
+    )
+    return places
+
+
+def _place_by_torch(branches: Branches, passes: int, page_size: int) -> PassPlaces:
+    before, own, present = branches.before, branches.own, branches.before > 0
+    rows, device = len(before), before.device
+    index = torch.arange(passes, dtype=torch.int32, device=device)[:, None]
+    starts = torch.arange(0, rows + 1, branches.each, dtype=torch.int32, device=device)
+    sequence = torch.arange(rows, device=device) // branches.each
+    at = (own + index).where(branches.kept > 0, 0)
+    slots = branches.tables[sequence, at // page_size].long() * page_size + at % page_size
+    positions = (before.long() + index).where(present, 0)
+    ends = (own + index + 1).where(present, 0)
+    visible = None
+    if branches.each > 1:
+        visible = torch.stack((before.expand_as(ends), own.expand_as(ends), ends), 2)
+    return PassPlaces(starts, positions, slots.where(branches.kept > 0, -1), visible, ends)
+
+
+@jit
+def _place_passes_kernel(
+    before_ptr,
+    own_ptr,
+    kept_ptr,
+    tables_ptr,
+    starts_ptr,
+    positions_ptr,
+    slots_ptr,
+    visible_ptr,
+    ends_ptr,
+    passes,
+    rows,
+    pages,
+    each,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Some of the branches of all passes."""
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    tl.store(starts_ptr + at, at * each, mask=at * each <= rows)
+    inside = at < passes * rows
+    index, row = at // rows, at % rows
+    before = tl.load(before_ptr + row, mask=inside, other=0)
+    own = tl.load(own_ptr + row, mask=inside, other=0)
+    kept = inside & (tl.load(kept_ptr + row, mask=inside, other=0) > 0)
+    position = own + index
+    page = tl.load(tables_ptr + (row // each).to(tl.int64) * pages + position // PAGE, mask=kept, other=0)
+    slot = page.to(tl.int64) * PAGE + position % PAGE
+    end = tl.where(before > 0, position + 1, 0)
+    tl.store(positions_ptr + at, tl.where(before > 0, before.to(tl.int64) + index, 0), mask=inside)
+    tl.store(slots_ptr + at, tl.where(kept, slot, -1), mask=inside)
+    tl.store(ends_ptr + at, end, mask=inside)
+    if visible_ptr is not None:
+        tl.store(visible_ptr + at * 3, before, mask=inside)
+        tl.store(visible_ptr + at * 3 + 1, own, mask=inside)
+        tl.store(visible_ptr + at * 3 + 2, end, mask=inside)

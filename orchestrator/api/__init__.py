@@ -1,0 +1,1 @@
+"""The endpoints that clients call: HTTP, gRPC and the dashboard."""

@@ -1,0 +1,113 @@
+"""`/dashboard`, a page that anyone may load and that shows nothing without a key, and what it asks for with one."""
+
+import asyncio
+import base64
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, StreamingResponse
+
+from orchestrator.cluster.directory import services_of
+from orchestrator.cluster.service_status import gauges_of_targets
+from orchestrator.requests.callers import Caller, current_caller
+from orchestrator.sessions.generation import Frontend
+from orchestrator.sessions.served_models import ServedModels
+from specahead.config.sections import WITHOUT_DRAFT
+from specahead.wire.errors import ServiceError
+from specahead.wire.messages import ServiceStatus
+
+PAGE = Path(__file__).parent / "page.html"
+TICK_SECONDS = 0.25
+STATUS_TICKS = 4  # of which each has a status of the services
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/dashboard")
+async def show_page() -> Response:
+    """Give the page itself."""
+    text, policy = _page()
+    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    return HTMLResponse(text, headers=headers | {"X-Content-Type-Options": "nosniff"})
+
+
+@cache
+def _page() -> tuple[str, str]:
+    """Return the page and the policy that binds browsers to its own script and style, and to calls of this server."""
+    text = PAGE.read_text(encoding="utf-8")
+    script, style = (_hash_of(text, tag) for tag in ("script", "style"))
+    policy = f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:"
+    return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+def _hash_of(page: str, tag: str) -> str:
+    """Return how a policy names the one inline script or style of a page."""
+    (inline,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
+
+
+@router.get("/dashboard/events")
+async def follow(request: Request) -> Response:
+    """Tell what happens as it happens, as server-sent events, until the client leaves."""
+    state = request.app.state
+    state.models.feed.check_room()  # now, so that one viewer too many is refused with a status
+    events = _events(current_caller(), state.models, state.read_status)
+    texts = (f"data: {json.dumps(event)}\n\n" async for event in events)
+    return StreamingResponse(texts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _events(
+    caller: Caller, models: ServedModels, read_status: Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
+) -> AsyncIterator[dict[str, Any]]:
+    names, drafts = ([getattr(each, name) for each in models] for name in ("name", "draft_name"))
+    yield {"type": "hello", "model": ", ".join(names), "draft": ", ".join(drafts)}
+    feed = models.feed
+    with feed.viewer(caller.name) as viewer:
+        for tick in itertools.count():
+            if not caller.allowed:
+                return
+            if tick % STATUS_TICKS == 0:
+                yield _status(models, await read_status())
+            event = feed.take(viewer)
+            if event is not None:
+                yield event
+            await asyncio.sleep(TICK_SECONDS)
+
+
+def _status(models: ServedModels, services: Mapping[str, ServiceStatus | None]) -> dict[str, Any]:
+    gauges, running = gauges_of_targets(services), sum(each.router.running for each in models)
+    waiting = min(running, int(gauges.get("queued_sessions", 0)))
+    return {
+        "type": "status",
+        "running": running - waiting,
+        "waiting": waiting,
+        "kv_held": gauges.get("kv_pages_held", 0),
+        "kv_pages": gauges.get("kv_pages", 0),
+        "target": all(each.router.connected for each in models),
+        "draft": all(_is_drafted(each, services_of(each.name, services)) for each in models),
+    }
+
+
+def _is_drafted(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) -> bool:
+    attached = any(status is not None and status.attached for status in services.values())
+    return attached or frontend.draft_name in WITHOUT_DRAFT
+
+
+@router.get("/dashboard/sessions/{number}/reads")
+async def show_reads(number: int, request: Request) -> dict[str, Any] | None:
+    """Tell which blocks a round of a session read, by layer, and have its next round looked at; null if none runs."""
+    models: ServedModels = request.app.state.models
+    try:
+        record = models.feed.record(number)
+        reads = await models.holding(record).router.reads(record.session)
+    except ServiceError:  # it waits, has just ended, or the target is lost: the page asks again
+        return None
+    return asdict(reads) | {"at": {"round": reads.at.round, "base": reads.at.base}}

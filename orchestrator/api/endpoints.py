@@ -1,0 +1,237 @@
+"""The client endpoints over a running target and draft: what is served, until when."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.api.connection_limits import Connections
+from orchestrator.api.dashboard.feed import Feed
+from orchestrator.api.grpc_gateway import InferenceServicer
+from orchestrator.api.http_gateway import make_app, serve_http
+from orchestrator.cluster.autoscaling import Autoscaler
+from orchestrator.cluster.connecting import wait_until_connected
+from orchestrator.cluster.directory import side_of
+from orchestrator.cluster.placement import Directories, Look, addresses_in, keep_found
+from orchestrator.cluster.scaling import Scaler, scaling_of
+from orchestrator.cluster.service_status import Asks, AskStatus, Lines, keep_told, read_statuses
+from orchestrator.cluster.supervision import supervise
+from orchestrator.requests.access import Access, guard_http, hosts_of, open_paths
+from orchestrator.requests.keys import watch_keys
+from orchestrator.requests.records import Limits, default_sampling, max_message
+from orchestrator.sessions.generation import Frontend
+from orchestrator.sessions.metrics import Metrics
+from orchestrator.sessions.observer import Observer
+from orchestrator.sessions.router import Router
+from orchestrator.sessions.served_models import ServedModels
+from orchestrator.sessions.tracing import tracing
+from orchestrator.text.replies import find_format
+from orchestrator.text.structured_outputs import WHITE_SPACES
+from protos import inference_pb2_grpc
+from specahead.config import Config, SettingsError
+from specahead.config.garbage import keep_loaded
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.loading.shape import load_shape
+from specahead.engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
+from specahead.sparsity.methods import load_served_plan, methods_of
+from specahead.wire.access import Guard
+from specahead.wire.messages import ServiceStatus
+from specahead.wire.server import start_server
+from specahead.wire.streams import run_together
+
+if TYPE_CHECKING:
+    from orchestrator.cluster.fleet import RayPlacement
+
+log = logging.getLogger(__name__)
+
+
+def resolve_context(config: Config) -> Config:
+    """Fill max_context in from the models, and refuse more than they allow."""
+    if config.several:
+        several = tuple(map(resolve_context, config.several))
+        return replace(several[0], several=several)
+    target, draft = config.target, config.draft
+    models = [target.model, draft.model] if draft.has_draft else [target.model]
+    allowed = min(load_shape(model).max_position_embeddings for model in models)
+    if target.max_context > allowed:
+        raise SettingsError(f"max_context {target.max_context}: the models allow {allowed} tokens")
+    room = allowed
+    if target.kv_tokens:
+        room = min(allowed, target.kv_tokens - 2 * (target.most_drafted + 1) - 16)
+    context = target.max_context or room
+    return replace(config, target=replace(target, max_context=context), draft=replace(draft, max_context=context))
+
+
+@contextlib.asynccontextmanager
+async def serve_clients(
+    config: Config, access: Access, directories: Sequence[Directories], services: Mapping[str, AskStatus]
+) -> AsyncIterator[tuple[str, str, ServedModels]]:
+    """The addresses of the client endpoints over services (gRPC, HTTP) and what they serve; drained and closed at the
+    end.
+
+    directories: where the services of each model are, by side. services: how each is asked for its status, by name.
+
+    Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
+    """
+    clients = config.clients
+    read_addresses = partial(addresses_in, directories)
+    async with contextlib.AsyncExitStack() as started:
+        tracer, feed = started.enter_context(tracing(clients.trace_share)), Feed()
+        frontends = [
+            _make_frontend(model, _make_router(model, access, where), tracer, feed)
+            for model, where in zip(config.by_model, directories, strict=True)
+        ]
+        models = ServedModels(frontends)
+
+        async def read_status() -> Mapping[str, ServiceStatus | None]:
+            return await read_statuses(services)
+
+        for frontend in frontends:
+            await started.enter_async_context(frontend.router.connected_to_targets())
+        add = inference_pb2_grpc.add_InferenceServicer_to_server
+        inference = (add, InferenceServicer(models), "specahead.v1.Inference")
+        guard = Guard(access.callers.admit, access.client_tls, access.locate_call, models.observer.report)
+        longest = max(max_message(frontend.limits) for frontend in frontends)
+        server = await start_server(clients.host, clients.grpc_port, [inference], guard, longest)
+        started.push_async_callback(server.stop, 1.0)
+        connections = Connections.within_open_files(clients.max_connections, access.proxies)
+        app = make_app(models, read_status, read_addresses)
+        hosts = hosts_of(clients.host, clients.allowed_hosts)
+        guarded = guard_http(app, access.callers, open_paths(clients), models, access.proxies, hosts)
+        http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
+        http_address = await started.enter_async_context(http)
+        await server.set_serving(True)
+        try:
+            log.info("waiting for the services to find each other", extra=read_addresses())
+            for model, frontend, where in zip(config.by_model, frontends, directories, strict=True):
+                await _connect(model, frontend, where, services)
+            yield server.address, http_address, models
+        finally:
+            await server.set_serving(False)
+            await models.drain(clients.shutdown_grace)
+
+
+def _make_router(config: Config, access: Access, directories: Directories) -> Router:
+    clients = config.clients
+    timeouts = clients.resume_timeout, clients.request_timeout
+    count = access.callers.count_elsewhere
+    return Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait, count)
+
+
+async def _connect(
+    config: Config, frontend: Frontend, directories: Directories, services: Mapping[str, AskStatus]
+) -> None:
+    """Wait until a model's services have found each other, and note how long its requests may be.
+
+    Raises ClusterError.
+    """
+    read_addresses = partial(addresses_in, [directories])
+    asks = {name: services[name] for name in read_addresses()}
+    targets = await wait_until_connected(frontend.router, asks, read_addresses, config.cluster.connect_timeout)
+    pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
+    room = pages * PAGE_SIZE - config.target.most_drafted - 1
+    frontend.limits = replace(frontend.limits, kv_tokens=max(room, 0))
+
+
+def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> Frontend:
+    """Return what both endpoints stand on. Raises what transformers raises for a tokenizer that it cannot load."""
+    clients, model = config.clients, config.target.model
+    tokenizer = load_tokenizer(model)
+    plan = load_served_plan(config.target.plan_file, 0.0, "", *config.target.pair)
+    generation = load_generation_config(model)
+    defaults = generation if clients.generation_config == "auto" else {}
+    limits = Limits(
+        config.model_name,
+        min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
+        config.target.max_context,
+        stop_token_ids(generation, tokenizer),
+        tuple(methods_of(plan)),
+        defaults=default_sampling(defaults),
+        uncalibrated=not plan.is_calibrated,
+    )
+    observer = Observer(Metrics(limits.model_name), tokenizer, clients.log_requests, tracer, feed)
+    reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
+    white_space = WHITE_SPACES[clients.json_whitespace]
+    return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format, white_space)
+
+
+async def run(
+    config: Config,
+    access: Access,
+    directories: Sequence[Directories],
+    placement: "RayPlacement | None" = None,
+    look: Look | None = None,
+) -> None:
+    """Serve clients over the services of each model's directories until SIGINT or SIGTERM; these end also a start that
+    waits.
+
+    placement: what placed the services and keeps them; None if they are others' affair. look: what looks for services
+    that another launch has placed. Raises ClusterError if they are lost for good, beside what `serve_clients` raises.
+    """
+    stop = asyncio.Event()
+    stop_on_signals = partial(_call_on_signals, stop.set)
+    starting = asyncio.current_task()
+    assert starting is not None
+    _call_on_signals(starting.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        lines = Lines([each for where in directories for each in where.values()], access.peers)
+        told = directories if placement else []
+        async with (
+            _meanwhile(*(keep_told(Lines(where.values(), access.peers), where["target"]) for where in told)),
+            serve_clients(config, access, directories, Asks(lines)) as (grpc_address, http_address, models),
+        ):
+            stop_on_signals()
+            print(f"gRPC endpoint: {grpc_address}")
+            print(f"HTTP endpoint: {http_address}")
+            keep_loaded()
+            print("ready", flush=True)
+            watching, turn = [], asyncio.Lock()
+            if placement is not None:
+                put = partial(_put, directories)
+                watching.append(supervise(Asks(lines), placement, put, stop_on_signals, turn))
+                for model, frontend, where, fleet in zip(
+                    config.by_model, models, directories, placement.fleets, strict=True
+                ):
+                    if (scaling := scaling_of(model.cluster)) is not None:
+                        targets = frontend.router.targets
+                        watching.append(Autoscaler(Scaler(scaling), targets, lines, where, fleet, turn).run())
+            if look is not None:
+                names = [model.model_name for model in config.by_model]
+                watching.append(keep_found(look, dict(zip(names, directories, strict=True))))
+            if config.clients.api_keys_file:
+                watching.append(watch_keys(config.clients, access.callers.replace))
+            await run_together(_wait_for(stop), *watching)
+            print("stopping: requests in flight are given time to finish", flush=True)
+
+
+def _put(directories: Sequence[Directories], name: str, address: str) -> None:
+    """Note where a service is that was placed."""
+    for where in directories:
+        if name in where[side_of(name)].addresses:
+            where[side_of(name)].put(name, address)
+
+
+@contextlib.asynccontextmanager
+async def _meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do work that has no end while the context lasts."""
+    tasks = [asyncio.create_task(item) for item in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _call_on_signals(stop: Callable[[], object]) -> None:
+    """Have `stop` called at SIGINT and SIGTERM, and nothing else."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
+async def _wait_for(event: asyncio.Event) -> None:
+    await event.wait()

@@ -1,0 +1,107 @@
+"""Answers that come in pieces: server-sent events, with comments while nothing comes."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from orchestrator.api.answers import Answer, Event
+from orchestrator.sessions.generation import Chunk
+from specahead.wire.errors import ServiceError
+
+_REFUSAL_SECONDS = 0.25  # the status line waits so long, so that a refusal still has its HTTP code
+KEEP_ALIVE_SECONDS = 5.0
+T = TypeVar("T")
+
+
+class EventStream(StreamingResponse):
+    """An answer as server-sent events. first: what gives its first chunk, which is awaited already.
+
+    The request ends with the response, also if the client leaves before an event is sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, first: asyncio.Future[Chunk | None], chunks: AsyncGenerator[Chunk]) -> None:
+        self._first, self._chunks, self._events = first, chunks, _events(answer, first, chunks)
+        super().__init__(self._events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            await _end(self._first)
+            await self._chunks.aclose()
+
+
+async def open_stream(answer: Answer, chunks: AsyncGenerator[Chunk]) -> EventStream:
+    """Return the response that tells an answer as it comes. Raises ServiceError if it is refused at once."""
+    first = asyncio.ensure_future(anext(chunks, None))
+    try:
+        await asyncio.wait({first}, timeout=_REFUSAL_SECONDS)
+        if first.done():
+            first.result()
+    except BaseException:
+        await _end(first)
+        await chunks.aclose()
+        raise
+    return EventStream(answer, first, chunks)
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _events(
+    answer: Answer, pending: asyncio.Future[Chunk | None], chunks: AsyncGenerator[Chunk]
+) -> AsyncGenerator[str]:
+    """Yield the events of an answer whose first chunk is awaited already, and comments while nothing comes."""
+    now, opened, chunk = asyncio.get_running_loop().time, False, None
+    due = now()  # when a comment is sent if nothing else is
+    try:
+        while chunk is not None or not opened:
+            await asyncio.wait({pending}, timeout=max(0.0, due - now()))
+            said: list[Event] = []
+            if pending.done():
+                chunk = pending.result()
+                said = [] if opened else answer.opening()
+                said += answer.closing() if chunk is None else answer.add(chunk)
+                opened = True
+                pending = asyncio.ensure_future(anext(chunks, None))
+            for event in said:
+                yield _event_text(event)
+            if not said and now() >= due:
+                yield ": nothing to show yet\n\n"
+            if said or now() >= due:
+                due = now() + KEEP_ALIVE_SECONDS
+    except ServiceError as error:
+        yield _event_text(answer.failure(error))
+    finally:
+        await _end(pending)
+    yield answer.final_event
+
+
+def _event_text(data: Event) -> str:
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+async def unless_left(request: Request, work: Awaitable[T]) -> T | None:
+    """Return the outcome of some work; None if the client left meanwhile, and the work is cancelled."""
+    working: asyncio.Future[T] = asyncio.ensure_future(work)
+    leaving: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # what comes after the body: its leaving
+    tasks: list[asyncio.Future[Any]] = [working, leaving]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await _end(*tasks)

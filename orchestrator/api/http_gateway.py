@@ -1,0 +1,306 @@
+"""OpenAI-style HTTP: what is served where, and how it is listened for."""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from functools import partial
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client.core import Metric
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from orchestrator.api.answers import Answer, error_body, error_headers
+from orchestrator.api.chat_answer import ChatAnswer
+from orchestrator.api.completion_answer import CompletionAnswer
+from orchestrator.api.connection_limits import Connections, LimitedProtocol
+from orchestrator.api.dashboard.routes import router as dashboard
+from orchestrator.api.event_stream import open_stream, unless_left
+from orchestrator.api.http_requests import PARSERS, JSONRoute
+from orchestrator.api.responses_answer import ResponsesAnswer
+from orchestrator.cluster.directory import services_of
+from orchestrator.requests.chat_request import ChatRequest
+from orchestrator.requests.records import max_body
+from orchestrator.requests.requests import (
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    invalid_argument,
+    read_request,
+)
+from orchestrator.requests.responses_request import ResponsesRequest, to_chat
+from orchestrator.sessions.generation import Chunk, Frontend
+from orchestrator.sessions.metrics import exposition
+from orchestrator.sessions.served_models import ServedModels
+from orchestrator.text.chat import render_chat
+from orchestrator.text.tokenizing import work_on_text
+from specahead.config.version import running_version
+from specahead.wire.errors import InvalidArgument, ServiceError
+from specahead.wire.messages import ServiceStatus
+from specahead.wire.tls import Tls
+
+StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
+
+
+# Named, so that the schema does not promise FastAPI's own words for what does not fit it.
+router = APIRouter(route_class=JSONRoute, responses={"4XX": {"description": "What is wrong, in OpenAI's words"}})
+
+
+def make_app(
+    models: ServedModels, read_status: StatusReader, read_addresses: Callable[[], Mapping[str, str]]
+) -> FastAPI:
+    """Return the application that serves HTTP clients. read_addresses: tells where the services are, by name."""
+    most = max(max_body(frontend.limits) for frontend in models)
+    app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
+    app.state.models, app.state.read_status, app.state.read_addresses = models, read_status, read_addresses
+    app.state.parsing = asyncio.Semaphore(PARSERS)
+    app.include_router(router)
+    app.include_router(dashboard)
+    for kind in (ServiceError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+    """Return OpenAI's account of an error that a handler has raised."""
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        code, headers = error.status_code, dict(error.headers or {})
+        error = InvalidArgument(error.detail, code=HTTPStatus(code).name.lower())
+    else:
+        if isinstance(error, RequestValidationError):  # places begin with "body"
+            error = invalid_argument([{**e, "loc": e["loc"][1:]} for e in error.errors()])
+        elif not isinstance(error, ServiceError):  # uvicorn logs it
+            error = ServiceError("the server failed to answer this request")
+        code = error.http_code
+    observer = getattr(request.state, "observer", request.app.state.models.observer)
+    observer.report(error, request=getattr(request.state, "request_id", None))
+    headers |= error_headers(error)
+    return JSONResponse(error_body(error), code, headers)
+
+
+async def _models(request: Request) -> ServedModels:  # else FastAPI would find it in a thread
+    return request.app.state.models
+
+
+Served = Annotated[ServedModels, Depends(_models)]
+
+
+def _find(models: ServedModels, name: str | None, request: Request) -> Frontend:
+    """Return the frontend of the model that a request names; its observer is told of what goes wrong from now on.
+
+    Raises ServiceError.
+    """
+    frontend = models.find(name)
+    request.state.observer = frontend.observer
+    return frontend
+
+
+@router.post("/v1/completions")
+async def complete(body: CompletionRequest, request: Request, models: Served) -> Response:
+    """Continue one prompt or several."""
+    frontend = _find(models, body.model, request)
+    name = _name(body, request)
+    special = body.add_special_tokens is not False
+    tokens: list[list[int]] = []
+    for prompt in body.prompts:
+        if tokens:
+            await asyncio.sleep(0)  # between several prompts others have their turn
+        tokens.append(await frontend.encode(prompt, special))
+    answer = CompletionAnswer(name, frontend.name, body, tokens, frontend.tokenizer.decode)
+    return await _answer(request, frontend, body, tokens, answer, await frontend.grammar(body))
+
+
+@router.post("/v1/chat/completions")
+async def chat(body: ChatRequest, request: Request, models: Served) -> Response:
+    """Give the next message of a conversation."""
+    frontend = _find(models, body.model, request)
+    name = _name(body, request)
+    prompt, tokens = await _chat_prompt(body, frontend, request)
+    parsers = [frontend.reply_parser(body, prompt) for _ in range(body.n or 1)]
+    answer = ChatAnswer(name, frontend.name, body, tokens, parsers, frontend.tokenizer.decode)
+    return await _answer(request, frontend, body, [tokens], answer, await frontend.grammar(body, prompt))
+
+
+@router.post("/v1/responses")
+async def respond(body: ResponsesRequest, request: Request, models: Served) -> Response:
+    """Give the response to a conversation, which is sent along as a whole."""
+    frontend = _find(models, body.model, request)
+    body_as_chat = to_chat(body)
+    name = _name(body_as_chat, request)
+    prompt, tokens = await _chat_prompt(body_as_chat, frontend, request)
+    parser = frontend.reply_parser(body_as_chat, prompt)
+    answer = ResponsesAnswer(name, frontend.name, body, parser, frontend.tokenizer.decode)
+    grammar = await frontend.grammar(body_as_chat, prompt)
+    return await _answer(request, frontend, body_as_chat, [tokens], answer, grammar)
+
+
+async def _chat_prompt(body: ChatRequest, frontend: Frontend, request: Request) -> tuple[str, list[int]]:
+    """Return the text and the tokens of a conversation's prompt. Raises InvalidArgument."""
+    render = partial(render_chat, body, frontend.tokenizer, frontend.reply_format, frontend.encoder)
+    prompt = await work_on_text(render, len(await request.body()))  # which holds its messages, tools and all else
+    return prompt, await frontend.encode(prompt, special_tokens=False, rendered=True)
+
+
+def _name(body: GenerationRequest, request: Request) -> str:
+    """Return a request's name, which its sessions have as well: what it asks for, else one that begins as its id."""
+    body.request_id = body.request_id or f"{request.state.request_id}.{secrets.token_hex(4)}"
+    return body.request_id
+
+
+async def _answer(
+    request: Request,
+    frontend: Frontend,
+    body: GenerationRequest,
+    prompts: list[list[int]],
+    answer: Answer,
+    grammar: str,
+) -> Response:
+    """Return the response of an answer, whole or as a stream. Raises ServiceError."""
+    chunks = frontend.generate(frontend.prepare(body, prompts, grammar), body)
+    if body.stream:
+        return await open_stream(answer, chunks)
+    async with aclosing(chunks):
+        whole = await unless_left(request, _whole(answer, chunks))
+    return JSONResponse(whole, 499 if whole is None else 200)
+
+
+async def _whole(answer: Answer, chunks: AsyncGenerator[Chunk]) -> dict[str, Any]:
+    async for chunk in chunks:
+        answer.add(chunk)
+    return answer.whole()
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request, models: Served) -> Response:
+    """Give the token ids of a prompt or of a conversation, as vLLM does."""
+    frontend = _find(models, body.model, request)
+    if body.messages is None:
+        tokens = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
+    else:
+        fields = body.model_dump(exclude_unset=True, exclude={"prompt", "add_special_tokens", "return_token_strs"})
+        text, _ = await _chat_prompt(read_request(ChatRequest, fields), frontend, request)
+        tokens = await frontend.encode(text, body.add_special_tokens is True, rendered=True)
+    answer = {"count": len(tokens), "max_model_len": frontend.limits.max_context, "tokens": tokens}
+    strings = frontend.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return JSONResponse(answer | {"token_strs": strings})  # as it is: FastAPI would look at each token first
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request, models: Served) -> dict[str, Any]:
+    """Give the text of token ids."""
+    frontend = _find(models, body.model, request)
+    tokens = await frontend.encode(body.tokens)
+    return {"prompt": await work_on_text(partial(frontend.tokenizer.decode, tokens), len(tokens))}
+
+
+@router.get("/v1/models")
+async def list_models(models: Served) -> dict[str, Any]:
+    """List the models that are served."""
+    return {"object": "list", "data": [_model_card(frontend) for frontend in models]}
+
+
+@router.get("/v1/models/{model:path}")
+async def show_model(model: str, models: Served) -> dict[str, Any]:
+    """Describe the model of that name."""
+    return _model_card(models.find(model))
+
+
+def _model_card(frontend: Frontend) -> dict[str, Any]:
+    return {
+        "id": frontend.name,
+        "object": "model",
+        "root": frontend.name,
+        "created": 0,
+        "owned_by": "specahead",
+        "max_model_len": frontend.limits.max_context,
+        "draft": frontend.draft_name,
+        "calibrated": not frontend.limits.uncalibrated,
+    }
+
+
+@router.get("/live")
+async def live() -> dict[str, Any]:
+    """Answer as long as the process runs."""
+    return {"status": "ok"}
+
+
+@router.get("/ready")
+@router.get("/health")
+async def health(models: Served) -> JSONResponse:
+    """Answer 200 while requests for some model can be served: a lost draft only makes them slower."""
+    if models.ready:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable"}, 503, {"Retry-After": "1"})
+
+
+@router.get("/version")
+async def show_version() -> dict[str, Any]:
+    """Give the version of specahead."""
+    return {"version": running_version()}
+
+
+@router.get("/metrics")
+async def metrics(request: Request, models: Served) -> Response:
+    """Give Prometheus its figures."""
+    state = request.app.state
+    statuses, addresses = await state.read_status(), state.read_addresses()
+    families: list[Metric] = []
+    for each in models:
+        services = services_of(each.name, statuses)
+        told = each.router.running, services, addresses, each.router.target_states()
+        families += each.observer.metrics.families(*told)
+    return Response(exposition(families), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """A server inside a running event loop; signals are the launch's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serve_http(
+    app: ASGIApp, host: str, port: int, connections: Connections, tls: Tls | None = None
+) -> AsyncIterator[str]:
+    """Listen on host:port (0: any free one) while the context lasts, and yield the address.
+
+    connections: their limits. tls: what the port shows; without it, it speaks plain text.
+
+    Raises OSError naming an address that cannot be bound.
+    """
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    config = uvicorn.Config(
+        app,
+        http=partial(LimitedProtocol, connections),  # type: ignore[arg-type]  # whatever makes a protocol will do
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,  # who calls is found out by orchestrator.requests.proxies, for gRPC as well
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=75,
+    )
+    config.load()
+    config.ssl = tls.server_context() if tls else None
+    server = _EmbeddedServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"{'https' if tls else 'http'}://{host}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving

@@ -1,0 +1,194 @@
+"""The answer to a request of OpenAI's Responses: items, or events that build them."""
+
+import secrets
+import time
+from copy import deepcopy
+from typing import Any
+
+from orchestrator.api.answers import Answer, Event, Totals
+from orchestrator.api.logprobs import Decode, chat_logprobs
+from orchestrator.requests.responses_request import ResponsesRequest
+from orchestrator.sessions.generation import Chunk
+from orchestrator.text.json_calls import CalledTool, Delta
+from orchestrator.text.replies import ReplyParser
+from specahead.wire.errors import ServiceError
+
+# What a response repeats of its request.
+_REPEATED = {
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature"),
+    *("tool_choice", "tools", "top_logprobs", "top_p"),
+}
+
+
+class ResponsesAnswer(Answer):
+    """The answer to a request for a response. parser: of its text. decode: gives the text of tokens."""
+
+    final_event = ""
+
+    def __init__(self, name: str, model: str, request: ResponsesRequest, parser: ReplyParser, decode: Decode) -> None:
+        super().__init__(Totals(1))
+        self._name, self._model, self._request, self._parser = name, model, request, parser
+        self._created = int(time.time())
+        self._items: list[Event] = []
+        self._open: Event | None = None  # the item that text is added to
+        self._status = "in_progress"
+        self._said = self._calls = self._reasoning_tokens = 0
+        self._untold = 0  # tokens whose text has not come yet
+        self._decode = decode
+        self._logprobs: list[Event] = []  # of tokens whose text has not come yet
+
+    def opening(self) -> list[Event]:
+        """Return what a stream begins with."""
+        return [self._event(kind, response=self.whole()) for kind in ("response.created", "response.in_progress")]
+
+    def add(self, chunk: Chunk) -> list[Event]:
+        """Take a chunk in, and return what a stream says of it."""
+        self._totals.add(chunk)
+        deltas = self._parser.feed(chunk.text, chunk.reason is not None, chunk.reason == "length")
+        self._untold += len(chunk.tokens)
+        if deltas:
+            self._reasoning_tokens += self._untold if deltas[0].reasoning else 0
+            self._untold = 0
+        if self._request.wanted_logprobs is not None:
+            self._logprobs += chat_logprobs(chunk, self._decode)
+            if deltas and not any(delta.content for delta in deltas):  # tokens of what is no message
+                self._logprobs = []
+        said = [event for delta in deltas for event in self._take(delta)]
+        if chunk.reason is not None:
+            self._status = "incomplete" if chunk.reason == "length" else "completed"
+            said += self._close()
+        return said
+
+    def closing(self) -> list[Event]:
+        """Return what a stream says when all has ended."""
+        return [self._event(f"response.{self._status}", response=self.whole())]
+
+    def failure(self, error: ServiceError) -> Event:
+        """Return what a stream says of an error."""
+        return self._event("error", message=str(error), code=error.code, param=error.param)
+
+    def whole(self) -> Event:
+        """Return the response as it stands."""
+        request, ended = self._request, self._status != "in_progress"
+        body = request.model_dump(include=_REPEATED, exclude_unset=True)
+        return {
+            **dict.fromkeys(_REPEATED),
+            **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}},
+            **{name: value for name, value in body.items() if value is not None},
+            "id": f"resp_{self._name}",
+            "object": "response",
+            "created_at": self._created,
+            "model": self._model,
+            "status": self._status,
+            "output": deepcopy(self._items),  # which go on while this is told
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "previous_response_id": None,
+            "store": False,
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
+        } | (self._totals.speculation() if ended else {})
+
+    def _usage(self) -> Event:
+        prompt, cached, generated = self._totals.counts()
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": prompt + generated,
+        }
+
+    def _take(self, delta: Delta) -> list[Event]:
+        """Add a delta to the items, and return the events of it."""
+        if delta.call is not None:
+            self._calls += 1
+        if (delta.call or delta.arguments) and self._calls > 1 and self._request.parallel_tool_calls is False:
+            return []
+        if delta.call is not None:
+            return self._close() + self._begin_call(delta.call)
+        if delta.arguments:
+            return self._argue(delta.arguments)
+        kind, text = ("message", delta.content) if delta.content else ("reasoning", delta.reasoning)
+        said = []
+        if self._open is None or self._open["type"] != kind:
+            said = self._close() + self._begin(kind)
+        assert self._open is not None
+        part = self._open["content"][0]
+        part["text"] += text
+        return [*said, self._part_event(f"response.{part['type']}.delta", delta=text, **self._tell_logprobs(part))]
+
+    def _tell_logprobs(self, part: Event) -> Event:
+        """Return what is said of the log probabilities that are still to be told, and add them to a message's part.
+
+        Events of visible text have a place for them, whether or not they are asked for.
+        """
+        if part["type"] != "output_text":
+            return {}
+        told, self._logprobs = self._logprobs, []
+        part["logprobs"] += told
+        return {"logprobs": told}
+
+    def _begin(self, kind: str) -> list[Event]:
+        """Open a message or a reasoning item with one empty part of text."""
+        number = secrets.token_hex(12)
+        if kind == "message":
+            item: Event = {"id": f"msg_{number}", "type": kind, "role": "assistant"}
+            part: Event = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            item = {"id": f"rs_{number}", "type": kind, "summary": []}
+            part = {"type": "reasoning_text", "text": ""}
+        self._open = item | {"status": "in_progress", "content": []}
+        self._items.append(self._open)
+        added = self._item_event("response.output_item.added", self._open)
+        self._open["content"].append(part)
+        return [added, self._part_event("response.content_part.added", part=dict(part))]
+
+    def _close(self) -> list[Event]:
+        """End the item that is open, if there is one."""
+        if self._open is None:
+            return []
+        if self._open["type"] == "function_call":
+            named = {"name": self._open["name"], "arguments": self._open["arguments"]}
+            said = [self._place_event("response.function_call_arguments.done", **named)]
+        else:
+            part = self._open["content"][0]
+            told = {"logprobs": part["logprobs"]} if self._tell_logprobs(part) else {}
+            said = [
+                self._part_event(f"response.{part['type']}.done", text=part["text"], **told),
+                self._part_event("response.content_part.done", part=part),
+            ]
+        self._open["status"] = "incomplete" if self._status == "incomplete" else "completed"
+        said.append(self._item_event("response.output_item.done", self._open))
+        self._open = None
+        return said
+
+    def _begin_call(self, call: CalledTool) -> list[Event]:
+        """Open an item for a call, with what there is of its arguments."""
+        item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id, "name": call.name}
+        self._open = item | {"arguments": "", "status": "in_progress"}
+        self._items.append(self._open)
+        return [self._item_event("response.output_item.added", self._open), *self._argue(call.arguments)]
+
+    def _argue(self, text: str) -> list[Event]:
+        """Add to the arguments of the call that is open."""
+        assert self._open is not None
+        self._open["arguments"] += text
+        return [self._place_event("response.function_call_arguments.delta", delta=text)] if text else []
+
+    def _item_event(self, kind: str, item: Event) -> Event:
+        return self._event(kind, output_index=len(self._items) - 1, item=deepcopy(item))
+
+    def _part_event(self, kind: str, **values: Any) -> Event:
+        """Return an event of the open item's part."""
+        return self._place_event(kind, content_index=0, **values)
+
+    def _place_event(self, kind: str, **values: Any) -> Event:
+        """Return an event of the open item."""
+        assert self._open is not None
+        return self._event(kind, item_id=self._open["id"], output_index=len(self._items) - 1, **values)
+
+    def _event(self, kind: str, **values: Any) -> Event:
+        self._said += 1
+        return {"type": kind, "sequence_number": self._said - 1, **values}

@@ -1,0 +1,1 @@
+"""Where the services run: Ray, placement, supervision and scaling. No token passes through here."""

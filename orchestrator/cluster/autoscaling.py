@@ -1,0 +1,134 @@
+"""Keeping as many targets as the load asks for: more are placed, and what is too much is drained and then ended.
+
+A target that drains takes no new sessions, from whichever gateway; it is ended when its sessions are over. So no stream
+ends with it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+
+from orchestrator.cluster.directory import Directory, side_of
+from orchestrator.cluster.scaling import Scaler, TargetLoad
+from orchestrator.cluster.service_status import ControlLine
+from orchestrator.cluster.supervision import RAY_PATIENCE
+from orchestrator.sessions.target_stream import TargetStream
+from specahead.wire.streams import BEAT_SECONDS
+
+if TYPE_CHECKING:
+    from orchestrator.cluster.fleet import RayFleet
+
+log = logging.getLogger(__name__)
+
+_QUIET_BEATS = 3  # that a target is without sessions before it is ended: gateways know by then that it drains
+
+
+@dataclass(eq=False)
+class Autoscaler:
+    """Owns how many of the placed targets are to stay; those that were added last go first.
+
+    fleet: what places them; all but its properties may take long, and runs in a thread. targets: the streams to those
+    that serve. lines: how to call services. directories: where they are, by side. turn: held while what is placed
+    changes.
+    """
+
+    scaler: Scaler
+    targets: Mapping[str, TargetStream]
+    lines: Mapping[str, ControlLine]
+    directories: Mapping[str, Directory]
+    fleet: "RayFleet"
+    turn: asyncio.Lock
+    _staying: int = field(default=0, init=False)
+    _quiet: int = field(default=0, init=False)  # beats since the latest target has had sessions
+
+    async def run(self) -> None:
+        """Look at the load every second, and act. Runs until cancelled."""
+        self._staying = self.scaler.scaling.least
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            try:
+                async with self.turn, asyncio.timeout(RAY_PATIENCE):
+                    await self._step()
+            except Exception:  # Ray is not there for the moment
+                log.exception("the number of targets could not be seen to; that is tried again")
+
+    async def _step(self) -> None:
+        self._forget_lost()
+        placed = [name for name in self.fleet.names if side_of(name) == "target"]
+        present = self._staying = min(self._staying, len(placed))
+        loads = [load_of(stream) for name in placed[:present] if (stream := self._serving(name)) is not None]
+        self._staying = self.scaler.decide(loads, present, asyncio.get_running_loop().time())
+        if self._staying != present:
+            log.warning("the load asks for %d targets instead of %d", self._staying, present, extra={"loads": loads})
+        for _ in range(self._staying - len(placed)):
+            await asyncio.to_thread(self.fleet.add_target)
+        await self._drain(placed)
+        if len(placed) > self._staying and self._is_over(placed[-1]):
+            await self._end_latest()
+        await self._find_started()
+
+    def _serving(self, name: str) -> TargetStream | None:
+        stream = self.targets.get(name)
+        return stream if stream is not None and stream.connected and stream.view.report.kv_pages else None
+
+    def _forget_lost(self) -> None:
+        """Forget services that a placement which was made anew does not have."""
+        names = self.fleet.names
+        for directory in self.directories.values():
+            for name in [name for name in directory.addresses if name not in names]:
+                directory.remove(name)
+
+    async def _drain(self, placed: list[str]) -> None:
+        """Tell targets whether they drain that do not say so themselves."""
+        for number, name in enumerate(placed):
+            stream, draining = self._serving(name), number >= self._staying
+            if stream is not None and stream.view.report.draining != draining:
+                try:
+                    await self.lines[name].drain(draining)
+                except grpc.aio.AioRpcError:
+                    log.debug("%s could not be told whether it drains", name, exc_info=True)  # it is told again
+
+    def _is_over(self, name: str) -> bool:
+        """Return whether a target that is too many may be ended: it starts still, or has had no sessions for a while.
+
+        One that is lost has none.
+        """
+        stream = self._serving(name)
+        if name not in self.directories["target"].addresses:
+            return True
+        is_quiet = stream is None or (stream.view.report.draining and not stream.view.sessions)
+        self._quiet = self._quiet + 1 if is_quiet else 0
+        return self._quiet >= _QUIET_BEATS
+
+    async def _end_latest(self) -> None:
+        names, self._quiet = self.fleet.latest, 0
+        for name in names:
+            if name in (directory := self.directories[side_of(name)]).addresses:
+                directory.remove(name)
+        await asyncio.to_thread(self.fleet.remove_target)
+        log.warning("%s ended: the load does not ask for more", " and ".join(names))
+
+    async def _find_started(self) -> None:
+        """Look where services listen that start."""
+        for name in self.fleet.names:
+            if name in (directory := self.directories[side_of(name)]).addresses:
+                continue
+            try:
+                address = await asyncio.to_thread(self.fleet.locate, name)
+            except Exception as error:
+                log.error("the %s service could not start and is tried again: %s", name, error)
+                await asyncio.to_thread(self.fleet.replace, name)
+                continue
+            if address:
+                directory.put(name, address)
+                log.warning("%s serves at %s", name, address)
+
+
+def load_of(stream: TargetStream) -> TargetLoad:
+    """Return the load of a target as it reports it itself."""
+    report = stream.view.report
+    return TargetLoad(1 - report.free_kv_pages / report.kv_pages, stream.view.expected_wait)

@@ -1,0 +1,56 @@
+"""Waiting at the start until target and draft have found each other, and saying what is wrong if they do not."""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+
+import grpc
+
+from orchestrator.cluster.directory import side_of
+from orchestrator.cluster.service_status import AskStatus
+from orchestrator.sessions.router import Router
+from specahead.wire.errors import ClusterError
+from specahead.wire.messages import ServiceStatus
+
+
+async def wait_until_connected(
+    router: Router, services: Mapping[str, AskStatus], read_addresses: Callable[[], Mapping[str, str]], seconds: float
+) -> list[ServiceStatus]:
+    """Wait until a target serves and, if there are drafts, has one, and return the status of each that does.
+
+    services: how each is asked for its status, by name. read_addresses: where they are, for what is said.
+    seconds: how long to wait; 0: as long as it takes. Raises ClusterError with what is wrong.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + (seconds or math.inf)
+    has_draft = any(side_of(name) == "draft" for name in services)
+    while True:
+        statuses: dict[str, ServiceStatus] = {}
+        troubles: dict[str, grpc.aio.AioRpcError] = {}
+        for name, ask in services.items():
+            try:
+                statuses[name] = await ask()
+            except grpc.aio.AioRpcError as error:
+                troubles[name] = error
+        targets = [status for name, status in statuses.items() if side_of(name) == "target"]
+        ready = [target for target in targets if target.attached or not has_draft]
+        if ready and router.connected:
+            return ready
+        addresses = read_addresses()
+        words = [_in_words(name, addresses[name], error) for name, error in troubles.items()]
+        refusals = [status.refusal for status in statuses.values() if status.refusal and has_draft]
+        if any(error.code() is grpc.StatusCode.UNAUTHENTICATED for error in troubles.values()):
+            refusals += words
+        if refusals and not any(target.attached for target in targets):
+            raise ClusterError(refusals[0])
+        if loop.time() > deadline:
+            there = ", ".join(addresses[name] for name in statuses if side_of(name) == "target")
+            alone = f"the target at {there} answers, and no draft is attached to it"
+            raise ClusterError(f"not connected within {seconds:g} s: {'; '.join(words) or alone}")
+        await asyncio.sleep(0.05)
+
+
+def _in_words(name: str, address: str, error: grpc.aio.AioRpcError) -> str:
+    refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+    what = "lets nobody in without its token" if refused else "does not answer; check that it runs there"
+    return f"the {name} service at {address} {what} ({error.details()})"

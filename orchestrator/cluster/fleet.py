@@ -1,0 +1,311 @@
+"""Placing the services with Ray. Ray starts, watches and restarts the processes; no token passes through it."""
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from orchestrator.cluster.connect_ray import check_ray_listens, connect_ray
+from orchestrator.cluster.directory import name_services, side_of
+from orchestrator.cluster.room import check_room, gpus_of, resources_of
+from orchestrator.cluster.service_actor import ServiceActor
+from specahead.config import Config, DraftSettings, ServiceSettings, TargetSettings
+from specahead.wire.errors import ClusterError
+
+log = logging.getLogger(__name__)
+
+_LOG_SECONDS = 0.5
+_ROOM_SECONDS = 10.0
+_CPUS = 0.1  # of a service: placement asks for room, the models' threads are set by the settings
+# Of the processes of a Ray that was started here: without them it cannot go on.
+_NEEDED = {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER}
+
+
+class RayFleet:
+    """Owns the actors that host the services of one model.
+
+    label: what stands in the names of services. actors: those that are placed, by name, those that start included.
+    """
+
+    def __init__(self, config: Config, label: str) -> None:
+        self._config, self._label = config, label
+        self._gpus = 0  # of each service
+        self._neighbours = 1  # services of a node, about
+        self._groups: dict[tuple[str, ...], Any] = {}  # by the names of the services that are near each other
+        self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
+        self._asked: dict[str, Any] = {}  # what is to say where a service is
+        self.actors: dict[str, Any] = {}
+
+    def settings(self, targets: int = 0) -> list[TargetSettings | DraftSettings]:
+        """Return the settings of each service, for so many targets or those that the launch begins with."""
+        return placed_settings(self._config, targets, self._label)
+
+    def reserve(self, gpus: float, nodes: int, services: int) -> list[dict[str, float]]:
+        """Ask Ray for room; returns what each service needs, by resource.
+
+        gpus, nodes: that Ray has; services: how many of all models share them.
+        """
+        self._gpus = gpus_of(self._config.target.device, gpus, services)
+        self._neighbours = math.ceil(services / nodes)
+        return [needs for pair in pairs_of(self.settings()) for needs in self._group(pair)]
+
+    def start(self) -> None:
+        """Start the services as soon as Ray has room for them."""
+        for names, group in self._groups.items():
+            # Nodes may be on their way. Unlike PlacementGroup.wait, ray.wait lets signals end it.
+            while not ray.wait([group.ready()], timeout=_ROOM_SECONDS)[0]:
+                log.warning(
+                    "waiting until Ray has room for %s", " and ".join(names), extra={"needs": str(group.bundle_specs)}
+                )
+        self.actors = {name: start() for name, start in self._start.items()}
+
+    def _group(self, near: list[TargetSettings | DraftSettings]) -> list[dict[str, float]]:
+        """Ask Ray for room for some services near each other, and note how each is started there; returns the needs."""
+        cluster = self._config.cluster
+        needs = [{"CPU": _CPUS, "GPU": self._gpus} | resources_of(settings.side, cluster) for settings in near]
+        group = self._groups[tuple(settings.name for settings in near)] = placement_group(needs, strategy="PACK")
+        for index, (settings, needed) in enumerate(zip(near, needs, strict=True)):
+            place = PlacementGroupSchedulingStrategy(group, index)
+            self._start[settings.name] = partial(_start_actor, settings, needed, place, self._neighbours)
+        return needs
+
+    @property
+    def names(self) -> list[str]:
+        """All services that are placed, those that start included; targets in the order in which they came."""
+        return list(self.actors)
+
+    def add_target(self) -> None:
+        """Have one more target started, with the drafts that come with it, as soon as Ray has or gets room for them."""
+        placed = self.names
+        wanted = self.settings(1 + sum(side_of(name) == "target" for name in placed))
+        self._group(fresh := [settings for settings in wanted if settings.name not in placed])
+        self.actors |= {settings.name: self._start[settings.name]() for settings in fresh}
+
+    @property
+    def latest(self) -> list[str]:
+        """The services that were placed last, near each other: a target, and the drafts that came with it."""
+        return list(next(reversed(self._groups)))
+
+    def remove_target(self) -> None:
+        """End the services that were placed last, and give their room back."""
+        names, group = self._groups.popitem()
+        for name in names:
+            ray.kill(self.actors.pop(name), no_restart=True)
+            self._asked.pop(name, None)
+            del self._start[name]
+        remove_placement_group(group)
+
+    def forget(self) -> None:
+        """Forget all services, which end with Ray or have ended."""
+        for each in (self.actors, self._asked, self._start, self._groups):
+            each.clear()
+
+    def locate(self, name: str) -> str:
+        """Return where a service listens; "" while it starts. A process that has just died may answer once more."""
+        if name not in self._asked:
+            self._asked[name] = self.actors[name].where.remote()
+        done, _ = ray.wait([self._asked[name]], timeout=0)
+        if not done:
+            return ""
+        try:
+            address, _ = ray.get(self._asked.pop(name))
+        except ray.exceptions.ActorDiedError as error:  # Ray does not start it again
+            log.error("the %s service could not even be loaded, it is tried anew: %s", name, error)
+            self.actors[name] = self._start[name]()
+            return ""
+        return str(address)
+
+    def replace(self, name: str) -> None:
+        """End a service's process; Ray starts it anew. A process that is stopped is killed after 5 s."""
+        ray.kill(self.actors[name], no_restart=False)
+
+
+class RayPlacement:
+    """Owns our part of Ray and, by model, the services that run there.
+
+    Made, it has joined or started Ray; `start` starts the services.
+
+    fleets: those of each model. services: address and process id of each service by name, as they were when they were
+    placed.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.fleets = [RayFleet(model, config.label(model)) for model in config.by_model]
+        self.services: dict[str, tuple[str, int]] = {}
+        self._folder = connect_ray(config.cluster)
+        self._head = ray.get_runtime_context().gcs_address
+
+    @property
+    def owns_ray(self) -> bool:
+        """Whether Ray was started here."""
+        return self._folder is not None
+
+    def start(self) -> None:
+        """Start the services and wait until all listen.
+
+        Raises ClusterError with a service's own words, or if a Ray that was started here can never run the services.
+        """
+        there, services = ray.cluster_resources(), sum(len(fleet.settings()) for fleet in self.fleets)
+        gpus, nodes = there.get("GPU", 0), sum(node["Alive"] for node in ray.nodes())
+        needs = [each for fleet in self.fleets for each in fleet.reserve(gpus, nodes, services)]
+        if self.owns_ray:
+            check_room(needs, there)
+        for fleet in self.fleets:
+            fleet.start()
+        self.services = _wait_for({name: actor for fleet in self.fleets for name, actor in fleet.actors.items()})
+
+    def stop(self) -> None:
+        """Stop the services, and Ray itself if this process started it. Those of a Ray without its head end with it."""
+        if ray.is_initialized():
+            try:
+                self._check_head()
+            except ClusterError as error:
+                log.error("the services are not stopped, their nodes end them: %s", error)
+                return
+            for started in [actor for fleet in self.fleets for actor in fleet.actors.values()][::-1]:
+                ray.kill(started, no_restart=True)
+        self._leave()
+
+    def _check_head(self) -> None:
+        """Raise ClusterError if the head of a joined Ray is gone: what is asked of it then takes minutes to fail."""
+        if not self.owns_ray:
+            check_ray_listens(self._head)
+
+    def _leave(self) -> None:
+        for fleet in self.fleets:
+            fleet.forget()
+        ray.shutdown()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _fleet_of(self, name: str) -> RayFleet:
+        return {each: fleet for fleet in self.fleets for each in fleet.actors}[name]
+
+    def locate(self, name: str) -> str:
+        """Return where a service listens; "" while it starts."""
+        return self._fleet_of(name).locate(name)
+
+    def replace(self, name: str) -> None:
+        """End a service's process; Ray starts it anew."""
+        self._fleet_of(name).replace(name)
+
+    def is_alive(self) -> bool:
+        """Return whether Ray watches this node: without its raylet, services that die here stay dead.
+
+        Raises ClusterError if the head of a joined Ray is gone.
+        """
+        node = ray._private.worker._global_node  # knows what this process started, at once; the GCS takes 15 s
+        if node is not None and {kind for kind, _ in node.dead_processes()} & _NEEDED:
+            return False
+        self._check_head()
+        ours = ray.get_runtime_context().get_node_id()
+        return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == ours)
+
+    def restart(self) -> None:
+        """Leave Ray, join or start one, and place the services anew; the old ones have ended themselves by then.
+
+        Raises ClusterError, and leaves everything as it is, if the head of a joined Ray is gone.
+        """
+        self._check_head()
+        self._leave()
+        self._folder = connect_ray(self._config.cluster)
+        self._head = ray.get_runtime_context().gcs_address
+        self.start()
+
+
+def _start_actor(
+    settings: TargetSettings | DraftSettings,
+    needs: Mapping[str, float],
+    place: PlacementGroupSchedulingStrategy,
+    neighbours: int,
+) -> Any:
+    """Have Ray start a service, and start it again whenever its process or its node is lost; return its handle."""
+    resources = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+    actor = ray.remote(ServiceActor).options(
+        name=settings.name,
+        num_cpus=needs["CPU"],
+        num_gpus=needs["GPU"],
+        resources=resources,
+        scheduling_strategy=place,
+        max_restarts=-1,
+        max_task_retries=-1,
+        max_concurrency=2,
+    )
+    return actor.remote(settings, trace_variables(settings), neighbours)
+
+
+@contextlib.contextmanager
+def placement_on_ray(config: Config) -> Iterator[RayPlacement]:
+    """Join or start Ray; stop the services and our part of Ray at the end."""
+    placement = RayPlacement(config)
+    try:
+        yield placement
+    finally:
+        placement.stop()
+
+
+def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """Return the services' addresses and process ids once all listen; until then their logs are shown in ours.
+
+    Raises ClusterError with the words of one that failed.
+    """
+    waiting = answers = [actor.where.remote() for actor in actors.values()]
+    try:
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOG_SECONDS)
+            ready = [answer for answer in answers if answer not in waiting]
+            ray.get(ready)  # raises what one of them raised, though others are still loading
+            for name, actor in actors.items():
+                for level, logger, message, fields in ray.get(actor.said.remote()):
+                    logging.getLogger(logger).log(level, message, extra=fields | {"service": name})
+        return dict(zip(actors, ray.get(answers), strict=True))
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise ClusterError(f"a service could not start: {cause}") from None
+
+
+def placed_settings(config: Config, targets: int = 0, label: str = "") -> list[TargetSettings | DraftSettings]:
+    """Return the settings of each service, with its name and its port where that is given: one more for each service.
+
+    targets: how many there are, 0: those that the launch begins with; drafts are in proportion. label: stands in the
+    names. Only targets are deterministic; what a draft says changes no token then.
+    """
+    cluster, traces = config.cluster, config.clients.trace_share > 0
+    placed: list[TargetSettings | DraftSettings] = []
+    most = max(cluster.targets, cluster.max_targets)
+    for side in (config.target, config.draft):
+        present, all_names = (_count(config, side.side, count) for count in (targets or cluster.targets, most))
+        for index, name in enumerate(name_services(side.side, all_names, label)[:present]):
+            port = side.port + index if side.port else 0
+            deterministic = side.deterministic and side.side == "target"
+            placed.append(replace(side, name=name, port=port, traces=traces, deterministic=deterministic))
+    return placed
+
+
+def _count(config: Config, side: str, targets: int) -> int:
+    """Return how many services of a side there are beside so many targets."""
+    if side == "target":
+        return targets
+    return math.ceil(config.cluster.drafts * targets / config.cluster.targets) if config.has_draft else 0
+
+
+def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[TargetSettings | DraftSettings]]:
+    """Return which services are to be near each other: the first target and the first draft, and so on."""
+    targets, drafts = ([each for each in settings if each.side == side] for side in ("target", "draft"))
+    return [[each for each in pair if each is not None] for pair in zip_longest(targets, drafts)]
+
+
+def trace_variables(settings: ServiceSettings) -> dict[str, str]:
+    """Return what a service that traces is to know of this process's environment: where OpenTelemetry sends spans."""
+    return {name: value for name, value in os.environ.items() if settings.traces and name.startswith("OTEL_")}

@@ -1,0 +1,44 @@
+"""What services need of Ray's resources, and whether it can ever have that. Ray itself is not known here."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from specahead.config import ClusterSettings
+from specahead.wire.errors import ClusterError
+
+log = logging.getLogger(__name__)
+
+
+def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
+    """What a node must have to run a service, as Ray counts it; a trace, so that one node serves for many."""
+    resource = {"target": cluster.target_resource, "draft": cluster.draft_resource}[side]
+    return {resource: 0.001} if resource else {}
+
+
+def check_room(needs: Sequence[Mapping[str, float]], there: Mapping[str, float]) -> None:
+    """Raise ClusterError if services can never run on a Ray that gets no more nodes.
+
+    needs: of each service, by resource. there: how much Ray has of each resource.
+    """
+    for resource in sorted({name for each in needs for name in each}):
+        wanted, has = round(sum(each.get(resource, 0) for each in needs), 3), there.get(resource, 0)
+        if wanted > has:
+            advice = {
+                "GPU": "give --device auto, with which services share the GPUs that there are or run on the CPU",
+                "CPU": "place fewer services",
+            }.get(resource, "check --target-resource and --draft-resource")
+            raise ClusterError(
+                f"the {len(needs)} services need {wanted:g} {resource}, but the Ray that was started on this machine "
+                f"has {has:g} and gets no more: {advice}, or name a Ray that has it by --ray-address"
+            )
+
+
+def gpus_of(device: str, there: float, services: int) -> int:
+    """How many of the `there` GPUs of Ray's cluster each of the services gets: one or none."""
+    if device == "auto" and 0 < there < services:
+        log.warning(
+            "Ray has %g of the %d GPUs that the services take, so none is kept for any of them, and all use the first "
+            "of their node",
+            *(there, services),
+        )
+    return int(device == "cuda" or (device == "auto" and there >= services))

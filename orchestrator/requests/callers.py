@@ -1,0 +1,174 @@
+"""Who is calling, and how much of their limits they use. Both gateways ask here; code below them finds its caller.
+
+Requests at once are counted while they run. Tokens a minute are a bucket that holds a minute's worth and fills at a
+steady rate: a request is taken while the bucket is not empty, and pays for its prompt at once and for its tokens as
+they come. What a key is used for through other orchestrators, the targets that they share report
+(target_service/usage.py).
+"""
+
+import contextlib
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from orchestrator.requests.keys import Key, digest_of
+from orchestrator.requests.wrong_keys import WrongKeys
+from specahead.wire.errors import ResourceExhausted, ServiceError, Unauthenticated
+from specahead.wire.messages import CallerUsage
+
+_MOST_ADDRESSES = 256  # that are remembered of a key
+
+
+class WrongKey(Unauthenticated):
+    """A key was sent, and it is not one of those that are allowed."""
+
+
+@dataclass(eq=False)
+class Caller:
+    """The holder of a key. running: requests at the moment, and elsewhere: those of other orchestrators, by target;
+    tokens: what is left in the bucket, as of `at` seconds. allowed: whether the key still counts. addresses: from which
+    it was used lately.
+    """
+
+    key: Key
+    clock: Callable[[], float] = time.monotonic
+    running: int = 0
+    elsewhere: dict[str, int] = field(default_factory=dict)
+    allowed: bool = True
+    addresses: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    tokens: float = field(init=False)
+    at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens, self.at = float(self.key.tokens_per_minute), self.clock()
+
+    @property
+    def name(self) -> str:
+        return self.key.name
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request while the context lasts. Raises ResourceExhausted if the key allows no more now."""
+        key = self.key
+        if key.requests and self.running + sum(self.elsewhere.values()) >= key.requests:
+            raise ResourceExhausted(
+                f"key {key.name!r} allows {key.requests} requests at once, and so many are running", retry_after=1
+            )
+        if key.tokens_per_minute and (left := self._left()) <= 0:
+            seconds = max(1, math.ceil((1 - left) * 60 / key.tokens_per_minute))
+            raise ResourceExhausted(
+                f"key {key.name!r} allows {key.tokens_per_minute} tokens a minute, and they are used up; "
+                f"try again in {seconds} s",
+                retry_after=seconds,
+            )
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    def take_limits(self, key: Key) -> None:
+        """Hold other limits from now on, with a full bucket; requests that run go on being counted."""
+        self.key, self.tokens, self.at = key, float(key.tokens_per_minute), self.clock()
+
+    def note_address(self, address: str) -> None:
+        """Remember an address that the key is used from, and forget the one that was used longest ago."""
+        self.addresses[address] = None
+        self.addresses.move_to_end(address)
+        if len(self.addresses) > _MOST_ADDRESSES:
+            self.addresses.popitem(last=False)
+
+    def pay(self, tokens: int) -> None:
+        """Take tokens from the bucket, which may be in debt after it."""
+        if self.key.tokens_per_minute:
+            self.tokens = self._left() - tokens
+
+    def _left(self) -> float:
+        now, rate = self.clock(), self.key.tokens_per_minute
+        self.tokens, self.at = min(float(rate), self.tokens + (now - self.at) * rate / 60), now
+        return self.tokens
+
+
+_ANYONE = Caller(Key("", ""))  # where no key is asked for
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=_ANYONE)
+_ADDRESS: ContextVar[str] = ContextVar("address", default="")
+
+
+def current_caller() -> Caller:
+    """Return who sent the request that this task works on."""
+    return _CALLER.get()
+
+
+def current_client() -> str:
+    """Return with whom the request that this task works on shares places: others of its key, else of its address."""
+    name = _CALLER.get().name
+    return f"key {name}" if name else _ADDRESS.get()
+
+
+class Callers:
+    """The holders of the keys that are allowed; without keys everyone may call."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._by_digest = {key.digest: Caller(key) for key in keys}
+        self._wrong_keys = WrongKeys()
+        self._elsewhere: dict[str, list[Caller]] = {}  # who has requests through others, by target
+
+    def replace(self, keys: Sequence[Key]) -> None:
+        """Let these keys count from now on. Who has the same key and name as before goes on with what was used."""
+        before, self._by_digest = self._by_digest, {}
+        for key in keys:
+            caller = before.get(key.digest)
+            if caller is None or caller.name != key.name:
+                caller = Caller(key)
+            elif caller.key != key:
+                caller.take_limits(key)
+            self._by_digest[key.digest] = caller
+        kept = self._by_digest.values()
+        for caller in before.values():
+            caller.allowed = caller in kept
+
+    def count_elsewhere(self, target: str, usage: Sequence[CallerUsage]) -> None:
+        """Count what keys are used for through other orchestrators, as a target tells it; nothing: it is lost."""
+        for caller in self._elsewhere.pop(target, []):
+            del caller.elsewhere[target]
+        by_name = {caller.name: caller for caller in self._by_digest.values()} if usage else {}
+        for each in usage:
+            if (user := by_name.get(each.caller)) is not None:
+                user.elsewhere[target] = each.requests
+                user.pay(each.tokens_used)
+                self._elsewhere.setdefault(target, []).append(user)
+
+    def admit(self, bearer: str) -> Caller:
+        """Find the caller with this key, whose the task's requests are from now on. Raises Unauthenticated.
+
+        Whoever asks this calls `locate` next.
+        """
+        caller = _ANYONE
+        if self._by_digest:
+            if not bearer:
+                raise Unauthenticated("no API key was sent; send it as `Authorization: Bearer KEY`")
+            # By the hash: how long the search takes says nothing of how much of a key was right.
+            found = self._by_digest.get(digest_of(bearer))
+            if found is None:
+                raise WrongKey("the API key is not one that is allowed here")
+            caller = found
+        _CALLER.set(caller)
+        return caller
+
+    def locate(self, address: str, refusal: ServiceError | None = None) -> None:
+        """Take note of the address that the task's requests come from. refusal: what `admit` has raised.
+
+        Raises ResourceExhausted, whatever the key, if too many wrong ones came from there; only a key that was used
+        from there before is still let in.
+        """
+        _ADDRESS.set(address)
+        if isinstance(refusal, WrongKey):
+            self._wrong_keys.check(address)
+            self._wrong_keys.add(address)
+        elif refusal is None and (caller := _CALLER.get()) is not _ANYONE:
+            if address not in caller.addresses:
+                self._wrong_keys.check(address)
+            caller.note_address(address)

@@ -1,0 +1,112 @@
+"""API keys: random words of which only hashes are kept, each with its holder's name and limits.
+
+A line of the keys' file: `NAME sha256:HEX [requests=N] [tokens_per_minute=N]`. Empty lines and those that begin with #
+are left out. A key has 256 random bits, so that a plain hash of it cannot be searched.
+"""
+
+import asyncio
+import hashlib
+import logging
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specahead.config import SettingsError
+from specahead.config.access import ClientAccess
+from specahead.wire.files import version_of
+
+log = logging.getLogger(__name__)
+
+PREFIX = "sk-specahead-"
+_LINE = re.compile(
+    r"(?P<name>\S+) +sha256:(?P<digest>[0-9a-f]{64})"
+    r"(?: +requests=(?P<requests>\d+))?(?: +tokens_per_minute=(?P<tokens_per_minute>\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """Whose key it is, its hash, and what it allows: requests at once and tokens a minute (0: any number)."""
+
+    name: str
+    digest: str
+    requests: int = 0
+    tokens_per_minute: int = 0
+
+
+def digest_of(key: str) -> str:
+    """Return the hash by which a key is known, in hexadecimal digits."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def make_key(name: str, requests: int = 0, tokens_per_minute: int = 0) -> tuple[str, str]:
+    """Return a new key and its line for the file. Raises ValueError for a name that a line cannot hold."""
+    if not re.fullmatch(r"[^\s#]\S*", name):
+        raise ValueError(f"the name of a key is one word that does not begin with #, got {name!r}")
+    if min(requests, tokens_per_minute) < 0:
+        raise ValueError(f"limits are at least 0, got requests={requests}, tokens_per_minute={tokens_per_minute}")
+    key = PREFIX + secrets.token_urlsafe(32)
+    limits = {"requests": requests, "tokens_per_minute": tokens_per_minute}
+    return key, " ".join([name, f"sha256:{digest_of(key)}", *(f"{k}={v}" for k, v in limits.items() if v)])
+
+
+def read_keys(access: ClientAccess) -> list[Key]:
+    """Return the keys that clients may use: the one that is given itself, and those of the file.
+
+    Raises SettingsError for a file that cannot be read, that holds no key, or one name or key twice.
+    """
+    keys = [Key("api_key", digest_of(access.api_key))] if access.api_key else []
+    if access.api_keys_file:
+        keys += _read_file(access.api_keys_file)
+    for what, values in (("name", [key.name for key in keys]), ("key", [key.digest for key in keys])):
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise SettingsError(f"api_keys_file {access.api_keys_file}: the {what} {twice} is there twice")
+    return keys
+
+
+async def watch_keys(access: ClientAccess, take: Callable[[Sequence[Key]], None], every: float = 1.0) -> None:
+    """Hand the keys over to `take` whenever their file has changed; looks every so many seconds, until cancelled.
+
+    A file that `read_keys` refuses is told of in the log, and the keys that were there before go on counting.
+    """
+    seen = await asyncio.to_thread(version_of, access.api_keys_file)
+    while True:
+        await asyncio.sleep(every)
+        version = await asyncio.to_thread(version_of, access.api_keys_file)
+        if version == seen:
+            continue
+        seen = version
+        try:
+            keys = await asyncio.to_thread(read_keys, access)
+        except SettingsError as error:
+            log.error("the keys' file has changed and cannot be used; the keys from before still count: %s", error)
+            continue
+        take(keys)
+        log.info("the keys' file has changed and is read again", extra={"keys": len(keys)})
+
+
+def _read_file(path: str) -> Sequence[Key]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f"api_keys_file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        found = _LINE.fullmatch(line.strip())
+        if found is None:  # the line itself is not shown: it may hold a key instead of its hash
+            raise SettingsError(
+                f"api_keys_file {path}, line {number}: expected NAME sha256:HEX [requests=N] [tokens_per_minute=N], "
+                "as `specahead key NAME` makes it"
+            )
+        requests, tokens = (int(found[limit] or 0) for limit in ("requests", "tokens_per_minute"))
+        keys.append(Key(found["name"], found["digest"], requests, tokens))
+    if not keys:
+        raise SettingsError(f"api_keys_file {path} holds no key; `specahead key NAME >> {path}` adds one")
+    return keys

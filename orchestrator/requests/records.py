@@ -1,0 +1,180 @@
+"""What a checked request becomes in the ledger, within what the served models allow."""
+
+import secrets
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from orchestrator.requests.callers import current_caller, current_client
+from orchestrator.requests.requests import MAX_CHOICES, GenerationRequest
+from orchestrator.sessions.ledger import Record, SpeculationTotals
+from orchestrator.text.special_tokens import TextEncoder
+from specahead.engine.sampling.distributions import LEAST_TEMPERATURE, Sampling
+from specahead.wire.errors import InvalidArgument
+from specahead.wire.messages import Exactness
+from specahead.wire.server import MOST_BYTES
+
+MOST_CHARACTERS = 64  # of a token: no tokenizer packs more, on average
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the served models allow. methods: of sparsity, that the plan allows. kv_tokens: the longest session for
+    which KV has room, 0 as long as that is not known. defaults: how tokens are chosen in a request that does not say.
+    uncalibrated: whether approximate requests are read by a plan that nobody calibrated.
+    """
+
+    model_name: str
+    vocab_size: int
+    max_context: int
+    stop_token_ids: list[int]
+    methods: tuple[str, ...] = ()
+    kv_tokens: int = 0
+    defaults: Sampling = field(default_factory=Sampling)
+    uncalibrated: bool = False
+
+    @property
+    def longest(self) -> int:
+        """The tokens of a prompt and its answer, at most: those of a context, unless KV has room for fewer."""
+        return min(self.max_context, self.kv_tokens or self.max_context)
+
+
+def max_body(limits: Limits) -> int:
+    """Return how many bytes a request over HTTP may have, so that none takes long to read: 64 a token of the context.
+
+    That is room for several prompts of the usual 4 to 8 bytes a token, whether text or ids.
+    """
+    return (64 << 10) + 64 * limits.max_context
+
+
+def max_message(limits: Limits) -> int:
+    """Return how many bytes a message over gRPC may have: those of the longest text that is looked at."""
+    return min(MOST_BYTES, (64 << 10) + 4 * MOST_CHARACTERS * limits.max_context)
+
+
+def encode_text(
+    text: str, encoder: TextEncoder, limits: Limits, special_tokens: bool = True, rendered: bool = False
+) -> list[int]:
+    """Return the token ids of a text that may be a prompt. Raises InvalidArgument if the context has not as many.
+
+    A text that is far too long is refused before it is encoded, which would take long and much memory.
+    special_tokens: whether the model's own are put around it. rendered: whether a chat template has made it, and with
+    it all special tokens.
+    """
+    if len(text) > MOST_CHARACTERS * limits.max_context:  # do not even try
+        raise _beyond_context(limits, f"your prompt has {len(text)} characters")
+    least = encoder.bound.least_tokens(text)
+    if least > limits.max_context:
+        raise _beyond_context(limits, f"your prompt has at least {least}")
+    tokens = encoder.encode_rendered(text) if rendered else encoder.encode(text, special_tokens)
+    check_count(len(tokens), limits)
+    return tokens
+
+
+def check_tokens(tokens: list[int], limits: Limits) -> list[int]:
+    """Return the tokens of a prompt as they are. Raises InvalidArgument for more of them than the model's context has,
+    and for one that is no token of the model."""
+    check_count(len(tokens), limits)
+    outside = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
+    if outside is not None:
+        raise InvalidArgument(f"prompt token {outside} lies outside the vocabulary of {limits.vocab_size}", "prompt")
+    return tokens
+
+
+def check_count(tokens: int, limits: Limits) -> None:
+    """Raise InvalidArgument if a prompt of so many tokens is longer than the context."""
+    if tokens > limits.max_context:
+        raise _beyond_context(limits, f"your prompt has {tokens}")
+
+
+def _beyond_context(limits: Limits, what: str) -> InvalidArgument:
+    message = f"This model's maximum context length is {limits.longest} tokens; {what}."
+    return InvalidArgument(message, "prompt", "context_length_exceeded")
+
+
+def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Limits, grammar: str = "") -> list[Record]:
+    """Return the ledger's records of a request: n for each prompt, one after the other. Raises ServiceError.
+
+    grammar: the source of what their texts must follow, which end where it is complete; empty: they are free.
+
+    Where there are several, their names are the request's with their numbers. The choices of a prompt have seeds that
+    follow each other if the request has one, as vLLM's do; else each is drawn by itself.
+    """
+    if request.sparsity and request.sparsity not in limits.methods:
+        message = f"sparsity must be one of {', '.join(limits.methods)}; got {request.sparsity!r}"
+        raise InvalidArgument(message, "sparsity")
+    name, choices = request.request_id or secrets.token_hex(12), request.n or 1
+    count = choices * len(prompts)
+    if count > MAX_CHOICES:
+        message = f"{len(prompts)} prompts with n {choices}: at most {MAX_CHOICES} choices are made in one request"
+        raise InvalidArgument(message, "prompt")
+    exactness = Exactness[(request.exactness or "exact").upper()]
+    uncalibrated = limits.uncalibrated and exactness is Exactness.APPROXIMATE
+    ends = [] if request.ignore_eos and not grammar else limits.stop_token_ids
+    return [
+        Record(
+            session=name if count == 1 else f"{name}-{index}",
+            tokens=list(prompts[index // choices]),
+            prompt_tokens=len(prompts[index // choices]),
+            max_tokens=_max_tokens(request, len(prompts[index // choices]), limits),
+            stop_token_ids=ends + (request.stop_token_ids or []),
+            sampling=_sampling(request, limits, _seed(request, index % choices)),
+            exactness=exactness,
+            sparsity=request.sparsity or "",
+            logprobs=request.wanted_logprobs,
+            wants_prompt_logprobs=request.wants_prompt_logprobs,
+            grammar=grammar,
+            caller=current_caller().name,
+            request=name,
+            client=current_client(),
+            choice=index,
+            totals=SpeculationTotals(uncalibrated=uncalibrated),
+        )
+        for index in range(count)
+    ]
+
+
+def _seed(request: GenerationRequest, choice: int) -> int:
+    """Return the seed of a prompt's choice."""
+    return secrets.randbits(64) if request.seed is None else (request.seed + choice) % 2**64
+
+
+def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) -> int:
+    """Return how many tokens may follow a prompt. Raises InvalidArgument for more than the context has room for."""
+    if prompt_tokens == 0:
+        raise InvalidArgument("the prompt is empty", "prompt")
+    max_tokens = request.default_max_tokens if request.max_tokens is None else max(1, request.max_tokens)
+    if max_tokens is None:
+        max_tokens = max(1, limits.longest - prompt_tokens)
+    if (request.min_tokens or 0) > max_tokens:
+        raise InvalidArgument(f"min_tokens {request.min_tokens}: at most max_tokens, {max_tokens}", "min_tokens")
+    if prompt_tokens + max_tokens > limits.longest:
+        raise _beyond_context(limits, f"your prompt has {prompt_tokens} tokens, and max_tokens is {max_tokens}")
+    return max_tokens
+
+
+def _sampling(request: GenerationRequest, limits: Limits, seed: int) -> Sampling:
+    """Return how a request's tokens are chosen. Raises InvalidArgument for a bias on what is no token of the model."""
+    given = {each.name: getattr(request, each.name) for each in fields(Sampling) if each.name != "seed"}
+    sampling = replace(
+        limits.defaults, seed=seed, **{name: value for name, value in given.items() if value is not None}
+    )
+    temperature, biases = sampling.temperature, sampling.logit_bias
+    outside = next((token for token in biases if token >= limits.vocab_size), None)
+    if outside is not None:
+        message = f"logit_bias: token {outside} lies outside the vocabulary of {limits.vocab_size}"
+        raise InvalidArgument(message, "logit_bias")
+    if 0 < temperature < LEAST_TEMPERATURE:
+        temperature = LEAST_TEMPERATURE  # as vLLM does
+    return replace(
+        sampling,
+        temperature=temperature,
+        top_p=max(sampling.top_p, 1e-6),  # it travels as a float32; only the likeliest token is left long before
+        top_k=max(sampling.top_k, 0),
+        logit_bias={token: min(max(bias, -100.0), 100.0) for token, bias in biases.items()},
+    )
+
+
+def default_sampling(generation_config: dict[str, Any]) -> Sampling:
+    """Return how tokens are chosen by a model's generation config, where a request does not say."""
+    names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
+    return Sampling(**{name: value for name in names if (value := generation_config.get(name)) is not None})

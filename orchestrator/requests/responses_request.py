@@ -1,0 +1,150 @@
+"""A request of OpenAI's Responses, and the chat that it stands for."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from orchestrator.requests.chat_request import (
+    CalledFunction,
+    ChatRequest,
+    ContentPart,
+    FunctionDefinition,
+    Message,
+    Tool,
+    ToolCall,
+    join_text,
+)
+from orchestrator.requests.long_fields import Items, Models
+from orchestrator.requests.requests import MAX_LOGPROBS, GenerationRequest
+from orchestrator.text.structured_outputs import SchemaFormat, Strict
+
+
+class InputMessage(Strict):
+    """A message among the items of a response's input."""
+
+    type: Literal["message"] = "message"
+    role: str
+    content: str | Models[ContentPart]
+
+
+class InputCall(Strict):
+    """A call that an earlier response made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputCallOutput(Strict):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Models[ContentPart]
+
+
+class InputReasoning(Strict):
+    """What an earlier response reasoned."""
+
+    type: Literal["reasoning"]
+    content: Models[ContentPart] | None = None
+
+
+class ResponseTool(FunctionDefinition):
+    """What the model may call, as Responses word it."""
+
+    type: Literal["function"]
+
+
+class Reasoning(Strict, extra="allow"):
+    """effort: what the chat template gets as reasoning_effort."""
+
+    effort: str | None = None
+
+
+InputItem = InputCall | InputCallOutput | InputReasoning | InputMessage
+
+
+class TextFormat(SchemaFormat):
+    """What ResponseFormat is elsewhere, in one piece."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(Strict, extra="allow"):
+    """How the text of a response is to be."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesRequest(GenerationRequest):
+    """A request for a response to a text or to items, which are all of the conversation: nothing is stored."""
+
+    input: str | Annotated[Models[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    metadata: dict[str, Any] | None = None
+    tools: Models[ResponseTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    include: Items[str] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        return self.top_logprobs or 0 if "message.output_text.logprobs" in (self.include or []) else None
+
+
+def to_chat(request: ResponsesRequest) -> ChatRequest:
+    """Return the chat that a request for a response stands for. Raises InvalidArgument as a chat does."""
+    fields = request.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True, by_alias=True)
+    if request.text is not None and request.text.format is not None:
+        form = request.text.format.model_dump(exclude_none=True, by_alias=True)
+        fields["response_format"] = {"type": form.pop("type"), "json_schema": form}
+    functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in request.tools or []]
+    return ChatRequest(
+        **fields | {"max_tokens": request.max_output_tokens},
+        logprobs=request.wanted_logprobs is not None,
+        top_logprobs=request.wanted_logprobs,
+        messages=_messages(request),
+        tools=[Tool(type="function", function=FunctionDefinition(**function)) for function in functions],
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
+def _messages(request: ResponsesRequest) -> list[Message]:
+    """Return the input as messages: what belongs to one turn of the assistant in one."""
+    messages = [Message(role="system", content=request.instructions)] if request.instructions else []
+    items = request.input
+    if isinstance(items, str):
+        return [*messages, Message(role="user", content=items)]
+    turn: Message | None = None  # the assistant's, as long as it may go on
+    for item in items:
+        if isinstance(item, InputMessage) and item.role != "assistant":
+            turn = None
+            messages.append(Message(role=item.role, content=item.content))
+            continue
+        if isinstance(item, InputCallOutput):
+            turn = None
+            messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
+            continue
+        if turn is None:
+            turn = Message(role="assistant")
+            messages.append(turn)
+        if isinstance(item, InputMessage):
+            turn.content = turn.text + join_text(item.content)
+        elif isinstance(item, InputCall):
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            turn.tool_calls = [*(turn.tool_calls or []), ToolCall(id=item.call_id, function=function)]
+        else:
+            turn.reasoning_content = (turn.reasoning_content or "") + join_text(item.content or [])
+    return messages

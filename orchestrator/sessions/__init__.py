@@ -1,0 +1,1 @@
+"""From a checked request to its tokens: the ledger, the router, generation and its metrics."""

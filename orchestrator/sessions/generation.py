@@ -1,0 +1,292 @@
+"""One client request from its check to its last piece of text. Both gateways stream what `Frontend` yields."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from orchestrator.requests.callers import current_caller
+from orchestrator.requests.chat_request import ChatRequest
+from orchestrator.requests.records import Limits, check_tokens, encode_text, to_records
+from orchestrator.requests.requests import GenerationRequest
+from orchestrator.sessions.ledger import Record, SpeculationTotals
+from orchestrator.sessions.observer import Observer
+from orchestrator.sessions.router import Router
+from orchestrator.text.chat_grammars import chat_grammar
+from orchestrator.text.detokenizer import Detokenizer, StopFinder
+from orchestrator.text.grammar_compiler import GrammarCompiler
+from orchestrator.text.lark import Lark
+from orchestrator.text.replies import ReplyFormat, ReplyParser
+from orchestrator.text.special_tokens import TextEncoder
+from orchestrator.text.structural_tags import tag_grammar
+from orchestrator.text.structured_outputs import COMPACT, WhiteSpace
+from orchestrator.text.tokenizing import work_on_text
+from specahead.engine.sampling.logprobs import TokenLogprobs
+from specahead.wire.errors import InvalidArgument, ServiceError, Unavailable
+from specahead.wire.messages import Commit, FinishReason
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one message to the client adds to a choice. The choice's last one has a finish reason, and counts.
+
+    accepted: whether its tokens were drafted and accepted; None unless the request asks for it.
+    logprobs: of each token, if asked for. prompt_logprobs: in the first one, of the prompt's tokens but its first.
+    """
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NONE
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    totals: SpeculationTotals = field(default_factory=SpeculationTotals)
+    choice: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    accepted: bool | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """OpenAI's word for the finish reason, None if the choice goes on."""
+        return None if self.finish_reason is FinishReason.NONE else self.finish_reason.name.lower()
+
+
+class Frontend:
+    """What both gateways stand on, of one model. reply_format: how the model writes tool calls and its reasoning.
+
+    white_space: what JSON that must follow a schema may have, where a request does not say.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        tokenizer: Any,
+        limits: Limits,
+        observer: Observer,
+        draft_name: str,
+        reply_format: ReplyFormat | None = None,
+        white_space: WhiteSpace = COMPACT,
+    ) -> None:
+        self.router = router
+        self.tokenizer = tokenizer
+        self.encoder = TextEncoder(tokenizer)
+        self.limits = limits
+        self.observer = observer
+        self.draft_name = draft_name
+        self.reply_format, self.white_space = reply_format or ReplyFormat(), white_space
+        self.accepting = True
+        self._grammars = GrammarCompiler()
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.limits.model_name
+
+    async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
+        """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument.
+
+        special_tokens: whether the model's own are put around it. rendered: whether a chat template has made it.
+        """
+        if not isinstance(prompt, str):
+            return check_tokens(prompt, self.limits)
+        encode = partial(encode_text, prompt, self.encoder, self.limits, special_tokens, rendered)
+        return await work_on_text(encode, len(prompt))
+
+    def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser:
+        """Return what splits the text that follows a chat's prompt."""
+        parser = self.reply_format.parser(prompt, request.offered_tools, request.must_call)
+        if parser.splits:  # what opens and closes a tool call may be a special token
+            request.skip_special_tokens = False
+        return parser
+
+    async def grammar(self, request: GenerationRequest, prompt: str = "") -> str:
+        """Return the source of what a request's text must follow, empty if it is free. Raises InvalidArgument.
+
+        prompt: the text of a chat's.
+        """
+        structure, main, white_space = request.structure, "", request.white_space or self.white_space
+        if structure is None and not (isinstance(request, ChatRequest) and request.tools):
+            return ""
+        lark = Lark(self.tokenizer, white_space)
+        if structure is not None and structure.kind == "structural_tag":
+            tags = tag_grammar(structure.text, structure.param, lark)
+            structure = replace(structure, kind="lark", text=tags)
+        if isinstance(request, ChatRequest):
+            main = chat_grammar(request, prompt, self.reply_format, lark)
+            structure = None if request.must_call else structure
+        return await self._grammars.compile(structure, main, white_space) if main or structure else ""
+
+    def prepare(self, request: GenerationRequest, prompts: list[list[int]], grammar: str = "") -> list[Record]:
+        """Return the records of a request, n for each of its prompts. Raises ServiceError; nothing is started."""
+        if not self.accepting:
+            raise Unavailable("the server is shutting down")
+        records = to_records(request, prompts, self.limits, grammar)
+        for record in records:
+            if self.router.is_open(record.session):
+                raise InvalidArgument(f"request_id {record.session!r} is in use", "request_id")
+        return records
+
+    def generate(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
+        """Run prepared records beside each other. Closing the iterator early aborts them; so does `abort`.
+
+        Raises ServiceError as soon as one of them fails.
+        """
+        if len(records) == 1 and not request.only_echoes:  # without a task and a queue between it and its client
+            return self._generate(records[0], request, 0)
+        return self._generate_together(records, request)
+
+    async def _generate_together(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
+        arrived: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+
+        async def run(record: Record, choice: int) -> None:
+            try:
+                async with aclosing(self._generate(record, request, choice)) as chunks:
+                    async for chunk in chunks:
+                        arrived.put_nowait(chunk)
+            except Exception as error:  # raised below, where someone listens
+                arrived.put_nowait(error)
+
+        tasks = [asyncio.create_task(run(record, choice)) for choice, record in enumerate(records)]
+        unfinished = len(tasks)
+        try:
+            while unfinished:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                unfinished -= item.finish_reason is not FinishReason.NONE
+                yield replace(item, text="", tokens=[], completion_tokens=0) if request.only_echoes else item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
+        marked = bool(request.mark_accepted)
+        shown = _ShownText(self.tokenizer, request, record.sampling.min_tokens, bool(request.stops) or marked)
+        watch = self.observer.start(record)
+        outcome: str | ServiceError = "error"
+        last: Chunk | None = None
+        told = 0  # tokens; the record may be ahead of what is told
+        try:
+            async with aclosing(self.router.stream(record)) as rounds:
+                async for item in rounds:
+                    if item.finish_reason is FinishReason.ABORT:
+                        last = Chunk("", choice=choice, finish_reason=FinishReason.ABORT)
+                        break
+                    texts, item = shown.push(item)
+                    watch.round(item)
+                    for part, text, accepted in _parts(item, texts, marked):
+                        told += len(part.tokens)
+                        chunk = Chunk(
+                            text,
+                            part.tokens,
+                            part.finish_reason,
+                            totals=record.totals,
+                            choice=choice,
+                            logprobs=part.logprobs,
+                            prompt_logprobs=part.prompt_logprobs,
+                            accepted=accepted,
+                        )
+                        if part.finish_reason is FinishReason.NONE:
+                            yield chunk
+                        else:
+                            last = chunk
+                    if last is not None:
+                        break
+            if last is not None:  # the session has ended, also on its target
+                outcome = last.finish_reason.name.lower()
+                yield _last(last, record, told)
+        except ServiceError as error:
+            outcome = error
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            outcome = "abort"
+            raise
+        finally:
+            del record.tokens[record.prompt_tokens + told :]
+            watch.end(outcome)
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request of the current caller, all of its choices; False if there is none of that id.
+
+        A choice by itself goes by the name of its session.
+        """
+        caller = current_caller().name
+        mine = [record for record in self.router.ledger.records.values() if record.caller == caller]
+        sessions = [record.session for record in mine if request_id in (record.request, record.session)]
+        return sum(map(self.router.abort, sessions)) > 0
+
+    async def drain(self, grace: float) -> None:
+        """Take no more requests, let the running ones finish for `grace` seconds, then fail the rest."""
+        self.accepting = False
+        deadline = time.monotonic() + grace
+        while self.router.running and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self.router.leave(Unavailable("the server is shutting down"))
+
+
+class _ShownText:
+    """The text of a choice, as much of it as may be shown.
+
+    min_tokens: among the first ones no stop string ends. by_token: whether it is known which text is of which token.
+    """
+
+    def __init__(self, tokenizer: Any, request: GenerationRequest, min_tokens: int, by_token: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens is not False)
+        self._with_stop = bool(request.include_stop_str_in_output)
+        self._finder = StopFinder(request.stops, self._with_stop)
+        self._tokens, self._min_tokens, self._by_token = 0, min_tokens, by_token
+
+    def push(self, commit: Commit) -> tuple[list[str], Commit]:
+        """Return the text that may be shown with each token of a round (or, if not `by_token`, with all), and the round
+        as far as the client is told of it: its last token is the one that completes a stop string, if there is one."""
+        tokens, texts = commit.tokens, list[str]()
+        ended = commit.finish_reason is not FinishReason.NONE
+        hidden = commit.finish_reason is FinishReason.STOP and not self._with_stop  # the token that ends the text
+        shown = tokens[:-1] if hidden else tokens
+        if not self._by_token:
+            text = self._detokenizer.push(shown)
+            return [text + self._detokenizer.finish() if ended else text], commit
+        for count in range(1, len(tokens) + 1):
+            last = ended and count == len(tokens)
+            text = self._detokenizer.push(shown[count - 1 : count])
+            if last:
+                text += self._detokenizer.finish()
+            self._tokens += 1
+            text, stopped = self._finder.push(text, self._tokens > self._min_tokens)
+            if last and not stopped:
+                text += self._finder.finish()  # it might have begun a stop string
+            texts.append(text)
+            if stopped:
+                logprobs, reason = commit.logprobs[:count], FinishReason.STOP
+                return texts, replace(commit, tokens=tokens[:count], logprobs=logprobs, finish_reason=reason)
+        return texts, commit
+
+
+def _parts(commit: Commit, texts: list[str], marked: bool) -> list[tuple[Commit, str, bool | None]]:
+    """Return a round with its text and None or, if `marked`, what of it was drafted and what is the target's own apart,
+    with whether it was drafted. The last part has the finish reason. texts: of each token."""
+    if not marked:
+        return [(commit, "".join(texts), None)]
+    cut = commit.confirmed + commit.accepted
+    drafted = replace(commit, tokens=commit.tokens[:cut], logprobs=commit.logprobs[:cut])
+    own = replace(commit, tokens=commit.tokens[cut:], logprobs=commit.logprobs[cut:])
+    if not (drafted.tokens and own.tokens):
+        return [(commit, "".join(texts), bool(drafted.tokens))]
+    drafted, own = replace(drafted, finish_reason=FinishReason.NONE), replace(own, prompt_logprobs=[])
+    return [(drafted, "".join(texts[:cut]), True), (own, "".join(texts[cut:]), False)]
+
+
+def _last(chunk: Chunk, record: Record, told: int) -> Chunk:
+    """Return a choice's last chunk, behind which the client has been told so many tokens."""
+    return replace(
+        chunk,
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        completion_tokens=told,
+        totals=record.totals,
+    )

@@ -1,0 +1,145 @@
+"""What becomes of requests, as metrics count it and the log tells it: ids, names of keys and times, but no text.
+
+Prompts and answers are written to the log only where `log_text` asks for it. The words of InvalidArgument are left out
+then too, since they may quote what a client sent.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from orchestrator.api.dashboard.feed import Feed
+from orchestrator.requests.callers import current_caller
+from orchestrator.sessions.ledger import Record
+from orchestrator.sessions.metrics import Metrics
+from orchestrator.sessions.tracing import RequestTrace, follow
+from specahead.config.logs import FrequentWarnings
+from specahead.wire.errors import InvalidArgument, ServiceError
+from specahead.wire.messages import Commit
+
+log = logging.getLogger(__name__)
+
+
+class Observer:
+    """Writes down what requests come to. tracer: makes spans of those that are sampled. feed: what the page is told;
+    None: it gets one of its own."""
+
+    def __init__(
+        self, metrics: Metrics, tokenizer: Any, log_text: bool = False, tracer: Any = None, feed: Feed | None = None
+    ) -> None:
+        self.metrics = metrics
+        self.feed = feed or Feed()
+        self._tracer = tracer
+        self._tokenizer = tokenizer
+        self._log_text = log_text
+        self._refusals = FrequentWarnings(log)
+
+    def start(self, record: Record) -> "Watch":
+        """Begin to watch a request, whose prompt its caller pays for."""
+        caller = current_caller()
+        caller.pay(record.prompt_tokens)
+        if self._log_text:
+            fields = {"request": record.session, "key": caller.name, "prompt": self._tokenizer.decode(record.tokens)}
+            log.info("request taken", extra=fields)
+        trace = RequestTrace(self._tracer, record, caller.name) if self._tracer is not None else None
+        return Watch(record, self, trace)
+
+    def follow(self, headers: Iterable[tuple[Any, Any]]) -> None:
+        """Make this task's requests part of the trace that their caller's headers name."""
+        if self._tracer is not None:
+            follow(dict(headers))
+
+    def end(self, watch: "Watch", outcome: str) -> None:
+        """Write down how a request ended that came to its end or was aborted."""
+        record, totals = watch.record, watch.record.totals
+        self.metrics.finished(record, outcome, watch.seconds, watch.decode_seconds)
+        fields = {
+            "request": record.session,
+            "key": current_caller().name,
+            "outcome": outcome,
+            "exactness": record.exactness.name.lower(),
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "tokens": len(record.generated),
+            "seconds": round(watch.seconds, 4),
+            "first_token_seconds": round(watch.first_seconds, 4),
+            "queue_seconds": round(totals.queue_seconds, 4),
+            "preemptions": totals.preemptions,
+            "prefill_seconds": round(totals.prefill_seconds, 4),
+            "drafted": totals.drafted,
+            "accepted": totals.accepted,
+        }
+        if self._log_text:
+            fields["text"] = self._tokenizer.decode(record.generated)
+        log.info("request done", extra=fields)
+
+    def report(self, error: ServiceError, record: Record | None = None, request: str | None = None) -> None:
+        """Write down, once, that a request is refused or, after its first token, that it breaks off.
+
+        Anybody can have any number of requests refused: for each code the log has at most one line a second.
+        request: its id, if it has no record yet.
+        """
+        if error.reported:
+            return
+        error.reported = True
+        began = record is not None and bool(record.generated)
+        (self.metrics.failed if began else self.metrics.refused)(error.code)
+        fields = {
+            "request": request if record is None else record.session,
+            "key": current_caller().name,
+            "status": error.http_code,
+            "code": error.code,
+            "param": error.param,
+        }
+        if self._log_text or not isinstance(error, InvalidArgument):
+            fields["reason"] = str(error)
+        if began:
+            log.warning("request failed", extra=fields)
+        else:
+            self._refusals.warn("request refused", error.code, fields)
+
+
+class Watch:
+    """One request's times. first_seconds: from its start to its first round, 0 before it."""
+
+    def __init__(self, record: Record, observer: Observer, trace: RequestTrace | None) -> None:
+        self.record = record
+        self._trace = trace
+        self.first_seconds = 0.0
+        self._observer = observer
+        self._watched = observer.feed.open(record)
+        self._start = self._last = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._start
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first round to the last."""
+        return self._last - self._start - self.first_seconds
+
+    def round(self, commit: Commit) -> None:
+        """Write down that a round came, whose tokens the caller pays for."""
+        now, tokens = time.perf_counter(), len(commit.tokens)
+        first, seconds = not self.first_seconds, now - self._last
+        self.first_seconds = self.first_seconds or now - self._start
+        self._observer.metrics.committed(self.record, commit, first, seconds)
+        self._observer.feed.round(self._watched, commit, seconds, first)
+        if self._trace is not None:
+            self._trace.round(commit, seconds)
+        self._last = now
+        current_caller().pay(tokens)
+
+    def end(self, outcome: str | ServiceError) -> None:
+        """Write down how it ended: the name of its finish reason, or what broke it off."""
+        self._observer.metrics.ended(self.record)
+        self._observer.feed.end(self._watched, outcome.code if isinstance(outcome, ServiceError) else outcome)
+        if self._trace is not None:
+            self._trace.end(self.record, outcome)
+        if isinstance(outcome, ServiceError):
+            self._observer.report(outcome, self.record)
+        else:
+            self._observer.end(self, outcome)

@@ -1,0 +1,76 @@
+"""The models that the client endpoints serve, each with a frontend of its own, found by a request's `model`."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from orchestrator.api.dashboard.feed import Feed
+from orchestrator.sessions.generation import Frontend
+from orchestrator.sessions.ledger import Record
+from orchestrator.sessions.observer import Observer
+from specahead.wire.errors import InvalidArgument, NotFound
+
+
+class ServedModels:
+    """Owns the frontends of all models, whose names differ and whose observers have one feed."""
+
+    def __init__(self, frontends: Sequence[Frontend]) -> None:
+        self._by_name = {frontend.name: frontend for frontend in frontends}
+
+    def __iter__(self) -> Iterator[Frontend]:
+        return iter(self._by_name.values())
+
+    def find(self, name: str | None) -> Frontend:
+        """Return the frontend of a model. Raises NotFound for one that is not served, and InvalidArgument for a request
+        that names none where there are several."""
+        served = ", ".join(self._by_name)
+        if not name:
+            if len(self._by_name) > 1:
+                raise InvalidArgument(f"model: name one of those that are served: {served}", "model")
+            return self.first
+        if name not in self._by_name:
+            raise NotFound(f"The model `{name}` does not exist. Served here: {served}", "model", "model_not_found")
+        return self._by_name[name]
+
+    @property
+    def first(self) -> Frontend:
+        """The model that is listed first."""
+        return next(iter(self))
+
+    @property
+    def observer(self) -> Observer:
+        """Who is told of requests that are refused before their model is known: that of the first model."""
+        return self.first.observer
+
+    @property
+    def feed(self) -> Feed:
+        """What dashboards follow."""
+        return self.observer.feed
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests for some model can be served."""
+        return any(frontend.accepting and frontend.router.connected for frontend in self)
+
+    def check_room(self) -> None:
+        """Raise ResourceExhausted if every request would be refused now, whatever it asks of whichever model.
+
+        It is asked before a request is parsed, so that refusing many costs those that run little.
+        """
+        reasons = [reason for frontend in self if (reason := frontend.router.why_full()) is not None]
+        if len(reasons) == len(self._by_name):
+            raise min(reasons, key=lambda reason: reason.retry_after)
+
+    def holding(self, record: Record) -> Frontend:
+        """Return the frontend that a session is open on. Raises NotFound if it has ended."""
+        for each in self:
+            if each.router.ledger.records.get(record.session) is record:
+                return each
+        raise NotFound(f"session {record.session!r} has ended")
+
+    def abort(self, request_id: str) -> bool:
+        """End the running requests of that id of the current caller; False if there is none."""
+        return sum(frontend.abort(request_id) for frontend in self) > 0
+
+    async def drain(self, grace: float) -> None:
+        """Take no more requests, let the running ones finish for `grace` seconds, then fail the rest."""
+        await asyncio.gather(*(frontend.drain(grace) for frontend in self))

@@ -1,0 +1,82 @@
+"""OpenTelemetry traces: a span for each request that is sampled and one for each of its rounds.
+
+Target and draft add spans of their own to the request's: its traceparent travels with the session (wire/tracing.py).
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.sessions.ledger import Record
+from specahead.wire.errors import ServiceError
+from specahead.wire.messages import Commit
+from specahead.wire.tracing import NANO, open_tracer, traceparent_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Tracer
+
+# Of a commit, what a round's span says.
+_TOLD = (
+    *("drafted", "accepted", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
+    *("prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
+)
+
+
+@contextlib.contextmanager
+def tracing(share: float, exporter: "SpanExporter | None" = None) -> "Iterator[Tracer | None]":
+    """Trace this share of the requests, and those whose callers trace them, while the context lasts; 0: none at all.
+
+    exporter: where spans go if not to an OTLP collector. Raises SettingsError if OpenTelemetry is not installed.
+    """
+    if not share:
+        yield None
+        return
+    with open_tracer("specahead-orchestrator", share, exporter) as tracer:
+        yield tracer
+
+
+def follow(headers: Mapping[str, Any]) -> None:
+    """Make the spans of this task part of the trace that a caller's headers name (W3C traceparent), if there is one."""
+    from opentelemetry import context, propagate
+
+    context.attach(propagate.extract({name.lower(): str(value) for name, value in headers.items()}))
+
+
+class RequestTrace:
+    """One request's spans; none if it is not sampled. If it is, its record carries the trace to the services."""
+
+    def __init__(self, tracer: "Tracer", record: Record, key: str) -> None:
+        attributes = {
+            "specahead.request": record.session,
+            "specahead.key": key,
+            "specahead.exactness": record.exactness.name.lower(),
+            "gen_ai.usage.input_tokens": record.prompt_tokens,
+        }
+        self._tracer = tracer
+        self._span = tracer.start_span("request", attributes=attributes)
+        record.traceparent = traceparent_of(self._span)
+
+    def round(self, commit: Commit, seconds: float) -> None:
+        """Add a round that is over now and began so many seconds ago."""
+        if not self._span.is_recording():
+            return
+        from opentelemetry.trace import set_span_in_context
+
+        end = time.time_ns()
+        told = {f"specahead.{name}": getattr(commit, name) for name in _TOLD}
+        told |= {"specahead.round": commit.at.round, "specahead.tokens": len(commit.tokens)}
+        inside, start = set_span_in_context(self._span), end - int(seconds * NANO)
+        self._tracer.start_span("round", context=inside, start_time=start, attributes=told).end(end)
+
+    def end(self, record: Record, outcome: str | ServiceError) -> None:
+        """End the request's span: by the name of its finish reason, or by what broke it off."""
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_attribute("gen_ai.usage.output_tokens", len(record.generated))
+        if isinstance(outcome, ServiceError):
+            self._span.set_status(StatusCode.ERROR, outcome.code)
+        else:
+            self._span.set_attribute("gen_ai.response.finish_reasons", [outcome])
+        self._span.end()

@@ -1,0 +1,60 @@
+"""From a conversation to the text of a prompt, by the model's chat template."""
+
+import json
+from typing import Any
+
+from orchestrator.requests.chat_request import ChatRequest, Message
+from orchestrator.text.replies import ReplyFormat
+from orchestrator.text.special_tokens import TextEncoder
+from specahead.wire.errors import InvalidArgument
+
+
+def render_chat(request: ChatRequest, tokenizer: Any, reply_format: ReplyFormat, encoder: TextEncoder) -> str:
+    """Return the prompt's text, in which the encoder's marks stand for special tokens of users.
+
+    Raises InvalidArgument for a conversation that the template does not take, and for tools whose calls could not be
+    told from text.
+    """
+    if not tokenizer.chat_template:
+        raise InvalidArgument("messages: the model has no chat template; use /v1/completions", "messages")
+    if request.offered_tools and not reply_format.has_tools:
+        message = "tools: the model's chat template shows no known format of calls; launch with --tool-call-parser"
+        raise InvalidArgument(message, "tools", "unsupported_parameter")
+    continues, generates = bool(request.continue_final_message), request.add_generation_prompt
+    options: dict[str, Any] = {
+        "tools": encoder.mark(request.offered_tools) or None,
+        "continue_final_message": continues,
+        "add_generation_prompt": not continues if generates is None else generates,
+    }
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+    given = encoder.mark(request.chat_template_kwargs or {})
+    options |= {name: value for name, value in given.items() if name not in _OURS}
+    knows_developers = "developer" in str(tokenizer.chat_template)
+    messages = [
+        encoder.mark(_template_message(i, message, knows_developers)) for i, message in enumerate(request.messages)
+    ]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # a template raises what it likes for messages that it does not take
+        raise InvalidArgument(f"messages: the model's chat template refuses them: {error}", "messages") from error
+
+
+# Arguments of apply_chat_template that are no variables of a template.
+_OURS = frozenset({"conversation", "chat_template", "tokenize", "return_dict", "return_tensors", "tools", "padding"})
+
+
+def _template_message(index: int, message: Message, knows_developers: bool) -> dict[str, Any]:
+    """Return a message as templates take it: its content one text, the arguments of its calls values."""
+    role = "system" if message.role == "developer" and not knows_developers else message.role
+    plain: dict[str, Any] = {"role": role, "content": message.text}
+    plain |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+    if message.tool_calls:
+        plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+        for call in plain["tool_calls"]:
+            try:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+            except ValueError as error:
+                param = f"messages[{index}].tool_calls"
+                raise InvalidArgument(f"{param}: the arguments are not valid JSON: {error}", param) from None
+    return plain

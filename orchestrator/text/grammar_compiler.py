@@ -1,0 +1,69 @@
+"""Compiling what a client's text must follow, in processes that are ended when they take too long."""
+
+import asyncio
+import json
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+from orchestrator.text.child_process import ask_process
+from orchestrator.text.structured_outputs import COMPACT, Structure, WhiteSpace
+from specahead.wire.errors import InvalidArgument, ServiceError, Unavailable
+
+_PROGRAM = Path(__file__).with_name("compile_grammar.py")
+SECONDS = 5
+MOST_BYTES = 2 << 30  # of memory
+MOST_CHARACTERS = 256 << 10  # of a grammar
+PROCESSES = 2  # at once
+KEPT = 64  # answers
+
+
+class GrammarCompiler:
+    """Makes the sources of grammars, and keeps the last ones."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, ...], dict[str, str]] = OrderedDict()
+        self._places = asyncio.Semaphore(PROCESSES)
+
+    async def compile(self, structure: Structure | None, main: str = "", white_space: WhiteSpace = COMPACT) -> str:
+        """Return the source of a structure, behind the Lark grammar `main` if that is given (compile_grammar).
+
+        white_space: what the structure's JSON may have.
+
+        Raises InvalidArgument, with llguidance's words, for what does not compile, and for what takes more than SECONDS
+        of CPU time or MOST_BYTES; Unavailable where the process did not get that time. Only its answers are kept.
+        """
+        body = structure or Structure("json", "", "tools")
+        key = body.kind if structure else "", body.text, json.dumps(white_space), main
+        if sum(map(len, key)) > MOST_CHARACTERS:
+            raise InvalidArgument(f"{body.param}: more than {MOST_CHARACTERS} characters of grammar", body.param)
+        if key not in self._kept:
+            async with self._places:
+                self._kept[key] = await _compile(key, body.param)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        answer = self._kept[key]
+        if "error" in answer:
+            raise InvalidArgument(f"{body.param}: {answer['error'][:2000]}", body.param)
+        return answer["source"]
+
+
+async def _compile(key: tuple[str, ...], param: str) -> dict[str, str]:
+    """Return what the process answers: {source} or {error}. Raises ServiceError if it answers nothing."""
+    kind, text, white_space, main = key
+    given = {"kind": kind, "text": text, "white_space": json.loads(white_space), "main": main}
+    given |= {"seconds": SECONDS, "bytes": MOST_BYTES}
+    command = sys.executable, "-P", str(_PROGRAM)  # not as of its folder, whose modules' names are also those of others
+    try:
+        status, out, errors = await ask_process(command, json.dumps(given).encode(), 2 * SECONDS)
+    except TimeoutError:
+        message = f"{param}: it was not compiled within {2 * SECONDS} seconds, since this machine is busy; try again"
+        raise Unavailable(message, param) from None
+    if status < 0:  # a signal: of the limit of CPU time, or of memory that there is not
+        limits = f"{SECONDS} seconds and {MOST_BYTES >> 30} GiB"
+        raise InvalidArgument(f"{param}: it does not compile within {limits}", param)
+    if status:
+        raise ServiceError(f"grammars cannot be compiled here: {errors.decode(errors='replace')[-500:]}")
+    answer: dict[str, str] = json.loads(out)
+    return answer

@@ -1,0 +1,230 @@
+"""What a model writes in a chat, split into content, reasoning and tool calls while it comes.
+
+The work is done by transformers' response parser, which a template of fields tells what opens and closes each; here
+are the templates of the usual families, for tokenizers that bring none.
+"""
+
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+from orchestrator.text.json_calls import CalledTool, Delta, JsonCalls
+from orchestrator.text.response_templates import closing_tag
+from orchestrator.text.xml_calls import meant_properties
+
+NAMED_CALLS = "tool_calls_named"  # the field of calls whose names precede their arguments
+# The calls within are read by JsonCalls, as they come.
+_CALLS = {"content": "text", "content_args": {"strip": False}}
+_BEGUN = r"\{\s*\"(?:name|type|function|arguments|parameters)\""  # a call as JSON
+TOOL_FORMATS: dict[str, dict[str, Any]] = {
+    "hermes": {"tool_calls": {"open_pattern": r"\s*<tool_call>\s*", "close_pattern": r"\s*</tool_call>\s*", **_CALLS}},
+    "llama3_json": {
+        "tool_calls": {
+            "open_pattern": rf"(?:\s*<\|python_tag\|>)?(?=\s*{_BEGUN})",
+            "close_pattern": rf"(?<=\}})\s*;\s*(?={_BEGUN})",
+            **_CALLS,
+        }
+    },
+    "mistral": {
+        NAMED_CALLS: {
+            "open_pattern": r"\s*\[TOOL_CALLS\](?=[\w.-]+(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*\{)",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+            **_CALLS,
+        },
+        "tool_call_lists": {"open_pattern": r"\s*\[TOOL_CALLS\]\s*(?=\[)", **_CALLS},
+    },
+    "qwen3_coder": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>\s*",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "repeats": True,
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        }
+    },
+}
+# What the chat template of a model that writes a format has in it; the first that is found counts.
+_SHOWN_BY = {
+    "qwen3_coder": r"<function=",
+    "hermes": r"(?s)^(?!.*<arg_key>).*<tool_call>",  # GLM's calls have other insides
+    "mistral": r"\[TOOL_CALLS\]",
+    "llama3_json": r"Environment: ipython",
+}
+_THINKING = {
+    "reasoning_content": {
+        "open_pattern": r"\s*<think>\s*",
+        "close_pattern": r"\s*</think>\s*",
+        "content": "text",
+        "content_args": {"strip": False},
+    }
+}
+_CONTENT = {"content": {"content": "text", "content_args": {"strip": False}}}
+
+
+@dataclass(frozen=True)
+class ReplyFormat:
+    """How a model writes: the names of a tool format and of a reasoning format, each empty if there is none.
+
+    own: the response template that the model's tokenizer brings, which goes before both.
+    """
+
+    tools: str = ""
+    reasoning: str = ""
+    own: dict[str, Any] | None = None
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether tool calls can be told from text."""
+        if self.own is not None:
+            return any(name.startswith("tool_call") for name in self.own["fields"])
+        return self.tools != ""
+
+    def thinks(self, prompt: str) -> bool:
+        """Return whether what follows a prompt begins with reasoning that was opened in it."""
+        return self.reasoning == "deepseek_r1" or (self.reasoning != "" and prompt.rstrip().endswith("<think>"))
+
+    def parser(self, prompt: str, tools: list[dict[str, Any]], only_calls: bool = False) -> "ReplyParser":
+        """Return a parser of what follows a prompt.
+
+        only_calls: whether there is no content, since calls are forced.
+        """
+        typed = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
+        if self.own is not None:
+            own = _Regions(_with_json_calls(self.own), prefix=prompt, tools=typed)
+            return ReplyParser(own, only_calls=only_calls, closing=closing_tag(self.own))
+        fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
+        if not fields:
+            return ReplyParser(None)
+        template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
+        if self.tools == "qwen3_coder":  # whose parameters get their types from the schema
+            tools = typed
+        parser = _Regions(template, prefix="<think>" if self.thinks(prompt) else "", tools=tools)
+        closing = "</tool_call>" if self.tools == "qwen3_coder" else ""
+        return ReplyParser(parser, self.tools == "mistral", only_calls, closing)
+
+
+def _with_json_calls(template: dict[str, Any]) -> dict[str, Any]:
+    """Return a response template whose calls of the usual JSON, {name, arguments}, are left to JsonCalls."""
+    return template | {"fields": {name: _json_field(name, field) for name, field in template["fields"].items()}}
+
+
+def _json_field(name: str, field: dict[str, Any]) -> dict[str, Any]:
+    transform = field.get("transform", "{content}")
+    within = transform.get("function") if isinstance(transform, dict) else transform
+    is_usual = field.get("content") == "json" and not field.get("content_args") and within == "{content}"
+    if not name.startswith("tool_call") or not is_usual:
+        return field
+    return {key: value for key, value in field.items() if key != "transform"} | _CALLS
+
+
+def _with_types(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a function whose parameters say themselves of which types they are."""
+    parameters = function.get("parameters") or {}
+    return function | {"parameters": parameters | {"properties": meant_properties(parameters)}}
+
+
+def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
+    """Return the format of a model by the settings' names.
+
+    `auto` stands for the response template that its tokenizer brings, else for what its chat template shows.
+    """
+    template = str(tokenizer.chat_template or "")
+    own = getattr(tokenizer, "response_template", None) if tools == reasoning == "auto" else None
+    if tools == "auto":
+        tools = next((name for name, sign in _SHOWN_BY.items() if re.search(sign, template)), "none")
+    if reasoning == "auto":
+        reasoning = "qwen3" if "<think>" in template else "none"
+    return ReplyFormat("" if tools == "none" else tools, "" if reasoning == "none" else reasoning, own)
+
+
+class _Regions(ResponseParser):
+    """A response parser to which text that breaks its template's rules is content, as it was written."""
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+        super()._open_explicit(events, field, m)
+        self._start = m.start()
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        try:
+            super()._close_current(events)
+        except (ValueError, KeyError):
+            text = self._buffer[self._start : self._pos]
+            events.append({"type": "region_broken", "field": self._current, "text": text})
+            self._reset_to_implicit()
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the last events, also where a field that is required is missing."""
+        events = list[dict[str, Any]]()
+        self._process(events, eos=True)
+        return events
+
+
+class ReplyParser:
+    """Splits a text that comes piece by piece; what it tells does not depend on how the text is cut into pieces.
+
+    parser: None if all of it is content. short_ids: whether a call's id has the nine characters of Mistral's.
+    only_calls: whether content is left out: where calls are forced it is the rest of one that was cut off before its
+    name was told. closing: what ends a call whose arguments are no JSON, so that one that is cut off can be told.
+    splits: whether a text may have anything but content.
+    """
+
+    def __init__(
+        self, parser: _Regions | None, short_ids: bool = False, only_calls: bool = False, closing: str = ""
+    ) -> None:
+        self._parser, self.splits = parser, parser is not None
+        self._short_ids, self._only_calls, self._closing = short_ids, only_calls, closing
+        self._calls: JsonCalls | None = None  # of the region that is open
+        self._tail = ""  # the last of the text
+
+    def feed(self, text: str, last: bool, cut: bool = False) -> list[Delta]:
+        """Return what a piece adds; at the last one, all that is left. cut: whether that one was cut off by a limit."""
+        if self._parser is None:
+            return [Delta(text)] if text else []
+        self._tail = (self._tail + text)[-80:]
+        deltas = [delta for event in self._parser.feed(text) for delta in self._deltas(event)]
+        if last:
+            deltas += [delta for event in self._parser.end() for delta in self._deltas(event, cut)]
+        return [delta for delta in deltas if not (delta.content and self._only_calls)]
+
+    def _deltas(self, event: dict[str, Any], cut: bool = False) -> list[Delta]:
+        field, kind = event["field"], event["type"]
+        if field.startswith("tool_call"):
+            return self._call_deltas(event, cut)
+        if kind == "region_chunk" and event["text"] and not event["dirty"]:
+            return [Delta(event["text"]) if field == "content" else Delta(reasoning=event["text"])]
+        return []
+
+    def _call_deltas(self, event: dict[str, Any], cut: bool) -> list[Delta]:
+        """Return what an event of a call adds: those of JSON are told as they come, others when they are complete."""
+        if event["type"] == "region_open":
+            self._calls = JsonCalls(self._new_id, named=event["field"] == NAMED_CALLS)
+            return []
+        assert self._calls is not None
+        if event["type"] == "region_broken":
+            return [Delta(event["text"])]
+        if event["type"] == "region_chunk":
+            return [] if event["dirty"] else self._calls.feed(event["text"])
+        value = event["value"]
+        if isinstance(value, str):
+            return self._calls.finish()
+        return [self._called(call, cut) for call in (value if isinstance(value, list) else [value])]
+
+    def _new_id(self) -> str:
+        number = secrets.token_hex(12)
+        return number[:9] if self._short_ids else f"call_{number}"
+
+    def _called(self, value: Any, cut: bool) -> Delta:
+        """Return a call that was parsed; text for what is no call. cut: whether the text was cut off behind it."""
+        function = value.get("function", value) if isinstance(value, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return Delta(json.dumps(value, ensure_ascii=False))
+        arguments = function.get("arguments", function.get("parameters", {}))
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        if cut and self._closing and not self._tail.rstrip().endswith(self._closing):
+            text = text[:-1]  # nobody is to take it for complete
+        return Delta(call=CalledTool(self._new_id(), function["name"], text))

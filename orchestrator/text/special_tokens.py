@@ -1,0 +1,51 @@
+"""Special tokens in the text of users are text: only a chat template, or a list of token ids, says what they stand for.
+
+A template writes special tokens and users' text into one string. So that they can be told apart afterwards, special
+tokens in what users have written travel through the template as marks, of characters that Unicode gives to nobody.
+"""
+
+import copy
+import re
+from typing import Any
+
+from orchestrator.text.text_pieces import PieceEncoder
+from orchestrator.text.token_bounds import TokenBound
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_MARK = re.compile(f"{_OPEN}([0-9]{{1,6}}){_CLOSE}")
+
+
+class TextEncoder:
+    """Makes token ids of texts. tokenizer: a model's, by transformers. bound: how many a text has at least."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.bound = TokenBound(tokenizer)
+        self._pieces = PieceEncoder(tokenizer)
+        self._plain = copy.deepcopy(tokenizer)  # encodes in its own way: that is a state of a tokenizer
+        self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a user's text. add_special_tokens: whether the model's own are put around it."""
+        return self._plain.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=True)
+
+    def mark(self, values: Any) -> Any:
+        """Return what a user has given for a template, with marks for the special tokens in all of its strings."""
+        if isinstance(values, str):
+            return self._pattern.sub(lambda found: f"{_OPEN}{self._special.index(found[0])}{_CLOSE}", values)
+        if isinstance(values, dict):
+            return {key: self.mark(value) for key, value in values.items()}
+        return [self.mark(value) for value in values] if isinstance(values, list) else values
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the token ids of what a template has made of marked values; marks become plain text. The model's own
+        special tokens are the template's affair.
+        """
+        pieces = _MARK.split(text)  # the numbers of marks between what is around them
+        ids = self._pieces.encode(pieces[0])
+        for number, piece in zip(map(int, pieces[1::2]), pieces[2::2], strict=True):
+            if number < len(self._special):
+                ids += self.encode(self._special[number], add_special_tokens=False)
+            ids += self._pieces.encode(piece)
+        return ids

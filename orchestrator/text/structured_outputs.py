@@ -1,0 +1,141 @@
+"""What a request says of its text's structure: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from orchestrator.requests.long_fields import Items
+from specahead.wire.errors import InvalidArgument
+
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "lark"]
+Schema = dict[str, Any] | bool | str
+Choices = Annotated[Items[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+# White space in JSON, as llguidance's options say it. A model that wants to fill its answer with blanks may not: one
+# follows a comma or a colon, or none; `any` is what an indented object needs, with a bound.
+WhiteSpace = dict[str, str | bool]
+COMPACT: WhiteSpace = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+NO_SPACE: WhiteSpace = {"whitespace_flexible": False}
+ANY_SPACE: WhiteSpace = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+WHITE_SPACES = {"compact": COMPACT, "none": NO_SPACE, "any": ANY_SPACE}  # by the setting json_whitespace
+ANY_OBJECT = '{"type": "object"}'
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a text must follow. text: a JSON schema, a regular expression, a JSON list of choices, a grammar of Lark or
+    GBNF, or JSON of structural tags, which become a grammar of kind lark. param: the request's field that says so.
+    """
+
+    kind: Kind
+    text: str
+    param: str
+
+
+class Strict(BaseModel):
+    """A part of a request whose values must have their types: `"1"` is no number."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class SchemaFormat(Strict, extra="allow"):
+    """The JSON schema of a response. strict: it is followed whatever this says."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict, extra="allow"):
+    """OpenAI's word for the structure of a response. Structural tags are vLLM's: their fields stand beside the type."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: SchemaFormat | None = None
+
+
+class StructuredOutputs(Strict, extra="forbid"):
+    """vLLM's word for it: one of the first six."""
+
+    json_: Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_count(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > len(cls.model_fields):  # each would have an error of its own
+            raise ValueError(f"at most {len(cls.model_fields)} fields are known, got {len(given)}")
+        return given
+
+
+class StructuredRequest(BaseModel):
+    """The fields that say what structure a text has; only one of them may."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text must follow, None if it is free. Raises InvalidArgument for more than one such thing."""
+        given = self.structured_outputs or StructuredOutputs.model_construct()
+        outputs: list[tuple[Kind, Any, str]] = [
+            ("json", given.json_, "structured_outputs.json"),
+            ("regex", given.regex, "structured_outputs.regex"),
+            ("choice", given.choice, "structured_outputs.choice"),
+            ("grammar", given.grammar, "structured_outputs.grammar"),
+            ("json", ANY_OBJECT if given.json_object else None, "structured_outputs.json_object"),
+            ("structural_tag", given.structural_tag, "structured_outputs.structural_tag"),
+            ("structural_tag", self._format_tags(), "response_format"),
+            ("json", self._format_schema(), "response_format"),
+            ("json", self.guided_json, "guided_json"),
+            ("regex", self.guided_regex, "guided_regex"),
+            ("choice", self.guided_choice, "guided_choice"),
+            ("grammar", self.guided_grammar, "guided_grammar"),
+        ]
+        found = [(kind, value, param) for kind, value, param in outputs if value is not None]
+        if not found:
+            return None
+        if len(found) > 1:
+            message = f"the text can follow one structure, got {' and '.join(param for _, _, param in found)}"
+            raise InvalidArgument(message, found[1][2])
+        ((kind, value, param),) = found
+        return Structure(kind, value if isinstance(value, str) else json.dumps(value), param)
+
+    @property
+    def white_space(self) -> WhiteSpace | None:
+        """The white space that the request's JSON may have, None where it does not say."""
+        given = self.structured_outputs
+        if given is None or given.disable_any_whitespace is given.whitespace_pattern is None:
+            return None
+        if given.disable_any_whitespace or given.whitespace_pattern == "":
+            return NO_SPACE
+        return ANY_SPACE if given.whitespace_pattern is None else {"whitespace_pattern": given.whitespace_pattern}
+
+    def _format_tags(self) -> dict[str, Any] | None:
+        """Return the structural tags that response_format asks for."""
+        form = self.response_format
+        return form.model_extra if form is not None and form.type == "structural_tag" else None
+
+    def _format_schema(self) -> Schema | None:
+        """Return the schema that response_format asks for. Raises InvalidArgument if it lacks it."""
+        form = self.response_format
+        if form is None or form.type in ("text", "structural_tag"):
+            return None
+        if form.type == "json_object":
+            return ANY_OBJECT
+        if form.json_schema is None or form.json_schema.schema_ is None:
+            param = "response_format.json_schema"
+            raise InvalidArgument(f"{param}: expected an object with a schema, since type is json_schema", param)
+        return form.json_schema.schema_

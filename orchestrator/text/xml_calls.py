@@ -1,0 +1,114 @@
+"""Calls whose parameters stand one by one between tags, as Qwen3-Coder writes them: their grammar, and what is meant.
+
+Between its tags a string is plain text, which may be any; every other value is JSON of its schema.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.text.lark import Lark, escaped, literal
+from specahead.wire.errors import InvalidArgument
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TagStyle:
+    """What stands before the name of a parameter, between it and the value, and behind the value."""
+
+    opening: str
+    middle: str
+    closing: str
+
+
+QWEN = TagStyle("<parameter=", ">\n", "\n</parameter>\n")
+_END = r'"</function>\n"'
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array"}
+
+
+def rules_of(style: TagStyle) -> str:
+    """Return the Lark rules of `text`, any up to what closes it, and of `any_parameter`, which has any name."""
+    mark = style.closing.strip()
+    return (
+        f"text[lazy]: /(?s:.*){escaped(mark)}/\n"
+        f"any_parameter: {literal(style.opening)} /[^>\\n]+/ {literal(style.middle)} {_text(style)}\n"
+    )
+
+
+def call_body(name: str, parameters: Schema | None, lark: Lark) -> str:
+    """Return the Lark term, over rules_of(QWEN), of a function's call between the marks around it.
+
+    parameters: its schema, None for parameters of any name and any text. Raises InvalidArgument for names that cannot
+    stand in a tag.
+    """
+    head = literal(f"\n<function={_tag_name(name)}>\n")
+    return f"{head} {parameter_terms(parameters, QWEN, lark)} {_END}"
+
+
+def parameter_terms(parameters: Schema | None, style: TagStyle, lark: Lark) -> str:
+    """Return the term of a call's parameters, as `call_body` has them."""
+    if parameters is None or ("properties" not in parameters and parameters.get("additionalProperties") is not False):
+        return "any_parameter*"
+    required = parameters.get("required") or []
+    definitions: Schema = {each: parameters[each] for each in ("$defs", "definitions") if each in parameters}
+    terms = []
+    properties = meant_properties(parameters)
+    for key, schema in (properties | {key: {} for key in required if key not in properties}).items():
+        tag = literal(f"{style.opening}{_tag_name(key)}{style.middle}")
+        terms.append(f"({tag} {_value(schema, definitions, style, lark)}){'' if key in required else '?'}")
+    return " ".join(terms)
+
+
+def _text(style: TagStyle) -> str:
+    """Return the term of any text and of what closes it."""
+    behind = style.closing[len(style.closing.rstrip()) :]
+    return f"text {literal(behind)}" if behind else "text"
+
+
+def meant_properties(parameters: Schema) -> dict[str, Schema]:
+    """Return the schemas of a function's parameters so that each says itself of which types it is: what it refers to is
+    in its place, and values that are listed have their types beside them."""
+    return {key: _meant(schema, parameters, 8) for key, schema in (parameters.get("properties") or {}).items()}
+
+
+def _meant(schema: Any, root: Schema, depth: int) -> Schema:
+    if not isinstance(schema, dict) or not depth:
+        return {}
+    steps = str(schema.get("$ref", "")).split("/")
+    if steps[0] == "#":
+        found: Any = root
+        for step in steps[1:]:
+            found = found.get(step, {}) if isinstance(found, dict) else {}
+        return _meant(found, root, depth - 1)
+    for union in ("anyOf", "oneOf"):
+        if isinstance(schema.get(union), list):
+            schema = schema | {union: [_meant(each, root, depth - 1) for each in schema[union]]}
+    listed = _listed(schema)
+    if listed and "type" not in schema:
+        schema = schema | {"type": sorted({_JSON_TYPES.get(type(each), "object") for each in listed})}
+    return schema
+
+
+def _listed(schema: Schema) -> list[Any]:
+    """Return the values of which a parameter is one, empty if they are not listed."""
+    return [schema["const"]] if "const" in schema else list(schema.get("enum") or [])
+
+
+def _value(schema: Schema, definitions: Schema, style: TagStyle, lark: Lark) -> str:
+    """Return the term of a parameter's value and of what closes it."""
+    if listed := _listed(schema):
+        texts = (each if isinstance(each, str) else json.dumps(each) for each in listed)
+        return f"({' | '.join(map(literal, texts))}) {literal(style.closing)}"
+    for union in ("anyOf", "oneOf"):
+        if schema.get(union):
+            return f"({' | '.join(_value(each, definitions, style, lark) for each in schema[union])})"
+    if "string" in schema.get("type", "string"):
+        return _text(style)
+    return f"{lark.json(schema | definitions)} {literal(style.closing)}"
+
+
+def _tag_name(name: str) -> str:
+    if not name or set(name) & set(">\n"):
+        raise InvalidArgument(f"tools: {name[:80]!r} cannot be a name in the model's format of calls", "tools")
+    return name

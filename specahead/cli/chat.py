@@ -1,0 +1,100 @@
+"""`specahead chat`: a conversation with the model of a running server, at the terminal or line by line from a pipe."""
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from specahead.cli.server import Server
+
+_ACCEPTED, _REASONING, _ASIDE = "green", "italic dim", "dim"
+_NEW = "/new"
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Answer each line of standard input until it ends. Raises ValueError for what the server refuses, OSError if it
+    does not answer; at a terminal the conversation goes on after a refusal, without the message that led to it."""
+    server, console = Server(flags), Console(highlight=False, soft_wrap=True)
+    model = flags.model or server.get("/v1/models")["data"][0]["id"]
+    opening = [{"role": "system", "content": flags.system}] if flags.system else []
+    messages = list(opening)
+    if sys.stdin.isatty():
+        # What a shell's background job starts is told to ignore Ctrl-C; whoever sits at a terminal means it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        console.print(Text(f"{model} at {server.url}. {_NEW} begins anew, Ctrl-C ends an answer, Ctrl-D ends.", _ASIDE))
+    for line in _lines():
+        if line == _NEW:
+            messages = list(opening)
+            continue
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            answer = _answer(server, _body(flags, model, asked), console)
+        except ValueError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of standard input that say something; at a terminal each is asked for and can be edited.
+
+    Ctrl-C drops the line that is being written.
+    """
+    if not sys.stdin.isatty():
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+    with contextlib.suppress(ImportError):  # where there is none, lines are edited as the terminal does it
+        import readline  # noqa: F401  # `input` uses it
+    with contextlib.suppress(EOFError):
+        while True:
+            try:
+                line = input("> ").strip()
+            except KeyboardInterrupt:  # the line is dropped
+                print()
+                continue
+            if line:
+                yield line
+
+
+def _body(flags: argparse.Namespace, model: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """Return the request for the next message. Flags that were not given are left to the server."""
+    names = ("max_tokens", "temperature", "top_p", "seed", "exactness", "sparsity")
+    given = {name: value for name in names if (value := getattr(flags, name)) not in (None, "")}
+    usage = {"stream_options": {"include_usage": True}, "mark_accepted": not flags.no_marks}
+    return {"model": model, "messages": messages, **usage, **given}
+
+
+def _answer(server: Server, body: dict[str, Any], console: Console) -> str:
+    """Show an answer as it comes, and return its text. Ctrl-C at a terminal ends it, and it stays as it is."""
+    answer, last = "", {}
+    try:
+        with contextlib.closing(server.stream("/v1/chat/completions", body)) as events:
+            for event in events:
+                last = event
+                for choice in event["choices"]:
+                    delta = choice["delta"]
+                    content, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
+                    answer += content
+                    console.print(Text(reasoning, _REASONING), end="")
+                    console.print(Text(content, _ACCEPTED if choice.get("accepted") else ""), end="")
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+    console.print()
+    if console.is_terminal and "speculation" in last:
+        console.print(Text(_account(last), _ASIDE))
+    return answer
+
+
+def _account(last: dict[str, Any]) -> str:
+    """Return a line on how an answer came about. last: the stream's last event."""
+    tokens, speculation = last["usage"]["completion_tokens"], last["speculation"]
+    rounds = speculation["rounds"] + speculation["plain_rounds"]
+    return f"{tokens} tokens in {rounds} rounds; {speculation['accepted']} of them were drafted and accepted"

@@ -1,0 +1,20 @@
+"""`specahead health`: ask a service or the client endpoints for their health, as containers are probed."""
+
+import argparse
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specahead.wire.access import open_channel
+from specahead.wire.tls import read_tls
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def run(flags: argparse.Namespace) -> None:
+    """End without a word if it serves. Raises ValueError if it says that it does not, grpc.RpcError for no answer."""
+    tls = read_tls(flags.tls_cert, flags.tls_key, flags.tls_ca)
+    with open_channel(flags.address, tls, flags.tls_name) as channel:
+        ask = health_pb2_grpc.HealthStub(channel).Check
+        answer = ask(health_pb2.HealthCheckRequest(), timeout=flags.timeout)
+    if answer.status != _SERVING:
+        raise ValueError(f"{flags.address} answers that it does not serve")

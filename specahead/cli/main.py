@@ -1,0 +1,151 @@
+"""The `specahead` command: its subcommands, and how it ends.
+
+A subcommand has flags, which a function declares that imports next to nothing, and a module with `run(flags)`, which is
+imported once the command is chosen. So --help and completion wait for no library.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+import grpc
+
+from specahead.cli import flags as client
+from specahead.config import add_launch_flags
+from specahead.config.garbage import collect_seldom
+from specahead.config.version import running_version
+from specahead.lab.benchmarks import flags as bench
+from specahead.lab.evaluation.flags import add_calibrate_flags, add_evaluate_flags
+
+
+class Command(NamedTuple):
+    """declare: adds its flags to a parser. module: whose `run` takes them."""
+
+    declare: Callable[[argparse.ArgumentParser], None]
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "serve": Command(add_launch_flags, "orchestrator.launch", "launch draft, target and the endpoints for clients"),
+    "chat": Command(client.add_chat_flags, "specahead.cli.chat", "talk to the model of a running server"),
+    "generate": Command(client.add_generate_flags, "specahead.cli.generate", "continue a prompt on a running server"),
+    "status": Command(client.add_status_flags, "specahead.cli.status", "how a running server and its services are"),
+    "health": Command(
+        client.add_health_flags, "specahead.cli.health", "ask a port for its health, as probes of containers do"
+    ),
+    "key": Command(client.add_key_flags, "specahead.cli.key", "make an API key for a client"),
+    "calibrate": Command(
+        add_calibrate_flags, "specahead.lab.evaluation.calibration.command", "make a plan for a pair of models"
+    ),
+    "evaluate": Command(
+        add_evaluate_flags, "specahead.lab.evaluation.command", "measure what the sparsity methods cost in quality"
+    ),
+    "bench stack": Command(
+        bench.add_stack_flags,
+        "specahead.lab.benchmarks.stack",
+        "what a round costs without the models: codec, gRPC, ledger, batching",
+    ),
+    "bench routing": Command(
+        bench.add_routing_flags,
+        "specahead.lab.benchmarks.routing",
+        "what choosing among targets by cached prefixes gains, on a trace of requests",
+    ),
+    "bench codec": Command(
+        bench.add_codec_flags, "specahead.lab.benchmarks.codec", "announcement sizes and times over recorded selections"
+    ),
+    "bench copy": Command(
+        bench.add_copy_flags,
+        "specahead.lab.benchmarks.copying",
+        "prompt lookup beside plain decoding: copied, new and random text",
+    ),
+    "bench reads": Command(
+        bench.add_reads_flags,
+        "specahead.lab.benchmarks.read_trace",
+        "recorded reads of the target behind the real services, and their churn",
+    ),
+    "bench turn": Command(
+        bench.add_turn_flags,
+        "specahead.lab.benchmarks.next_turn",
+        "what the host does for the next turn of a long chat",
+    ),
+    "bench residency": Command(
+        bench.add_residency_flags,
+        "specahead.lab.benchmarks.residency",
+        "what a buffer of GPU pages would miss, by recorded selections",
+    ),
+    "bench kernels": Command(
+        bench.add_kernels_flags, "specahead.lab.benchmarks.kernels", "attention and selection kernels on a GPU"
+    ),
+    "bench step": Command(
+        bench.add_step_flags, "specahead.lab.benchmarks.step", "whole steps of target and draft on a GPU"
+    ),
+    "bench offload": Command(
+        bench.add_offload_flags,
+        "specahead.lab.benchmarks.offload",
+        "whole steps over KV of which a part lies on the GPU, by recorded reads",
+    ),
+    "bench serve": Command(
+        bench.add_serve_flags,
+        "specahead.lab.benchmarks.serve",
+        "tokens a second of the services, random weights, imposed acceptance",
+    ),
+    "bench shared-draft": Command(
+        bench.add_shared_draft_flags,
+        "specahead.lab.benchmarks.shared_draft",
+        "what two targets lose by having one draft between them, beside each with the draft to itself",
+    ),
+    "completion": Command(
+        client.add_completion_flags, "specahead.cli.completion", "print what completes commands in a shell"
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one subcommand; an error of the server or of what was given ends in one line and exit status 1."""
+    flags = make_parser().parse_args(arguments)
+    collect_seldom()
+    try:
+        import_module(COMMANDS[flags.command].module).run(flags)
+    except grpc.RpcError as error:
+        sys.exit(_in_words(error))
+    except BrokenPipeError:  # who reads our output has left; what is still to be written goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _in_words(error: grpc.RpcError) -> str:
+    """Say what ended a call, and for those that a person can mend how."""
+    code, details = error.code(), error.details()  # type: ignore[attr-defined]
+    remedies = {
+        grpc.StatusCode.UNAVAILABLE: "; check that a server runs there, the port, and whether it speaks TLS (--tls)",
+        grpc.StatusCode.UNAUTHENTICATED: " (--api-key or SPECAHEAD_API_KEY)",
+    }
+    return f"error: {code.name}: {details}{remedies.get(code, '')}"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; `command` of what it gives is a key of COMMANDS."""
+    parser = argparse.ArgumentParser(prog="specahead", description="Serve, use and measure speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"specahead {running_version()}")
+    groups = {"": parser.add_subparsers(metavar="COMMAND", required=True)}
+    for name, command in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        if group not in groups:
+            about = groups[""].add_parser(group, help="measure speed")
+            groups[group] = about.add_subparsers(metavar="WHAT", required=True)
+        chosen = groups[group].add_parser(last, help=command.help, description=command.help)
+        command.declare(chosen)
+        chosen.set_defaults(command=name)
+        # An error follows one line, not all flags.
+        positional = chosen._get_positional_actions()
+        words = "".join(f" [{a.metavar}]" if a.nargs == "?" else f" {a.dest.upper()}" for a in positional)
+        chosen.usage = f"{chosen.prog} [--help] [FLAG ...]{words}"
+    return parser

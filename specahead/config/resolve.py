@@ -1,0 +1,249 @@
+"""Fills sections from flags, the environment and a YAML file, in this order of precedence."""
+
+import argparse
+import dataclasses
+import json
+import logging
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_origin
+
+import yaml
+
+from specahead.config.access import check_client_listener, check_service_listener
+from specahead.config.sections import (
+    ClientSettings,
+    ClusterSettings,
+    Config,
+    DraftSettings,
+    ServiceSettings,
+    TargetSettings,
+)
+from specahead.config.setting import Section, Setting, SettingsError, declared_in
+from specahead.config.version import running_version
+
+log = logging.getLogger(__name__)
+
+Service = TypeVar("Service", bound=ServiceSettings)
+
+ENVIRONMENT_PREFIX = "SPECAHEAD_"
+MODELS = "models"  # of a file: several models of one launch, each with its settings
+NAMES = {
+    item.name
+    for section in (TargetSettings, DraftSettings, ClientSettings, ClusterSettings)
+    for item in declared_in(section)
+}
+_SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the settings of a launch."""
+    _add_flags(parser, _sections_of(Config()))
+
+
+def read_launch(flags: argparse.Namespace, environment: Mapping[str, str]) -> Config:
+    """The settings of a launch whose flags were parsed. Raises SettingsError; exits on --dry-run."""
+    configs = [
+        Config(target=target, draft=draft, clients=clients, cluster=cluster)
+        for target, draft, clients, cluster in _read(flags, _sections_of(Config()), environment)
+    ]
+    first = configs[0]
+    check_client_listener(first.clients, first.clients.host)
+    if len(configs) == 1:
+        return first
+    _check_models(configs)
+    return dataclasses.replace(first, several=tuple(configs))
+
+
+def _check_models(configs: Sequence[Config]) -> None:
+    """Raise SettingsError for models that cannot be served by one launch."""
+    for name, count in Counter(config.model_name for config in configs).items():
+        if count > 1:
+            raise SettingsError(f"{count} of the models are called {name!r}: give each its own served_model_name")
+    if len({bool(config.cluster.target_address) for config in configs}) > 1:
+        raise SettingsError("models: some have a target_address and some have none; give it to all of them or to none")
+
+
+def _sections_of(config: Config) -> list[Section]:
+    return [config.target, config.draft, config.clients, config.cluster]
+
+
+def resolve_service(
+    parser: argparse.ArgumentParser, default: Service, arguments: Sequence[str], environment: Mapping[str, str]
+) -> tuple[Service, argparse.Namespace]:
+    """The settings of a service by itself, whose flags have short names, and the parser's other flags.
+
+    Raises SettingsError; exits on --help and --dry-run.
+    """
+    _add_flags(parser, [default])
+    flags = parser.parse_args(arguments)
+    ((settings,),) = _read(flags, [default], environment)
+    check_service_listener(settings, settings.host)
+    return settings, flags
+
+
+def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: Mapping[str, str]) -> list[list[Any]]:
+    """The sections with what the sources say, for each model of the file's list; their flags are taken out of `flags`.
+
+    Settings of the same name in several sections get the same value. Raises SettingsError for an unknown key of the
+    file and for a value that is not allowed, naming its source; an unknown variable of the environment is a warning.
+    """
+    options = _options(defaults)
+    given = {key: vars(flags).pop(item.flag) for key, (item, _) in options.items()}
+    path, (general, models) = flags.config, _from_file(flags.config) if flags.config else ({}, [])
+    if models and len(defaults) == 1:
+        raise SettingsError(f"{path}: {MODELS} is for a launch; a service by itself runs one model")
+    sources: list[tuple[str, Mapping[str, Any]]] = [
+        (path or "file", general),
+        ("environment", _from_environment(environment)),
+        ("flag", {key: value for key, value in given.items() if value is not None}),
+    ]
+    values: dict[str, Any] = {}
+    for source, found in sources:
+        values |= {key: _convert(options[key][0], value, source) for key, value in found.items() if key in options}
+    if models and "target" in values:
+        raise SettingsError(f"a target is given beside the {MODELS} of {path}: give it in that list")
+    entries = [_entry(options, entry, f"{path}: {MODELS}[{index}]") for index, entry in enumerate(models)]
+    filled = [[_filled(section, values | own) for section in defaults] for own in entries or [{}]]
+    if flags.dry_run:
+        print(json.dumps(describe(filled), indent=2))
+        sys.exit(0)
+    return filled
+
+
+def _entry(options: Mapping[str, tuple[Setting, Any]], entry: Any, source: str) -> dict[str, Any]:
+    """The settings of a model of the file's list, by key. Raises SettingsError."""
+    if not isinstance(entry, dict) or "target" not in entry:
+        raise SettingsError(f"{source}: expected a mapping of settings, with a target at least; got {entry!r}")
+    for name in entry:
+        if name not in options or not options[name][0].by_model:
+            why = "holds for all models: give it outside of the list" if name in options else "is no setting"
+            raise SettingsError(f"{source}: {name} {why}")
+    return {key: _convert(options[key][0], value, source) for key, value in entry.items()}
+
+
+def describe(models: Sequence[Sequence[Section]]) -> dict[str, Any]:
+    """The settings by their names, as a file may give them, without those that are secret. models: sections of each."""
+
+    def settings(sections: Iterable[Section], by_model: Collection[bool]) -> dict[str, Any]:
+        return {
+            item.name: getattr(section, item.field)
+            for section in sections
+            for item in declared_in(type(section))
+            if item.name and not item.secret and item.by_model in by_model
+        }
+
+    if len(models) == 1:
+        return settings(models[0], (True, False))
+    return settings(models[0], (False,)) | {MODELS: [settings(sections, (True,)) for sections in models]}
+
+
+def _options(defaults: Sequence[Section]) -> dict[str, tuple[Setting, Any]]:
+    """What a command line offers, by key: the setting with the flag that it has there, and its default."""
+    options: dict[str, tuple[Setting, Any]] = {}
+    alone = len(defaults) == 1
+    for section in defaults:
+        for item in declared_in(type(section)):
+            if item.name or alone:
+                offered = item if alone else dataclasses.replace(item, flag=item.name)
+                options.setdefault(_key(item), (offered, getattr(section, item.field)))
+    return options
+
+
+def _key(item: Setting) -> str:
+    """Its name, or what no file and no variable can name."""
+    return item.name or f"--{item.flag}"
+
+
+def _filled(section: Section, values: Mapping[str, Any]) -> Section:
+    changes = {item.field: values[_key(item)] for item in declared_in(type(section)) if _key(item) in values}
+    return dataclasses.replace(section, **changes)
+
+
+def _add_flags(parser: argparse.ArgumentParser, defaults: Sequence[Section]) -> None:
+    parser.usage = f"{parser.prog} [--help] [SETTING ...]"  # an error is not to be lost below sixty flags
+    parser.add_argument("--version", action="version", version=f"specahead {running_version()}")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings (keys as of --dry-run)")
+    parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
+    groups: dict[str, Any] = {}
+    for item, default in _options(defaults).values():
+        if item.group not in groups:
+            groups[item.group] = parser.add_argument_group(item.group)
+        about: dict[str, Any] = {"dest": item.flag, "help": f"{item.help} (default: {default!r})"}
+        if item.kind is bool:
+            about |= {"action": argparse.BooleanOptionalAction, "default": None}
+        else:
+            about["metavar"] = item.flag.upper()
+        if get_origin(item.kind) is tuple:
+            about["action"] = "append"
+        groups[item.group].add_argument("--" + item.flag.replace("_", "-"), **about)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Settings by name. What is none, or is Kubernetes', is ignored with a warning."""
+    ours = {key: value for key, value in environment.items() if key.startswith(ENVIRONMENT_PREFIX)}
+    injected = {key for key in ours if _is_injected(key, environment)}
+    named = {key: key.removeprefix(ENVIRONMENT_PREFIX).lower() for key in ours if key not in injected}
+    unknown = sorted(key for key, name in named.items() if name not in NAMES)
+    if unknown:
+        log.warning("environment: no such setting, ignored: %s", ", ".join(unknown))
+    if injected:
+        log.warning(
+            "environment: set by Kubernetes for a Service, ignored: %s (to set one of these names, use its flag or "
+            "--config)",
+            ", ".join(sorted(injected)),
+        )
+    return {name: ours[key] for key, name in named.items() if name in NAMES}
+
+
+def _is_injected(key: str, environment: Mapping[str, str]) -> bool:
+    """Whether a variable is one of those that Kubernetes sets in every container for a Service called specahead….
+
+    For a Service x these are X_SERVICE_HOST, X_SERVICE_PORT, X_SERVICE_PORT_{NAME}, X_PORT and X_PORT_{…}. The second
+    tells that they are Kubernetes': no setting has its name.
+    """
+    prefixes = [key[: at.start()] for at in re.finditer(r"_SERVICE_HOST$|_SERVICE_PORT(?=_|$)|_PORT(?=_|$)", key)]
+    return any(
+        f"{prefix}_SERVICE_HOST" in environment and f"{prefix}_SERVICE_PORT" in environment for prefix in prefixes
+    )
+
+
+def _from_file(path: str) -> tuple[dict[str, Any], list[Any]]:
+    """The settings of a file, and what it lists as models. Raises SettingsError for a file that is no mapping of
+    settings, for unknown keys and for models that are no list."""
+    try:
+        content = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path}: expected a mapping of settings, got {type(content).__name__}")
+    models = content.pop(MODELS, [])
+    unknown = sorted(str(key) for key in content if key not in NAMES)
+    if unknown:
+        raise SettingsError(f"{path}: no such setting: {', '.join(unknown)}")
+    if not isinstance(models, list):
+        raise SettingsError(f"{path}: {MODELS} is {models!r}, expected a list of mappings of settings")
+    return content, models
+
+
+def _convert(item: Setting, value: Any, source: str) -> Any:
+    """A value by its spelling, so that 4.5 and true are no integers. Raises SettingsError."""
+    kind, name = item.kind, item.name or item.flag
+    try:
+        if get_origin(kind) is tuple:
+            return tuple(value)
+        if kind is bool:
+            converted = value if isinstance(value, bool) else _SWITCHES[str(value).lower()]
+        elif value in item.words:
+            converted = item.words[value]
+        elif isinstance(value, str | int | float):  # a file's may be anything
+            converted = kind(str(value))
+        else:
+            raise TypeError
+    except (ValueError, TypeError, KeyError):
+        raise SettingsError(f"{source}: {name} is {value!r}, expected {kind.__name__}") from None
+    item.check(converted, f"{source}: {name}")
+    return converted

@@ -1,0 +1,136 @@
+"""The backing store: host memory that has a copy of every full page, so that the page may leave the GPU.
+
+Only full pages are copied, once: what a round has rolled back is never copied, and partial pages stay on the GPU.
+"""
+
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.tier_memory import PROGRAMS, Pages, run_beside, side_stream
+from specahead.kernels.backends import Backend
+from specahead.kernels.kv_gather import gather_blocks
+
+
+class BackingStore:
+    """Which pages the store has, or will have, and which of these may leave their GPU pages.
+
+    holds: bool [pages], whether the store has the page. A full page waits, is copied, and may then leave; pages that
+    are read densely are told apart, because they leave last. All are kept in the order in which they came.
+    """
+
+    def __init__(
+        self, on_gpu: list[Pages], stored: list[Pages], pages: int, device: torch.device, backend: Backend
+    ) -> None:
+        """on_gpu, stored: from where to where each layer's pages are copied."""
+        self.holds = np.zeros(pages, bool)
+        self._layers = list(zip(on_gpu, stored, strict=True))
+        self._device, self._backend = device, backend
+        self._stream = side_stream(device)
+        self._waiting: dict[int, bool] = {}  # whether the page is read densely
+        self._copying: dict[int, bool] = {}
+        # Pages on their way, and when they have come; None where copying does not return before it is done.
+        self._copies: deque[tuple[list[int], torch.cuda.Event | None]] = deque()
+        self._movable: dict[int, None] = {}  # stored, and in a GPU page
+        self._movable_dense: dict[int, None] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Full pages that no copy has been started of."""
+        return len(self._waiting)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are full pages that are not stored yet."""
+        return bool(self._waiting or self._copying)
+
+    def offer(self, pages: np.ndarray, dense: bool) -> None:
+        """Let full, committed pages wait to be copied, unless they are stored or on their way. int32 [pages]
+
+        dense: whether they are read densely. Those of a prefix that are read sparsely now as well leave like others:
+        else the GPU pages that they keep would be missing where the blocks go that are fetched.
+        """
+        for page in pages[~self.holds[pages]].tolist():
+            if page not in self._copying and page not in self._waiting:
+                self._waiting[page] = dense
+        for page in pages.tolist() if not dense else ():
+            for on_its_way in (self._waiting, self._copying):
+                if page in on_its_way:
+                    on_its_way[page] = False
+            if page in self._movable_dense:
+                del self._movable_dense[page]
+                self._movable[page] = None
+
+    def start_copies(self, gpu_page_of: np.ndarray) -> int:
+        """Copy the pages that wait, on a stream of its own, and return how many. gpu_page_of: int32, by page."""
+        pages = list(self._waiting)
+        if not pages:
+            return 0
+        self._copying |= self._waiting
+        self._waiting.clear()
+        parts = gpu_page_of[pages].tolist(), pages, [len(pages)]
+        lists = [torch.tensor(part, dtype=torch.int32).to(self._device) for part in parts]
+        self._copies.append((pages, run_beside(self._stream, lambda: self._copy_layers(*lists))))
+        if self._stream is not None:
+            for tensor in lists:
+                tensor.record_stream(self._stream)
+        return len(pages)
+
+    def _copy_layers(self, gpu_pages: Tensor, pages: Tensor, count: Tensor) -> None:
+        for source, destination in self._layers:
+            gather_blocks(
+                (source[0].flatten(1), source[1].flatten(1)),
+                (destination[0].flatten(1), destination[1].flatten(1)),
+                gpu_pages,
+                pages,
+                count,
+                PROGRAMS,
+                self._backend,
+            )
+
+    def take_up_copies(self, wait: bool) -> None:
+        """Note what has been stored. wait: let the device, not the host, wait for what is on its way."""
+        copies = self._copies
+        while copies and (wait or (done := copies[0][1]) is None or done.query()):
+            pages, done = copies.popleft()
+            if done is not None:
+                torch.cuda.current_stream().wait_event(done)
+            for page in pages:
+                dense = self._copying.pop(page)
+                self.holds[page] = True
+                (self._movable_dense if dense else self._movable)[page] = None
+
+    def take_movable(self) -> list[int]:
+        """Return the pages that may leave the GPU and are not read densely; each is returned once."""
+        pages = list(self._movable)
+        self._movable.clear()
+        return pages
+
+    def take_movable_dense(self, count: int) -> list[int]:
+        """Return up to so many of those that are read densely, those that came first; each is returned once."""
+        pages = list(self._movable_dense)[: max(0, count)]
+        for page in pages:
+            del self._movable_dense[page]
+        return pages
+
+    def forget(self, pages: list[int]) -> None:
+        """Drop pages that nobody holds any more."""
+        self.holds[pages] = False
+        for page in pages:
+            for kept in (self._waiting, self._copying, self._movable, self._movable_dense):
+                kept.pop(page, None)
+            for copied, _ in self._copies:  # a copy of what the page holds next does not count until it is done itself
+                if page in copied:
+                    copied.remove(page)
+
+    def check_integrity(self, gpu_page_of: np.ndarray) -> None:
+        """Raise AssertionError unless what is stored is what is on the GPU, byte by byte."""
+        both = np.flatnonzero(self.holds & (gpu_page_of >= 0))
+        for source, destination in self._layers:
+            for near, far in zip(source, destination, strict=True):
+                assert torch.equal(near[gpu_page_of[both]].cpu(), far[both].cpu())
+        movable = {**self._movable, **self._movable_dense}
+        assert all(self.holds[page] and gpu_page_of[page] >= 0 for page in movable)
+        assert not (set(movable) & set(self._waiting)) and not (set(movable) & set(self._copying))

@@ -1,0 +1,91 @@
+"""Means of keys and values over groups of tokens, which stand in for what a sparse read leaves out."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zeros
+from specahead.kernels.backends import default_backend, send
+from specahead.kernels.group_means import make_group_means
+from specahead.kernels.paged_attention import GroupMeans
+
+
+class GroupMeanPool:
+    """Means of keys and values, and variances of keys, of groups of tokens; slots 0 … n-1, each free or of one
+    sequence's group.
+
+    A group's mean is made once, when all its tokens are committed, and freed with its sequence.
+    """
+
+    def __init__(self, k_pages: list[Tensor], group_size: int, slots: int) -> None:
+        if group_size < 1 or group_size % PAGE_SIZE:
+            raise ValueError(f"groups of {group_size} tokens are no whole pages of {PAGE_SIZE}")
+        _, kv_heads, _, head_dim = k_pages[0].shape
+        shape, device = (len(k_pages), slots, kv_heads, head_dim), k_pages[0].device
+        self.group_size = group_size
+        self.k, self.v, self.k_variance = (kv_zeros(shape, torch.float32, device) for _ in range(3))
+        self.free = list(range(slots - 1, -1, -1))
+
+    def extend(
+        self, sequence: SequenceKV, length: int, make: Callable[[np.ndarray, Tensor, "GroupMeanPool"], None]
+    ) -> None:
+        """Make the means of groups that are complete within `length` committed tokens, by KVCache.make_means."""
+        first, count = len(sequence.groups), self._missing(sequence, length)
+        if not count:
+            return
+        if count > len(self.free):
+            raise OutOfPages(f"{count} group means wanted, {len(self.free)} slots are free")
+        slots = [self.free.pop() for _ in range(count)]
+        per_group = self.group_size // PAGE_SIZE
+        pages = sequence.table()[first * per_group : (first + count) * per_group].reshape(-1, per_group)
+        make(pages, send(torch.tensor(slots), self.k.device), self)
+        sequence.groups += slots
+
+    def missing(self, sequence: SequenceKV) -> int:
+        """Return how many complete groups of a sequence have no means yet."""
+        return self._missing(sequence, sequence.length)
+
+    def _missing(self, sequence: SequenceKV, length: int) -> int:
+        return max(0, length // self.group_size - len(sequence.groups))
+
+    def truncate(self, sequence: SequenceKV) -> None:
+        """Free the means of groups that the sequence no longer fills."""
+        keep = sequence.length // self.group_size
+        self.free += sequence.groups[keep:]
+        del sequence.groups[keep:]
+
+    def over(self, tables: Tensor, counts: Tensor) -> list[GroupMeans]:
+        """Return the means that tables [sequences, max_groups] and counts [sequences] name, a layer each."""
+        return [
+            GroupMeans(*layer, tables, counts, self.group_size)
+            for layer in zip(self.k, self.v, self.k_variance, strict=True)
+        ]
+
+
+def make_means(
+    k_pages: list[Tensor],
+    v_pages: list[Tensor],
+    pages: np.ndarray,
+    slots: Tensor,
+    pool: GroupMeanPool,
+    first_layer: int = 0,
+) -> None:
+    """Make the means of groups in some neighbouring layers, from the first on that `first_layer` numbers.
+
+    k_pages, v_pages: a tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]
+    pages: int32 [groups, pages of a group], indices in these
+    slots: [groups] int64, where the means go in the pool
+    """
+    layers = slice(first_layer, first_layer + len(k_pages))
+    make_group_means(
+        k_pages,
+        v_pages,
+        send(torch.from_numpy(pages.astype(np.int64)), slots.device),
+        slots,
+        pool.k[layers],
+        pool.v[layers],
+        pool.k_variance[layers],
+        default_backend(slots.device),
+    )

@@ -1,0 +1,121 @@
+"""The pool of pages with reference counts, and which of them are kept for their prefix.
+
+Who owns which page:
+
+    free list ── allocate ──> sequence(s) ── release ──> free list        (page not in the prefix index)
+                                  │  ▲
+                               release │ match (reference count + 1)
+                                  ▼  │
+                              prefix index, unreferenced ── evict ──> free list
+
+A page is writable by the one sequence that allocated it; a page in the prefix index is full and never written again.
+"""
+
+from collections import OrderedDict
+
+from specahead.engine.kv.pages import OutOfPages
+from specahead.engine.kv.prefix_index import Prefix, PrefixIndex
+
+
+class PagePool:
+    """Page numbers 0 … n-1, each free, referenced by sequences, or unreferenced and kept for its prefix.
+
+    prefixes: which page holds which prefix. freed: pages that went back to the free list, in order, for who keeps
+    anything else of them, sets the list and empties it.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.freed: list[int] | None = None
+        self.references = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self.prefixes = PrefixIndex()
+        # Unreferenced pages with a prefix, the one that was released longest ago first.
+        self._reusable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Pages that can be allocated, evicting reusable ones where needed."""
+        return self.free + len(self._reusable)
+
+    @property
+    def free(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free)
+
+    @property
+    def held(self) -> int:
+        """Pages that sequences refer to."""
+        return self.num_pages - self.available
+
+    def allocate(self, count: int) -> list[int]:
+        """Give out pages to one owner. Raises OutOfPages if there are not so many."""
+        if count > self.available:
+            raise OutOfPages(f"{count} pages wanted, {self.available} of {self.num_pages} available")
+        while self.free < count:
+            self.evict_one()
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self.references[page] = 1
+        return pages
+
+    def release(self, pages: list[int]) -> None:
+        """Take one reference off each page. Raises ValueError for a page that nobody holds."""
+        for page in pages:
+            if self.references[page] < 1:
+                raise ValueError(f"page {page} is released more often than it is held")
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                if page in self.prefixes:
+                    self._reusable[page] = None
+                else:
+                    self._give_back(page)
+
+    def match(self, prefix: Prefix) -> tuple[int, int] | None:
+        """The page that holds `prefix`, referenced once more, and its serial, or None."""
+        page = self.prefixes.page_of(prefix)
+        if page is None:
+            return None
+        self._reusable.pop(page, None)
+        self.references[page] += 1
+        return page, self.prefixes.serial_of(page)
+
+    def index(self, page: int, prefix: Prefix) -> int:
+        """Let later sequences reuse a full, held page; the first page indexed for a prefix stays.
+
+        Returns the serial that names this prefix in the prefixes that extend it.
+        """
+        if self.references[page] < 1:
+            raise ValueError(f"page {page} is not held")
+        known = self.prefixes.page_of(prefix)
+        if known is None:
+            self.prefixes.add(page, prefix)
+            known = page
+        return self.prefixes.serial_of(known)
+
+    def forget(self, pages: list[int]) -> None:
+        """Offer held pages to nobody from now on."""
+        for page in pages:
+            if page in self.prefixes:
+                self.prefixes.remove(page)
+
+    def evict_one(self) -> None:
+        """Forget the reusable page that was released longest ago."""
+        page, _ = self._reusable.popitem(last=False)
+        self.prefixes.remove(page)
+        self._give_back(page)
+
+    def _give_back(self, page: int) -> None:
+        self._free.append(page)
+        if self.freed is not None:
+            self.freed.append(page)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page is either free, held or kept for its prefix."""
+        free, reusable = set(self._free), set(self._reusable)
+        held = {page for page, count in enumerate(self.references) if count}
+        assert len(free) == self.free and not free & reusable and not held & (free | reusable)
+        assert len(free) + len(reusable) + len(held) == self.num_pages
+        self.prefixes.check_integrity()
+        indexed = self.prefixes.pages
+        assert reusable <= indexed and not free & indexed

@@ -1,0 +1,95 @@
+"""Which page holds which prefix of a text, so that later sequences need not compute it again.
+
+Prefixes are compared by their tokens, not by hashes: no collision can leak the KV of one request to another.
+"""
+
+from collections import Counter
+from collections.abc import Set
+
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.kv.prefix_hash import extend_hash
+
+# The serial of the page before (0 at the start), this page's tokens, and whether its KV comes of a sparse read.
+Prefix = tuple[int, tuple[int, ...], bool]
+
+
+def next_prefix(sequence: SequenceKV, tokens: list[int]) -> Prefix:
+    """Return the prefix that ends with the first page of a sequence that is not indexed yet."""
+    serials = sequence.serials
+    start = len(serials) * PAGE_SIZE
+    block, serial = tuple(tokens[start : start + PAGE_SIZE]), serials[-1] if serials else 0
+    return serial, block, start + PAGE_SIZE > sequence.dense_tokens
+
+
+class PrefixIndex:
+    """Pages by their prefix. Each page in it has a serial, which names its prefix in the prefixes that extend it.
+
+    hashes: of the prefixes in it (specahead.engine.kv.prefix_hash), and how many pages hold each.
+    """
+
+    def __init__(self) -> None:
+        self.hashes: Counter[int] = Counter()
+        self._page_of: dict[Prefix, int] = {}
+        self._prefix_of: dict[int, Prefix] = {}
+        self._serial_of: dict[int, int] = {}
+        self._next_serial = 1
+        self._hash_of: dict[int, int] = {0: 0}  # by serial
+        self._watchers: list[set[int]] = []
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._prefix_of
+
+    @property
+    def pages(self) -> Set[int]:
+        """The pages that are in the index."""
+        return self._prefix_of.keys()
+
+    def page_of(self, prefix: Prefix) -> int | None:
+        """Return the page that holds the prefix, or None."""
+        return self._page_of.get(prefix)
+
+    def serial_of(self, page: int) -> int:
+        """Return the serial of a page that is in the index."""
+        return self._serial_of[page]
+
+    def add(self, page: int, prefix: Prefix) -> None:
+        """Index a page under a prefix. Raises ValueError if the page is indexed already."""
+        if page in self._prefix_of:
+            raise ValueError(f"page {page} is indexed already")
+        serial = self._next_serial
+        self._page_of[prefix], self._prefix_of[page] = page, prefix
+        self._serial_of[page], self._next_serial = serial, serial + 1
+        before = self._hash_of.get(prefix[0])  # none behind a page that was removed: nobody finds the new one
+        if before is not None:
+            self._hash_of[serial] = extend_hash(before, prefix[1])
+            self._count(self._hash_of[serial], 1)
+
+    def remove(self, page: int) -> None:
+        """Forget the prefix of an indexed page."""
+        del self._page_of[self._prefix_of.pop(page)]
+        hash = self._hash_of.pop(self._serial_of.pop(page), None)
+        if hash is not None:
+            self._count(hash, -1)
+
+    def watch(self) -> set[int]:
+        """Return a set to which the hash of each prefix is added that comes or goes; at first it has all there are."""
+        self._watchers.append(set(self.hashes))
+        return self._watchers[-1]
+
+    def unwatch(self, changed: set[int]) -> None:
+        """Add nothing more to a set that `watch` has returned."""
+        self._watchers = [watcher for watcher in self._watchers if watcher is not changed]
+
+    def _count(self, hash: int, change: int) -> None:
+        self.hashes[hash] += change
+        if not self.hashes[hash]:
+            del self.hashes[hash]
+        for changed in self._watchers:
+            changed.add(hash)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless both directions say the same."""
+        assert {page: prefix for prefix, page in self._page_of.items()} == self._prefix_of
+        assert self._serial_of.keys() == self._prefix_of.keys()
+        assert self._hash_of.keys() <= {0, *self._serial_of.values()}
+        assert self.hashes == Counter(hash for serial, hash in self._hash_of.items() if serial)

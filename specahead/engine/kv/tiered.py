@@ -1,0 +1,350 @@
+"""KV in tiers: a backing store in host memory has a copy of every full page, and as many as fit lie on the GPU.
+
+GPU memory is cut into GPU pages: one page of all layers and KV heads each. What becomes of a page:
+
+    grow ──> in a GPU page, ──(full)──> copied to ──(GPU pages are short)──> left to the clock ──> in the store alone
+             written by steps           the store                            its cache lines           │   ▲
+                                                                             hold it still     fetched │   │ evicted
+                                                                                                       ▼   │
+                                                                             in a cache line, a (layer, head) at a time
+
+As long as every page of a pass is in a GPU page, the pass is what it would be without tiers: block tables name GPU
+pages. When GPU pages run short for the first time, the offload becomes `active`: the residency tables
+(kernels.residency) are made, full pages are left to the eviction clock as soon as they are stored, and whoever reads
+goes by the tables: sparse steps fetch what they list (engine.kv.fetch), others have their pages brought together
+(engine.kv.staged). New pages take GPU pages that the clock has; what it had put there is forgotten, since it is stored.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.backing_store import BackingStore
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.counters import TierCounters
+from specahead.engine.kv.fetch import FetchPlan, request_listed, start_copies
+from specahead.engine.kv.gpu_pages import GpuPages
+from specahead.engine.kv.group_means import GroupMeanPool, make_means
+from specahead.engine.kv.host_memory import host_zeros
+from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
+from specahead.engine.kv.staged import StagedReads
+from specahead.engine.kv.tier_memory import Pages, TierMemory, bring_hits, bring_misses, head_rows, rows_of, side_stream
+from specahead.kernels.backends import default_backend
+from specahead.kernels.kv_gather import layer_copies
+from specahead.kernels.residency import clear_tables, drop_pages, empty_tables, mark_stored, pin_gpu_pages
+
+COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied, unless GPU pages are short
+# Once the offload is active, at least 1 / CLOCK_SHARE of the GPU pages are left to the clock, where that can be.
+CLOCK_SHARE = 4
+
+
+class TieredKV(KVCache):
+    """A KV cache whose page numbers are indices in the backing store.
+
+    counters: what it has done. memory: where everything lies. store: which pages are stored. resident: which GPU page
+    each page has. offload_active: whether the residency tables say where rows are.
+    """
+
+    offloads = True
+
+    def __init__(
+        self,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        gpu_pages: int,
+        pages: int,
+        longest: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        kept_layers: tuple[int, ...] = (),
+    ) -> None:
+        """gpu_pages: pages that lie on the GPU at once; pages: in the backing store, in all.
+
+        longest: tokens of a sequence, at most, which staged reads have room for. kept_layers: all of whose pages stay
+        on the GPU, at their numbers.
+        Raises ValueError for sizes that do not fit, MemoryError if the host has no room.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise ValueError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copies run beside a step, which waits for them: unset it, or "
+                "leave --host-kv-memory out"
+            )
+        if not 0 < gpu_pages <= pages:
+            raise ValueError(f"{gpu_pages} GPU pages for {pages} pages in the backing store: expected 1 to {pages}")
+        sizes = [pages if layer in kept_layers else gpu_pages for layer in range(num_layers)]
+        super().__init__(num_layers, kv_heads, head_dim, pages, dtype, device, sizes)
+        self._freed: list[int] = []
+        self.pool.freed = self._freed
+        self.kept_layers = kept_layers
+        layers = [layer for layer in range(num_layers) if layer not in kept_layers]
+        stored = self._make_store(len(layers), (pages, kv_heads, PAGE_SIZE, head_dim), dtype)
+        self.memory = self._make_memory(layers, stored, pages_for(longest), gpu_pages)
+        self.store = BackingStore(self.memory.on_gpu, stored, pages, device, self.memory.backend)
+        self.resident = GpuPages(gpu_pages, pages)
+        self.counters = TierCounters()
+        self.offload_active = False
+        self._round = 0  # of the residency tables
+        self._fetches = False  # whether the last step fetched what it listed
+        self._away = 0  # pages that are in the store alone
+        self._last_work: list[SequenceKV] = []
+
+    def _make_store(self, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pages]:
+        return [(host_zeros(shape, dtype, self.device), host_zeros(shape, dtype, self.device)) for _ in range(layers)]
+
+    def _make_memory(self, layers: list[int], stored: list[Pages], staged: int, gpu_pages: int) -> TierMemory:
+        on_gpu = [self.layer_pages(layer) for layer in layers]
+        like, device = self.k_pages[0], self.device
+        shape = (staged, *like.shape[1:])
+        staging = [
+            (torch.zeros(shape, dtype=like.dtype, device=device), torch.zeros(shape, dtype=like.dtype, device=device))
+            for _ in range(2)
+        ]
+        rows = self.pool.num_pages * self.kv_heads
+        return TierMemory(
+            layers=layers,
+            on_gpu=on_gpu,
+            stored=stored,
+            staging=staging,
+            tables=empty_tables(max(1, len(layers)), rows, gpu_pages * self.kv_heads, device),
+            copies=layer_copies(
+                [(head_rows(keys), head_rows(values)) for keys, values in stored],
+                [(head_rows(keys), head_rows(values)) for keys, values in on_gpu],
+                device,
+            ),
+            link=side_stream(device),
+            kv_heads=self.kv_heads,
+            backend=default_backend(device),
+        )
+
+    @property
+    def totals(self) -> dict[str, float]:
+        page_bytes = 2 * self.k_pages[0][0, 0].nbytes
+        values = self.counters.values(page_bytes, len(self.memory.layers) * self.kv_heads)
+        return {f"kv_{name}": value for name, value in values.items()}
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        return {
+            "kv_gpu_pages": self.resident.count,
+            "kv_gpu_pages_given": self.resident.count - self.resident.free,  # the clock has the others
+            "kv_offload_active": float(self.offload_active),
+        }
+
+    # Where pages lie.
+
+    def gpu_pages(self, sequence: SequenceKV) -> np.ndarray:
+        return self.resident.of[sequence.table()]
+
+    def is_resident(self, sequence: SequenceKV) -> bool:
+        return not self._away or self.resident.hold(sequence.table())
+
+    # Before a pass.
+
+    def begin_pass(self, work: list[tuple[SequenceKV, int]]) -> None:
+        self._fetches = False
+        self._forget_freed()
+        super().begin_pass(work)
+        self._forget_freed()  # pages that were kept for their prefix, and have a new owner now
+        self._offer_full_pages(work)
+        new, reads_stored = self._needs(work)
+        if not self.offload_active and (reads_stored or len(new) > self.resident.free):
+            self._activate_offload()
+        if self.offload_active:
+            self._leave_to_clock(len(new))
+        if len(new) > self.resident.free:
+            for sequence, _ in work:
+                self.truncate(sequence, sequence.length)
+            raise OutOfPages(
+                f"{len(new)} GPU pages wanted, {self.resident.free} of {self.resident.count} can be given: "
+                "raise --kv-memory, or lower --max-sessions or --prefill-chunk"
+            )
+        self.resident.give(new)
+        if self.offload_active:
+            self._pin(new)
+
+    def _forget_freed(self) -> None:
+        """Keep nothing, on the GPU or in the store, of pages that no sequence holds any more."""
+        if not self._freed:
+            return
+        freed = list(dict.fromkeys(self._freed))
+        self._freed.clear()
+        if self.offload_active:
+            drop_pages(self.memory.tables, self._list(freed), self.kv_heads, self.memory.backend)
+        self._away -= int((self.store.holds[freed] & (self.resident.of[freed] < 0)).sum())
+        self.store.forget(freed)
+        self.resident.take_back(freed)
+        if self.offload_active and self.pool.held <= self.resident.count and not self._holds_away():
+            # All that is held lies in GPU pages: what the clock has put elsewhere is forgotten.
+            self.offload_active = False
+
+    def _holds_away(self) -> bool:
+        """Whether a sequence holds a page that has no GPU page. (Others are kept for their prefix.)"""
+        away = np.flatnonzero(self.store.holds & (self.resident.of < 0)).tolist()
+        return any(self.pool.references[page] for page in away)
+
+    def _offer_full_pages(self, work: list[tuple[SequenceKV, int]]) -> None:
+        """Have the store copy what the sequences of this pass and the last one have committed, many pages at a time.
+
+        A page that a later pass may write anew stays on the GPU: it could not be written once it is in the store alone.
+        """
+        for sequence in {id(s): s for s in (*self._last_work, *(s for s, _ in work))}.values():
+            self._offer(sequence, int(min(sequence.length, sequence.settled)) // PAGE_SIZE)
+        self._last_work = [sequence for sequence, _ in work]
+        self.store.take_up_copies(wait=False)
+        if self.store.waiting >= COPIED_AT_ONCE:
+            self._copy_to_store()
+
+    def _offer(self, sequence: SequenceKV, count: int) -> None:
+        """Offer the first `count` pages of a sequence to the store."""
+        self.store.offer(sequence.table()[sequence.stored : count], sequence.dense)
+        sequence.stored = max(sequence.stored, count)
+
+    def _copy_to_store(self) -> None:
+        self.counters.stored_pages += self.store.start_copies(self.resident.of)
+
+    def _needs(self, work: list[tuple[SequenceKV, int]]) -> tuple[list[int], bool]:
+        """The pages that need a GPU page to be written to, and whether anything is read that is in the store alone."""
+        new: list[int] = []
+        reads_stored = False
+        for sequence, tokens in work:
+            written = sequence.pages[sequence.length // PAGE_SIZE : pages_for(sequence.length + tokens)]
+            new += [page for page in written if self.resident.of[page] < 0]
+            old = sequence.table()[: sequence.length // PAGE_SIZE]
+            reads_stored = reads_stored or (self._away > 0 and not self.resident.hold(old))
+        return new, reads_stored
+
+    def _activate_offload(self) -> None:
+        clear_tables(self.memory.tables)  # in place: captured steps hold them
+        self.offload_active = True
+        self.counters.offloads += 1
+        self._pin(np.flatnonzero(self.resident.of >= 0).tolist())
+
+    def _leave_to_clock(self, wanted: int) -> None:
+        """Have GPU pages to give out, and some left for the clock."""
+        floor = wanted + self.resident.count // CLOCK_SHARE
+        leaving = self.store.take_movable()
+        if self.resident.free + len(leaving) < floor and self.store.is_behind:
+            self._copy_to_store()
+            self.store.take_up_copies(wait=True)
+            leaving += self.store.take_movable()
+        leaving += self.store.take_movable_dense(floor - self.resident.free - len(leaving))
+        if leaving:
+            mark_stored(self.memory.tables, self._list(leaving), self.kv_heads, self.memory.backend)
+            self.resident.take_back(leaving)
+            self._away += len(leaving)
+
+    def _pin(self, pages: list[int]) -> None:
+        """Say to the tables that these pages lie in their GPU pages."""
+        if pages:
+            listed = (self._list(pages), self._list(self.resident.of[pages].tolist()), self._list([self._round]))
+            pin_gpu_pages(self.memory.tables, *listed, self.kv_heads, self.memory.backend)
+
+    def _list(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32).to(self.device)
+
+    # Reading what is not resident.
+
+    def next_round(self) -> int:
+        self._round += 1
+        return self._round
+
+    def fetch_plan(
+        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
+    ) -> FetchPlan | None:
+        return start_copies(self.memory, request_listed(self.memory, lists, counts, block_size, page_tables, round))
+
+    def fetched_pages(self, sequence: SequenceKV) -> Tensor | None:
+        tables, rows = self.memory.tables, rows_of(sequence.table(), self.kv_heads, self.device).long()
+        marked = torch.zeros(self.num_layers, self.kv_heads, len(sequence.pages), dtype=torch.bool)
+        if self.offload_active:
+            lines = tables.line_of[:, rows].long()
+            brought = lines < 0
+            if self._fetches:  # a line gets its bit when it is a hit, not when its page comes
+                now = tables.stamps.gather(1, lines.clamp(min=0)) == self._round
+                brought |= now & (tables.referenced.gather(1, lines.clamp(min=0)) == 0)
+            by_head = brought.unflatten(1, (len(sequence.pages), self.kv_heads)).transpose(1, 2)
+            marked[self.memory.layers] = by_head.cpu()
+        return marked
+
+    def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
+        overflow = int(results["overflow"][0])
+        self.counters.fetched_pages += int(results["fetched"][0])
+        self.counters.overflow_pages += overflow
+        if overflow:
+            return False
+        self._fetches = True
+        hits = int(results["listed"][0]) - int(results["missed"].sum())
+        self.counters.hit_pages += hits * (block_size // PAGE_SIZE)
+        return True
+
+    def stage(self, sequences: list[SequenceKV]) -> Iterator[StagedReads]:
+        kept = {layer: self.layer_pages(layer) for layer in self.kept_layers}
+        parts: list[list[SequenceKV]] = []
+        room = 0
+        for sequence in sequences:
+            if len(sequence.pages) > room:
+                parts.append([])
+                room = self.memory.staged_pages
+            parts[-1].append(sequence)
+            room -= len(sequence.pages)
+        for part in parts:
+            yield StagedReads(self.memory, kept, part, self.counters)
+
+    # Group means.
+
+    def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
+        gpu_pages = self.resident.of[pages]
+        resident = bool((gpu_pages >= 0).all())
+        if resident and not self.kept_layers:
+            make_means(self.k_pages, self.v_pages, gpu_pages, slots, pool)
+            return
+        for layer in self.kept_layers:
+            make_means([self.k_pages[layer]], [self.v_pages[layer]], pages, slots, pool, layer)
+        if resident:
+            for layer, (keys, values) in zip(self.memory.layers, self.memory.on_gpu, strict=True):
+                make_means([keys], [values], gpu_pages, slots, pool, layer)
+            return
+        at_once = max(1, self.memory.staged_pages // pages.shape[1])
+        for first in range(0, len(pages), at_once):
+            self._make_staged_means(pages[first : first + at_once], slots[first : first + at_once], pool)
+
+    def _make_staged_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
+        """Layer by layer, from pages that are brought together."""
+        memory = self.memory
+        staged = np.arange(pages.size).reshape(pages.shape)
+        rows = rows_of(pages.reshape(-1), self.kv_heads, self.device)
+        missed = torch.zeros((), dtype=torch.int64, device=self.device)
+        for index, layer in enumerate(memory.layers):
+            lines = memory.tables.line_of[index][rows.long()]  # negative where a row is in the store alone
+            bring_hits(memory, index, 0, lines)
+            bring_misses(memory, index, 0, rows, lines)
+            missed += (lines < 0).sum()
+            keys, values = memory.staging[0]
+            make_means([keys], [values], staged, slots, pool, layer)
+        self.counters.staged_pages += int(missed)
+
+    # Checks, and sequences.
+
+    def check_writable(self, pages: int, why: str) -> None:
+        if self.resident.count < pages:
+            raise ValueError(
+                f"{self.resident.count} KV pages of {PAGE_SIZE} fit on the GPU; {why}, write up to {pages} at once: "
+                "raise kv_memory, or lower max_sessions or prefill_chunk"
+            )
+
+    def release(self, sequence: SequenceKV) -> None:
+        """Pages that are kept for their prefix are stored like others: they do not keep their GPU pages."""
+        self._offer(sequence, sequence.indexed)
+        super().release(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every GPU page has one owner and what is stored is there, byte by byte."""
+        self.pool.check_integrity()
+        self.resident.check_integrity()
+        assert self._away == (self.store.holds & (self.resident.of < 0)).sum()
+        self.store.check_integrity(self.resident.of)

@@ -1,0 +1,70 @@
+"""The weights of a model as they lie in its safetensors files, or at random: by name, each read when asked for."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from specahead.engine.model.families import HEAD, weight_shapes
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The tensors of safetensors files. device: where they are read to."""
+
+    def __init__(self, files: list[str], device: str) -> None:
+        opened = [safe_open(file, framework="pt", device=device) for file in files]
+        self._files: dict[str, Any] = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By the headers of the files."""
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+
+class RandomWeights(Mapping[str, Tensor]):
+    """Weights of a config's shapes as transformers makes them for training: norms are ones, biases zeros."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: str) -> None:
+        self._how: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._deviation = getattr(config, "initializer_range", 0.02)
+        self._shapes = weight_shapes(config)
+        if config.tie_word_embeddings:
+            del self._shapes[HEAD]
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if len(shape) > 1:
+            return torch.empty(shape, **self._how).normal_(0, self._deviation)
+        return torch.zeros(shape, **self._how) if name.endswith(".bias") else torch.ones(shape, **self._how)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def find_files(model: str) -> list[str]:
+    """Return the safetensors files of a model in a folder or of a Hugging Face id, brought here first if need be.
+
+    Raises OSError if there are none.
+    """
+    try:
+        return [cached_file(model, SAFE_WEIGHTS_NAME)]
+    except OSError:
+        index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME)
+    files, _ = get_checkpoint_shard_files(model, index)
+    return list(files)

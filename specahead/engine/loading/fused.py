@@ -1,0 +1,155 @@
+"""From the named weights of a model to the fused decoder, whose matrices are filled part by part.
+
+Does not know where the weights come from: files (engine.loading.checkpoint), transformers' modules, or chance.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specahead.engine.model.decoder import Decoder, DecoderLayer
+from specahead.engine.model.families import (
+    EMBEDDING,
+    FAMILIES,
+    HEAD,
+    NORM,
+    Family,
+    Shapes,
+    head_dim,
+    layer_name,
+    unbuilt_feature,
+    weight_shapes,
+)
+
+# Computed anew; of a release of transformers that wrote it to checkpoints.
+_COMPUTED = "rotary_emb.inv_freq"
+
+
+def misfit(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return why weights of these names and shapes are not all and only those of the config's model, or None."""
+    expected = weight_shapes(config)
+    optional = {HEAD} if config.tie_word_embeddings else set()
+    missing = [name for name in expected if name not in shapes and name not in optional]
+    if missing:
+        return f"{missing[0]} is missing, one of {len(missing)} weights"
+    for name, shape in shapes.items():
+        if name not in expected and not name.endswith(_COMPUTED):
+            return f"{name} is none of the weights of {config.model_type}"
+        if shape != expected.get(name, shape):
+            return f"{name} is {list(shape)}, and by the config {list(expected[name])}"
+    return None
+
+
+@torch.inference_mode()
+def read_decoder(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: str) -> Decoder:
+    """Return the decoder of a model of one of specahead.engine.model.families.FAMILIES, by copies of its weights.
+
+    config: of transformers. tensors: all weights by name, of any dtype and device, each asked for once, so that beside
+    the decoder only one of them need lie on the device. Raises NotImplementedError, naming the feature, for a model
+    that needs more than the fused decoder does; ValueError for weights that are not those of the config's model.
+    """
+    feature = unbuilt_feature(config, on_gpu=device != "cpu")
+    if feature is not None:
+        raise NotImplementedError(
+            f"{config.model_type}: the fused decoder is not built for {feature}: use --enforce-eager"
+        )
+    family, weights = FAMILIES[config.model_type], _Weights(tensors, weight_shapes(config), dtype, device)
+    embedding = weights.take(EMBEDDING)
+    cosines, sines = _rotary_table(config, device)
+    layers = tqdm(range(config.num_hidden_layers), desc="loading weights", unit="layer", leave=False, disable=None)
+    return Decoder(
+        embedding=embedding,
+        layers=[_read_layer(config, index, weights, family) for index in layers],
+        norm=weights.take(NORM),
+        lm_head=_read_head(config, weights, embedding),
+        cosines=cosines,
+        sines=sines,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        epsilon=config.rms_norm_eps,
+        attention_scale=getattr(config, "attention_multiplier", head_dim(config) ** -0.5),
+        embedding_scale=getattr(config, "embedding_multiplier", 1.0),
+        residual_scale=getattr(config, "residual_multiplier", 1.0),
+        logits_scale=1 / getattr(config, "logits_scaling", 1.0),
+    )
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of a model, of the given shapes, to be copied to the device in a dtype."""
+
+    tensors: Mapping[str, Tensor]
+    shapes: Shapes
+    dtype: torch.dtype
+    device: str
+
+    def take(self, *names: str) -> Tensor:
+        """Return these weights below one another, as one tensor. Raises ValueError for one that is of another shape."""
+        rows = [self.shapes[name][0] for name in names]
+        whole = torch.empty(sum(rows), *self.shapes[names[0]][1:], dtype=self.dtype, device=self.device)
+        for name, part in zip(names, whole.split(rows), strict=True):
+            tensor = self.tensors[name]
+            if tensor.shape != part.shape:  # which copy_ might take for one to be repeated
+                raise ValueError(f"{name} is {list(tensor.shape)}, and by the config {list(part.shape)}")
+            part.copy_(tensor)
+        return whole
+
+    def find(self, *names: str) -> Tensor | None:
+        """Return what `take` does; None if the model has no such weights."""
+        return self.take(*names) if names[0] in self.shapes else None
+
+
+def _read_layer(config: Any, index: int, weights: _Weights, family: Family) -> DecoderLayer:
+    before = layer_name(index)
+    attention = f"{before}self_attn"
+
+    def norm(name: str | None) -> Tensor | None:
+        return None if name is None else weights.take(f"{before}{name}.weight")
+
+    norms = f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"
+    rotating = getattr(config, "no_rope_layers", None)  # which layers rotate, whatever its name says
+    return DecoderLayer(
+        input_norm=norm(family.input_norm),
+        qkv=weights.take(*(f"{before}{name}.weight" for name in family.qkv)),
+        qkv_bias=weights.find(*(f"{before}{name}.bias" for name in family.qkv)),
+        out=weights.take(f"{attention}.o_proj.weight"),
+        out_bias=weights.find(f"{attention}.o_proj.bias"),
+        attention_out_norm=norm(family.attention_out_norm),
+        mlp_norm=norm(family.mlp_norm),
+        gate_up=weights.take(*(f"{before}{name}.weight" for name in family.gate_up)),
+        down=weights.take(f"{before}mlp.down_proj.weight"),
+        mlp_out_norm=norm(family.mlp_out_norm),
+        head_norms=weights.take(*norms).view(2, -1) if family.normed == "each head" else None,
+        full_norms=(weights.take(norms[0]), weights.take(norms[1])) if family.normed == "all heads" else None,
+        rotates=rotating is None or bool(rotating[index]),
+    )
+
+
+def _read_head(config: Any, weights: _Weights, embedding: Tensor) -> Tensor:
+    """Return the head: the embedding itself if the two are tied, unless a checkpoint has another one, as transformers
+    does."""
+    if not config.tie_word_embeddings:
+        return weights.take(HEAD)
+    if HEAD not in weights.tensors:
+        return embedding
+    head = weights.take(HEAD)
+    return embedding if torch.equal(head, embedding) else head
+
+
+def _rotary_table(config: Any, device: str) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [positions, turned / 2] float32."""
+    rotary = config.rope_parameters
+    if rotary["rope_type"] == "default":
+        share = rotary.get("partial_rotary_factor", 1.0) if FAMILIES[config.model_type].partly_rotary else 1.0
+        turned = int(head_dim(config) * share)
+        speeds, scale = 1.0 / rotary["rope_theta"] ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned), 1.0
+    else:
+        speeds, scale = ROPE_INIT_FUNCTIONS[rotary["rope_type"]](config)
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
+    angles = positions[:, None] * speeds.to(device, torch.float32)
+    return angles.cos() * scale, angles.sin() * scale

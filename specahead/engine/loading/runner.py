@@ -1,0 +1,42 @@
+"""A loaded model and its KV, as a runner."""
+
+from typing import Any
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import PAGE_SIZE, pages_for
+from specahead.engine.kv.tiered import TieredKV
+from specahead.engine.loading.model import LoadedModel
+from specahead.engine.steps.model_runner import MAX_OVERHANG, ModelRunner
+
+
+def make_runner(
+    loaded: LoadedModel,
+    kv_tokens: int,
+    backing_tokens: int = 0,
+    max_context: int = 0,
+    dense_layers: tuple[int, ...] = (),
+    **how: Any,
+) -> ModelRunner:
+    """Return a runner of a loaded model.
+
+    kv_tokens: tokens whose KV the device has room for. backing_tokens: tokens that host memory, as its backing store,
+    has room for; 0: there is none. max_context: tokens of a sequence, at most; 0: kv_tokens. dense_layers: as in
+    ModelSettings. how: the settings of ModelRunner.
+    """
+    max_context = max_context or kv_tokens
+    kv = _make_kv(loaded, kv_tokens, backing_tokens, max_context + MAX_OVERHANG, dense_layers)
+    of_model = loaded.decoder, kv, loaded.shape.vocab_size
+    return ModelRunner(*of_model, max_context, weight_bytes=loaded.weight_bytes, **how)
+
+
+def _make_kv(
+    loaded: LoadedModel, kv_tokens: int, backing_tokens: int, longest: int, dense_layers: tuple[int, ...]
+) -> KVCache:
+    """Return empty KV of the model's sizes, dtype and device. longest: tokens of a sequence, at most"""
+    shape, of_weights = loaded.shape, (loaded.dtype, loaded.device)
+    of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim
+    pages = pages_for(kv_tokens)
+    if not backing_tokens:
+        return KVCache(*of_model, pages, *of_weights)
+    backing = backing_tokens // PAGE_SIZE
+    return TieredKV(*of_model, min(pages, backing), backing, longest, *of_weights, kept_layers=dense_layers)

@@ -1,0 +1,1 @@
+"""A decoder-only model and its attention over paged KV. It knows no sessions."""

@@ -1,0 +1,108 @@
+"""A model run by transformers' own modules: any architecture whose layers all use full attention, without graphs.
+
+Its attention is registered with transformers as `specahead` (engine.loading.module). Causality is enforced by positions
+in the kernels, so no mask is ever built.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from specahead.engine.model.decoder import Attend
+from specahead.kernels.kv_write import write_kv
+
+NAME = "specahead"
+
+# Keywords that change nothing here (position ids are applied already) or that we honour by other means.
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"}
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What the attention of one pass needs beside its queries. slots: of all layers, or of each."""
+
+    attend: Attend
+    slots: Tensor | list[Tensor]
+    k_pages: list[Tensor]
+    v_pages: list[Tensor]
+    scale: float
+
+
+@dataclass(frozen=True)
+class ModulesDecoder:
+    """A transformers causal LM that was loaded with the `specahead` attention. vocab: ids that it may give."""
+
+    model: nn.Module
+    num_layers: int
+    heads: int
+    kv_heads: int
+    attention_scale: float
+    vocab: int
+    can_capture = False
+
+    def run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor | list[Tensor],
+        k_pages: list[Tensor],
+        v_pages: list[Tensor],
+        attend: Attend,
+        logits_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one pass; arguments and result as for `specahead.engine.model.decoder.Decoder.run`."""
+        if logits_rows is not None and not len(logits_rows):
+            logits_rows = logits_rows.new_zeros(1)  # transformers takes no empty selection
+        result = self.model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=0 if logits_rows is None else logits_rows,
+            running=_Pass(attend, slots, k_pages, v_pages, self.attention_scale),
+        )
+        logits: Tensor = result.logits[0, :, : self.vocab]
+        return logits
+
+    def with_vocabulary(self, count: int) -> "ModulesDecoder":
+        """Return the decoder with the logits of the ids below `count` alone; the module's head is cut in place."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+        for name in ("weight", "bias"):
+            values = getattr(head, name, None)
+            if values is not None:
+                setattr(head, name, nn.Parameter(values.data[:count], requires_grad=False))
+        head.out_features = count
+        return replace(self, vocab=count)
+
+
+def attend_in_pass(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    running: _Pass | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """The attention that transformers' modules call. Raises NotImplementedError for what they ask of it beside.
+
+    query [1, heads, tokens, dim]; key, value [1, kv_heads, tokens, dim] -> [1, tokens, heads, dim], None
+    """
+    if running is None:
+        raise RuntimeError("the 'specahead' attention runs within a pass; call the model through a runner")
+    unsupported = [k for k, v in keywords.items() if v is not None and v is not False and k not in _HARMLESS]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if scale != running.scale:
+        unsupported.append(f"scores scaled by {scale} instead of {running.scale}")
+    if unsupported or attention_mask is not None or dropout:
+        raise NotImplementedError(
+            f"{type(module).__name__} asks attention for {unsupported or 'a mask or dropout'}, which is not built"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    slots = running.slots if isinstance(running.slots, Tensor) else running.slots[layer]
+    queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+    kept = slots >= 0
+    write_kv(running.k_pages[layer], running.v_pages[layer], slots[kept], keys[kept], values[kept])
+    return running.attend(layer, queries.contiguous())[None], None

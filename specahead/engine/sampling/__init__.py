@@ -1,0 +1,1 @@
+"""From logits to tokens: sampling, rules that change logits, and the verdicts on drafted tokens."""

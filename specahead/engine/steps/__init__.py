@@ -1,0 +1,1 @@
+"""What one step of a service runs on its device: shapes, buffers, launches and graphs."""

@@ -1,0 +1,229 @@
+"""Running passes of given shapes: captured once and replayed on a GPU, or launched one by one at their exact size."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.layer_attention import LayerPages, PromptsOfLayer
+from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.steps.graphs import Captured, Graphs
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparsePrompt
+from specahead.engine.steps.passes.behind_rounds import LeftRounds
+from specahead.engine.steps.passes.behind_steps import LeftStep
+from specahead.engine.steps.passes.buffers import make_buffers
+from specahead.engine.steps.passes.grouping import StepLimits
+from specahead.engine.steps.passes.launches import run_pass
+from specahead.engine.steps.passes.layout import lay_out_pass
+from specahead.engine.steps.passes.outputs import StepUnderWay, read_outputs
+from specahead.engine.steps.passes.reads import heads_of
+from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.read_memories import ReadMemories
+from specahead.engine.steps.staging import Buffers
+from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.prompt_attention import (
+    PromptReads,
+    attend_once,
+    cudnn_attends,
+    make_room,
+    plan_prompts,
+    shapes_of_parts,
+)
+from specahead.kernels.sparse_prompt_attention import SparsePromptReads, plan_sparse_prompts
+
+Started = Callable[[], list[SequenceOutput]]  # waits for a pass that was launched, and returns what it gave
+
+
+class PassRunner:
+    """Runs the inputs of one kind in a pass of a given shape: copies them into its buffers and replays its launches.
+
+    memories: what is remembered of sequences that share budgets out. attention: None: the device's, and cuDNN in
+    prompts where it can. drafting: what runs what a later pass judges (launches.run_pass); None: the decoder.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder | ModulesDecoder,
+        kv: KVCache,
+        limits: StepLimits,
+        memories: ReadMemories,
+        captures: bool,
+        attention: Backend | None,
+        drafting: Decoder | None = None,
+    ) -> None:
+        self._decoder, self._kv, self._limits, self._drafting = decoder, kv, limits, drafting
+        self.memories = memories
+        self.graphs = Graphs(captures)
+        self._attention = attention or default_backend(kv.device)
+        dim, dtype = kv.k_pages[0].shape[3], kv.k_pages[0].dtype
+        self._cudnn = attention is None and cudnn_attends(dim, dtype, kv.device)
+        self.left_step = LeftStep.make(kv.device)
+        self.left_rounds: LeftRounds | None = None  # by a draft on the same device
+        self._room: Tensor | None = None  # for the pieces that prompts are read in
+        self._unfinished: torch.cuda.Event | None = None  # of the last pass that nobody has waited for
+
+    def step_of(self, shape: PassShape, prepared: bool = False) -> Captured:
+        """Return the captured step of a shape; without graphs, one for this time. prepared: as of `Graphs.of`."""
+        make_buffers, launch = partial(self._make_buffers, shape, None), partial(self._launch, shape)
+        return self.graphs.of(shape, make_buffers, launch, prepared)
+
+    def launches_of(self, shape: PassShape) -> Callable[[], None]:
+        """Return what launches the step of a shape once, in buffers of its own."""
+        return partial(self._launch, shape, self._make_buffers(shape, None))
+
+    def _launch(self, shape: PassShape, buffers: Buffers) -> None:
+        run_pass(self._decoder, self._kv, shape, buffers, self._attention, drafting=self._drafting)
+
+    def run_fetching(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
+        """Run the captured step of a shape that fetches. Return None if the GPU has no room for all that is listed.
+
+        What such a step did is void, and done again by whoever runs these inputs next.
+        """
+        step = self.step_of(shape)
+        self._lay_out(step.buffers, shape, inputs, [item.kv.table() for item in inputs])
+        step.run()
+        results = step.buffers.results.fetch()
+        if not self._kv.count_step(results, shape.block_size):
+            return None
+        return read_outputs(step.buffers, shape, inputs, self._kv, results)
+
+    def start_step(self, inputs: list[SequenceInput], shape: PassShape) -> Started:
+        """Launch the captured step of a shape; returns what waits for it, to be called before the shape runs again."""
+        step = self.step_of(shape)
+        self._lay_out(step.buffers, shape, inputs, None)
+        step.run()
+        return self._started(step.buffers, shape, inputs)
+
+    def _started(self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> Started:
+        done = buffers.results.send_back()
+
+        def finish() -> list[SequenceOutput]:
+            if done is not None:
+                done.synchronize()
+            return read_outputs(buffers, shape, inputs, self._kv, buffers.results.host)
+
+        return finish
+
+    def launch_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
+        """Launch the step of a shape, whose inputs are all judged, and advance the lengths of their KV."""
+        step = self.step_of(shape)
+        self._lay_out(step.buffers, shape, inputs, None)
+        step.run()
+        done = step.buffers.results.send_back()
+        for item in inputs:
+            item.kv.length += item.rows
+        return StepUnderWay(step.buffers.results, inputs, done)
+
+    def start_exact(
+        self,
+        inputs: list[SequenceInput],
+        shape: PassShape,
+        tables: list[np.ndarray] | None = None,
+        layer_pages: LayerPages | None = None,
+    ) -> Started:
+        """Launch a pass without a graph; returns what waits for it.
+
+        tables, layer_pages: the sequences' block tables and what they name, where it is not the KV's own pages.
+        """
+        buffers = self._make_buffers(shape, sum(item.logits_rows for item in inputs))
+        self._lay_out(buffers, shape, inputs, tables)
+        prompt = inputs[0].prompt
+        prompts = self._plan_prompts(buffers, shape, prompt) if prompt or self._is_read_by_cudnn(shape) else None
+        run_pass(self._decoder, self._kv, shape, buffers, self._attention, layer_pages, prompts, self._drafting)
+        gives_nothing = not any(item.logits_rows or item.read or item.drafted for item in inputs)
+        if gives_nothing and self._kv.device.type == "cuda" and not self._kv.offloads:
+            self._wait_for_the_one_before()
+            return lambda: read_outputs(buffers, shape, inputs, self._kv, {})
+        return self._started(buffers, shape, inputs)
+
+    def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:
+        memory = None
+        if shape.decay is not None:
+            rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.kv_heads
+            blocks = replace(shape, pages=self._limits.pages).blocks
+            memory = self.memories.weights(rows, blocks, self._kv.device)
+        left, rounds = self.left_step if shape.turn else None, self.left_rounds if shape.behind else None
+        return make_buffers(shape, self._kv, memory, logits_rows, rounds, left)
+
+    def _lay_out(
+        self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None
+    ) -> None:
+        if shape.groups:
+            # What no pass reads sparsely has nothing that means would stand in for, nor room for them.
+            sparse = [item for item in inputs if item.kv.drafts or not item.kv.dense]
+            self._kv.extend_group_means([item.kv for item in sparse], [item.first_position for item in sparse])
+        budgets = [item.read.budget for item in inputs if item.read and item.read.budget]
+        indices = [self.memories.index_of(budget.memory) for budget in budgets]
+        lay_out_pass(buffers.inputs, shape, inputs, indices, self._kv, tables)
+
+    # Prompts.
+
+    @property
+    def reads_sparsely(self) -> bool:
+        """Whether prompts can be read sparsely: on a GPU by cuDNN alone."""
+        return self._cudnn or self._kv.device.type == "cpu"
+
+    def _is_read_by_cudnn(self, shape: PassShape) -> bool:
+        return self._cudnn and not shape.pinned and not shape.width and shape.queries > self._limits.queries
+
+    def launches_of_prompt(self, tokens: int) -> Callable[[], None]:
+        """Return what launches the layers of a pass over so many tokens of a prompt, without attention, once."""
+
+        def launch() -> None:
+            numbers = torch.zeros(tokens, dtype=torch.int64, device=self._kv.device)
+            pages = self._kv.k_pages, self._kv.v_pages
+            self._decoder.run(numbers, numbers, numbers, *pages, lambda _layer, queries: queries, numbers[:0])
+
+        return launch
+
+    def shapes_of_prompts(self, tokens: int) -> list[Callable[[], None]]:
+        """Return what has cuDNN plan each shape of prompts of which so many tokens are read at once.
+
+        It keeps its plans for each thread: call them in the one that runs the model.
+        """
+        if not self._cudnn:
+            return []
+        longest, room = self._limits.pages * PAGE_SIZE, self._room_for_prompts()
+        heads = heads_of(self._decoder, self._kv)
+        attend = partial(attend_once, heads=heads.kv * heads.group, kv_heads=heads.kv, dim=heads.dim)
+        shapes = [(own, before) for own, before in shapes_of_parts(min(tokens, longest)) if own + before <= longest]
+        return [partial(attend, *shape, scale=heads.scale, room=room) for shape in shapes]
+
+    def _room_for_prompts(self) -> Tensor:
+        if self._room is None:
+            pages = self._kv.k_pages[0]
+            sizes = self._limits.pages * PAGE_SIZE, self._kv.kv_heads, pages.shape[3]
+            self._room = make_room(*sizes, pages.dtype, pages.device)
+        return self._room
+
+    def _plan_prompts(self, buffers: Buffers, shape: PassShape, sparse: SparsePrompt | None) -> PromptsOfLayer:
+        """Return what each layer reads of prompts; all inputs of a pass read alike."""
+        host, given = buffers.inputs.host, buffers.tensors
+        starts, lengths = host["query_starts"].tolist(), host["lengths"].tolist()
+        tables, whole = given["block_tables"], self._kv.kept_layers if sparse is None else sparse.dense_layers
+        how = self._kv.kv_heads, PAGE_SIZE, self._room_for_prompts(), self._cudnn
+        others: PromptReads | SparsePromptReads
+        if sparse is None:
+            others = plan_prompts(starts, lengths, tables, *how)
+        else:
+            others = plan_sparse_prompts(starts, lengths, tables, *how, sparse.share)
+        if not whole:
+            return lambda layer: others
+        of_whole = plan_prompts(starts, lengths, given["kept_tables"] if shape.kept else tables, *how)
+        return lambda layer: of_whole if layer in whole else others
+
+    def _wait_for_the_one_before(self) -> None:
+        """Wait for the last pass that gave nothing, and leave the present one, which gives nothing either, to run.
+
+        So the host lays out the next part of a prompt meanwhile, and is never more than one part ahead.
+        """
+        before, self._unfinished = self._unfinished, torch.cuda.Event()
+        self._unfinished.record()
+        if before is not None:
+            before.synchronize()

@@ -1,0 +1,77 @@
+"""Alternatives: what a draft found likeliest beside its own tokens runs with them, and saves a step where it is right.
+
+Where a step rejects a drafted token it adds one of its own, which often is the draft's second choice
+(docs/performance.md). That one runs in the same pass, as a leaf of a token tree (SpecInfer, arXiv:2305.09781) beside
+the chain of drafted tokens, so that the logits behind it are there already. Drafted tokens are judged, and the token
+that follows them is drawn, as without alternatives, and what follows one of these as in a step of its own: it only
+comes sooner.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.sampling.judging import judge, verdict_layout
+from specahead.engine.steps.passes.shape import PassShape
+from specahead.kernels.backends import default_backend
+from specahead.kernels.finite_rows import are_finite
+from specahead.kernels.kv_write import move_kv
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a pass judges of each sequence, int32 [sequences] each: tokens accepted, the one that follows, whether the
+    logits were numbers.
+    """
+
+    accepted: Tensor
+    following: Tensor
+    finite: Tensor
+
+
+def drafted_logits(logits: Tensor, shape: PassShape) -> Tensor:
+    """Return the logits of the rows that judge drafted tokens, [sequences, queries, vocab], of all of a pass."""
+    return logits[: shape.sequences * shape.queries].view(shape.sequences, shape.queries, -1)
+
+
+def go_on_behind_alternatives(
+    judged: Judged, given: dict[str, Tensor], shape: PassShape, kv: KVCache
+) -> tuple[Judged, Tensor]:
+    """Return what is judged where the token that follows is an alternative: it is accepted, and the next one follows.
+
+    Returns that with the alternatives that were accepted, int32 [sequences], -1 where none was. Their KV is moved to
+    where the rejected tokens' was. given: the buffers of the pass, with its logits.
+    """
+    backend, sequences = default_backend(given["logits"].device), shape.sequences
+    at, count = judged.accepted.long(), given["draft_counts"].long()
+    leaf = at.clamp(max=shape.alternatives - 1)[:, None]
+    is_one = given["alternatives"].gather(1, leaf)[:, 0] == judged.following
+    is_one &= at < given["alternative_counts"]
+    logits = given["logits"][sequences * shape.queries :].view(sequences, shape.alternatives, -1)
+    behind = logits[torch.arange(sequences, device=at.device), leaf[:, 0]][:, None]
+    nothing = torch.zeros_like(given["draft_counts"])
+    _, following = judge(behind, _behind(given, at), backend, cuts=shape.cuts)
+    finite = judged.finite.bool() & (are_finite(behind, nothing, backend).bool() | ~is_one)
+    row = given["query_starts"][:-1].long() + 1 + at
+    most = len(given["slots"]) - 1
+    source, target = (given["slots"][each.clamp(max=most)] for each in (row + count, row))
+    target = target.where(is_one, -1)
+    move_kv(kv.k_pages, kv.v_pages, kv.addresses, source, target, backend)
+    alternative = judged.following.where(is_one, -1)
+    following = following.to(judged.following.dtype).where(is_one, judged.following)
+    return Judged(judged.accepted + is_one, following, finite.int()), alternative
+
+
+def _behind(given: dict[str, Tensor], at: Tensor) -> dict[str, Tensor]:
+    """Return what judges one more token, with no drafted one, behind that many: as of `verdict_layout`."""
+    behind = dict(given)
+    for name, (sizes, _) in verdict_layout(0, 0, 1).items():
+        if name in given and len(sizes) > 1 and name != "draw_uniforms":
+            behind[name] = given[name][:, :0].contiguous()
+    behind["draft_counts"] = torch.zeros_like(given["draft_counts"])
+    if "draw_uniforms" in given:
+        last = given["draw_uniforms"].shape[1] - 1
+        behind["draw_uniforms"] = given["draw_uniforms"].gather(1, (at + 1).clamp(max=last)[:, None])
+    return behind

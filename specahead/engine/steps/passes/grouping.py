@@ -1,0 +1,178 @@
+"""Which inputs run in one pass, and in what shape: of a captured step, or of the exact size."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.sampling.judging import WIDE_SUPPORT, cuts_of, support_of
+from specahead.engine.steps.inputs import NO_MEMORY, SequenceInput, SharedBudget, SparseRead
+from specahead.engine.steps.passes.shape import PassShape
+from specahead.kernels.backends import power_of_two
+from specahead.kernels.paged_attention import LEAST_ROWS, MAX_ROWS
+
+FEW = 64  # entries of a drafted token's distribution, and a top_k, that the graphs of most requests have room for
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The sizes of captured steps.
+
+    pages: of a sequence, at most. step_queries: tokens of a sequence that most steps have. queries: that a step has, at
+    most; a sequence with more reads a prompt. vocab: entries of a row of logits. pinned_sequences: of every step, where
+    results must not depend on the batch; 0: a power of two. Such steps all have room for `queries` tokens of each, but
+    for those whose tokens a later pass judges, of which nothing depends on how they round.
+    """
+
+    pages: int
+    step_queries: int
+    queries: int
+    vocab: int
+    pinned_sequences: int = 0
+
+    @property
+    def pinned(self) -> bool:
+        return self.pinned_sequences > 0
+
+    def pins(self, item: SequenceInput) -> bool:
+        """Whether what an input gives must not depend on the batch."""
+        return self.pinned and not item.screens
+
+    def is_prompt(self, item: SequenceInput) -> bool:
+        """Whether an input runs in a pass of its exact size."""
+        # A prompt's last part may be short or long, by what else is read: where steps are pinned that must make no
+        # difference.
+        plain = item.drafted is None and item.read is None
+        return item.prompt is not None or len(item.tokens) > self.queries or (self.pinned and plain)
+
+
+def alternatives_beside(gamma: int, queries: int, group: int) -> int:
+    """Return beside how many of γ drafted tokens an alternative runs, in steps of up to so many queries a sequence.
+
+    As many as fit into the tile of rows that attention takes for such a step anyway: they cost next to nothing.
+    group: query heads of a KV head.
+    """
+    if group * queries > MAX_ROWS:
+        return 0
+    tile = max(LEAST_ROWS, power_of_two(group * queries))
+    return max(0, min(gamma, tile // group - 1 - gamma))
+
+
+def with_alternatives(shape: PassShape, group: int) -> PassShape:
+    """Return the shape of a captured step with room for the alternatives of all numbers of drafted tokens."""
+    beside = [alternatives_beside(gamma, shape.queries, group) for gamma in range(shape.queries)]
+    longest = max([1 + gamma + count for gamma, count in enumerate(beside)] + [shape.queries])
+    return replace(shape, rows=shape.sequences * longest, alternatives=max(beside), longest=longest)
+
+
+def join_rounds(inputs: list[SequenceInput]) -> list[SequenceInput]:
+    """Return the inputs with the rounds that read everything made ones that list all blocks, if others share budgets.
+
+    So they all run in one pass, which reads the model's weights once.
+    """
+    shared = next((item.read for item in inputs if item.drafted and item.read and _is_judged_as_read(item.read)), None)
+    if shared is None or shared.budget is None:
+        return inputs
+    budget, memory = shared.budget, shared.budget.memory
+    everything = SharedBudget.of_everything(replace(memory, index=NO_MEMORY), budget.dense_layers)
+    whole = replace(shared, budget=everything, report_blocks=False)
+    joins = [item.read is None and item.prompt is None and item.drafted is not None for item in inputs]
+    return [replace(item, read=whole) if joined else item for item, joined in zip(inputs, joins, strict=True)]
+
+
+def _is_judged_as_read(read: SparseRead) -> bool:
+    """Whether the pass that judges reads by a budget."""
+    return read.budget is not None and not read.drafts
+
+
+def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
+    """Return the same value for inputs that run in one pass."""
+    read = item.read
+    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.prompt, item.light)
+    kind += (limits.pins(item),)
+    if read is None:
+        return kind
+    kind += (read.block_size, read.group_means, read.emit_weights, read.dense_layers)
+    if read.budget is None:
+        return kind
+    # Lists of all blocks round otherwise than a pass without lists.
+    kind += (limits.pins(item) and read.budget.everything,)
+    memory = read.budget.memory
+    drafts = len(item.tokens) if read.drafts else 0
+    return (*kind, drafts, memory.decay, memory.importance.numpy().tobytes())
+
+
+def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:
+    """Return the shape of the captured step that inputs of one kind run in."""
+    longest = max(len(item.tokens) for item in inputs)
+    pinned = limits.pins(inputs[0])
+    sequences = limits.pinned_sequences if pinned else power_of_two(len(inputs))
+    queries = limits.queries
+    if not pinned:
+        queries = next(n for n in (1, limits.step_queries, limits.queries) if n >= longest)
+    if inputs[0].read is not None and inputs[0].read.drafts and not pinned:
+        queries = longest  # all but the first of a sequence are drafted
+    shape = PassShape(sequences, sequences * queries, queries, limits.pages, pinned=pinned)
+    shape = _complete(shape, inputs, kv, limits)
+    shape = replace(shape, support=_size_for(shape.support, limits), cuts=_size_for(shape.cuts, limits))
+    return replace(shape, width=max(16, power_of_two(shape.width))) if _lists(inputs) else shape
+
+
+def _size_for(count: int, limits: StepLimits) -> int:
+    """Return how many of a row's likeliest tokens a captured step has room for, to hold `count`; 0 for 0.
+
+    There are three sizes and no more, because clients choose top_k and drafts choose how much of a distribution they
+    send: each further size would be a graph more.
+    """
+    return next(size for size in (0, FEW, WIDE_SUPPORT, limits.vocab) if size >= count)
+
+
+def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits, rows: int = 0) -> PassShape:
+    """Return the shape of a pass that has room for these inputs of one kind and for nothing more.
+
+    rows: that the pass has in any case, with splits of attention pinned; 0: as many as there are tokens.
+    """
+    longest = max(rows, *(len(item.tokens) for item in inputs))
+    alternatives = max(item.alternatives for item in inputs)
+    if kv.device.type == "cuda" and longest > limits.queries:
+        longest = max(longest, MAX_ROWS)  # so that tiles of queries have one size, whatever the chunks
+    pages = max(len(item.kv.pages) for item in inputs)
+    if kv.device.type == "cuda" and inputs[0].read is not None:
+        pages = limits.pages  # kernels take what is remembered of whole contexts
+    count = rows or sum(item.rows for item in inputs)
+    shape = PassShape(len(inputs), count, longest, pages, pinned=rows > 0)
+    if alternatives:
+        shape = replace(shape, alternatives=alternatives, longest=max(item.rows for item in inputs))
+    return _complete(shape, inputs, kv, limits)
+
+
+def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:
+    """Return the shape with how these inputs of one kind attend and what they give."""
+    first, read = inputs[0], inputs[0].read
+    shape = replace(shape, kept=bool(kv.kept_layers), light=first.light)
+    if first.drafted is not None:
+        rounds = [item.drafted for item in inputs if item.drafted is not None]
+        shape = replace(shape, judged=True, draws_own=limits.pinned)
+        shape = replace(shape, support=support_of(rounds), cuts=min(cuts_of(rounds), limits.vocab))
+    if read is None:
+        return shape
+    kv.check_dense_layers(read.dense_layers)
+    shape = replace(shape, block_size=read.block_size, dense_layers=read.dense_layers)
+    if read.group_means:
+        if kv.means is None:
+            raise ValueError("no room for group means was made: call keep_group_means first")
+        shape = replace(shape, groups=max(1, shape.pages * PAGE_SIZE // kv.means.group_size))
+    if read.budget is not None:
+        support = WIDE_SUPPORT if read.drafts and shape.support else shape.support
+        shape = replace(shape, width=shape.blocks, decay=read.budget.memory.decay, support=support)
+        drafts = len(first.tokens) - 1 if read.drafts else 0
+        weighs = read.drafts or all(item.read and item.read.budget and item.read.budget.everything for item in inputs)
+        return replace(shape, read_weights=not weighs, drafts=drafts, weighs=weighs)
+    width = max((entry[0].shape[1] for entry in _lists(inputs)), default=0)
+    return replace(shape, width=max(1, width), read_weights=read.emit_weights)
+
+
+def _lists(inputs: list[SequenceInput]) -> list:
+    """Return all block lists that inputs of one kind bring."""
+    reads = [item.read.lists for item in inputs if item.read is not None and item.read.lists is not None]
+    return [entry for lists in reads for entry in lists if entry is not None]

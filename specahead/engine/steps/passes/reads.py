@@ -1,0 +1,60 @@
+"""What the layers of a pass read: all, or lists made before the pass or in it."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.fetch import FetchPlan
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.layer_attention import Heads, ListedReads, Rows, plan_reads
+from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.steps.passes.shape import PassShape
+from specahead.kernels.backends import Backend
+from specahead.kernels.paged_attention import BlockLists, GroupMeans, Tuning
+
+
+def heads_of(decoder: Decoder | ModulesDecoder, kv: KVCache) -> Heads:
+    """Return what attention needs to know of a model's heads."""
+    return Heads(kv.kv_heads, decoder.heads // kv.kv_heads, kv.k_pages[0].shape[3], decoder.attention_scale)
+
+
+def listed_layers(shape: PassShape, kv: KVCache) -> dict[int, int]:
+    """Return the number of each layer that has lists, among these."""
+    return {layer: i for i, layer in enumerate(shape.sparse_layers(kv.num_layers))}
+
+
+def slots_of_layers(shape: PassShape, kv: KVCache, given: dict[str, Tensor]) -> Tensor | list[Tensor]:
+    """Return where the tokens of a pass are written to: the same for all layers, or a tensor a layer where some keep
+    their pages."""
+    if not shape.kept:
+        return given["slots"]
+    return [given["kept_slots" if layer in kv.kept_layers else "slots"] for layer in range(kv.num_layers)]
+
+
+def tables_of_layers(shape: PassShape, kv: KVCache, given: dict[str, Tensor]) -> Callable[[int], Tensor] | None:
+    """Return what gives a layer's block tables; None if they are the same for all layers."""
+    if not shape.kept:
+        return None
+    return lambda layer: given["kept_tables" if layer in kv.kept_layers else "block_tables"]
+
+
+def listed_reads(
+    heads: Heads,
+    rows: Rows,
+    kv: KVCache,
+    shape: PassShape,
+    given: dict[str, Tensor],
+    attention: Backend,
+    fetched: FetchPlan | None = None,
+    tuning: Tuning | None = None,
+) -> ListedReads:
+    """Return what the lists and counts of a pass say, in `given`, with the means that stand in for the rest."""
+    means: list[GroupMeans] | None = None
+    if shape.groups:
+        assert kv.means is not None
+        means = kv.means.over(given["group_tables"], given["group_counts"])
+    lines, wait = (None, None) if fetched is None else (fetched.lines, fetched.wait)
+    blocks = BlockLists(given["lists"], given["counts"], shape.block_size, lines)
+    work = plan_reads(heads, rows, attention, tuning, blocks, means)
+    return ListedReads(blocks, listed_layers(shape, kv), work, means, wait)

@@ -1,0 +1,154 @@
+"""The loop of both services: between steps the event loop owns all state; during a step a thread runs the model."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from specahead.engine.steps.runner import Runner
+from specahead.kernels.prompt_attention import UNIT
+
+log = logging.getLogger(__name__)
+
+HUNG = 70  # the exit status of a process whose model hangs
+MOST_FAILURES = 3  # steps that may fail one after another before a service gives up
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+
+
+async def run_step_loop(
+    plan_step: Callable[[], Work | None],
+    execute: Callable[[Work], Result],
+    finish_step: Callable[[Work, Result], None],
+    fail_step: Callable[[Work, Exception], bool],
+    wake: asyncio.Event,
+    next_deadline: Callable[[], float | None],
+    step_timeout: float,
+    sends_first: bool = True,
+    warm_up_more: Callable[[], Callable[[], None] | None] = lambda: None,
+) -> None:
+    """Plan a step, execute it in a thread, finish it; sleep while there is nothing to plan. Runs until cancelled.
+
+    fail_step: called between steps in place of `finish_step` where `execute` raised. It takes the sessions of the step
+    out of service and returns True; where it returns False, the loop raises what `execute` raised. wake: set by whoever
+    brings new work. next_deadline: returns the seconds until planning may find work by itself. step_timeout:
+    seconds after which a step counts as hung; as no thread can be ended, the process is, with status HUNG. sends_first:
+    whether what a step gave is sent before the next one is planned, else while that one runs: then the model waits less
+    for the host, and the other end for some tenths of a millisecond more. warm_up_more: returns what to run in the
+    thread while there is nothing to plan, to be ready for a kind of step before it is planned; None: nothing.
+
+    Raises what `plan_step`, `finish_step` or `warm_up_more` raises, since the state is no longer known to be right; an
+    error after which the device cannot be used (`is_fatal`); RuntimeError if MOST_FAILURES steps in a row failed.
+    """
+    failures = 0
+    with ThreadPoolExecutor(1, thread_name_prefix="model") as pool:
+        while True:
+            wake.clear()
+            work = plan_step()
+            if work is None and (warm_up := warm_up_more()) is not None:
+                await _in_thread(pool, step_timeout, warm_up)
+                continue
+            if work is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(next_deadline()):
+                        await wake.wait()
+                continue
+            try:
+                result = await _in_thread(pool, step_timeout, execute, work)
+            except Exception as error:
+                failures += 1
+                if is_fatal(error) or not fail_step(work, error):
+                    log.error("a model step failed, which ends the service: %s", describe(error))
+                    raise
+                if failures == MOST_FAILURES:
+                    raise RuntimeError(
+                        f"{failures} model steps failed in a row, the last with {describe(error)}"
+                    ) from error
+                continue
+            failures = 0
+            finish_step(work, result)
+            if sends_first:
+                await asyncio.sleep(0)
+
+
+def preparation_of(runners: Sequence[Runner], on_end: Callable[[], None]) -> Callable[[], None] | None:
+    """Return what makes one of the runners ready for one more kind of step; None if all are ready for all.
+
+    on_end: called by it once that is so.
+    """
+    unprepared = [runner for runner in runners if runner.unprepared]
+    if not unprepared:
+        return None
+
+    def prepare() -> None:
+        unprepared[0].warm_up_more()
+        if not any(runner.unprepared for runner in unprepared):
+            on_end()
+
+    return prepare
+
+
+async def _in_thread(pool: Executor, most_seconds: float, function: Callable[..., Result], *given: object) -> Result:
+    """Run a function in the model's thread. The process ends where that takes more than so many seconds."""
+    loop = asyncio.get_running_loop()
+    alarm = loop.call_later(most_seconds, _end_hung, most_seconds)
+    try:
+        return await loop.run_in_executor(pool, function, *given)
+    finally:
+        alarm.cancel()
+
+
+def _end_hung(seconds: float) -> None:
+    """End the process without waiting for its threads."""
+    log.critical("a model step has taken more than %g s, so it hangs: the process ends", seconds)
+    logging.shutdown()
+    os._exit(HUNG)
+
+
+def is_fatal(error: Exception) -> bool:
+    """Return whether no later step can succeed in this process: the GPU is out of memory, or its context is lost."""
+    return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or "CUDA error" in str(error)
+
+
+def describe(error: Exception) -> str:
+    """Return an exception's type and text on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def prefill_chunk(asked: int, device: torch.device) -> int:
+    """Return how many prompt tokens a step may run: what was asked for, or what suits the device if that is 0."""
+    return asked or (8192 if device.type == "cuda" else 512)
+
+
+def share_prefill(starts: list[int], remaining: list[int], budget: int) -> list[int]:
+    """Return how many prompt tokens each sequence may run in this step, in order of arrival.
+
+    Half of the budget goes to the shortest prompts first, so that they never queue behind a long one; the
+    rest to the oldest, so that a long one never starves. starts: tokens that each has behind it. A part that does not
+    end its prompt ends at a multiple of UNIT, what is over is not given: a part that began between two of them would be
+    filled up by as many queries as half of it (kernels/prompt_attention.py). Budgets below two of them are given whole.
+    """
+    shares = [0] * len(remaining)
+
+    def give(order: list[int], amount: int) -> int:
+        for i in order:
+            share = min(remaining[i] - shares[i], amount)
+            shares[i] += share
+            amount -= share
+        return amount
+
+    shortest = sorted(range(len(remaining)), key=remaining.__getitem__)
+    left = give(shortest, budget - budget // 2)
+    give(list(range(len(remaining))), left + budget // 2)
+    if budget < 2 * UNIT:
+        return shares
+    return [
+        share if share == left else max(0, (start + share) // UNIT * UNIT - start)
+        for start, share, left in zip(starts, shares, remaining, strict=True)
+    ]

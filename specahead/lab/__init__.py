@@ -1,0 +1,1 @@
+"""What measures: quality evaluation, calibration and benchmarks. The services import none of it."""

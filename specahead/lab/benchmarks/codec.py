@@ -1,0 +1,170 @@
+"""`specahead bench codec`: what announcements of block selections cost, in bytes and in time on one core.
+
+Over recorded selections (lab/benchmarks/selection_trace.py), as recorded and stretched to an 8B target at 100K context.
+Encoding starts from a BlockSelection and ends with bytes, decoding the other way round; every result is compared.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+
+from specahead.config.garbage import no_garbage_collected
+from specahead.lab.benchmarks.selection_trace import BUNDLED, ROUNDS, Trace, churn_of, load_traces, record_traces
+from specahead.lab.benchmarks.stack import _processor as processor
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire.selection_codec import decode_selection, encode_selection
+
+PASSAGES = 48  # sessions of a trace as recorded
+FIRST_STEADY = 4  # the first round that counts
+GOAL_BYTES, GOAL_MS = 65_536, 0.2
+
+
+@dataclass(frozen=True)
+class CodecRow:
+    """Bytes a session and round. first: of a session; mean, most: from its fifth round on."""
+
+    trace: str
+    heads: int
+    blocks: int
+    coding: str
+    first: float
+    mean: float
+    most: int
+    encode_ms: float
+    decode_ms: float
+
+
+@dataclass(frozen=True)
+class Churn:
+    """Of one trace: share of a round's blocks that the last round, or none of the last four, had."""
+
+    trace: str
+    selected: float
+    churn: float
+    churn4: float
+    recorded_churn: float
+    recorded_churn4: float
+    weight_lost: float
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Measure, print the tables, and write them to the JSON file if one is named. Raises ValueError for no repeats."""
+    if flags.repeats < 1:
+        raise ValueError(f"repeats must be 1 or more, got {flags.repeats}")
+    if flags.record:
+        record_traces(flags.record, BUNDLED)
+    traces, about = load_traces(BUNDLED)
+    head = {
+        "machine": f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": f"specahead bench codec --repeats {flags.repeats}",
+        **{f"trace {key}": value for key, value in about.items()},
+    }
+    churn = [_churn(trace) for trace in traces]
+    rows = [row for trace in traces for row in _rows(trace, flags.repeats)]
+    print(_report(head, churn, rows))
+    if flags.json:
+        content = head | {"churn": [asdict(c) for c in churn], "rows": [asdict(row) for row in rows]}
+        Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _churn(trace: Trace) -> Churn:
+    rounds = trace.selections()
+    selected = fmean(np.bitwise_count(r.words).sum() / (r.num_heads * r.num_blocks) for r in rounds)
+    return Churn(
+        trace=trace.name,
+        selected=selected,
+        churn=churn_of(rounds, 1),
+        churn4=churn_of(rounds, 4),
+        recorded_churn=trace.churn,
+        recorded_churn4=trace.churn4,
+        weight_lost=trace.weight_lost,
+    )
+
+
+def _rows(trace: Trace, repeats: int) -> list[CodecRow]:
+    stretched = [trace.selections()]
+    recorded = list(trace.passages(PASSAGES))
+    return [
+        _measure(f"{trace.name}, recorded", recorded, True, 1),
+        _measure(trace.name, stretched, True, repeats),
+        _measure(trace.name, stretched, False, repeats),
+    ]
+
+
+def _measure(name: str, sessions: list[list[BlockSelection]], refers: bool, repeats: int) -> CodecRow:
+    """refers: whether a round is coded against the one before."""
+    first, steady, encoding, decoding = [], [], [], []
+    with no_garbage_collected():  # what is collected is not the codec's
+        for rounds in sessions:
+            first.append(len(encode_selection(rounds[0])))
+            for i in range(FIRST_STEADY, len(rounds)):
+                selection, held = rounds[i], {(0, i - 1): rounds[i - 1]}
+                encode = partial(encode_selection, selection, *held.items() if refers else ())
+                data = encode()
+                decode = partial(decode_selection, data, held, selection.num_heads, selection.num_blocks)
+                if not np.array_equal(decode().words, selection.words):
+                    raise AssertionError(f"{name}: what was decoded is not what was encoded")
+                steady.append(len(data))
+                encoding += _times(encode, repeats)
+                decoding += _times(decode, repeats)
+    return CodecRow(
+        trace=name,
+        heads=sessions[0][0].num_heads,
+        blocks=sessions[0][0].num_blocks,
+        coding="announcement" if refers else "no reference",
+        first=fmean(first),
+        mean=fmean(steady),
+        most=max(steady),
+        encode_ms=median(encoding),
+        decode_ms=median(decoding),
+    )
+
+
+def _times(call: Callable[[], object], repeats: int) -> list[float]:
+    """Milliseconds."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+# Tables
+
+
+def _report(head: dict[str, str], churn: list[Churn], rows: list[CodecRow]) -> str:
+    lines = [f"{name}: {value}" for name, value in head.items()]
+    lines.append(
+        f"\n{'trace':<14} {'selected':>9} {'churn 1':>8} {'churn 4':>8} {'recorded 1':>11} {'recorded 4':>11} "
+        f"{'weight lost':>12}"
+    )
+    for c in churn:
+        lines.append(
+            f"{c.trace:<14} {c.selected:>9.2%} {c.churn:>8.1%} {c.churn4:>8.1%} {c.recorded_churn:>11.1%} "
+            f"{c.recorded_churn4:>11.1%} {c.weight_lost:>12.2%}"
+        )
+    lines.append(
+        f"\n{'trace':<22} {'heads x blocks':>14} {'coding':<12} {'first':>8} {'mean':>8} {'max':>7} "
+        f"{'encode':>8} {'decode':>8}"
+    )
+    for row in rows:
+        lines.append(
+            f"{row.trace:<22} {f'{row.heads} x {row.blocks}':>14} {row.coding:<12} {row.first:>8.0f} "
+            f"{row.mean:>8.0f} {row.most:>7} {row.encode_ms:>5.3f} ms {row.decode_ms:>5.3f} ms"
+        )
+    lines.append(
+        f"Bytes: first of a session; mean and max of rounds {FIRST_STEADY + 1} to {ROUNDS}. Times: p50.\n"
+        f"Goal, stretched: {GOAL_BYTES} bytes on average, {GOAL_MS} ms each way."
+    )
+    return "\n".join(lines)

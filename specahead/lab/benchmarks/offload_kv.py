@@ -1,0 +1,74 @@
+"""KV in tiers over a backing store that was filled beforehand, fetched in step or, to compare with, on demand."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.fetch import FetchPlan, request_listed
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.kv.tier_memory import PROGRAMS, Pages
+from specahead.engine.kv.tiered import TieredKV
+from specahead.kernels.kv_gather import LayerCopies, gather_blocks
+
+
+@dataclass
+class FetchOnDemand(FetchPlan):
+    """The lists of a pass whose layers have their pages copied when they wait for them, on the stream that waits."""
+
+    copies: LayerCopies | None = None
+
+    def wait(self, index: int) -> None:
+        assert self.copies is not None
+        moved = self.transfers
+        rows = moved.pages[index], moved.lines[index], moved.counts[index : index + 1]
+        gather_blocks(self.copies.sources[index], self.copies.destinations[index], *rows, PROGRAMS, self.backend)
+
+
+class HomeKV(TieredKV):
+    """KV in tiers whose backing store is `home`, the memory of each layer; for a GPU pinned.
+
+    Layers may share memory if contents do not matter. on_demand: pages are copied when a layer waits for them, instead
+    of from the beginning of the step on.
+    """
+
+    on_demand = False
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        gpu_pages: int,
+        pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        home: list[Pages],
+    ) -> None:
+        """sizes: layers, KV heads, dimensions of a head. Raises ValueError for a home of other sizes."""
+        self._home = home
+        super().__init__(*sizes, gpu_pages, pages, PAGE_SIZE, dtype, device)
+
+    def _make_store(self, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pages]:
+        if any(part.shape != shape for pair in self._home for part in pair):
+            raise ValueError(f"a home must have pages of {shape}")
+        return self._home
+
+    def adopt_stored(self, sequence: SequenceKV) -> None:
+        """Take it that the full pages of a sequence are at home; they have no GPU pages yet.
+
+        For a new sequence: `grow` it, set its length, adopt, and `begin_pass`, which then makes the offload active.
+        Raises ValueError if a page has a GPU page.
+        """
+        self._forget_freed()
+        full = sequence.table()[: sequence.length // PAGE_SIZE]
+        if (self.resident.of[full] >= 0).any():
+            raise ValueError("adopt_stored is for pages that no GPU page was given for")
+        self._away += int((~self.store.holds[full]).sum())
+        self.store.holds[full] = True
+
+    def fetch_plan(
+        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
+    ) -> FetchPlan | None:
+        if not self.on_demand:
+            return super().fetch_plan(lists, counts, block_size, page_tables, round)
+        plan = request_listed(self.memory, lists, counts, block_size, page_tables, round)
+        return FetchOnDemand(**vars(plan), copies=self.memory.copies)

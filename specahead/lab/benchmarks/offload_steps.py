@@ -1,0 +1,324 @@
+"""Verification steps as `approximate` sessions are served, over KV that lies wholly on the GPU or in tiers, replayed.
+
+Random weights and KV; both kinds of KV hold the same. What a step reads is imposed: the announced words of its shared
+budget carry the selection, and there is no room for more. On a GPU a step is one CUDA graph; without one it runs
+eagerly, so that all can be rehearsed.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.host_memory import host_zeros
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
+from specahead.engine.steps.passes.buffers import make_buffers
+from specahead.engine.steps.passes.launches import run_pass
+from specahead.engine.steps.passes.layout import lay_out_pass
+from specahead.engine.steps.passes.shape import PassShape
+from specahead.kernels.backends import default_backend, power_of_two
+from specahead.kernels.shared_budget import WORD
+from specahead.lab.benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
+from specahead.lab.benchmarks.offload_kv import HomeKV
+from specahead.lab.benchmarks.residency import SETTLED
+from specahead.lab.benchmarks.shapes import GROUP, Shape
+
+IN_STEP, ON_DEMAND = "in step", "on demand"  # when pages are fetched
+SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and what is remembered from a pass to the next
+LINK_COPY = 1 << 30  # bytes of a bulk copy at most
+
+# Keys and values, a layer each, [pages, kv_heads, PAGE_SIZE, head_dim].
+Home = tuple[list[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`batch` sequences of `context` tokens, a multiple of PAGE_SIZE, and `queries` that a step adds to each.
+
+    first: number of the first of them, among those that a home holds. places: of a step, at least `batch`; 0: the next
+    power of two, as ModelRunner has it. pinned: splits of attention do not depend on the batch, so that in steps of as
+    many places each sequence gets the same logits whatever runs beside it.
+    """
+
+    shape: Shape
+    batch: int
+    context: int
+    queries: int
+    dtype: torch.dtype
+    first: int = 0
+    places: int = 0
+    pinned: bool = False
+
+    @property
+    def rows(self) -> int:
+        """KV heads of all layers."""
+        return self.shape.num_hidden_layers * self.shape.num_key_value_heads
+
+    @property
+    def pages_each(self) -> int:
+        return pages_for(self.context + self.queries)
+
+    @property
+    def pages(self) -> int:
+        return self.batch * self.pages_each
+
+    @property
+    def page_bytes(self) -> int:
+        """Keys and values of one KV head."""
+        return 2 * PAGE_SIZE * self.shape.head_dim * self.dtype.itemsize
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.pages * self.shape.num_key_value_heads * self.page_bytes
+
+    def frames(self, hot: float) -> int:
+        """A share of all pages, but room for what a step writes."""
+        written = self.pages_each - self.context // PAGE_SIZE
+        return min(self.pages, max(self.batch * written, int(hot * self.pages)))
+
+
+def make_home(case: Case, layers: int, device: torch.device) -> Home:
+    """Random pages on the host for a case and any smaller one; `layers` tensors stand in turn for those of all layers.
+
+    What the link carries is the same whichever memory it comes from, and the whole KV of a batch need not be pinned.
+    """
+    shape = case.pages, case.shape.num_key_value_heads, PAGE_SIZE, case.shape.head_dim
+
+    def side() -> list[Tensor]:
+        made = [host_zeros(shape, case.dtype, device) for _ in range(layers)]
+        for part in made:
+            part.copy_(torch.randn(shape, dtype=case.dtype, device=device))
+        return [made[layer % layers] for layer in range(case.shape.num_hidden_layers)]
+
+    return side(), side()
+
+
+def link_rate(home: Home, device: torch.device) -> float:
+    """Bytes a second of bulk copies from there to the device (without a GPU: from memory to memory)."""
+    source = home[0][0].flatten()
+    source = source[: LINK_COPY // source.element_size()]
+    target = torch.empty_like(source, device=device)
+    if device.type == "cuda":
+        return 1e3 * source.nbytes / copy_milliseconds(source, target, 20)
+    began = time.perf_counter()
+    target.copy_(source)
+    return source.nbytes / (time.perf_counter() - began)
+
+
+def resident_kv(case: Case, home: Home, device: torch.device) -> KVCache:
+    """What is at home of the case's sequences. Both kinds of KV give out full pages sequence by sequence."""
+    shape = case.shape
+    of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
+    kv = KVCache(*of_model, case.pages, case.dtype, device)
+    full = case.context // PAGE_SIZE
+    begin, end = case.first * full, (case.first + case.batch) * full
+    for parts, far in zip((kv.k_pages, kv.v_pages), home, strict=True):
+        for part, layer in zip(parts, far, strict=True):
+            part[: end - begin].copy_(layer[begin:end])
+    return kv
+
+
+def tiered_kv(case: Case, hot: float, home: Home, device: torch.device) -> HomeKV:
+    """hot: share of all pages that there are frames for."""
+    shape = case.shape
+    of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
+    stored = [(keys[: case.pages], values[: case.pages]) for keys, values in zip(*home, strict=True)]
+    return HomeKV(of_model, case.frames(hot), case.pages, case.dtype, device, stored)
+
+
+def open_sequences(kv: KVCache, case: Case) -> list[SequenceKV]:
+    """Before a pass: all full pages hold KV, in tiers at home and nowhere else; there is room for the queries'."""
+    sequences = [SequenceKV() for _ in range(case.batch)]
+    for sequence in sequences:
+        kv.grow(sequence, case.context)
+        sequence.length = case.context
+        if isinstance(kv, HomeKV):
+            kv.adopt_stored(sequence)
+    kv.begin_pass([(sequence, case.queries) for sequence in sequences])
+    kv.keep_group_means(GROUP, max(1, case.batch * (case.context // GROUP)))
+    count = case.context // GROUP
+    for i, sequence in enumerate(sequences):
+        sequence.groups = list(range(i * count, (i + 1) * count))
+        _make_up_means(kv, sequence, case.first + i)
+    return sequences
+
+
+def _make_up_means(kv: KVCache, sequence: SequenceKV, seed: int) -> None:
+    """As those of normal numbers are, the same for a sequence wherever its KV lies; not made from its pages."""
+    assert kv.means is not None
+    random = torch.Generator(kv.device).manual_seed(seed)
+    for layer in range(kv.num_layers):
+        shape = len(sequence.groups), *kv.means.k.shape[2:]
+        for part in (kv.means.k, kv.means.v):
+            part[layer, sequence.groups] = torch.randn(shape, generator=random, device=kv.device) * GROUP**-0.5
+        kv.means.k_variance[layer, sequence.groups] = 1.0
+
+
+def step_shape(case: Case, fetches: bool) -> PassShape:
+    """Return the shape that ModelRunner has for verification with a shared budget."""
+    sequences = case.places or power_of_two(case.batch)
+    return PassShape(
+        *(sequences, sequences * case.queries, case.queries, case.pages_each, PAGE_SIZE),
+        width=case.pages_each,
+        groups=case.context // GROUP,
+        read_weights=True,
+        decay=DECAY,
+        judged=True,
+        pinned=case.pinned,
+        fetches=fetches,
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of settled rounds: milliseconds of each; pages (of a layer and head) that one read, fetched, had no slot for.
+
+    logits: of all rounds of the last pass, [batch, queries, vocab] on the host; None where a round was void.
+    """
+
+    milliseconds: list[float]
+    read: float
+    fetched: float
+    refused: float
+    logits: list[Tensor | None]
+
+
+class Step:
+    """One step over a KV, whose tokens are never committed, so that it can be run over and over."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, case: Case, words: Tensor, way: str = IN_STEP) -> None:
+        """words: int64 [batch, rows, words], what the step reads while it is captured; way: IN_STEP or ON_DEMAND, where
+        KV lies in tiers"""
+        self.kv, self.case, device = kv, case, kv.device
+        shape = step_shape(case, kv.offloads)
+        memory = torch.zeros(case.batch, case.rows, shape.blocks, device=device)
+        self.buffers = make_buffers(shape, kv, memory)
+        sequences = open_sequences(kv, case)
+        inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
+        tables = [sequence.table() for sequence in sequences] if shape.fetches else None
+        lay_out_pass(self.buffers.inputs, shape, inputs, list(range(case.batch)), kv, tables)
+        self._tables = self._copy_tables()  # nothing is hot but what a step writes
+        if isinstance(kv, HomeKV):
+            kv.on_demand = way == ON_DEMAND
+        work = partial(run_pass, decoder, kv, shape, self.buffers, default_backend(device))
+        self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
+
+    def choose(self, words: Tensor) -> None:
+        """What the next run reads; in tiers it is another round."""
+        given = self.buffers.tensors
+        given["bitmaps"][: len(words), :, : words.shape[-1]].copy_(words)
+        if "round" in given:
+            given["round"].fill_(self.kv.next_round())
+
+    def forget(self) -> None:
+        """Nothing is hot any more."""
+        if isinstance(self.kv, HomeKV):
+            for name, part in self._tables.items():
+                getattr(self.kv.memory.tables, name).copy_(part)
+
+    def counts(self) -> Tensor:
+        """[3]: pages that the last run read, fetched, and had no slot for."""
+        results = self.buffers.results.device
+        nothing = torch.zeros_like(results["blocks_read"][:1])
+        tiers = (results.get(name, nothing) for name in ("fetched", "overflow"))
+        return torch.cat([results["blocks_read"].sum(dtype=torch.int32)[None], *tiers])
+
+    def logits(self) -> Tensor:
+        """[batch, queries, vocab], a copy of what the last run gave."""
+        logits = self.buffers.tensors["logits"]
+        by_place = logits.view(-1, self.case.queries, logits.shape[-1])
+        return by_place[: self.case.batch].clone()
+
+    def _copy_tables(self) -> dict[str, Tensor]:
+        if not isinstance(self.kv, HomeKV):
+            return {}
+        return {item.name: getattr(self.kv.memory.tables, item.name).clone() for item in fields(self.kv.memory.tables)}
+
+
+def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput:
+    last = case.context // PAGE_SIZE - WINDOW
+    memory = ReadMemory(torch.ones(case.rows), DECAY)
+    budget = SharedBudget(words.view(np.uint64), SINK, last, 0, memory, ())
+    read = SparseRead(PAGE_SIZE, budget=budget, group_means=True, emit_weights=True)
+    tokens = list(range(1, case.queries + 1))
+    drafted = Drafted(tokens[1:], [], Sampling(0.0), case.context)
+    return SequenceInput(sequence, tokens, "all", read, drafted=drafted)
+
+
+def pack_rounds(rounds: list[list[np.ndarray]], device: torch.device) -> Tensor:
+    """Of each round and session bool [rows, blocks], to int64 [rounds, sessions, rows, words], the lowest bit first."""
+    packed = [np.stack([_pack(chosen) for chosen in sessions]) for sessions in rounds]
+    return torch.from_numpy(np.stack(packed)).to(device)
+
+
+def _pack(chosen: np.ndarray) -> np.ndarray:
+    padded = np.pad(chosen, ((0, 0), (0, -chosen.shape[1] % WORD)))
+    return np.packbits(padded, axis=1, bitorder="little").view("<i8")
+
+
+class _Mark:
+    """A moment: of the device's stream, without a GPU of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._time = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def milliseconds_to(self, later: "_Mark") -> float:
+        if self._event is not None and later._event is not None:
+            return self._event.elapsed_time(later._event)
+        return 1e3 * (later._time - self._time)
+
+
+def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
+    """Run all rounds so many times, each time with nothing hot at first; from round SETTLED on they count.
+
+    rounds: int64 [rounds, batch, rows, words]. Not to and fro, nor round and round: what was once fetched would be hot.
+    On a GPU all is launched without waiting, so that a step has been launched when the one before it ends; the last
+    pass leaves copies of its logits between the steps.
+    """
+    device = rounds.device
+    _wake(step, rounds[0])
+    marks: list[tuple[_Mark, _Mark]] = []
+    counted: list[Tensor] = []
+    left: list[tuple[Tensor, Tensor]] = []
+    for turn in range(passes):
+        step.forget()
+        for number, words in enumerate(rounds):
+            step.choose(words)
+            begin = _Mark(device)
+            step.run()
+            end = _Mark(device)
+            counts = step.counts()
+            if number >= SETTLED:
+                marks.append((begin, end))
+                counted.append(counts)
+            if turn == passes - 1:
+                left.append((counts, step.logits()))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    read, fetched, refused = torch.stack(counted).float().mean(0).tolist()
+    logits = [None if counts[2] else given.cpu() for counts, given in left]
+    times = [begin.milliseconds_to(end) for begin, end in marks]
+    return Measured(times, read, fetched, refused, logits)
+
+
+def _wake(step: Step, words: Tensor) -> None:
+    """Until the clocks of an idle GPU are up."""
+    if words.device.type != "cuda":
+        return
+    step.choose(words)
+    began = time.perf_counter()
+    while time.perf_counter() < began + AWAKE:
+        step.run()
+        torch.cuda.synchronize()

@@ -1,0 +1,336 @@
+"""What the bundled target reads behind the real services, put together to the shape of an 8B target.
+
+Recording. Target and draft service and the client endpoints are started as any deployment would, on a CPU; passages of
+held-out books, evenly spread, are prompts of 4,076 tokens to `approximate` sessions of method `ahead`, four at once,
+which generate 64 tokens each (temperature 1, the passage's number as seed: greedy text repeats itself sooner,
+and what is read changes less). The target writes what each round read (lab/benchmarks/recording.py). Kept of a session
+are its first 20 rounds, and sessions without 20 rounds in a row are left out, so rounds that accept all are a little
+rarer than they were. Of a round 250 blocks are kept for each of the 40 (layer, KV head) pairs: those that lie between
+the sink block and the plan's window of four when the first round is chosen. A run of its own is made for each share.
+
+Shares. Sinks, window, group means and the blocks beside the window take much of a budget at 4,096 tokens and next to
+nothing at 100K. So the services are given more than the share, as much as leaves it within the 250 blocks, by trial.
+As a session generates, the new blocks at its end take their part of the budget: the share falls by 5 to 20 % of itself
+over the 20 rounds, most where it is least. A session's first round, before the target has weights of its own, reads
+nine tenths.
+
+Stretching. A row is passages side by side, 250 blocks each. The 40 rows of a passage stay together and are a group;
+256 rows are six groups and 16 evenly spread heads of a seventh. Each group has the passages in an order of its own, by
+chance but always the same; so does each session of a batch (`shifted`). No passage stands twice in a row until all
+have been used (32 passages: 128K tokens). Longer rows begin again in another order: there, some blocks of a row are
+read and dropped in the same rounds as others far from them. Between groups and sessions all passages are used again.
+What is not there is as in lab/benchmarks/selection_trace.py: agreement beyond a group, decay of attention beyond 4,096
+tokens, and the blocks that a context gains. Sink and window are not there either.
+"""
+
+import argparse
+import json
+import lzma
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+import numpy as np
+from tqdm import tqdm
+
+from protos import inference_pb2, inference_pb2_grpc
+from specahead import models
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.lab.benchmarks.processes import children, free_addresses, port_of, start_endpoints, wait_for_service
+from specahead.lab.benchmarks.recording import SessionReads
+from specahead.lab.benchmarks.recording import load_reads as load_recording
+from specahead.lab.benchmarks.selection_trace import ROWS, churn_of, evenly_spread
+from specahead.lab.evaluation.cases import held_out_files
+from specahead.lab.evaluation.models import model_hash
+from specahead.lab.evaluation.plans import save_plan
+from specahead.sparsity.plan import load_plan
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire.options import OPTIONS
+
+READS = Path(__file__).parent / "traces" / "reads.npz"
+PROMPT, GENERATED, ROUNDS, AT_ONCE = 4076, 64, 20, 4
+FIRST, BLOCKS = 1, 250
+BLOCKS_AT_100K, MOST_BLOCKS = 6250, 32768  # of 16 tokens: 100,000 and 524,288
+BUDGETS = {"1/8": 0.152, "1/10": 0.1265, "1/16": 0.09, "1/32": 0.059}  # --budget of the services for each share
+
+
+@dataclass(frozen=True)
+class ReadTrace:
+    """What one session of an 8B target reads, round by round, at a share of its blocks.
+
+    name: the share. budget: what the services were given. selected: mean share that is read, of the 250 blocks kept;
+    churn, churn4: share of a round's blocks that the last round, or none of the last four, had (both from the fifth
+    round on). history: uint32 [passages, heads, BLOCKS]; bit t: read in round t. accepted: drafted tokens that were
+    kept, uint8 [passages, rounds]. foreseen: whether the draft had foreseen the verdict before, so that it could
+    announce the round ahead of it (the same epoch), bool [passages, rounds]. session: which arrangement.
+    """
+
+    name: str
+    budget: float
+    selected: float
+    churn: float
+    churn4: float
+    history: np.ndarray
+    accepted: np.ndarray
+    foreseen: np.ndarray
+    session: int = 0
+
+    @property
+    def rounds(self) -> int:
+        return self.accepted.shape[1]
+
+    def matrix(self, round_: int, blocks: int = BLOCKS_AT_100K) -> np.ndarray:
+        """What a round reads: bool [ROWS, blocks]. Fewer blocks are the first ones of more.
+
+        Rows of more blocks than all passages have (8,000 with 32 of them) repeat passages in another order.
+        """
+        if not 0 <= round_ < self.rounds:
+            raise ValueError(f"round {round_}: the trace has rounds 0 … {self.rounds - 1}")
+        if not 1 <= blocks <= MOST_BLOCKS:
+            raise ValueError(f"blocks {blocks}: expected 1 … {MOST_BLOCKS}")
+        heads, width = self.history.shape[1:]
+        placed = self.arrangement(-(-blocks // width))
+        read = (self.history >> np.uint32(round_) & 1).astype(bool)
+        rows = read[placed].transpose(0, 2, 1, 3).reshape(len(placed), heads, -1)
+        left = ROWS - (len(placed) - 1) * heads
+        last = rows[-1, np.arange(left) * heads // left]
+        return np.concatenate([rows[:-1].reshape(-1, rows.shape[2]), last])[:, :blocks]
+
+    def arrangement(self, segments: int) -> np.ndarray:
+        """The passage at each place of each group: int [groups, segments]"""
+        count, groups = len(self.history), -(-ROWS // self.history.shape[1])
+        orders = [np.random.default_rng((self.session, group)) for group in range(groups)]
+        turns = -(-segments // count)
+        return np.stack(
+            [np.concatenate([order.permutation(count) for _ in range(turns)])[:segments] for order in orders]
+        )
+
+    def shifted(self, session: int) -> "ReadTrace":
+        """The same passages arranged for another session of a batch; session 0 is the trace as loaded."""
+        return replace(self, session=session)
+
+    def selections(self) -> list[BlockSelection]:
+        """Of each round, over all rows, at 100K."""
+        return [BlockSelection.from_matrix(self.matrix(i)) for i in range(self.rounds)]
+
+
+def save_reads(traces: list[ReadTrace], file: Path, about: dict[str, str]) -> None:
+    """Of each trace, under its name: its history, `accepted`, `foreseen`, and all else in `facts`."""
+    arrays = {"about": _text(about)}
+    for trace in traces:
+        facts = {key: value for key, value in vars(trace).items() if not isinstance(value, np.ndarray)}
+        arrays[f"{trace.name} facts"] = _text(facts | {"shape": trace.history.shape})
+        arrays[f"{trace.name} accepted"] = trace.accepted
+        arrays[f"{trace.name} foreseen"] = trace.foreseen
+        packed = lzma.compress(trace.history.astype("<u4").tobytes(), preset=9)
+        arrays[trace.name] = np.frombuffer(packed, np.uint8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+
+
+def load_reads(file: Path = READS) -> list[ReadTrace]:
+    """The widest share first."""
+    with np.load(file, allow_pickle=False) as content:
+        traces = []
+        for name in content.files:
+            if f"{name} facts" in content.files:
+                facts = json.loads(content[f"{name} facts"].tobytes())
+                history = np.frombuffer(lzma.decompress(content[name].tobytes()), "<u4")
+                arrays = {
+                    "history": history.reshape(facts.pop("shape")),
+                    "accepted": content[f"{name} accepted"],
+                    "foreseen": content[f"{name} foreseen"],
+                }
+                traces.append(ReadTrace(**facts, **arrays))
+        return traces
+
+
+def about_reads(file: Path = READS) -> dict[str, str]:
+    """How the traces of a file were made."""
+    with np.load(file, allow_pickle=False) as content:
+        return json.loads(content["about"].tobytes())
+
+
+def _text(content: dict[str, object] | dict[str, str]) -> np.ndarray:
+    return np.frombuffer(json.dumps(content).encode(), np.uint8)
+
+
+# Recording
+
+
+def record_reads(folder: str, file: Path, passages: int) -> None:
+    """Record from the held-out books of a folder, with the bundled pair and its plan.
+
+    Raises ValueError if the books or the recorded passages are too few, ChildProcessError if a service fails.
+    """
+    needed = -(-BLOCKS_AT_100K // BLOCKS)
+    if passages < needed:
+        raise ValueError(
+            f"{passages} passages: a row at 100K takes {needed}, none of them twice; give at least {needed}"
+        )
+    plan = load_plan(models.PLAN)
+    books = held_out_files(folder, plan)
+    tokenizer = load_tokenizer(str(models.TARGET))
+    texts = [tokenizer.encode(Path(book).read_text(encoding="utf-8")) for book in books]
+    prompts = list(evenly_spread(texts, passages, PROMPT))
+    traces = []
+    for name, budget in BUDGETS.items():
+        sessions = [session for session in _serve(prompts, budget, name) if _is_complete(session)]
+        if len(sessions) < needed:
+            raise ValueError(
+                f"share {name}: {len(sessions)} of {passages} sessions have {ROUNDS} rounds in a row, a trace takes "
+                f"{needed}; give more passages, or fewer CPUs to others"
+            )
+        traces.append(_trace(name, budget, sessions))
+    about = {
+        "recorded": datetime.now(UTC).date().isoformat(),
+        "command": f"specahead bench reads --record BOOKS --passages {passages}",
+        "books": ", ".join(Path(book).name for book in books),
+        "target": model_hash(str(models.TARGET)),
+        "draft": model_hash(str(models.DRAFT)),
+        "plan": plan.hash,
+    }
+    save_reads(traces, file, about)
+
+
+def _serve(prompts: list[list[int]], budget: float, name: str) -> list[SessionReads]:
+    """One run of the services: what the target recorded of the prompts' sessions."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, plan_file = str(Path(folder) / "reads.npz"), str(Path(folder) / "plan.json")
+        save_plan(replace(load_plan(models.PLAN), budget=budget, least_tokens=0), plan_file)
+        target, draft = free_addresses(2)
+        room = str(2 * AT_ONCE * (PROMPT + GENERATED + 64))  # twice: prompts stay indexed while there is room
+        shared = ("--plan", plan_file)
+        limits = ("--kv-tokens", room, "--device", "cpu", "--threads", "1")
+        patience = ("--draft-timeout", "60")  # on a busy machine, too, no round is to read everything
+        with children() as start:
+            for side, model, address, *own in (
+                ("target", models.TARGET, target, "--record-reads", file, *patience),
+                ("draft", models.DRAFT, draft, "--target", target),
+            ):
+                command = (f"{side}_service", "--model", str(model), "--port", port_of(address), *own)
+                wait_for_service(start(*command, *shared, *limits, stdout=subprocess.PIPE))
+            endpoints = start_endpoints(start, "--target-address", target, "--draft-address", draft, *shared)
+            with (
+                ThreadPoolExecutor(AT_ONCE) as pool,
+                grpc.insecure_channel(endpoints, options=OPTIONS) as channel,  # closes first: all requests end
+            ):
+                stub = inference_pb2_grpc.InferenceStub(channel)
+                jobs = [pool.submit(_generate, stub, i, prompt) for i, prompt in enumerate(prompts)]
+                for job in tqdm(jobs, desc=f"share {name}", unit="passage"):
+                    job.result()
+        return sorted(load_recording(file), key=lambda session: int(session.session))
+
+
+def _generate(stub: inference_pb2_grpc.InferenceStub, index: int, prompt: list[int]) -> None:
+    request = inference_pb2.GenerateRequest(
+        request_id=str(index),
+        token_ids=inference_pb2.TokenIds(ids=prompt),
+        max_tokens=GENERATED,
+        temperature=1,
+        seed=index,
+        exactness="EXACTNESS_APPROXIMATE",
+        sparsity="ahead",
+        ignore_eos=True,
+    )
+    for _ in stub.Generate(request):
+        pass
+
+
+def _is_complete(session: SessionReads) -> bool:
+    """Whether it has rounds enough, none of which read everything for want of an announcement."""
+    return [read.at.round for read in session.reads[:ROUNDS]] == list(range(ROUNDS))
+
+
+def _trace(name: str, budget: float, sessions: list[SessionReads]) -> ReadTrace:
+    kept = [
+        [read.blocks.matrix()[:, FIRST : FIRST + BLOCKS] for read in session.reads[:ROUNDS]] for session in sessions
+    ]
+    history = np.stack([sum(b.astype(np.uint32) << np.uint32(t) for t, b in enumerate(rounds)) for rounds in kept])
+    selections = [[BlockSelection.from_matrix(blocks) for blocks in rounds] for rounds in kept]
+    epochs = np.array([[read.at.epoch for read in session.reads[:ROUNDS]] for session in sessions])
+    return ReadTrace(
+        name=name,
+        budget=budget,
+        selected=float(np.mean([blocks.mean() for rounds in kept for blocks in rounds[4:]])),
+        churn=float(np.mean([churn_of(rounds, 1) for rounds in selections])),
+        churn4=float(np.mean([churn_of(rounds, 4) for rounds in selections])),
+        history=history,
+        accepted=np.array([[r.accepted for r in s.reads[:ROUNDS]] for s in sessions], np.uint8),
+        foreseen=np.diff(epochs, axis=1, prepend=-1) == 0,
+    )
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """Of one trace. selected, churn, churn4: as recorded, and stretched to 100K. tokens: that a round gains.
+    foreseen: share of rounds after the first."""
+
+    share: str
+    budget: float
+    passages: int
+    rounds: int
+    selected: float
+    churn: float
+    churn4: float
+    stretched_selected: float
+    stretched_churn: float
+    stretched_churn4: float
+    tokens: float
+    foreseen: float
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Print what the stored traces hold, and write it to the JSON file if one is named."""
+    if flags.record:
+        record_reads(flags.record, READS, flags.passages)
+    rows = [_row(trace) for trace in load_reads()]
+    about = about_reads()
+    print(_report(about, rows))
+    if flags.json:
+        Path(flags.json).write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def _row(trace: ReadTrace) -> ReadRow:
+    rounds = trace.selections()
+    return ReadRow(
+        share=trace.name,
+        budget=trace.budget,
+        passages=len(trace.history),
+        rounds=trace.rounds,
+        selected=trace.selected,
+        churn=trace.churn,
+        churn4=trace.churn4,
+        stretched_selected=float(np.mean([selection.matrix().mean() for selection in rounds[4:]])),
+        stretched_churn=churn_of(rounds, 1),
+        stretched_churn4=churn_of(rounds, 4),
+        tokens=1 + float(trace.accepted.mean()),
+        foreseen=float(trace.foreseen[:, 1:].mean()),
+    )
+
+
+def _report(head: dict[str, str], rows: list[ReadRow]) -> str:
+    lines = [f"{name}: {value}" for name, value in head.items()]
+    lines.append(
+        f"\n{'share':<6} {'budget':>7} {'passages':>8} {'rounds':>7} {'selected':>9} {'churn 1':>8} {'churn 4':>8} "
+        f"{'stretched':>9} {'churn 1':>8} {'churn 4':>8} {'tokens':>7} {'foreseen':>9}"
+    )
+    for row in rows:
+        lines.append(
+            f"{row.share:<6} {row.budget:>7.1%} {row.passages:>8} {row.rounds:>7} {row.selected:>9.2%} "
+            f"{row.churn:>8.1%} {row.churn4:>8.1%} {row.stretched_selected:>9.2%} {row.stretched_churn:>8.1%} "
+            f"{row.stretched_churn4:>8.1%} {row.tokens:>7.2f} {row.foreseen:>9.1%}"
+        )
+    lines.append(
+        "Selected, churn: of 250 blocks a passage, from the fifth round on; churn: not read in the last round, in\n"
+        "none of the last four. Stretched: the same of 256 rows at 100K. Tokens: a round. Foreseen: verdicts, by the\n"
+        "draft."
+    )
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""Records what the rounds of approximate sessions read: `python -m target_service --record-reads FILE`.
+
+A round takes a bit for each (layer, KV head, block) of memory for as long as the service runs; the file is written
+when the service stops.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from specahead.sparsity.selection import BlockSelection
+from specahead.wire.messages import At
+from specahead.wire.session_names import name_of_client
+
+_NUMBERS = ("rounds", "epochs", "bases", "accepted", "blocks")  # arrays of a session, int64 [rounds]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a round read. at: as it began, so rounds of one epoch follow verdicts that the draft foresaw. accepted:
+    drafted tokens that were kept. blocks: a row a (layer, KV head), layer by layer."""
+
+    at: At
+    accepted: int
+    blocks: BlockSelection
+
+
+@dataclass
+class SessionReads:
+    """Of the rounds whose blocks were chosen, in order; those that read everything are missing."""
+
+    session: str
+    reads: list[Read] = field(default_factory=list)
+
+
+class ReadRecording:
+    """Takes rounds as they are committed. Raises OSError at once if nothing could be written to `file` later."""
+
+    def __init__(self, file: str) -> None:
+        folder = Path(file).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
+            raise OSError(f"cannot record reads to {file}: expected a file in a folder that can be written")
+        self._file = file
+        self._sessions: list[SessionReads] = []
+        self._latest: dict[str, SessionReads] = {}
+
+    def add(self, at: At, accepted: int, chosen: Tensor) -> None:
+        """chosen: bool [layers, kv_heads, blocks]"""
+        latest = self._latest.get(at.session)
+        if latest is None or at.round <= latest.reads[-1].at.round:  # a name can be used again
+            latest = self._latest[at.session] = SessionReads(at.session)
+            self._sessions.append(latest)
+        blocks = BlockSelection.from_matrix(chosen.flatten(0, 1).numpy())
+        latest.reads.append(Read(at, accepted, blocks))
+
+    def save(self) -> None:
+        save_reads(self._sessions, self._file)
+
+
+def save_reads(sessions: list[SessionReads], file: str) -> None:
+    """Of session i: `i bits`, uint64 [rounds, rows, words] as in BlockSelection, and its numbers."""
+    arrays: dict[str, np.ndarray] = {}
+    for i, session in enumerate(sessions):
+        widest = max(read.blocks.num_blocks for read in session.reads)
+        arrays[f"{i} bits"] = np.stack([read.blocks.resized(widest).words for read in session.reads])
+        numbers = np.array(
+            [(r.at.round, r.at.epoch, r.at.base, r.accepted, r.blocks.num_blocks) for r in session.reads]
+        )
+        arrays |= {f"{i} {name}": numbers[:, k] for k, name in enumerate(_NUMBERS)}
+    names = np.frombuffer(json.dumps([name_of_client(session.session) for session in sessions]).encode(), np.uint8)
+    with open(file, "wb") as out:  # by name, NumPy would add an ending
+        np.savez_compressed(out, allow_pickle=False, sessions=names, **arrays)  # type: ignore[arg-type]
+
+
+def load_reads(file: str | Path) -> list[SessionReads]:
+    """What a service has recorded, sessions in the order of their first sparse rounds."""
+    with np.load(file, allow_pickle=False) as content:
+        names = json.loads(content["sessions"].tobytes())
+        return [SessionReads(name, _session_reads(content, i, name)) for i, name in enumerate(names)]
+
+
+def _session_reads(content: "np.lib.npyio.NpzFile", i: int, name: str) -> list[Read]:
+    bits = content[f"{i} bits"]
+    columns = [content[f"{i} {key}"].tolist() for key in _NUMBERS]
+    reads = []
+    for words, (round_, epoch, base, accepted, blocks) in zip(bits, zip(*columns, strict=True), strict=True):
+        full = BlockSelection(words.shape[0], words.shape[1] * 64, words)
+        reads.append(Read(At(name, epoch, round_, base), accepted, full.resized(blocks)))
+    return reads

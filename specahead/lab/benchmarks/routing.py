@@ -1,0 +1,159 @@
+"""`specahead bench routing`: what choosing among targets by their cached prefixes gains, on a trace of real requests.
+
+A discrete simulation: four targets and two drafts on virtual time (virtual_cluster.py), each session sent by
+the orchestrator's own policies over the targets' own reports. Times of steps are set (see _times), not measured; real
+processes would take hours for the same, and the machine's cores would be what is measured.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from unittest.mock import patch
+
+from orchestrator.sessions.routing import ANSWER_TOKENS, TargetView, choose
+from specahead.config import DraftSettings, TargetSettings
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.sampling.distributions import Sampling
+from specahead.lab.benchmarks.request_trace import BLOCK, TracedRequest, read_trace
+from specahead.lab.benchmarks.virtual_cluster import StepTimes, VirtualClock, VirtualTarget, attach_draft
+from specahead.wire.messages import Closed, Commit, Exactness, Open, Report, ServedEvent
+
+_CHUNK = 8192  # prompt tokens of a step
+
+
+@dataclass(frozen=True)
+class RoutingRow:
+    """hit_rate: share of all prompt tokens whose KV was found. spread: sessions of the busiest target over the mean."""
+
+    policy: str
+    speed: float
+    requests: int
+    hit_rate: float
+    first_token_p50: float  # seconds
+    first_token_p99: float
+    spread: float
+    simulated_in: float  # seconds of this machine
+
+
+def run(flags: argparse.Namespace) -> list[RoutingRow]:
+    """Replay, print the table, and write it to the JSON file if one is named. Returns the rows.
+
+    Raises ValueError for a trace or numbers that cannot be, OSError if there is no such trace.
+    """
+    if BLOCK // PAGE_SIZE % flags.scale:
+        raise ValueError(f"scale {flags.scale}: a block of {BLOCK} tokens must stay whole pages: 1, 2, 4, 8, 16 or 32")
+    requests = read_trace(Path(flags.trace), flags.requests)
+    print(f"date: {datetime.now(UTC).date().isoformat()}\n{len(requests)} requests; {_shape(flags)}")
+    print(f"{'speed':>5} {'policy':>13} {'hits':>7} {'first token p50':>16} {'p99':>9} {'busiest':>8} {'took':>7}")
+    rows = []
+    for speed in flags.speed:
+        for policy in flags.policies:
+            rows.append(row := _replay(requests, policy, speed, flags))
+            print(
+                f"{row.speed:>5g} {row.policy:>13} {row.hit_rate:>7.1%} {row.first_token_p50:>14.3f} s "
+                f"{row.first_token_p99:>7.3f} s {row.spread:>7.2f}x {row.simulated_in:>5.0f} s",
+                flush=True,
+            )
+    if flags.json:
+        Path(flags.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return rows
+
+
+def _shape(flags: argparse.Namespace) -> str:
+    return (
+        f"{flags.targets} targets of {flags.kv_tokens} KV tokens, {flags.drafts} drafts; lengths over {flags.scale}, "
+        f"times of steps as of whole lengths"
+    )
+
+
+def _times(scale: int) -> tuple[StepTimes, StepTimes]:
+    """Return what steps of target and draft take: about those of 8b and 1b on H200s, at the trace's own lengths.
+
+    A round stands for `scale` rounds, a token for as many tokens.
+    """
+    return StepTimes(0.004, 0.0015 * scale, scale / 25_000), StepTimes(0.002, 0.001 * scale, scale / 150_000)
+
+
+class _Replay:
+    """A run of the trace. firsts: seconds to the first token of each request. cached: prompt tokens found."""
+
+    def __init__(self, requests: list[TracedRequest], policy: str, speed: float, flags: argparse.Namespace) -> None:
+        self.clock = VirtualClock()
+        self.firsts: dict[str, float] = {}
+        self.cached = self.prompt_tokens = 0
+        self._policy, self._scale = policy, flags.scale
+        self._came: dict[str, float] = {}
+        self._left = len(requests)
+        self.views = [TargetView(f"target-{number}") for number in range(flags.targets)]
+        self.routed = dict.fromkeys((view.name for view in self.views), 0)
+        target_times, draft_times = _times(flags.scale)
+        pages, chunk = flags.kv_tokens // flags.scale // PAGE_SIZE, _CHUNK // flags.scale
+        limits = {"max_context": 1 << 17, "prefill_chunk": chunk}
+        settings = TargetSettings(max_queued=1 << 20, draft_timeout=5.0, **limits)
+        self.targets = {
+            view.name: VirtualTarget(self.clock, settings, pages, target_times, self._take, partial(self._report, view))
+            for view in self.views
+        }
+        for _ in range(flags.drafts):
+            draft_pages = pages * flags.targets  # never the bottleneck
+            attach_draft(
+                self.clock,
+                [*self.targets.values()],
+                DraftSettings(max_sessions=512, **limits),
+                draft_pages,
+                draft_times,
+            )
+        for number, request in enumerate(requests):
+            self.clock.call_in(request.at / speed, partial(self._send, f"{number}", request))
+
+    @staticmethod
+    def _report(view: TargetView, report: Report) -> None:
+        view.take(report)
+
+    def _send(self, name: str, request: TracedRequest) -> None:
+        tokens = request.prompt(self._scale)
+        view = choose(self._policy, self.views, tokens)
+        self.routed[view.name] += 1
+        self._came[name] = self.clock.now
+        self.prompt_tokens += len(tokens)
+        answer = max(1, request.answer_tokens // self._scale)
+        opened = Open(name, tokens, len(tokens), answer, [], Sampling(0.0), Exactness.EXACT)
+        self.targets[view.name].open(opened)
+
+    def _take(self, event: ServedEvent) -> None:
+        if isinstance(event, Closed):
+            raise ValueError(f"request {event.session} was refused: {event.message}")
+        if isinstance(event, Commit):
+            name = event.at.session
+            if name not in self.firsts:
+                self.firsts[name] = self.clock.now - self._came[name]
+                self.cached += event.cached_tokens
+            self._left -= bool(event.finish_reason)
+
+    def run(self) -> None:
+        """Run until all requests have their answers."""
+        self.clock.run(lambda: self._left > 0)
+
+
+def _replay(requests: list[TracedRequest], policy: str, speed: float, flags: argparse.Namespace) -> RoutingRow:
+    """Return the row of a policy, with the trace's requests coming `speed` times as fast as they did."""
+    started = time.perf_counter()
+    with patch("orchestrator.sessions.routing.ANSWER_TOKENS", ANSWER_TOKENS // flags.scale):  # as all lengths
+        replay = _Replay(requests, policy, speed, flags)
+        replay.run()
+    firsts = sorted(replay.firsts.values())
+    return RoutingRow(
+        policy,
+        speed,
+        len(firsts),
+        replay.cached / replay.prompt_tokens,
+        median(firsts),
+        quantiles(firsts, n=100)[-1],
+        max(replay.routed.values()) * flags.targets / len(firsts),
+        time.perf_counter() - started,
+    )

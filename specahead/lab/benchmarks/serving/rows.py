@@ -1,0 +1,166 @@
+"""The rows of `specahead bench serve`: as text, printed as they come, and as JSON, written after each."""
+
+import json
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from specahead.lab.benchmarks.serving.breakdown import Breakdown
+from specahead.lab.benchmarks.serving.clients import Figures
+
+_WIDTH = 41  # of a row's name
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sessions at once, and prompt tokens of each."""
+
+    sessions: int
+    context: int
+
+    @staticmethod
+    def parse(text: str) -> "Shape":
+        """Read SESSIONSxCONTEXT, as in 8x32768 or 8x32K. Raises ValueError for anything else."""
+        sessions, _, context = text.lower().partition("x")
+        number, factor = (context[:-1], 1024) if context.endswith("k") else (context, 1)
+        if not (sessions.isdecimal() and number.isdecimal() and int(sessions) and int(number)):
+            raise ValueError(f"shape {text!r}: expected SESSIONSxCONTEXT, as in 8x32768 or 8x32K")
+        return Shape(int(sessions), int(number) * factor)
+
+    def __str__(self) -> str:
+        return f"{self.sessions}x{self.context}"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a row's sessions are served. mode: none (no draft), self, exact, approximate. hot: the share of the KV on the
+    GPU; 0: all. replayed: whether a recorded trace says what approximate reads."""
+
+    mode: str
+    waves: int = 0
+    ahead: bool = False
+    branches: int = 1
+    hot: float = 0.0
+    replayed: bool = False
+
+    def __str__(self) -> str:
+        hot = f", hot {self.hot:g}" if self.hot else ""
+        if self.mode in ("none", "self"):
+            return ("no draft" if self.mode == "none" else "self, exact") + hot
+        outcomes = f", {self.branches} branches" if self.branches > 1 else ""
+        ahead = outcomes if self.ahead else ", not ahead"
+        return f"{self.mode}, {self.waves} wave{'s' * (self.waves > 1)}{ahead}{hot}"
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """All prompts of a shape read at once by the target alone, two tokens generated. seconds: until the last."""
+
+    sessions: int
+    context: int
+    seconds: float
+    first_token_p50: float
+    first_token_p99: float
+
+
+@dataclass(frozen=True)
+class ServeRow:
+    """The run of median tokens a second. runs: of each run, its tokens a second. of_none, of_resident: tokens a second
+    over those without a draft (over the same tiers, if that was measured), and those of KV wholly on the GPU, in the
+    same shape. drafted_after: seconds of runs
+    before until nearly all rounds were drafted: in a shape's first row the draft reads its prompts then."""
+
+    shape: Shape
+    way: Way
+    runs: list[float]
+    figures: Figures
+    of_none: float | None = None
+    of_resident: float | None = None
+    breakdown: Breakdown | None = None
+    drafted_after: float = 0.0
+
+
+@dataclass
+class Results:
+    """What was measured so far. file: where it is written as JSON, if anywhere. starts: of each deployment, the seconds
+    until its services served."""
+
+    head: dict[str, str]
+    file: str | None = None
+    prompts: list[PromptRow] = field(default_factory=list)
+    rows: list[ServeRow] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    starts: list[dict[str, float]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Print what comes before the rows."""
+        for name, value in self.head.items():
+            print(f"{name}: {value}")
+        print(
+            f"\n{'':<{_WIDTH}}{'sessions':>8}{'context':>9}{'tokens/s':>10}{'x none':>8}{'first p50':>11}{'p99':>8}"
+            f"{'gap p50':>9}{'p99':>8}{'token':>8}{'a round':>8}{'read':>7}{'fetched':>8}{'draft':>7}{'verify':>7}"
+            f"{'wait':>7}",
+            flush=True,
+        )
+
+    def add_prompts(self, row: PromptRow) -> None:
+        self.prompts.append(row)
+        print(
+            f"{'prompts':<{_WIDTH}}{row.sessions:>8}{row.context:>9}   read in {row.seconds:.2f} s, "
+            f"{row.sessions * row.context / row.seconds:.0f} tokens/s; first token p50 {row.first_token_p50:.0f} ms, "
+            f"p99 {row.first_token_p99:.0f} ms",
+            flush=True,
+        )
+        self._write()
+
+    def add(self, row: ServeRow) -> None:
+        self.rows.append(row)
+        seen, shape = row.figures, row.shape
+        ratio = f"{row.of_none:.2f}" if row.of_none else ""
+        print(
+            f"{row.way!s:<{_WIDTH}}{shape.sessions:>8}{shape.context:>9}{seen.tokens_a_second:>10.1f}{ratio:>8}"
+            f"{seen.first_token_p50:>11.1f}{seen.first_token_p99:>8.1f}{seen.gap_p50:>9.2f}{seen.gap_p99:>8.2f}"
+            f"{seen.token_p50:>8.2f}{seen.tokens_a_round:>8.2f}{seen.kv_read:>7.3f}{seen.kv_fetched:>8.2%}"
+            f"{seen.draft:>7.2f}{seen.verify:>7.2f}{seen.wait:>7.2f}"
+        )
+        if row.of_resident:
+            print(f"{'':<{_WIDTH}}  {row.of_resident:.3f} of the tokens a second with all KV on the GPU")
+        if row.breakdown:
+            print(f"{'':<{_WIDTH}}  {describe_breakdown(row.breakdown)}")
+        print(end="", flush=True)
+        self._write()
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Keep why a part has no row."""
+        self.failures.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
+        print(f"FAILED {self.failures[-1]}", flush=True)
+        self._write()
+
+    def rate_of(self, shape: Shape, way: Way) -> float | None:
+        """Return the tokens a second of a row that was measured."""
+        found = [row.figures.tokens_a_second for row in self.rows if (row.shape, row.way) == (shape, way)]
+        return found[0] if found else None
+
+    def _write(self) -> None:
+        if self.file is None:
+            return
+        content = {"prompts": [asdict(row) for row in self.prompts], "rows": [asdict(row) for row in self.rows]}
+        others = {"written": time.strftime("%F %T"), "starts": self.starts, "failures": self.failures}
+        Path(self.file).write_text(json.dumps(self.head | content | others, indent=1) + "\n")
+
+
+def describe_breakdown(breakdown: Breakdown) -> str:
+    """Return one line: what a mean round waits for, in milliseconds, and how idle the models are."""
+    parts = breakdown.parts
+    shown = " + ".join(f"{part.name.replace('_', ' ')} {getattr(parts, part.name):.2f}" for part in fields(parts))
+    return (
+        f"a round of {parts.whole:.2f} ms = {shown} ({breakdown.rounds} rounds); idle: target "
+        f"{breakdown.target_idle:.1%}, draft {breakdown.draft_idle:.1%}; verdicts met {breakdown.met:.1%}"
+    )
+
+
+LEGEND = """\
+Tokens/s: of all sessions, while all generate; x none: over those without a draft. The rest in ms. First: request to
+first message, prompts found again. Gap: between two messages of a session. Token: a session's mean time a token, p50.
+A round: tokens. Read: share of the KV; fetched: of that, from the host. Draft, verify, wait: means of a round; a
+draft that has a GPU of its own runs beside the others."""

@@ -1,0 +1,83 @@
+"""Shapes of real models, for benchmarks that need no weights worth anything."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specahead.engine.model.decoder import Decoder, DecoderLayer
+from specahead.sparsity.plan import Plan
+
+GROUP = Plan.group_size  # tokens of a group mean
+
+
+@dataclass(frozen=True)
+class Shape:
+    """As in a transformers config of the Llama family."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int = 128256
+
+
+SHAPES = {
+    "8b": Shape(32, 4096, 32, 8, 128, 14336),
+    "1b": Shape(16, 2048, 32, 8, 64, 8192),
+    "0.5b": Shape(24, 896, 14, 2, 64, 4864, 151936),
+    "tiny": Shape(2, 64, 4, 2, 16, 128, 4096),
+}
+
+
+def read_shape_of(name: str) -> Shape:
+    """One of SHAPES, or that of a model's config (folder or Hugging Face id)."""
+    if name in SHAPES:
+        return SHAPES[name]
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    heads = config.num_attention_heads
+    return Shape(
+        config.num_hidden_layers,
+        config.hidden_size,
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        config.intermediate_size,
+        config.vocab_size,
+    )
+
+
+def random_decoder(shape: Shape, positions: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    """Random weights."""
+    dim, heads, kv_heads = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
+    hidden, mlp = shape.hidden_size, shape.intermediate_size
+
+    def weight(*size: int) -> torch.Tensor:
+        return torch.empty(*size, device=device, dtype=dtype).normal_(0, 0.02)
+
+    ones = torch.ones(hidden, device=device, dtype=dtype)
+    layers = [
+        DecoderLayer(
+            input_norm=ones,
+            qkv=weight((heads + 2 * kv_heads) * dim, hidden),
+            qkv_bias=None,
+            out=weight(hidden, heads * dim),
+            mlp_norm=ones,
+            gate_up=weight(2 * mlp, hidden),
+            down=weight(hidden, mlp),
+        )
+        for _ in range(shape.num_hidden_layers)
+    ]
+    angles = torch.rand(2, positions, dim // 2, device=device)
+    embedding, head = weight(shape.vocab_size, hidden), weight(shape.vocab_size, hidden)
+    return Decoder(embedding, layers, ones, head, angles[0], angles[1], heads, kv_heads, 1e-5, dim**-0.5)
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """What a step reads of the weights: all but the embedding, of which it reads a few rows."""
+    matrices = [m for layer in decoder.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    return sum(matrix.nbytes for matrix in (*matrices, decoder.lm_head))

@@ -1,0 +1,204 @@
+"""`specahead bench stack`: what a round costs without the models, through the real processes and real gRPC.
+
+Target and draft run a scripted model (lab/benchmarks/scripted.py); the client endpoints are the launch's own. The
+clients stream over gRPC from this process. All four share the machine's cores.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import grpc
+
+from protos import inference_pb2, inference_pb2_grpc
+from specahead.lab.benchmarks.processes import children, free_addresses, port_of, start_endpoints
+from specahead.wire.options import OPTIONS
+
+PROMPT_TOKENS = 2000
+EXACTNESS = ("exact", "approximate")
+PASSES = 3
+SIDES = ("target", "draft", "endpoints", "clients")  # the processes, in the order in which they start
+
+
+@dataclass(frozen=True)
+class StackRow:
+    """A round, for its client, is the time from one message of a stream to the next.
+
+    cpu_ms: by process, the CPU time that a session's round takes, prompts included.
+    """
+
+    sessions: int
+    exactness: str
+    rounds: int  # of all sessions
+    round_p50_ms: float
+    round_p95_ms: float
+    session_round_ms: float  # wall time over the rounds of all sessions
+    messages: int  # of all streams
+    tokens_a_round: float
+    announced_bytes_a_round: float
+    cpu_ms: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """times: of each message, seconds on time.perf_counter's clock."""
+
+    times: list[float]
+    summary: inference_pb2.SpeculationSummary
+
+
+def run(flags: argparse.Namespace) -> list[StackRow]:
+    """Measure, print the table, and write it to the JSON file if one is named. Returns the rows.
+
+    Raises ValueError for numbers that give nothing to measure, OSError if a process does not start.
+    """
+    sessions, tokens, gamma = flags.sessions, flags.tokens, flags.gamma
+    _check(sessions, tokens, gamma)
+    target = ["--gamma", str(gamma), "--unforeseen", str(flags.unforeseen)]
+    draft = ["--gamma", str(gamma), "--branches", str(flags.branches), "--waves", str(flags.waves)]
+    command = ["--sessions", *map(str, sessions), "--tokens", str(tokens), *draft, *target[2:]]
+    for side, own in (("target", target), ("draft", draft)):
+        milliseconds = [f"{each:g}" for each in getattr(flags, f"{side}_ms")]
+        own += ["--step-ms", *milliseconds]
+        command += [f"--{side}-ms", *milliseconds]
+    head = {
+        "machine": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": f"specahead bench stack {' '.join(command)}",
+    }
+    cases = list(itertools.product(EXACTNESS, sessions))
+    with _stack(gamma, target, draft) as (address, processes):
+        # The first pass warms up: connections, prompts to reuse, code paths.
+        passes = [
+            [asyncio.run(_measure(address, processes, n, tokens, exactness)) for exactness, n in cases]
+            for _ in range(1 + PASSES)
+        ][1:]
+    rows = [sorted(runs, key=lambda row: row.session_round_ms)[PASSES // 2] for runs in zip(*passes, strict=True)]
+    print(_report(head, rows))
+    if flags.json:
+        content = head | {"rows": [asdict(row) for row in rows]}
+        Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
+    return rows
+
+
+def _check(sessions: list[int], tokens: int, gamma: int) -> None:
+    if not sessions or min(sessions) < 1:
+        raise ValueError(f"sessions must be 1 or more, got {sessions}")
+    if not 1 <= gamma <= 64:
+        raise ValueError(f"gamma must lie in 1 … 64, got {gamma}")
+    least = 2 * (gamma + 1) + 1
+    if tokens < least:
+        raise ValueError(f"tokens {tokens}: with gamma {gamma} it takes {least} for two rounds to be timed")
+
+
+def _report(head: dict[str, str], rows: list[StackRow]) -> str:
+    lines = [f"{name}: {value}" for name, value in head.items()]
+    lines.append(
+        f"{'sessions':>8} {'exactness':>12} {'rounds':>7} {'round p50':>10} {'p95':>10} {'a session':>10} "
+        f"{'messages':>8} {'tokens':>6} {'announced':>10}" + "".join(f"{side:>10}" for side in SIDES)
+    )
+    for row in rows:
+        lines.append(
+            f"{row.sessions:>8} {row.exactness:>12} {row.rounds:>7} {row.round_p50_ms:>7.2f} ms "
+            f"{row.round_p95_ms:>7.2f} ms {row.session_round_ms:>7.2f} ms "
+            f"{row.messages:>8} {row.tokens_a_round:>6.2f} {row.announced_bytes_a_round:>8.1f} B"
+            + "".join(f"{row.cpu_ms[side]:>7.2f} ms" for side in SIDES)
+        )
+    lines.append(
+        f"Each row is the middle one of {PASSES} passes. Round: as a client sees it. A session: wall time over\n"
+        "the rounds of all sessions. Tokens, announced: a round. By process: CPU time over the rounds of all sessions."
+    )
+    return "\n".join(lines)
+
+
+async def _measure(address: str, processes: list[int], sessions: int, tokens: int, exactness: str) -> StackRow:
+    before = [_cpu_seconds(pid) for pid in processes]
+    async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        streams = await asyncio.gather(*(_stream(stub, i, tokens, exactness) for i in range(sessions)))
+    cpu = [_cpu_seconds(pid) - earlier for pid, earlier in zip(processes, before, strict=True)]
+    gaps = [1e3 * (b - a) for stream in streams for a, b in itertools.pairwise(stream.times)]
+    # From the first message of any session to the last of all: prompts are not part of it.
+    wall = 1e3 * (max(stream.times[-1] for stream in streams) - min(stream.times[0] for stream in streams))
+    rounds = sum(stream.summary.rounds for stream in streams)
+    return StackRow(
+        sessions=sessions,
+        exactness=exactness,
+        rounds=rounds,
+        round_p50_ms=median(gaps),
+        round_p95_ms=quantiles(gaps, n=20)[-1],
+        session_round_ms=wall / rounds,
+        messages=sum(len(stream.times) for stream in streams),
+        tokens_a_round=sessions * tokens / rounds,
+        announced_bytes_a_round=sum(stream.summary.announced_bytes for stream in streams) / rounds,
+        cpu_ms={side: 1e3 * seconds / rounds for side, seconds in zip(SIDES, cpu, strict=True)},
+    )
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has taken, in user mode and in the kernel; NaN where there is no /proc."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return math.nan
+    values = stat.read_text().rpartition(")")[2].split()
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: int, exactness: str) -> _Stream:
+    """One session to its end; `index` makes its prompt its own."""
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[(index + i) % 4000 for i in range(PROMPT_TOKENS)]),
+        max_tokens=tokens,
+        temperature=0,
+        exactness=f"EXACTNESS_{exactness.upper()}",
+        ignore_eos=True,
+    )
+    times: list[float] = []
+    summary = inference_pb2.SpeculationSummary()
+    async for response in stub.Generate(request):
+        times.append(time.perf_counter())
+        summary = response.speculation
+    return _Stream(times, summary)
+
+
+@contextlib.contextmanager
+def _stack(gamma: int, target_flags: list[str], draft_flags: list[str]) -> Iterator[tuple[str, list[int]]]:
+    """Scripted target and draft, and the client endpoints over them; yields the gRPC address, and the ids of the
+    processes of SIDES, of which this one is the last.
+    """
+    target, draft = free_addresses(2)
+    processes: list[int] = []
+    with children() as start:
+
+        def start_noted(*command: str, **options: Any) -> "subprocess.Popen[str]":
+            process = start(*command, **options)
+            processes.append(process.pid)
+            return process
+
+        start_noted("specahead.lab.benchmarks.scripted", "target", "--port", port_of(target), *target_flags)
+        start_noted(
+            "specahead.lab.benchmarks.scripted", "draft", "--port", port_of(draft), "--target", target, *draft_flags
+        )
+        services = ("--target-address", target, "--draft-address", draft)
+        address = start_endpoints(start_noted, *services, "--gamma", str(gamma))
+        yield address, [*processes, os.getpid()]
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return found.group(1) if found else platform.processor()

@@ -1,0 +1,225 @@
+"""`specahead bench step`: whole steps of target and draft on a GPU, as the services run them: one CUDA graph each.
+
+Random weights, and a random selection of the imposed share: what is measured is time, nothing else.
+"""
+
+import argparse
+from itertools import product
+
+import torch
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.loading.any_order import with_sums_in_any_order
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.steps.announcing import Announcer
+from specahead.engine.steps.passes.buffers import make_buffers
+from specahead.engine.steps.passes.launches import run_pass
+from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.rounds.buffers import RoundShape, make_round_buffers
+from specahead.engine.steps.rounds.launches import run_round
+from specahead.engine.steps.rounds.requests import RoundSettings
+from specahead.engine.steps.staging import Buffers
+from specahead.kernels.backends import default_backend
+from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
+from specahead.lab.benchmarks.shapes import GROUP, Shape, random_decoder, read_shape_of, weight_bytes
+
+BATCHES = 1, 8
+BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as of a calibrated plan
+
+
+class Bench:
+    """A decoder with KV for the largest case. bandwidth: in bytes a second; drafts: whether it is a draft's."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        bandwidth: float,
+        repeats: int,
+        longest: int,
+        device: str = "cuda",
+        batch: int = max(BATCHES),
+        drafts: bool = False,
+    ) -> None:
+        self.shape, self.bandwidth, self.repeats, self.device = shape, bandwidth, repeats, torch.device(device)
+        self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE, device)
+        if drafts:
+            self.decoder = with_sums_in_any_order(self.decoder)
+        self.attention = default_backend(self.device)
+        pages = batch * (longest // PAGE_SIZE)
+        self.kv = KVCache(
+            shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, device
+        )
+        for part in (*self.kv.k_pages, *self.kv.v_pages):
+            part.normal_()  # what is all alike, selections break by order
+
+    def kv_bytes(self, batch: int, context: int, share: float = 1.0, dense_layers: int = 0) -> float:
+        shape = self.shape
+        layer = 4 * batch * context * shape.num_key_value_heads * shape.head_dim
+        return layer * (dense_layers + (shape.num_hidden_layers - dense_layers) * share)
+
+    def floor(self, kv_bytes: float, passes: int = 1) -> float:
+        """Milliseconds to read weights and KV once a pass at the copy bandwidth."""
+        return 1e3 * (passes * weight_bytes(self.decoder) + kv_bytes) / self.bandwidth
+
+    def step(self, batch: int, context: int, queries: int, share: float = 0.0, dense_layers: int = 0) -> TimedRow:
+        """A verification (or one draft step): `share` of the pages read in all layers but the first ones; 0: dense."""
+        pages = context // PAGE_SIZE
+        width = int(pages * share)
+        dense = tuple(range(dense_layers))
+        sizes = batch, batch * queries, queries, pages, PAGE_SIZE if share else 0
+        shape = PassShape(*sizes, width=width, dense_layers=dense)
+        buffers = self._buffers(shape, context)
+        if width:
+            lists, counts = buffers.tensors["lists"], buffers.tensors["counts"]
+            scores = torch.rand(*counts.shape, pages, device=self.device)
+            lists.copy_(scores.topk(width, -1).indices.sort(-1).values)
+            counts.fill_(width)
+        read = self.kv_bytes(batch, context, share or 1.0, dense_layers)
+        extra = f", {dense_layers} layers dense" if dense_layers else ""
+        what = f"{share:.0%} read{extra}" if share else "dense"
+        return self._measure(f"{queries} queries, {what}, {batch} x {context}", shape, buffers, read)
+
+    def served(self, batch: int, context: int, queries: int, share: float) -> TimedRow:
+        """As `approximate` sessions are verified: `share` of all blocks shared out over layers and heads in the step,
+        means standing in for the others, weights remembered, and greedy verdicts on what was drafted."""
+        what = f"{queries} queries, {share:.0%} shared out, means, verdicts, {batch} x {context}"
+        return self._shared_out(what, batch, context, queries, share, self.kv_bytes(batch, context, share))
+
+    def drafting(self, batch: int, context: int, gamma: int, share: float) -> TimedRow:
+        """A whole round of a target that drafts for itself: gamma passes over `share` of all blocks, then a dense one
+        over gamma + 1 tokens that weighs all blocks and gives greedy verdicts."""
+        what = f"{gamma} drafting passes of {share:.0%}, {gamma + 1} queries dense, weighed, {batch} x {context}"
+        read = self.kv_bytes(batch, context) + gamma * self.kv_bytes(batch, context, share)
+        return self._shared_out(what, batch, context, gamma + 1, share, read, drafts=True)
+
+    def _shared_out(
+        self, what: str, batch: int, context: int, queries: int, share: float, read: float, drafts: bool = False
+    ) -> TimedRow:
+        pages, rows = context // PAGE_SIZE, self.shape.num_hidden_layers * self.shape.num_key_value_heads
+        shape = PassShape(
+            *(batch, batch * queries, queries, pages, PAGE_SIZE),
+            width=pages,
+            groups=context // GROUP,
+            read_weights=not drafts,
+            decay=0.9,
+            judged=True,
+            drafts=queries - 1 if drafts else 0,
+            weighs=drafts,
+        )
+        if self.kv.means is None:
+            self.kv.keep_group_means(GROUP)
+        memory = torch.rand(batch, rows, pages, device=self.device)
+        buffers = self._buffers(shape, context, memory)
+        given = buffers.tensors
+        given["indices"].copy_(torch.arange(batch))
+        given["group_tables"].copy_(torch.arange(given["group_tables"].numel()).view(batch, -1))
+        given["logits_rows"].copy_(torch.arange(batch * queries))
+        room = int(share * rows * pages) - 5 * rows
+        numbers = {"importance": 1, "first": 1, "last": pages - 4, "blocks": pages, "room": room}
+        for name, value in (numbers | {"group_counts": shape.groups, "draft_counts": queries - 1}).items():
+            given[name].fill_(value)
+        return self._measure(what, shape, buffers, read, queries if drafts else 1)
+
+    def _buffers(self, shape: PassShape, context: int, memory: torch.Tensor | None = None) -> Buffers:
+        """Sequences that end at `context`, their pages in random order."""
+        batch, queries, pages = shape.sequences, shape.queries, shape.pages
+        buffers = make_buffers(shape, self.kv, memory)
+        given = buffers.tensors
+        given["lengths"].fill_(context)
+        given["query_starts"].copy_(torch.arange(batch + 1) * queries)
+        tables = torch.randperm(batch * pages).view(batch, pages)
+        given["block_tables"].copy_(tables)
+        positions = torch.arange(context - queries, context).expand(batch, -1)
+        given["positions"].copy_(positions.flatten())
+        slots = tables.gather(1, positions // PAGE_SIZE) * PAGE_SIZE + positions % PAGE_SIZE
+        given["slots"].copy_(slots.flatten())
+        return buffers
+
+    def _measure(self, what: str, shape: PassShape, buffers: Buffers, kv_bytes: float, passes: int = 1) -> TimedRow:
+        ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, self.attention), self.repeats)
+        return TimedRow(what, ms, self.floor(kv_bytes, passes), None)
+
+    def round(self, batch: int, context: int, gamma: int, share: float, announces: bool, branches: int = 1) -> TimedRow:
+        """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
+        rows = 256
+        heads = self.shape.num_hidden_layers * self.shape.num_attention_heads
+        blends = torch.randint(heads, (rows, BLENDED), dtype=torch.int32), torch.rand(rows, BLENDED)
+        announcer = Announcer(*blends, "over_all", stickiness=1.3).to(self.device)
+        settings = RoundSettings(
+            gamma, 64, PAGE_SIZE, share, 1, 4, {"ahead": announcer}, branches=branches, alternatives=4 * (branches > 1)
+        )
+        pages = context // PAGE_SIZE
+        shape = RoundShape(batch, 1, pages, False, "ahead" if announces else "", branches)
+        buffers = make_round_buffers(shape, settings, self.shape.vocab_size, self.device)
+        given, base = buffers.tensors, context - branches * (gamma + 1)
+        given["lengths"].fill_(base)
+        if branches > 1:
+            own = base - 1 + torch.arange(branches, dtype=torch.int32) * (gamma + 1)
+            given["own"].copy_(own.repeat(batch))
+            for name, value in {"before": base - 1, "kept_own": 1, "totals": context - 1, "target": -1}.items():
+                given[name].fill_(value)
+        given["positions"].fill_(base - 1)
+        given["query_starts"].copy_(torch.arange(batch + 1))
+        tables = torch.randperm(batch * pages).view(batch, pages)
+        given["block_tables"].copy_(tables)
+        slots = tables[:, (base - 1) // PAGE_SIZE] * PAGE_SIZE + (base - 1) % PAGE_SIZE
+        given["slots"].copy_(slots.repeat_interleave(branches))
+        given["limits"].copy_(torch.tensor([[1], [pages - 8], [int(0.09 * rows * pages)]]).expand(-1, batch))
+        ms = graph_milliseconds(
+            lambda: run_round(self.decoder, self.kv, settings, shape, buffers, self.attention), self.repeats
+        )
+        read = self.kv_bytes(batch, context) + gamma * self.kv_bytes(batch, context, share)
+        what = "and announces" if announces else "announces nothing"
+        what += f", {branches} branches" if branches > 1 else ""
+        name = f"round of {gamma} + 1 passes, later ones read {share:.0%}, {what}, {batch} x {context}"
+        return TimedRow(name, ms, self.floor(read, gamma + 1), None)
+
+
+def target_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
+    """Measure the steps of a target; the sparse ones are set against the dense one."""
+    dense = bench.step(batch, context, 5)
+    sparse = [
+        bench.step(batch, context, 5, 0.1),
+        bench.step(batch, context, 5, 0.1, dense_layers=2),
+        bench.served(batch, context, 5, 0.1),
+    ]
+    rows = [bench.step(batch, context, 1), dense, *(row.against(dense.milliseconds) for row in sparse)]
+    rows += [bench.step(batch, context, 9), bench.drafting(batch, context, 8, 0.06)]
+    return [row.named("target: ") for row in rows]
+
+
+def draft_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
+    """Measure the passes and rounds of a draft."""
+    rows = [
+        bench.step(batch, context, 1),
+        bench.step(batch, context, 1, 0.1),
+        bench.round(batch, context, 3, 0.1, False),
+        bench.round(batch, context, 4, 0.1, False),
+        bench.round(batch, context, 4, 0.1, True),
+        bench.round(batch, context, 4, 1.0, True),
+        bench.round(batch, context, 4, 0.1, True, branches=8),
+    ]
+    return [row.named("draft: ") for row in rows]
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Measure, print the table, and write it to the JSON file if one is named. Raises ValueError without a GPU."""
+    require_gpu()
+    bandwidth, longest = copy_bandwidth(), max(flags.contexts)
+    cases = list(product(BATCHES, flags.contexts))
+    table: list[TimedRow] = []
+    with torch.inference_mode():
+        for name, measure in ((flags.target_shape, target_rows), (flags.draft_shape, draft_rows)):
+            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest, drafts=measure is draft_rows)
+            for batch, context in cases:
+                table += measure(bench, batch, context)
+            del bench
+            torch.cuda.empty_cache()
+    command = f"specahead bench step --target-shape {flags.target_shape} --draft-shape {flags.draft_shape}"
+    command += f" --contexts {' '.join(map(str, flags.contexts))}"
+    head = Head.here(command, bandwidth)
+    note = "rival: of the target's sparse steps our dense step of the same run. Random weights, imposed selection"
+    print(report(head, table, note))
+    if flags.json:
+        head.write(flags.json, table)

@@ -1,0 +1,77 @@
+"""Calibrating a pair of models on text files."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.loading.model import default_device, resolve_dtype
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.lab.evaluation.calibration.counting import calibrate
+from specahead.lab.evaluation.calibration.plans import to_plan
+from specahead.lab.evaluation.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress
+from specahead.lab.evaluation.models import load_runner, model_hash, output_projections
+from specahead.sparsity.plan import Plan
+
+
+def calibrate_files(
+    draft: str, target: str, files: list[str], passages: int, settings: CalibrationSettings, progress_file: Path
+) -> tuple[Plan, CalibrationSums]:
+    """Calibrate a pair of models (ids or folders) on `passages` evenly spread passages of each text file.
+
+    progress_file: counts so far, written after each passage and deleted at the end; a run of the same models, texts
+    and settings goes on from it.
+    """
+    device = default_device()
+    dtype = resolve_dtype("auto", device, target)
+    room = settings.context + PAGE_SIZE
+    both = tqdm((draft, target), desc="loading both models", unit="model")
+    draft_runner, target_runner = (load_runner(model, dtype, device, room) for model in both)
+    texts, text_hash = read_passages(files, load_tokenizer(target), passages, settings.context)
+    provenance = _provenance(draft, target, files, passages, text_hash)
+    task = json.dumps([provenance, asdict(settings)])
+    draft_heads = draft_runner.decoder.heads
+    sums = calibrate(
+        draft_runner,
+        target_runner,
+        texts,
+        settings,
+        output_projections(target_runner.decoder),
+        draft_heads,
+        load_progress(progress_file, task),
+        lambda counted: save_progress(progress_file, task, counted),
+    )
+    plan = to_plan(sums, draft_runner.kv.num_layers, draft_heads, target_runner.kv.kv_heads, settings)
+    plan.provenance.update(provenance)
+    progress_file.unlink(missing_ok=True)
+    return plan, sums
+
+
+def _provenance(draft: str, target: str, files: list[str], passages: int, text_hash: str) -> dict[str, Any]:
+    return {
+        "target": Path(target).name,
+        "target_hash": model_hash(target),
+        "draft": Path(draft).name,
+        "draft_hash": model_hash(draft),
+        "files": [Path(file).name for file in files],
+        "passages": passages,
+        "text_hash": text_hash,
+    }
+
+
+def read_passages(files: list[str], tokenizer: Any, passages: int, context: int) -> tuple[list[list[int]], str]:
+    """Token ids of evenly spread passages of each file, `context` each, and a hash of the files' text."""
+    texts, digest = [], hashlib.sha256()
+    for file in files:
+        text = Path(file).read_text(encoding="utf-8")
+        digest.update(text.encode())
+        for i in range(passages):
+            # Eight characters a token are more than enough to fill the context.
+            start = len(text) * i // passages
+            piece = text[start : start + 8 * context]
+            texts.append(tokenizer.encode(piece, add_special_tokens=False)[:context])
+    return texts, digest.hexdigest()[:16]

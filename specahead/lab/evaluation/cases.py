@@ -1,0 +1,198 @@
+"""What is evaluated: token sequences, where sparse verification starts, and which tokens are asked for.
+
+Perplexity cases are plain text; recall and copy cases hide something in a text and ask for it at the end.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specahead.sparsity.plan import Plan
+
+WARM_UP = 16  # tokens of text before the question that are verified sparsely, too
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens[:start] are read densely, the rest in rounds; `asked` are the (first, last) tokens of the answer.
+
+    An answer is recalled exactly if each of its tokens is the likeliest one.
+    """
+
+    name: str
+    tokens: list[int]
+    start: int
+    asked: tuple[int, int] | None = None
+
+
+def read_texts(sources: list[str]) -> dict[str, str]:
+    """Texts by name, from files or, where no file of a name exists, a Hugging Face data set.
+
+    A data set is ID, or ID:CONFIG:SPLIT:COLUMN with any of the last three empty; each row of its first 32 is a text.
+    """
+    texts: dict[str, str] = {}
+    for source in sources:
+        if Path(source).is_file():
+            texts[Path(source).stem] = Path(source).read_text(encoding="utf-8")
+        else:
+            texts |= _read_data_set(source)
+    return texts
+
+
+def held_out_files(folder: str, plan: Plan) -> list[str]:
+    """The .txt files of a folder that a plan was not calibrated on. Raises ValueError if there is none."""
+    held_in = set(plan.provenance.get("files", ()))
+    files = [str(file) for file in sorted(Path(folder).glob("*.txt")) if file.name not in held_in]
+    if not files:
+        raise ValueError(f"{folder}: no .txt file that the plan was not calibrated on")
+    return files
+
+
+def _read_data_set(source: str) -> dict[str, str]:
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"{source}: no such file; to read it as a Hugging Face data set, install the package `datasets`"
+        ) from None
+    name, config, split, column = [*source.split(":"), "", "", ""][:4]
+    rows = datasets.load_dataset(name, config or None, split=split or "test", streaming=True)
+    return {f"{name}-{i}": row[column or "text"] for i, row in zip(range(32), rows, strict=False)}
+
+
+def tokens_of(text: str, tokenizer: Any, length: int, at: float) -> list[int]:
+    """`length` tokens of a text from about the share `at` of it on. Raises ValueError if there are not as many."""
+    start = int(len(text) * at)
+    tokens: list[int] = tokenizer.encode(text[start : start + 10 * length], add_special_tokens=False)[:length]
+    if len(tokens) < length:
+        raise ValueError(f"a text has {len(tokens)} tokens after {at:.0%} of it; {length} are needed")
+    return tokens
+
+
+def perplexity_cases(
+    texts: dict[str, str], tokenizer: Any, context: int, prefilled: int, passages: int = 1
+) -> list[Case]:
+    """Evenly spread passages of each text: `prefilled` tokens read densely, the rest scored."""
+    return [
+        Case(f"{name}@{i}", tokens_of(text, tokenizer, context, 0.02 + 0.8 * i / passages), prefilled)
+        for name, text in texts.items()
+        for i in range(passages)
+    ]
+
+
+NAMES = ["Marlow", "Priscilla", "Hawkins", "Ottilie", "Barnabas", "Cordelia", "Ferdinand", "Rosamund"]
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """Sentences to hide at random depths, a question, and its answer."""
+
+    said: list[str]
+    question: str
+    answer: str
+
+
+def _pass_key(rng: random.Random) -> _Hidden:
+    key = str(rng.randrange(10_000, 100_000))
+    said = f"The pass key is {key}. Remember it. {key} is the pass key."
+    return _Hidden([said], "What is the pass key? The pass key is", f" {key}.")
+
+
+def _named_keys(rng: random.Random) -> _Hidden:
+    keys = {name: str(rng.randrange(10_000, 100_000)) for name in rng.sample(NAMES, 4)}
+    said = [f"The pass key of {name} is {key}. Remember it." for name, key in keys.items()]
+    name = rng.choice(list(keys))
+    return _Hidden(said, f"What is the pass key of {name}? The pass key of {name} is", f" {keys[name]}.")
+
+
+def _pairs(rng: random.Random) -> _Hidden:
+    pairs = {name: str(rng.randrange(10_000, 100_000)) for name in rng.sample(NAMES, 6)}
+    name = rng.choice(list(pairs))
+    return _Hidden([f"{name} = {value}" for name, value in pairs.items()], f"{name} =", f" {pairs[name]}")
+
+
+def _copied_code(rng: random.Random) -> _Hidden:
+    names = [f"{rng.choice(NAMES).lower()}_{rng.randrange(100, 1000)}" for _ in range(4)]
+    numbers = [rng.randrange(10_000, 100_000) for _ in range(3)]
+    body = (
+        f"({names[1]}, {names[2]}):\n    {names[3]} = {names[1]} * {numbers[0]} + {numbers[1]}\n"
+        f"    return {names[3]} - {names[2]} * {numbers[2]}"
+    )
+    return _Hidden([f"def {names[0]}{body}"], f"def {names[0]}", body)
+
+
+RECALL: dict[str, Callable[[random.Random], _Hidden]] = {
+    "pass-key": _pass_key,
+    "named-keys": _named_keys,
+    "pairs": _pairs,
+}
+
+
+def recall_cases(kinds: list[str], texts: dict[str, str], tokenizer: Any, context: int, count: int) -> list[Case]:
+    """`count` cases of each kind, hidden in passages of the texts at random depths, `context` tokens in all."""
+    unknown = set(kinds) - set(RECALL)
+    if unknown:
+        raise ValueError(f"recall of {sorted(unknown)}; known are {sorted(RECALL)}")
+    return [
+        _hide(f"{kind}-{i}", RECALL[kind], texts, tokenizer, context, random.Random(f"{kind}-{i}"))
+        for kind in kinds
+        for i in range(count)
+    ]
+
+
+def copy_cases(texts: dict[str, str], tokenizer: Any, context: int, count: int) -> list[Case]:
+    """Code that is said once and asked for again, and spans of random tokens, in turn."""
+    cases = []
+    for i in range(count):
+        rng = random.Random(f"copy-{i}")
+        if i % 2:
+            cases.append(_hide(f"copy-code-{i}", _copied_code, texts, tokenizer, context, rng))
+        else:
+            cases.append(_copied_tokens(f"copy-tokens-{i}", texts, tokenizer, context, rng))
+    return cases
+
+
+def _hide(
+    name: str,
+    make: Callable[[random.Random], _Hidden],
+    texts: dict[str, str],
+    tokenizer: Any,
+    context: int,
+    rng: random.Random,
+) -> Case:
+    hidden = make(rng)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    said = [encode(f"\n\n{sentence}\n\n") for sentence in hidden.said]
+    question, answer = encode(f"\n\n{hidden.question}"), encode(hidden.answer)
+    return _assemble(name, said, question, answer, texts, tokenizer, context, rng)
+
+
+def _copied_tokens(name: str, texts: dict[str, str], tokenizer: Any, context: int, rng: random.Random) -> Case:
+    vocab = len(tokenizer)
+    span = [rng.randrange(min(300, vocab // 2), vocab) for _ in range(64)]
+    return _assemble(name, [span], span[:24], span[24:], texts, tokenizer, context, rng)
+
+
+def _assemble(
+    name: str,
+    said: list[list[int]],
+    question: list[int],
+    answer: list[int],
+    texts: dict[str, str],
+    tokenizer: Any,
+    context: int,
+    rng: random.Random,
+) -> Case:
+    room = context - sum(len(part) for part in said) - len(question) - len(answer)
+    text = texts[rng.choice(sorted(texts))]
+    body = tokens_of(text, tokenizer, room, 0.02 + 0.7 * rng.random())
+    depths = sorted((int((0.02 + 0.93 * rng.random()) * room) for _ in said), reverse=True)
+    for depth, part in zip(depths, said, strict=True):
+        body[depth:depth] = part
+    tokens = body + question + answer
+    return Case(name, tokens, len(body) - WARM_UP, (len(tokens) - len(answer), len(tokens)))

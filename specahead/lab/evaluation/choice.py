@@ -1,0 +1,13 @@
+"""One budget for all rows at once, as a plain reference of what specahead.kernels.shared_top_k does."""
+
+import torch
+from torch import Tensor
+
+
+def choose_over_all(scores: Tensor, count: int) -> Tensor:
+    """The `count` highest of all scores [..., blocks] at once: one budget for all rows. Only positive scores count."""
+    flat = scores.flatten()
+    best = flat.topk(min(max(0, count), len(flat)), sorted=False)
+    chosen = torch.zeros_like(flat, dtype=torch.bool)
+    chosen[best.indices[best.values > 0]] = True
+    return chosen.view(scores.shape)

@@ -1,0 +1,117 @@
+"""`specahead evaluate`: measure what the sparsity methods cost in quality, and compare tokens."""
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+from specahead import models
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.lab.evaluation import cases, drafts, identity, plots, prompts, quality, report, self_drafting
+from specahead.lab.evaluation.run import Pair, evaluate, variants_of
+from specahead.sparsity.plan import Plan, load_plan
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Measure and print what the task asks for. Raises ValueError for flags that do not fit together.
+
+    `identity` exits with 1 if any token differs.
+    """
+    given = {name: getattr(flags, name) for name in ("sharing", "block_size", "group_size", "dense_layers")}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if flags.dense_layers is not None:
+        changes["dense_layers"] = tuple(flags.dense_layers)
+    plan = dataclasses.replace(load_plan(flags.plan), **changes)
+    if flags.task == "identity":
+        _evaluate_identity(flags, plan)
+        return
+    if not flags.text and not flags.books:
+        raise ValueError(f"evaluate {flags.task} reads texts: give --text or --books")
+    texts = cases.read_texts(flags.text or cases.held_out_files(flags.books, plan))
+    if flags.task == "drafts":
+        _evaluate_drafts(flags, plan, texts)
+        return
+    for name, default in (("context", 4096), ("passages", 1), ("gamma", 8 if flags.task == "self" else 3)):
+        if getattr(flags, name) is None:
+            setattr(flags, name, default)
+    if flags.task == "prompts":
+        _evaluate_prompts(flags, plan, texts)
+        return
+    if flags.task == "self":
+        shares = [float(share) for share in flags.read_shares.split(",")]
+        of_texts = texts, flags.context, flags.passages, flags.generated
+        in_eight_bits = flags.draft_quantization == "fp8"
+        rows_of_self = self_drafting.run_study(flags.target, plan, *of_texts, flags.gamma, shares, in_eight_bits)
+        print(self_drafting.to_json(rows_of_self) if flags.json else self_drafting.to_text(rows_of_self))
+        return
+    tokenizer = load_tokenizer(flags.target)
+    if flags.task == "perplexity":
+        prefilled = flags.context - 512 if flags.prefilled is None else flags.prefilled
+        chosen = cases.perplexity_cases(texts, tokenizer, flags.context, prefilled, flags.passages)
+    elif flags.task == "recall":
+        chosen = cases.recall_cases(flags.kinds.split(","), texts, tokenizer, flags.context, flags.cases)
+    else:
+        chosen = cases.copy_cases(texts, tokenizer, flags.context, flags.cases)
+    variants = variants_of(flags.methods.split(","), flags.budgets.split(","), plan, flags.gamma)
+    sums = evaluate(Pair(flags.target, flags.draft), chosen, variants, flags.workers, flags.task)
+    rows = report.to_rows(flags.task, variants, sums)
+    print(report.to_json(rows) if flags.json else report.to_text(rows))
+    if flags.markdown:
+        Path(flags.markdown).write_text(report.to_markdown(rows) + "\n", encoding="utf-8")
+    if flags.plots:
+        for path in (
+            plots.plot_quality(rows, Path(flags.plots) / f"{flags.task}-quality.png"),
+            plots.plot_churn(rows, Path(flags.plots) / f"{flags.task}-churn.png"),
+        ):
+            print(path, file=sys.stderr)
+
+
+def _evaluate_identity(flags: argparse.Namespace, plan: Plan) -> None:
+    sources = cases.held_out_files(flags.books, plan) if flags.books else flags.text or [str(models.DEMO_TEXT)]
+    hot = [float(share) for share in (flags.hot or "0.5,0.25").split(",")]
+    tokenizer = load_tokenizer(flags.target)
+    prompts = identity.prompts_of(cases.read_texts(sources), tokenizer, flags.context or 1000)
+    gamma = 4 if flags.gamma is None else flags.gamma
+    requests = identity.Requests(prompts, flags.generated, gamma)
+    plan = dataclasses.replace(plan, least_tokens=0)  # approximate sessions are to fetch what they choose
+    rows = list(identity.compare(flags.target, flags.draft, plan, requests, hot))
+    print(identity.to_json(rows) if flags.json else identity.to_text(rows))
+    if not all(row.identical for row in rows):
+        sys.exit(1)
+
+
+def _evaluate_prompts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:
+    shares = [float(share) for share in flags.read_shares.split(",")]
+    study = prompts.PromptStudy(flags.passages, flags.cases, tuple(flags.kinds.split(",")))
+    rows = study.run(flags.target, plan, texts, flags.context, shares)
+    print(prompts.to_json(rows) if flags.json else prompts.to_text(rows))
+    if flags.markdown:
+        Path(flags.markdown).write_text(prompts.to_markdown(rows) + "\n", encoding="utf-8")
+
+
+def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:
+    numbers = {
+        "context": flags.context,
+        "passages": flags.passages,
+        "generated": flags.generated,
+        "recalled": flags.cases,
+        "gamma": flags.gamma,
+    }
+    study = drafts.DraftStudy(**{name: value for name, value in numbers.items() if value is not None})
+    shares = [float(share) for share in flags.read_shares.split(",")]
+    readings = drafts.readings_of(shares, [int(every) for every in flags.refresh.split(",")])
+    started = time.perf_counter()
+    pair = Pair(flags.target, flags.draft)
+    tables = study.run(pair, plan, texts, readings, flags.kinds.split(","), flags.workers)
+    if flags.json:
+        print(drafts.to_json(tables))
+    else:
+        print("\n\n".join(f"{name}\n{drafts.to_text(rows)}" for name, rows in tables.items()))
+    if flags.markdown:
+        text = "\n\n".join(drafts.to_markdown(rows) for rows in tables.values())
+        Path(flags.markdown).write_text(text + "\n", encoding="utf-8")
+    if flags.page:
+        seconds = time.perf_counter() - started
+        command = f"specahead evaluate drafts {flags.typed(flags)}"
+        quality.write_drafts(tables, Path(flags.page), command, seconds)

@@ -1,0 +1,193 @@
+"""Passages continued by a draft and its target: whole rounds of the draft, each verified densely by the target.
+
+The target reads everything, so all ways of drafting lead to the same text, and its weights at the γ + 1 queries of a
+round say how good the round's announcement was. Plain text is continued greedily by both; a case that asks for
+something goes on in its own words to the end of the answer, and the answer counts: that is where what matters changes
+from one round to the next.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.rounds.requests import RoundMemory, RoundRequest, RoundSettings
+from specahead.lab.evaluation.attending import forward_weighing
+from specahead.lab.evaluation.cases import Case
+from specahead.lab.evaluation.forks import fork
+from specahead.lab.evaluation.rounds import prefill
+from specahead.lab.evaluation.workers import note_round
+from specahead.sparsity.announce import BY_TARGET_HEAD, LEAST_WINDOW
+from specahead.sparsity.choice import mandatory
+from specahead.sparsity.methods import METHODS
+from specahead.sparsity.plan import Plan
+from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
+from specahead.sparsity.selection import BlockSelection
+
+GAMMA = 4
+AHEAD = METHODS["ahead"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a draft reads: read_share and refresh_every of RoundSettings."""
+
+    read_share: float = 1.0
+    refresh_every: int = 1
+
+
+@dataclass
+class DraftSums:
+    """Of one reading, added up over rounds and passages.
+
+    drafted: tokens that were proposed; of an answer those that stood on right ones. rounds: with such a token. mass:
+    of these rounds, each one's share of the target's attention on announced and mandatory blocks; mandatory: of it on
+    the latter. read, present: blocks that the draft's passes read, and that dense ones would have, over layers and KV
+    heads.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    mass: float = 0.0
+    mandatory: float = 0.0
+    read: int = 0
+    present: int = 0
+
+    def add(self, other: "DraftSums") -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+def settings_of(plan: Plan, gamma: int, reading: Reading) -> RoundSettings:
+    """Return how rounds are drafted by one way of reading."""
+    return round_settings(plan, gamma, 1, reading.read_share, reading.refresh_every)
+
+
+def measure_case(
+    draft: ModelRunner,
+    target: ModelRunner,
+    plan: Plan,
+    case: Case,
+    readings: list[Reading],
+    generated: int,
+    gamma: int = GAMMA,
+) -> list[DraftSums]:
+    """Continue the case from its start, once for each reading: by `generated` tokens or more, or to its answer."""
+    prompts = SequenceKV(), SequenceKV()
+    try:
+        for runner, prompt in zip((draft, target), prompts, strict=True):
+            prefill(runner, prompt, case.tokens[: case.start - 1])
+        results = []
+        for reading in readings:
+            draft.prepare_rounds(settings_of(plan, gamma, reading))
+            results.append(Continuation(draft, target, plan, case, reading, gamma).run(*prompts, generated))
+        return results
+    finally:
+        for runner, prompt in zip((draft, target), prompts, strict=True):
+            runner.kv.release(prompt)
+
+
+class Continuation:
+    """One passage, continued by one way of drafting.
+
+    memory: what the draft keeps of its last dense first pass. last: what its last round announced.
+    """
+
+    def __init__(
+        self, draft: ModelRunner, target: ModelRunner, plan: Plan, case: Case, reading: Reading, gamma: int
+    ) -> None:
+        self.draft, self.target, self.plan = draft, target, plan
+        self.reading, self.gamma, self.case = reading, gamma, case
+        self.tokens = case.tokens[: case.start]
+        self.memory = RoundMemory()
+        self.last: BlockSelection | None = None
+        self.sums = DraftSums()
+
+    def run(self, draft_prompt: SequenceKV, target_prompt: SequenceKV, generated: int) -> DraftSums:
+        end = len(self.case.tokens) if self.case.asked else len(self.tokens) + generated
+        draft_kv, target_kv = fork(self.draft.kv, draft_prompt), fork(self.target.kv, target_prompt)
+        try:
+            while len(self.tokens) < end:
+                self._round(draft_kv, target_kv)
+        finally:
+            self.draft.kv.release(draft_kv)
+            self.target.kv.release(target_kv)
+        return self.sums
+
+    def _round(self, draft_kv: SequenceKV, target_kv: SequenceKV) -> None:
+        base = len(self.tokens)
+        drafted = self._draft(draft_kv, base)
+        wanted, weights = self._verify(target_kv, drafted)
+        if self.case.asked:
+            wanted = self.case.tokens[base : base + self.gamma + 1]
+        # zip: the answer may end within the round.
+        right = [token == other for token, other in zip(drafted, wanted, strict=False)]
+        accepted = next((i for i, same in enumerate(right) if not same), len(right))
+        self.tokens += wanted[: accepted + 1]
+        for runner, kv in ((self.draft, draft_kv), (self.target, target_kv)):
+            runner.kv.truncate(kv, base + accepted)
+        self.memory.cut(draft_kv.length)
+        self._count(base, accepted, len(right), weights)
+        note_round()
+
+    def _verify(self, kv: SequenceKV, drafted: list[int]) -> tuple[list[int], Tensor]:
+        """Return the target's likeliest tokens [γ + 1] and its weights on blocks [layers, γ + 1, heads, blocks]."""
+        tokens, size = [self.tokens[-1], *drafted], self.plan.block_size
+        logits, weights = forward_weighing(self.target, kv, tokens, size, len(tokens))
+        return logits.argmax(-1).tolist(), weights
+
+    def _count(self, base: int, accepted: int, compared: int, weights: Tensor) -> None:
+        """Add a round to the sums; of an answer's rounds only tokens that stood on right ones count."""
+        positions = range(self.gamma)
+        if self.case.asked:
+            positions = range(self.case.asked[0] - base, min(accepted + 1, compared))
+        counted = [i < accepted for i in positions if i >= 0]
+        if counted:
+            assert self.last is not None
+            self.sums.rounds += 1
+            self.sums.drafted += len(counted)
+            self.sums.accepted += sum(counted)
+            mass, of_mandatory = announced_mass(weights, self.last, self.plan, base)
+            self.sums.mass += mass
+            self.sums.mandatory += of_mandatory
+
+    def _draft(self, kv: SequenceKV, base: int) -> list[int]:
+        """Return γ tokens; what the round announces is the `last` selection from now on."""
+        plan = self.plan
+        request = RoundRequest(
+            kv,
+            self.tokens[kv.length :],
+            temperature=0.0,
+            top_p=1.0,
+            uniforms=np.zeros(self.gamma + 1),
+            announce=announcement_request(AHEAD, plan, base, self.last),
+            memory=self.memory,
+            refresh=self.memory.refresh_due(self.reading.refresh_every),
+        )
+        (output,) = self.draft.draft_rounds([request])
+        assert output.bitmap is not None
+        self.last = announced_selection(output.bitmap, plan, base)
+        kv.length = base + self.gamma
+        heads = plan.draft_layers * self.draft.kv.kv_heads
+        dense = heads * sum(plan.num_blocks(base + i) for i in range(self.gamma + 1))
+        self.sums.present += dense
+        self.sums.read += dense if output.blocks_read is None else output.blocks_read
+        return output.tokens[: self.gamma]
+
+
+def announced_mass(weights: Tensor, announced: BlockSelection, plan: Plan, base: int) -> tuple[float, float]:
+    """Return the share of a target's attention on announced and mandatory blocks, and on mandatory ones alone.
+
+    weights: [layers, queries, heads, blocks] float32, of dense attention; sparse layers count.
+    """
+    blocks = weights.shape[3]
+    rows = torch.from_numpy(announced.resized(blocks).matrix())[BY_TARGET_HEAD.expand(plan)]
+    always = mandatory(plan, base, blocks, LEAST_WINDOW)
+    chosen = rows | always  # [sparse layers, kv_heads, blocks]
+    by_kv_head = weights[plan.sparse_layers].cpu().unflatten(2, (plan.target_kv_heads, -1))
+    mass = (by_kv_head * chosen[:, None, :, None]).sum(-1).mean()
+    return float(mass), float(by_kv_head[..., always].sum(-1).mean())

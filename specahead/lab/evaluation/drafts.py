@@ -1,0 +1,158 @@
+"""What sparse draft steps cost: a study of drafts as they are served, and its tables.
+
+The draft's rounds are those of the runner that serves them, without graphs where there is no GPU.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.loading.model import default_device, load_model, resolve_dtype
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.lab.evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
+from specahead.lab.evaluation.continuations import AHEAD, GAMMA, DraftSums, Reading, measure_case
+from specahead.lab.evaluation.models import load_runner
+from specahead.lab.evaluation.report import align, markdown_table
+from specahead.lab.evaluation.run import Pair
+from specahead.lab.evaluation.workers import held_models, memory_of, run_in_workers
+from specahead.sparsity.methods import check_method
+from specahead.sparsity.plan import Plan
+
+TEXT, ANSWERS = "drafts of text", "drafts of answers"  # the tables' names
+READ_SHARES, INTERVALS = (0.25, 0.1), (1, 2, 4)
+
+
+def readings_of(shares: Sequence[float] = READ_SHARES, intervals: Sequence[int] = INTERVALS) -> list[Reading]:
+    """Dense rounds, with which all are compared, and each share with each interval."""
+    sparse = [share for share in shares if share < 1]
+    return [Reading(), *(Reading(share, every) for share in sparse for every in intervals)]
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """accepted: of `drafted` tokens. mass: of the target's attention, on announced and mandatory blocks; middle: of its
+    attention beyond mandatory blocks, on announced ones. kv_read: of what dense drafts read."""
+
+    read_share: float
+    refresh_every: int
+    drafted: int
+    accepted: float
+    mass: float
+    middle: float
+    kv_read: float
+
+
+def to_rows(readings: list[Reading], results: list[DraftSums]) -> list[DraftRow]:
+    return [
+        DraftRow(
+            reading.read_share,
+            reading.refresh_every,
+            sums.drafted,
+            sums.accepted / sums.drafted,
+            sums.mass / sums.rounds,
+            (sums.mass - sums.mandatory) / (sums.rounds - sums.mandatory),
+            sums.read / sums.present,
+        )
+        for reading, sums in zip(readings, results, strict=True)
+    ]
+
+
+COLUMNS = ("read share", "refresh every", "drafted", "accepted", "attention", "beyond window", "KV read")
+
+
+def cells(row: DraftRow) -> list[str]:
+    return [
+        f"{row.read_share:g}",
+        str(row.refresh_every),
+        str(row.drafted),
+        f"{row.accepted:.2%}",
+        f"{row.mass:.2%}",
+        f"{row.middle:.2%}",
+        f"{row.kv_read:.1%}",
+    ]
+
+
+def to_text(rows: list[DraftRow]) -> str:
+    return align([list(COLUMNS), *(cells(row) for row in rows)], left=0)
+
+
+def to_markdown(rows: list[DraftRow]) -> str:
+    return markdown_table([list(COLUMNS), *(cells(row) for row in rows)], left=0)
+
+
+def to_json(tables: dict[str, list[DraftRow]]) -> str:
+    return json.dumps({name: [asdict(row) for row in rows] for name, rows in tables.items()}, indent=1)
+
+
+@dataclass(frozen=True)
+class DraftStudy:
+    """passages of each text are continued by `generated` tokens; so many cases of each kind of recall are answered."""
+
+    context: int = 3000
+    passages: int = 4
+    generated: int = 64
+    recalled: int = 12
+    gamma: int = GAMMA
+
+    def run(
+        self,
+        pair: Pair,
+        plan: Plan,
+        texts: dict[str, str],
+        readings: list[Reading],
+        kinds: Sequence[str] = tuple(RECALL),
+        workers: int = 0,
+    ) -> dict[str, list[DraftRow]]:
+        """Two tables by name. Raises ValueError for texts that are too short."""
+        tokenizer = load_tokenizer(pair.target)
+        tasks = {
+            TEXT: perplexity_cases(texts, tokenizer, self.context, self.context, self.passages),
+            ANSWERS: recall_cases(list(kinds), texts, tokenizer, self.context, self.recalled),
+        }
+        tasks = {name: cases for name, cases in tasks.items() if cases}
+        return measure(pair, plan, tasks, readings, self.generated, self.gamma, workers)
+
+
+def measure(
+    pair: Pair,
+    plan: Plan,
+    tasks: dict[str, list[Case]],
+    readings: list[Reading],
+    generated: int,
+    gamma: int = GAMMA,
+    workers: int = 0,
+) -> dict[str, list[DraftRow]]:
+    """A table of each task. workers 0: one a core; results do not depend on it.
+
+    Raises PlanError where the plan has no `ahead`, and ValueError where memory does not suffice.
+    """
+    check_method(AHEAD, plan)
+    cases = [(name, case) for name, chosen in tasks.items() for case in chosen]
+    room = max(len(case.tokens) for _, case in cases) + generated + 2 * (gamma + 1)
+    totals = {name: [DraftSums() for _ in readings] for name in tasks}
+    both, dtype = 2 * room + 2 * PAGE_SIZE, resolve_dtype("auto", default_device(), pair.target)
+    memory = memory_of([(pair.draft, both), (pair.target, both)], dtype, gamma + 1)
+    work = [(plan, case, readings, generated, gamma) for _, case in cases]
+    results = run_in_workers(_measure, work, partial(load_pair, pair, room), memory, workers, "drafts")
+    for (name, _), sums in zip(cases, results, strict=True):
+        for total, part in zip(totals[name], sums, strict=True):
+            total.add(part)
+    return {name: to_rows(readings, sums) for name, sums in totals.items()}
+
+
+def load_pair(pair: Pair, context: int, dtype_name: str = "auto") -> tuple[ModelRunner, ModelRunner]:
+    """Draft and target, for one sequence of `context` tokens and a fork of it."""
+    device = default_device()
+    dtype = resolve_dtype(dtype_name, device, pair.target)
+    room = 2 * context + 2 * PAGE_SIZE
+    draft = make_runner(load_model(pair.draft, dtype, device), room, max_context=context)
+    return draft, load_runner(pair.target, dtype, device, room)
+
+
+def _measure(plan: Plan, case: Case, readings: list[Reading], generated: int, gamma: int) -> list[DraftSums]:
+    draft, target = held_models()
+    return measure_case(draft, target, plan, case, readings, generated, gamma)

@@ -1,0 +1,105 @@
+"""The flags of `specahead evaluate` and `calibrate`. They are declared apart from what they are for, so that neither
+--help nor completion loads torch."""
+
+import argparse
+import shlex
+from functools import partial
+
+from specahead import models
+from specahead.config.sections import QUANTIZATIONS
+
+
+def _add_pair(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Declare --target and --draft, which are the bundled pair where they may be left out."""
+    for name, default in (("--target", models.TARGET), ("--draft", models.DRAFT)):
+        text = "Hugging Face id or folder" + ("" if required else " (default: the bundled model)")
+        parser.add_argument(name, required=required, default=str(default), help=text)
+
+
+def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `calibrate` takes. Those without a default here have the one of CalibrationSettings."""
+    _add_pair(parser, required=True)
+    parser.add_argument("--text", required=True, nargs="+", metavar="FILE")
+    parser.add_argument("--out", required=True, metavar="PLAN.JSON")
+    parser.add_argument("--passages", type=int, default=3, help="passages read of each file, evenly spread")
+    parser.add_argument("--gamma", type=int, default=4, help="tokens drafted a round; a sample is gamma + 1 queries")
+    for name, text in (
+        ("context", "tokens read of each passage (default: 4096)"),
+        ("stride", "tokens between samples (default: 64)"),
+        ("skipped", "leading tokens without samples (default: 1024)"),
+        ("block_size", "tokens (default: 16)"),
+        ("group_size", "tokens whose means stand in for unread blocks (default: 512)"),
+        ("sink_blocks", "first blocks, always read (default: 1)"),
+        ("window_blocks", "latest blocks, always read (default: 4)"),
+    ):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
+    parser.add_argument("--budget", type=float, help="share of the KV that approximate reads by default (default: 0.1)")
+    parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="target layers that read everything")
+    parser.add_argument("--plots", metavar="DIR", help="draw the head and layer maps and the prunable share by layer")
+
+
+def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `evaluate` takes."""
+    _add_pair(parser, required=False)
+    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "prompts", "self", "identity"])
+    parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="files, or ids of Hugging Face data sets (identity: the demo's text if none is given)",
+    )
+    source.add_argument("--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on")
+    parser.add_argument("--methods", default="streaming,quest,sts,ahead,oracle", metavar="A,B")
+    parser.add_argument(
+        "--budgets", default="0.06,0.12", metavar="X,pY", help="shares of the KV (0.06) and masses (p0.95)"
+    )
+    parser.add_argument("--context", type=int, help="tokens of each case (default: 4096, drafts 3000, identity 1000)")
+    parser.add_argument("--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)")
+    parser.add_argument(
+        "--passages", type=int, help="perplexity, drafts, prompts, self: passages of each text (default: 1, drafts 4)"
+    )
+    parser.add_argument("--cases", type=int, default=12, help="recall, copy, drafts, prompts: cases (of each kind)")
+    parser.add_argument(
+        "--kinds", default="pass-key,named-keys,pairs", metavar="A,B", help="recall, drafts, prompts: what is hidden"
+    )
+    parser.add_argument(
+        "--gamma", type=int, help="drafted tokens a round; γ + 1 are verified (default: 3, drafts 4, self 8)"
+    )
+    parser.add_argument(
+        "--read-shares", default="0.25,0.1", metavar="X,Y", help="drafts, prompts, self: of what is read sparsely"
+    )
+    parser.add_argument(
+        "--refresh", default="1,2,4", metavar="N,M", help="drafts: rounds from a dense first step to the next"
+    )
+    parser.add_argument(
+        "--hot", metavar="X,Y", help="identity: GPU pages, of the pages of all sessions (default: 0.5,0.25)"
+    )
+    parser.add_argument(
+        "--draft-quantization", choices=QUANTIZATIONS, default="none", help="self: how drafting passes read the weights"
+    )
+    parser.add_argument("--generated", type=int, default=64, help="drafts, identity, self: tokens after each passage")
+    parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality.md")
+    parser.add_argument("--sharing", choices=["pooled", "union", "first", "per_query"], help="by a round's queries")
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--group-size", type=int, help="0: nothing stands in for what is not read")
+    parser.add_argument("--dense-layers", type=int, nargs="*")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--markdown", metavar="FILE")
+    parser.add_argument("--plots", metavar="DIR")
+    parser.set_defaults(typed=partial(_typed, parser))
+
+
+def _typed(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> str:
+    """The options that have other values than their defaults; files of this machine by their metavar."""
+    words = []
+    for action in parser._actions:
+        value = getattr(flags, action.dest, action.default)
+        if not action.option_strings or action.dest in ("page", "workers") or value == action.default:
+            continue
+        values = value if isinstance(value, list) else [value]
+        shown = [str(action.metavar)] if action.metavar in ("FILE", "DIR") else map(str, values)
+        words += [action.option_strings[-1], *shown]
+    return shlex.join(words)

@@ -1,0 +1,95 @@
+"""Plots as PNG files: quality against what is read, churn against the hot buffer, maps and prunable shares."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specahead.lab.evaluation.report import QualityRow
+from specahead.sparsity.plan import Plan
+
+
+def make_figure(columns: int = 1, width: float = 6.4, height: float = 4.2) -> tuple[Any, list[Any]]:
+    """A figure and its axes, side by side; width and height: inches of each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, columns, figsize=(width * columns, height), squeeze=False)
+    return figure, list(axes[0])
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without a date and a version the same figures give the same file.
+    figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
+    from matplotlib import pyplot
+
+    pyplot.close(figure)
+    return path
+
+
+def _by_method(rows: Sequence[QualityRow]) -> dict[str, list[QualityRow]]:
+    methods: dict[str, list[QualityRow]] = {}
+    for row in rows:
+        if row.method != "dense":
+            methods.setdefault(row.method, []).append(row)
+    return {name: sorted(found, key=lambda row: row.kv_read) for name, found in methods.items()}
+
+
+def plot_quality(rows: Sequence[QualityRow], path: Path) -> Path:
+    """Relative increase of the perplexity against the share of the KV read, a line a method."""
+    figure, (axis,) = make_figure()
+    for name, found in _by_method(rows).items():
+        wide = 2.5 if name == "ahead" else 1.2
+        axis.plot([r.kv_read for r in found], [100 * (r.increase or 0) for r in found], "o-", ms=3, lw=wide, label=name)
+    axis.set(xscale="log", xlabel="share of the KV read, summaries included", ylabel="increase of perplexity, %")
+    axis.set_yscale("symlog", linthresh=1)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return save_figure(figure, path)
+
+
+def plot_churn(rows: Sequence[QualityRow], path: Path) -> Path:
+    """What of a round's blocks is not in a hot buffer of what the last rounds read, against the buffer's size."""
+    figure, (axis,) = make_figure()
+    for row in rows:
+        if row.method == "dense":
+            continue
+        sizes, fresh = zip(*row.hot, strict=True)
+        axis.plot([100 * s for s in sizes], [100 * f for f in fresh], "o-", ms=3, label=f"{row.method} {row.budget}")
+    axis.set(xlabel="hot buffer, % of the KV (last 1, 2, 4 … 32 rounds)", ylabel="blocks of a round not in it, %")
+    axis.set(xscale="log", yscale="log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return save_figure(figure, path)
+
+
+def plot_maps(plan: Plan, overlap: Any, similarity: Any, directory: Path) -> list[Path]:
+    """Heat maps. overlap: [target heads, draft heads] in [0, 1]; similarity: [draft layers, target layers], mean."""
+    figure, (heads,) = make_figure(width=7, height=6)
+    image = heads.imshow(overlap, aspect="auto", vmin=0, vmax=1, cmap="viridis")
+    best = overlap.argmax(1)
+    heads.plot(best, range(len(best)), "r.", ms=3)
+    heads.set(xlabel="draft head, layer by layer", ylabel="target KV head, layer by layer")
+    heads.set_title("top-k overlap (STS, Algorithm 1); red: the map")
+    figure.colorbar(image)
+    first = save_figure(figure, directory / "head-map.png")
+    figure, (layers,) = make_figure()
+    image = layers.imshow(similarity, aspect="auto", origin="lower", cmap="viridis")
+    layers.plot(range(plan.target_layers), plan.layer_map, "r.-")
+    layers.set(xlabel="target layer", ylabel="draft layer", title="−KL (SpecAttn, eq. 4); red: the monotone map")
+    figure.colorbar(image)
+    return [first, save_figure(figure, directory / "layer-map.png")]
+
+
+def plot_prunable(plan: Plan, path: Path) -> Path:
+    """The share of blocks that each layer's own weights could leave out, by the mass that must stay."""
+    figure, (axis,) = make_figure()
+    for mass, shares in plan.provenance["prunable_by_layer"].items():
+        axis.plot(range(len(shares)), [100 * s for s in shares], "o-", label=f"mass {mass} stays")
+    axis.set(xlabel="target layer", ylabel="blocks outside the nucleus, %", title="oracle prunable share by layer")
+    axis.set_ylim(0, 100)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    return save_figure(figure, path)

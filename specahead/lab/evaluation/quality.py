@@ -1,0 +1,253 @@
+"""`make evaluate`: every table and plot of docs/quality.md, from the bundled pair and a folder of texts.
+
+The bundled plan was calibrated on three of the books (its provenance names them); they are left out here.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from specahead import models
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.lab.evaluation import cases, drafts, plots, prompts, report
+from specahead.lab.evaluation.cases import Case
+from specahead.lab.evaluation.drafts import DraftRow, DraftStudy
+from specahead.lab.evaluation.prompts import PromptStudy
+from specahead.lab.evaluation.report import QualityRow
+from specahead.lab.evaluation.rounds import Variant
+from specahead.lab.evaluation.run import Pair, evaluate, parse_budget, variants_of
+from specahead.sparsity.plan import Plan, load_plan
+
+BUDGETS = ["0.03", "0.06", "0.12", "0.25"]
+MASSES = ["p0.8", "p0.95"]
+LONG = 4096
+PROMPT_SHARES = [0.125, 0.0625]
+COMPARED = "streaming quest pillar sts ahead oracle"
+
+
+@dataclass
+class Study:
+    """What all tables share."""
+
+    pair: Pair
+    plan: Plan
+    texts: dict[str, str]
+    tokenizer: object
+    rows: dict[str, list[QualityRow]]
+
+    def run(self, title: str, chosen: list[Case], variants: list[Variant]) -> list[QualityRow]:
+        rows = report.to_rows(title, variants, evaluate(self.pair, chosen, variants, description=title))
+        self.rows[title] = rows
+        return rows
+
+    def passages(self, context: int, prefilled: int, books: int) -> list[Case]:
+        texts = dict(list(self.texts.items())[:books])
+        return cases.perplexity_cases(texts, self.tokenizer, context, prefilled)
+
+    def variants(self, methods: str, budgets: list[str], gamma: int = 3) -> list[Variant]:
+        return variants_of(methods.split(), budgets, self.plan, gamma)
+
+    def dense(self, gamma: int = 3) -> Variant:
+        return Variant("dense", "", self.plan, gamma)
+
+
+def main_variants(study: Study) -> list[Variant]:
+    """Every method: with shares of the KV, and with masses where that is what its source does."""
+    shares = study.variants("streaming quest sts ahead oracle", BUDGETS)
+    some = study.variants("tidal pillar specattn", ["0.06", "0.12"])
+    masses = study.variants("twilight specattn", MASSES)
+    return shares + [v for v in some + masses if v.method != "dense"]
+
+
+def long_text(study: Study) -> list[QualityRow]:
+    return study.run("long text", study.passages(LONG, LONG - 512, 5), main_variants(study))
+
+
+def pass_key(study: Study) -> list[QualityRow]:
+    chosen = cases.recall_cases(["pass-key"], study.texts, study.tokenizer, LONG, 12)
+    return study.run("pass key", chosen, main_variants(study))
+
+
+def recall(study: Study, context: int) -> list[QualityRow]:
+    chosen = cases.recall_cases(
+        ["named-keys", "pairs"], study.texts, study.tokenizer, context, 2 if context > LONG else 4
+    )
+    return study.run(f"recall at {context}", chosen, study.variants(COMPARED, ["0.03", "0.06"]))
+
+
+def copying(study: Study) -> list[QualityRow]:
+    chosen = cases.copy_cases(study.texts, study.tokenizer, LONG, 8)
+    return study.run("copy", chosen, study.variants(COMPARED, ["0.03", "0.06"]))
+
+
+def specattn_protocol(study: Study) -> list[QualityRow]:
+    """2,048 tokens, a tenth prefilled; shares as in SpecAttn's Table 1 (77.4 % of the KV not read)."""
+    shares = study.variants("streaming quest ahead", ["0.226"])
+    masses = study.variants("specattn", ["p0.6", "p0.8", "p0.9", "p0.95"])
+    return study.run("SpecAttn protocol", study.passages(2048, 205, 3), shares + masses[1:])
+
+
+def eight_thousand(study: Study) -> list[QualityRow]:
+    return study.run(
+        "8,192 tokens", study.passages(2 * LONG, 2 * LONG - 512, 2), study.variants("quest sts ahead oracle", ["0.06"])
+    )
+
+
+def sharing(study: Study) -> list[QualityRow]:
+    """MatX: one selection for a round's queries, or each its own, for k = 1, 3, 7 drafted tokens."""
+    variants = []
+    for k in (1, 3, 7):
+        variants.append(study.dense(k))
+        for method in ("oracle", "sts"):
+            for how in ("per_query", "union", "first", "pooled"):
+                plan = replace(parse_budget("0.06", study.plan), sharing=how)
+                variants.append(Variant(method, "0.06", plan, k, f"{method}, k = {k}, {how}"))
+    return study.run("sharing", study.passages(LONG, LONG - 512, 2), variants)
+
+
+def block_sizes(study: Study) -> list[QualityRow]:
+    variants = [study.dense()]
+    for size in (1, 16, 32, 64):
+        # Sinks and window stay as many tokens.
+        plan = replace(
+            parse_budget("0.12", study.plan),
+            block_size=size,
+            sink_blocks=max(1, 16 // size),
+            window_blocks=max(1, 64 // size),
+        )
+        variants += [Variant(m, "0.12", plan, 3, f"{m}, blocks of {size}") for m in ("sts", "ahead", "oracle")]
+    return study.run("block sizes", study.passages(LONG, LONG - 512, 2), variants)
+
+
+def dense_layers(study: Study) -> list[QualityRow]:
+    variants = [study.dense()]
+    for count in (0, 1, 2):
+        plan = replace(parse_budget("0.06", study.plan), dense_layers=tuple(range(count)))
+        variants += [Variant(m, "0.06", plan, 3, f"{m}, {count} dense") for m in ("quest", "sts", "ahead")]
+    return study.run("dense first layers", study.passages(LONG, LONG - 512, 3), variants)
+
+
+def parts_of_ahead(study: Study) -> list[QualityRow]:
+    """`ahead` without one of its parts, or with another value of one setting; and calibrated budgets for the oracle."""
+    plan = study.plan
+    ones = tuple(tuple(1.0 for _ in row) for row in plan.head_importance)
+    mapped = tuple(((*pair, 1.0),) for row in plan.head_map for pair in row)
+    changed: dict[str, tuple[str, Plan]] = {
+        "ahead": ("ahead", plan),
+        "no group means": ("ahead", replace(plan, group_size=0)),
+        **{f"groups of {size}": ("ahead", replace(plan, group_size=size)) for size in (64, 128, 256)},
+        "one draft head each (STS map)": ("ahead", replace(plan, blends=mapped)),
+        "all heads alike": ("ahead", replace(plan, head_importance=ones)),
+        **{f"{share:.0%} announced": ("ahead", replace(plan, announced_share=share)) for share in (0.5, 0.7, 1.0)},
+        "first query alone": ("ahead", replace(plan, sharing="first")),
+        "oracle": ("oracle", plan),
+        "oracle, calibrated budgets": ("oracle", replace(plan, allocation="calibrated")),
+    }
+    variants = [study.dense()]
+    for label, (method, changed_plan) in changed.items():
+        for budget in ("0.06", "0.12"):
+            variants.append(Variant(method, budget, parse_budget(budget, changed_plan), 3, label))
+    return study.run("parts of ahead", study.passages(LONG, LONG - 512, 3), variants)
+
+
+STUDIES: list[tuple[str, Callable[[Study], list[QualityRow]]]] = [
+    ("long text", long_text),
+    ("pass key", pass_key),
+    ("recall at 2048", lambda study: recall(study, 2048)),
+    ("recall at 4096", lambda study: recall(study, LONG)),
+    ("recall at 8192", lambda study: recall(study, 2 * LONG)),
+    ("copy", copying),
+    ("SpecAttn protocol", specattn_protocol),
+    ("8,192 tokens", eight_thousand),
+    ("sharing", sharing),
+    ("block sizes", block_sizes),
+    ("dense first layers", dense_layers),
+    ("parts of ahead", parts_of_ahead),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m specahead.lab.evaluation.quality", description=__doc__)
+    parser.add_argument("--books", required=True, metavar="DIR", help="folder of .txt files")
+    parser.add_argument("--out", default="docs", metavar="DIR", help="where quality.md and quality/ are written")
+    parser.add_argument(
+        "--only", nargs="*", choices=[name for name, _ in STUDIES], help="print these tables, write nothing"
+    )
+    flags = parser.parse_args()
+    plan = replace(load_plan(models.PLAN), least_tokens=0)  # the tables say what a budget alone does
+    try:
+        files = cases.held_out_files(flags.books, plan)
+    except ValueError as error:
+        parser.error(str(error))
+    pair = Pair(str(models.TARGET), str(models.DRAFT))
+    texts = cases.read_texts(files)
+    study = Study(pair, plan, texts, load_tokenizer(str(models.TARGET)), {})
+    started = time.perf_counter()
+    for name, run in STUDIES:
+        if not flags.only or name in flags.only:
+            print(f"\n## {name}\n{report.to_text(run(study))}", flush=True)
+    seconds = time.perf_counter() - started
+    print(f"\n{seconds:.0f} s")
+    if not flags.only:
+        write_page(study, Path(flags.out), seconds)
+        study_drafts(study, Path(flags.out) / "quality.md")
+        study_prompts(study, Path(flags.out) / "quality.md")
+
+
+def study_drafts(study: Study, page: Path) -> None:
+    started = time.perf_counter()
+    tables = DraftStudy().run(study.pair, study.plan, study.texts, drafts.readings_of())
+    for name, rows in tables.items():
+        print(f"\n## {name}\n{drafts.to_text(rows)}", flush=True)
+    write_drafts(tables, page, "make evaluate", time.perf_counter() - started)
+
+
+def study_prompts(study: Study, page: Path) -> None:
+    """Fill in the table of prompts that are read sparsely."""
+    of_pair = study.pair.target, study.plan, dict(list(study.texts.items())[:3])
+    rows = [row for context in (LONG, 2 * LONG) for row in PromptStudy().run(*of_pair, context, PROMPT_SHARES)]
+    print(f"\n## prompts\n{prompts.to_text(rows)}", flush=True)
+    page.write_text(_fill(page.read_text(encoding="utf-8"), "prompts", prompts.to_markdown(rows)), encoding="utf-8")
+
+
+def write_drafts(tables: dict[str, list[DraftRow]], page: Path, command: str, seconds: float) -> None:
+    """Fill in the tables of how the draft reads."""
+    text = page.read_text(encoding="utf-8")
+    for name, rows in tables.items():
+        text = _fill(text, name, drafts.to_markdown(rows))
+    made = f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {seconds / 60:.0f} min"
+    page.write_text(_fill(text, "drafts made", f"Made by `{command}`: {made}."), encoding="utf-8")
+
+
+def write_page(study: Study, out: Path, seconds: float) -> None:
+    """Fill the tables into docs/quality.md, between its markers, and draw the plots."""
+    folder = out / "quality"
+    plots.plot_quality(study.rows["long text"], folder / "long-text.png")
+    at_six = [row for row in study.rows["long text"] if row.budget in ("0.06", "p0.8")]
+    plots.plot_churn(at_six, folder / "churn.png")
+    content = {name: [json.loads(report.to_json([row]))[0] for row in rows] for name, rows in study.rows.items()}
+    (folder / "rows.json").write_text(json.dumps(content, indent=1) + "\n")
+    page = out / "quality.md"
+    text = page.read_text(encoding="utf-8")
+    for name, rows in study.rows.items():
+        text = _fill(text, name, report.to_markdown(rows))
+    made = f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {seconds / 60:.0f} min, plan {study.plan.hash}"
+    page.write_text(_fill(text, "made", f"Made by `make evaluate`: {made}."), encoding="utf-8")
+
+
+def _fill(text: str, name: str, content: str) -> str:
+    """Put `content` between the markers of a name. Raises ValueError if the page has none."""
+    first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if first not in text or last not in text:
+        raise ValueError(f"quality.md has no markers {first} … {last}")
+    head, rest = text.split(first, 1)
+    return f"{head}{first}\n{content}\n{last}{rest.split(last, 1)[1]}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Evaluating cases in parallel: each worker process holds both models and takes one case at a time."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.loading.model import default_device, load_model, resolve_dtype
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.lab.evaluation.cases import Case
+from specahead.lab.evaluation.methods import check_compared, compared_method
+from specahead.lab.evaluation.models import load_runner
+from specahead.lab.evaluation.rounds import SIDE_BY_SIDE, Variant, VariantSums, evaluate_case
+from specahead.lab.evaluation.workers import held_models, memory_of, run_in_workers
+from specahead.sparsity.plan import Plan
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Hugging Face ids or folders."""
+
+    target: str
+    draft: str
+
+
+def parse_budget(text: str, plan: Plan) -> Plan:
+    """`0.06`: that share of the KV by top_k; `p0.95`: nuclei of that mass; empty: the plan's own.
+
+    A stated budget counts at any length: nothing is read beside it in short texts.
+    """
+    try:
+        if text.startswith("p"):
+            return replace(plan, rule="top_p", mass=float(text[1:]), least_tokens=0)
+        return replace(plan, rule="top_k", budget=float(text), least_tokens=0) if text else plan
+    except ValueError as error:
+        raise ValueError(f"budget {text!r}: a share like 0.06 or a mass like p0.95 ({error})") from error
+
+
+def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) -> list[Variant]:
+    """Every method with every budget that it takes; `dense`, which all rows are compared with, first and once.
+
+    Raises ValueError (PlanError) for a method that is none, or that takes none of the budgets.
+    """
+    variants = [Variant("dense", "", plan, gamma)]
+    for name in methods:
+        method = compared_method(name)
+        if name == "dense":
+            continue
+        refusals = []
+        for budget in budgets:
+            asked = parse_budget(budget, plan)
+            try:
+                check_compared(method, asked)
+            except ValueError as error:
+                refusals.append(error)
+                continue
+            variants.append(Variant(name, budget, asked, gamma))
+        if len(refusals) == len(budgets):
+            raise refusals[0]
+    return variants
+
+
+def evaluate(
+    pair: Pair, cases: list[Case], variants: list[Variant], workers: int = 0, description: str = "evaluating"
+) -> list[VariantSums]:
+    """Sums of each variant over all cases. workers 0: one a core; results do not depend on it.
+
+    Raises ValueError where memory does not suffice.
+    """
+    longest, scored = max(len(case.tokens) for case in cases), max(len(case.tokens) - case.start for case in cases)
+    room = 2 * longest + SIDE_BY_SIDE * (scored + 2 * PAGE_SIZE)
+    longest += PAGE_SIZE
+    dtype = resolve_dtype("auto", default_device(), pair.target)
+    memory = memory_of([(pair.draft, longest), (pair.target, room)], dtype, scored)
+    totals = [VariantSums() for _ in variants]
+    make = partial(_load, pair, longest, room)
+    for sums in run_in_workers(_evaluate, [(case, variants) for case in cases], make, memory, workers, description):
+        for total, part in zip(totals, sums, strict=True):
+            total.add(part)
+    return totals
+
+
+def _load(pair: Pair, longest: int, target_tokens: int) -> tuple[ModelRunner, ModelRunner]:
+    """Load draft and target, with room for a sequence of `longest` tokens, and in the target for forks of it."""
+    device = default_device()
+    dtype = resolve_dtype("auto", device, pair.target)
+    target = load_model(pair.target, dtype, device)
+    draft = load_runner(pair.draft, dtype, device, longest)
+    return draft, make_runner(target, target_tokens, max_context=longest, enforce_eager=True)
+
+
+def _evaluate(case: Case, variants: list[Variant]) -> list[VariantSums]:
+    draft, target = held_models()
+    return evaluate_case(draft, target, case, variants)

@@ -1,0 +1,151 @@
+"""How many tokens a target accepts of what it drafts for itself, in texts that it goes on with behind a passage.
+
+By what it reads while it drafts: what dense passes weighed (`pillar`: PillarAttn of SparseSpec, which is served), or
+the first and the newest tokens (`streaming`: MagicDec, arXiv 2408.11049, with the KV of StreamingLLM).
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.loading.model import default_device, resolve_dtype
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SparseRead
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.lab.evaluation.cases import perplexity_cases
+from specahead.lab.evaluation.models import load_runner
+from specahead.lab.evaluation.report import align
+from specahead.lab.evaluation.rounds import prefill
+from specahead.sparsity.plan import Plan
+from target_service.self_drafting import SelfDrafting
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+WAYS = ("pillar", "streaming")
+
+
+@dataclass(frozen=True)
+class SelfRow:
+    """One way of drafting over all passages, one of WAYS. share: of the KV, that drafting passes may read; read: of the
+    blocks, that they did. judged: drafted tokens up to the first that was rejected in each round.
+    """
+
+    way: str
+    context: int
+    share: float
+    temperature: float
+    gamma: int
+    rounds: int
+    judged: int
+    accepted: int
+    read: float
+
+    @property
+    def acceptance(self) -> float:
+        """The share of judged tokens that were accepted."""
+        return self.accepted / self.judged
+
+    def add(self, other: "SelfRow") -> "SelfRow":
+        """Return the row of both."""
+        rounds = self.rounds + other.rounds
+        read = (self.read * self.rounds + other.read * other.rounds) / max(1, rounds)
+        counts = self.judged + other.judged, self.accepted + other.accepted
+        return replace(self, rounds=rounds, judged=counts[0], accepted=counts[1], read=read)
+
+
+def run_study(
+    target: str,
+    plan: Plan,
+    texts: dict[str, str],
+    context: int,
+    passages: int,
+    generated: int,
+    gamma: int,
+    shares: Sequence[float],
+    in_eight_bits: bool = False,
+) -> list[SelfRow]:
+    """Return a row for each way, share and temperature. target: Hugging Face id or folder. generated: tokens behind
+    each passage of `context` tokens. in_eight_bits: how drafting passes read the weights. Raises ValueError for texts
+    that are too short.
+    """
+    device, total = default_device(), context + generated + 2 * (gamma + 1)
+    cases = perplexity_cases(texts, load_tokenizer(target), context, context, passages)
+    runner = load_runner(target, resolve_dtype("auto", device, target), device, 2 * total + PAGE_SIZE, in_eight_bits)
+    if plan.group_size:
+        runner.kv.keep_group_means(plan.group_size)
+    rows: list[SelfRow] = []
+    for share in shares:
+        drafting = SelfDrafting(replace(plan, budget=share, least_tokens=0), gamma, 0.0, 0)
+        for way, temperature in itertools.product(WAYS, TEMPERATURES):
+            row = SelfRow(way, context, share, temperature, gamma, 0, 0, 0, 0.0)
+            for seed, case in enumerate(cases):
+                row = row.add(_go_on(runner, drafting, case.tokens, generated, Sampling(temperature, seed=seed), row))
+            rows.append(row)
+    return rows
+
+
+def _go_on(
+    runner: ModelRunner, drafting: SelfDrafting, passage: list[int], count: int, sampling: Sampling, row: SelfRow
+) -> SelfRow:
+    """Generate `count` tokens behind a passage, and return what was accepted. A passage is read once."""
+    kv, tokens, memory, weighed = SequenceKV(), list(passage), drafting.new_memory(), 0
+    rounds = judged = accepted = blocks_read = blocks = 0
+    runner.kv.reuse_prefix(kv, tokens[:-1])
+    prefill(runner, kv, tokens[kv.length : -1])
+    runner.kv.index_prefix(kv, tokens)
+    while len(tokens) < len(passage) + count:
+        base = len(tokens)
+        drafted = drafting.gamma if drafting.can_draft(weighed, base) else 0
+        round_ = Drafted([0] * drafted, [], sampling, base)
+        read = _read(row.way, drafting, memory, base, drafted)
+        item = SequenceInput(kv, [tokens[-1], *round_.tokens], "all", read, round_)
+        (output,) = runner.forward([item])
+        assert output.verdict is not None
+        kept, following = output.verdict
+        tokens += [*round_.tokens[:kept], following]
+        runner.kv.truncate(kv, len(tokens) - 1)
+        weighed = base
+        if drafted:
+            rounds, judged, accepted = rounds + 1, judged + min(kept + 1, drafted), accepted + kept
+            blocks_read += output.blocks_read or 0
+            blocks += drafting.plan.num_blocks(base + drafted) * len(memory.importance)
+    runner.kv.release(kv)
+    return replace(row, rounds=rounds, judged=judged, accepted=accepted, read=blocks_read / max(1, blocks))
+
+
+def _read(way: str, drafting: SelfDrafting, memory: ReadMemory, base: int, drafted: int) -> SparseRead:
+    """Return what the passes read that draft so many tokens behind `base` committed ones."""
+    read = drafting.read(memory, base, drafted)
+    if way == "pillar":
+        return read
+    assert read.budget is not None
+    blocks, first = drafting.plan.num_blocks(base), read.budget.first
+    newest = max(1, round(drafting.plan.budget * blocks) - first - 1)  # one is of what is drafted
+    return replace(read, budget=replace(read.budget, last=max(first, blocks - newest), room=0), group_means=False)
+
+
+COLUMNS = ("reads", "tokens", "share", "temperature", "blocks read", "acceptance a token", "accepted a round", "of")
+
+
+def cells(row: SelfRow) -> list[str]:
+    return [
+        row.way,
+        str(row.context),
+        f"{row.share:g}",
+        f"{row.temperature:g}",
+        f"{row.read:.1%}",
+        f"{row.acceptance:.3f}",
+        f"{row.accepted / row.rounds:.2f}",
+        str(row.gamma),
+    ]
+
+
+def to_text(rows: list[SelfRow]) -> str:
+    return align([list(COLUMNS), *map(cells, rows)], left=1)
+
+
+def to_json(rows: list[SelfRow]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=1)

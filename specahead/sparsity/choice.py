@@ -1,0 +1,46 @@
+"""From scores of blocks to a choice of blocks: top-k and top-p budgets, one budget for all heads.
+
+Scores are float [..., blocks], not negative; choices are bool of the same shape. Knows no models and no methods.
+"""
+
+import torch
+from torch import Tensor
+
+from specahead.kernels.selection import nucleus_mask, top_k_mask
+from specahead.sparsity.plan import Plan, Rule
+
+
+def choose(scores: Tensor, plan: Plan, rule: Rule, base: int, shares: Tensor | None = None) -> Tensor:
+    """For each row its heaviest blocks that fit the budget (top_k), or its nucleus of plan.mass (top_p).
+
+    base: committed tokens. shares [rows]: of the rows (the dimension before blocks) in the budget, 1 on average.
+    top_k chooses from the blocks between sinks and window and leaves room for these; top_p weighs whole rows. Neither
+    adds the mandatory blocks.
+    """
+    flat, blocks = scores.flatten(0, -2), scores.shape[-1]
+    count = torch.full((len(flat),), blocks, device=scores.device)
+    if rule == "top_p":
+        return nucleus_mask(flat, count, plan.mass).view(scores.shape)
+    first, last = plan.middle(plan.num_blocks(base))
+    mandatory_blocks = blocks - (last - first)
+    room = torch.full_like(count, max(0, plan.budget_blocks(blocks) - mandatory_blocks))
+    if shares is not None:
+        each = (shares * plan.share(blocks) * blocks).round().long().to(scores.device) - mandatory_blocks
+        room = each.clamp(min=0).expand(scores.shape[:-1]).flatten()
+    chosen = torch.zeros_like(flat, dtype=torch.bool)
+    valid = torch.full_like(count, last - first)
+    chosen[:, first:last] = top_k_mask(flat[:, first:last], valid, room)
+    return chosen.view(scores.shape)
+
+
+def shares_of(plan: Plan, layers: list[int]) -> Tensor | None:
+    """Calibrated shares [layers, kv_heads] of the budget, or None where every head gets the same."""
+    return torch.tensor([plan.head_budgets[n] for n in layers]) if plan.allocation == "calibrated" else None
+
+
+def mandatory(plan: Plan, base: int, blocks: int, window: int | None = None) -> Tensor:
+    """bool [blocks]: the sinks, the recent window before `base` and all after it."""
+    first, last = plan.middle(plan.num_blocks(base), window)
+    always = torch.ones(blocks, dtype=torch.bool)
+    always[first:last] = False
+    return always

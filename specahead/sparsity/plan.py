@@ -1,0 +1,211 @@
+"""The plan: everything about sparsity that is fixed for a pair of models, made offline, kept in a JSON file."""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+PLAN_VERSION = 3
+LEAST_TOKENS = 1024  # of served plans: `Plan.least_tokens`
+ALL_TOKENS = 2**31 - 1  # as least_tokens: more than a sequence has, so that everything is read
+
+Rule = Literal["top_k", "top_p"]
+Sharing = Literal["pooled", "union", "first", "per_query"]
+Allocation = Literal["uniform", "calibrated"]
+Heads = tuple[tuple[int, int], ...]  # (draft layer, draft head) of each KV head of a target layer
+Blend = tuple[tuple[int, int, float], ...]  # (draft layer, draft head, weight)
+
+
+class PlanError(ValueError):
+    """A plan that cannot be read or does not fit the models."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a draft's attention tells which KV blocks its target reads.
+
+    head_maps: for each calibrated budget, `map[layer][kv_head]`, the draft head whose top blocks are most like that
+    KV head's (STS, Algorithm 1). layer_map: draft layer of each target layer (SpecAttn, Algorithm 3). blends: for
+    each target head (layer by layer) the draft heads and weights whose sum predicts its block weights best.
+    head_importance[layer][kv_head]: what a unit of its attention weight counts in a budget shared by all heads.
+    head_budgets[layer][kv_head]: what the head got of such a budget in calibration, relative to the mean of 1.
+
+    method: the default (specahead.sparsity.methods). budget: share of the KV that a sparse layer reads on average, the
+    mandatory blocks and the summaries included. least_tokens: tokens that a sparse layer reads on average at least, so
+    that a sequence of no more is read wholly: reading less of it would gain no time and cost quality. rule: top_k by
+    `budget` or top_p by `mass`; empty: the method's own. sharing: how the γ + 1 queries of a round share a selection.
+    allocation: of top_k budgets to heads, where a method chooses for each target head by itself: all the same, or by
+    head_budgets. block_size, group_size: tokens; a group's means stand in for its unread blocks in methods that use
+    them. sink_blocks, window_blocks: always read. dense_layers: target layers that read everything. anchor_layers:
+    those that choose for later ones in a method that evaluation compares with. announced_share: the part of its budget
+    that `ahead` gives to the draft's choice; stickiness: how much more than its weight a block counts that it
+    announced last round; memory_decay: of the target's own weights, a round.
+    """
+
+    target_layers: int
+    target_kv_heads: int
+    draft_layers: int
+    draft_heads: int
+    head_maps: tuple[tuple[float, tuple[Heads, ...]], ...]
+    layer_map: tuple[int, ...]
+    blends: tuple[Blend, ...]
+    head_importance: tuple[tuple[float, ...], ...]
+    head_budgets: tuple[tuple[float, ...], ...]
+    method: str = "ahead"
+    budget: float = 0.1
+    least_tokens: int = 0
+    mass: float = 0.95
+    rule: Rule | Literal[""] = ""
+    sharing: Sharing = "pooled"
+    allocation: Allocation = "uniform"
+    block_size: int = 16
+    group_size: int = 512
+    sink_blocks: int = 1
+    window_blocks: int = 4
+    dense_layers: tuple[int, ...] = ()
+    anchor_layers: tuple[int, ...] = ()
+    announced_share: float = 0.9
+    stickiness: float = 1.3
+    memory_decay: float = 0.8
+    version: int = PLAN_VERSION
+    provenance: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.version != PLAN_VERSION:
+            raise PlanError(f"plan: version {self.version}, this program reads {PLAN_VERSION}")
+        self._check_numbers()
+        self._check_maps()
+
+    def _check_numbers(self) -> None:
+        size = self.block_size
+        known = get_args(Allocation)
+        self._check(self.allocation in known, f"allocation {self.allocation!r}: one of {known}")
+        self._check(0 < self.budget <= 1, f"budget {self.budget} lies outside (0, 1]")
+        self._check(self.least_tokens >= 0, f"least_tokens {self.least_tokens} lies below 0")
+        self._check(0 < self.mass <= 1, f"mass {self.mass} lies outside (0, 1]")
+        self._check(self.rule in ("", *get_args(Rule)), f"rule {self.rule!r}: one of {get_args(Rule)}")
+        self._check(self.sharing in get_args(Sharing), f"sharing {self.sharing!r}: one of {get_args(Sharing)}")
+        self._check(size > 0 and (size % 16 == 0 or 16 % size == 0), f"block_size {size}: a divisor or multiple of 16")
+        group = self.group_size
+        self._check(
+            group == 0 or (group % 16 == 0 and group % size == 0), f"group_size {group}: whole blocks and pages"
+        )
+        self._check(self.sink_blocks >= 0 and self.window_blocks >= 1, "sink_blocks >= 0 and window_blocks >= 1")
+        self._check(0 <= self.announced_share <= 1 and 0 <= self.memory_decay < 1, "announced_share or memory_decay")
+        self._check(self.stickiness >= 1, f"stickiness {self.stickiness} lies below 1")
+        layers = (*self.dense_layers, *self.anchor_layers)
+        self._check(all(0 <= n < self.target_layers for n in layers), f"dense or anchor layers {layers}")
+
+    def _check_maps(self) -> None:
+        layers, kv_heads = self.target_layers, self.target_kv_heads
+        self._check(bool(self.head_maps), "no head map")
+        for name, rows in (
+            *((f"head_maps[{budget}]", heads) for budget, heads in self.head_maps),
+            ("head_importance", self.head_importance),
+            ("head_budgets", self.head_budgets),
+        ):
+            shape = [len(row) for row in rows]
+            self._check(shape == [kv_heads] * layers, f"{name} has rows of {shape}, expected {layers} of {kv_heads}")
+        self._check(len(self.layer_map) == layers, f"layer_map has {len(self.layer_map)} entries, expected {layers}")
+        self._check(len(self.blends) == layers * kv_heads, f"{len(self.blends)} blends, expected {layers * kv_heads}")
+        named = {pair for _, rows in self.head_maps for row in rows for pair in row}
+        named |= {(layer, head) for blend in self.blends for layer, head, _ in blend}
+        named |= {(layer, 0) for layer in self.layer_map}
+        heads = f"{self.draft_layers} x {self.draft_heads}"
+        for layer, head in named:
+            known = 0 <= layer < self.draft_layers and 0 <= head < self.draft_heads
+            self._check(known, f"names draft head ({layer}, {head}), the draft has {heads}")
+
+    def _check(self, holds: bool, problem: str) -> None:
+        if not holds:
+            raise PlanError(f"plan: {problem}")
+
+    @cached_property
+    def hash(self) -> str:
+        """Over all that changes a result; not over provenance."""
+        content = {key: value for key, value in asdict(self).items() if key != "provenance"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its maps were found on texts; else they follow from the models' sizes (uniform_plan)."""
+        return bool(self.provenance)
+
+    @property
+    def head_map(self) -> tuple[Heads, ...]:
+        """The map calibrated for the budget nearest to this plan's, by ratio."""
+        return min(self.head_maps, key=lambda item: abs(math.log(item[0] / self.budget)))[1]
+
+    @cached_property
+    def sparse_layers(self) -> list[int]:
+        return [layer for layer in range(self.target_layers) if layer not in self.dense_layers]
+
+    def num_blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def reads_wholly(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens is so short that all of it is read."""
+        return self.budget == 1 or tokens <= self.least_tokens
+
+    def share(self, num_blocks: int) -> float:
+        """Return the share of `num_blocks` that a sparse layer reads on average: the budget, or least_tokens."""
+        return min(1.0, max(self.budget, self.least_tokens / max(1, num_blocks * self.block_size)))
+
+    def budget_blocks(self, num_blocks: int) -> int:
+        return min(num_blocks, max(1, math.ceil(self.share(num_blocks) * num_blocks)))
+
+    def middle(self, num_blocks: int, window: int | None = None) -> tuple[int, int]:
+        """The blocks [first, last) that may be chosen from: between the sinks and the recent window (in blocks)."""
+        first = min(self.sink_blocks, num_blocks)
+        return first, max(first, num_blocks - (self.window_blocks if window is None else window))
+
+
+def uniform_plan(target_layers: int, target_kv_heads: int, draft_layers: int, draft_heads: int, **other: Any) -> Plan:
+    """Return the plan of a pair that nobody has calibrated: by the sizes of the two models alone, so that both sides
+    come to the same.
+
+    A target layer listens to the draft layer at the same share of the depth, a KV head to the draft heads at its share
+    of the heads, to each alike; all heads are equally important. A target without a draft has one draft head, which
+    nothing is announced by.
+    """
+    layer_map = tuple(layer * draft_layers // target_layers for layer in range(target_layers))
+    starts = [head * draft_heads // target_kv_heads for head in range(target_kv_heads + 1)]
+    heads = [range(start, max(start + 1, end)) for start, end in pairwise(starts)]
+    ones = tuple((1.0,) * target_kv_heads for _ in range(target_layers))
+    maps = {
+        "head_maps": ((other.get("budget", 0.1), tuple(tuple((i, js[0]) for js in heads) for i in layer_map)),),
+        "layer_map": layer_map,
+        "blends": tuple(tuple((i, j, 1 / len(js)) for j in js) for i in layer_map for js in heads),
+        "head_importance": ones,
+        "head_budgets": ones,
+    }
+    return Plan(target_layers, target_kv_heads, draft_layers, draft_heads, **(maps | other))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Raises PlanError if the file is no plan, of another version, or was edited without its hash."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path}: not a readable plan: {getattr(error, 'strerror', None) or error}") from error
+    if isinstance(content, dict) and content.get("version", PLAN_VERSION) != PLAN_VERSION:
+        raise PlanError(f"{path}: version {content['version']}, this program reads {PLAN_VERSION}; calibrate again")
+    known = {item.name for item in fields(Plan)}
+    if not isinstance(content, dict) or set(content) != known | {"hash"}:
+        raise PlanError(f"{path}: not a plan; expected the keys {sorted(known | {'hash'})}")
+    stated = content.pop("hash")
+    try:
+        plan = Plan(**{key: value if key == "provenance" else _tuples(value) for key, value in content.items()})
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise PlanError(f"{path}: {error}") from error
+    if plan.hash != stated:
+        raise PlanError(f"{path}: states hash {stated} but its content has {plan.hash}; make it again with calibrate")
+    return plan
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

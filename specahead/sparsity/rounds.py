@@ -1,0 +1,47 @@
+"""What a plan asks of a draft's rounds, and what these announce."""
+
+import numpy as np
+
+from specahead.engine.steps.rounds.requests import AnnouncementRequest, RoundSettings
+from specahead.sparsity.methods import METHODS, Method, methods_of
+from specahead.sparsity.plan import Plan
+from specahead.sparsity.selection import BlockSelection, row_words
+
+
+def round_settings(
+    plan: Plan, gamma: int, support: int, read_share: float = 1.0, refresh_every: int = 1
+) -> RoundSettings:
+    """Return how rounds are drafted by a plan: they can announce by every method that it allows.
+
+    Raises ValueError as RoundSettings does.
+    """
+    methods = [METHODS[name] for name in methods_of(plan)]
+    return RoundSettings(
+        gamma=gamma,
+        support=support,
+        block_size=plan.block_size,
+        read_share=read_share,
+        sink_blocks=plan.sink_blocks,
+        window_blocks=plan.window_blocks,
+        announcers={
+            method.name: method.announcing.announcer(plan, method.rule_of(plan))
+            for method in methods
+            if method.announcing is not None
+        },
+        refresh_every=refresh_every,
+    )
+
+
+def announcement_request(method: Method, plan: Plan, base: int, last: BlockSelection | None) -> AnnouncementRequest:
+    """Return what a round that builds on `base` tokens is to announce. last: what the round before announced."""
+    announcing = method.announcing
+    assert announcing is not None
+    before = None if last is None else last.resized(plan.num_blocks(base)).words
+    limits = announcing.limits(plan, method.rule_of(plan), base)
+    return AnnouncementRequest(method.name, *limits, before, row_words(plan.num_blocks(base)))
+
+
+def announced_selection(bitmap: np.ndarray, plan: Plan, base: int) -> BlockSelection:
+    """Return the bitmap of a RoundOutput, uint64 [rows, words or more], as a selection of blocks of `base` tokens."""
+    blocks = plan.num_blocks(base)
+    return BlockSelection(len(bitmap), blocks, np.ascontiguousarray(bitmap[:, : row_words(blocks)]))

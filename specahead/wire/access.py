@@ -1,0 +1,198 @@
+"""Who may call a gRPC port, and how a process shows that it may: a bearer token in the metadata, TLS around it all."""
+
+import contextlib
+import hmac
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc
+
+from specahead.config.access import ServiceAccess
+from specahead.config.logs import FrequentWarnings
+from specahead.wire.errors import ResourceExhausted, ServiceError, Unauthenticated
+from specahead.wire.options import OPTIONS
+from specahead.wire.tls import Tls, read_tls
+
+log = logging.getLogger(__name__)
+
+# Told a call's bearer token ("": it brought none); raises ServiceError to refuse the call.
+Authorize = Callable[[str], object]
+Locate = Callable[[grpc.aio.ServicerContext, ServiceError | None], None]
+Metadata = tuple[tuple[str, str], ...]
+
+
+def bearer_of(value: str) -> str:
+    """The token of an `authorization` header or metadatum; "" if it is none of the Bearer scheme."""
+    scheme, _, token = value.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _refusal_log() -> Callable[[ServiceError], None]:
+    """Return what writes down that a call was not let in."""
+    warnings = FrequentWarnings(log)
+    return lambda error: warnings.warn("refused a call", error.code, {"reason": str(error)})
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What a port asks of those who call it. The default asks nothing. refused: told of each call not let in. locate:
+    told of each call where it comes from, with what `authorize` has raised; raises ServiceError to refuse it, too.
+    """
+
+    authorize: Authorize | None = None
+    tls: Tls | None = None
+    locate: Locate | None = None
+    refused: Callable[[ServiceError], None] = field(default_factory=_refusal_log)
+
+
+OPEN = Guard()
+
+
+@dataclass(frozen=True)
+class PeerAccess:
+    """How the services of one deployment know one another. The default: not at all, on loopback and in tests.
+
+    tls_name: what a service's certificate must be for; empty: for the address that is dialled.
+    """
+
+    token: str = field(default="", repr=False)
+    tls: Tls | None = None
+    tls_name: str = ""
+
+    @property
+    def metadata(self) -> Metadata:
+        """What each call to a service carries."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def dial(self, address: str) -> grpc.aio.Channel:
+        """Open a channel to another service of the deployment; its calls are to carry `metadata`."""
+        if self.tls is None:
+            return grpc.aio.insecure_channel(address, options=OPTIONS)
+        return grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=_named(self.tls_name))
+
+    def guard(self) -> Guard:
+        """What a service asks of its callers."""
+        return Guard(partial(check_token, self.token) if self.token else None, self.tls)
+
+
+def open_channel(address: str, tls: Tls | None, tls_name: str = "") -> grpc.Channel:
+    """Open a channel for calls that block. tls_name: as of PeerAccess."""
+    if tls is None:
+        return grpc.insecure_channel(address, OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), _named(tls_name))
+
+
+def _named(tls_name: str) -> list[tuple[str, Any]]:
+    """Return a channel's options, with the name that the certificate must have if it is not the address."""
+    return [*OPTIONS, *([("grpc.ssl_target_name_override", tls_name)] if tls_name else [])]
+
+
+def read_peer_access(settings: ServiceAccess) -> PeerAccess:
+    """Raises SettingsError for a token file or a certificate that cannot be used."""
+    tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    return PeerAccess(settings.read_token(), tls, settings.tls_name)
+
+
+def peer_of(context: grpc.aio.ServicerContext) -> str:
+    """Return who calls: what its certificate names if it has shown one, else the address that it calls from."""
+    if names := context.peer_identities():
+        return ", ".join(sorted(name.decode(errors="replace") for name in names))
+    return str(context.peer()).rpartition(":")[0]  # less the port, another one for each connection
+
+
+class PeerStreams:
+    """How many streams each peer holds: at most `most`, so that a peer has bounds as its streams have.
+
+    Used from one event loop.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def held_by(self, peer: str) -> Iterator[None]:
+        """Count a stream while the context lasts. Raises ResourceExhausted if the peer holds as many as it may."""
+        if self._held[peer] >= self._most:
+            raise ResourceExhausted(f"{peer} holds {self._most} streams here, as many as a peer may")
+        self._held[peer] += 1
+        try:
+            yield
+        finally:
+            self._held -= Counter([peer])  # forgets who holds none
+
+
+def check_token(expected: str, given: str) -> None:
+    """Raises Unauthenticated unless the tokens are the same, in a time that says nothing of where they differ."""
+    if not given:
+        raise Unauthenticated("this port asks for the token of its deployment (service_token), and none was sent")
+    if not hmac.compare_digest(expected.encode(), given.encode()):
+        raise Unauthenticated("the token is not that of this deployment (service_token)")
+
+
+class RequireBearer(grpc.aio.ServerInterceptor):
+    """Refuses the calls that a guard refuses, before any of their messages is read. Health is open, for probes.
+
+    Where a call comes from is known only when its handler runs. `guard.locate` is asked then: a call with the right
+    token may be refused by it after its first message.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        assert guard.authorize is not None
+        self._authorize, self._locate, self._refused = guard.authorize, guard.locate, guard.refused
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Return the method's handler, or one that refuses."""
+        if handler_call_details.method.startswith("/grpc.health.v1.Health/"):
+            return await continuation(handler_call_details)
+        try:
+            self._authorize(_bearer_in(handler_call_details.invocation_metadata))
+        except ServiceError as error:
+            # As a stream whatever the method is: such a handler runs before the first message is there.
+            return grpc.stream_stream_rpc_method_handler(partial(self._refuse, error))
+        handler = await continuation(handler_call_details)
+        return handler if handler is None or self._locate is None else self._locating(handler)
+
+    def _locating(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Return a handler that asks first where a call comes from."""
+        kind = f"{'stream' if handler.request_streaming else 'unary'}_"
+        kind += "stream" if handler.response_streaming else "unary"
+        run = getattr(handler, kind)
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await self._enter(None, context)
+            return await run(request, context)
+
+        async def answer_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            await self._enter(None, context)
+            async for response in run(request, context):
+                yield response
+
+        return handler._replace(**{kind: answer_stream if handler.response_streaming else answer})
+
+    async def _refuse(self, error: ServiceError, requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await self._enter(error, context)
+
+    async def _enter(self, refusal: ServiceError | None, context: grpc.aio.ServicerContext) -> None:
+        """End a call that is refused, or from where none is let in."""
+        try:
+            if self._locate is not None:
+                self._locate(context, refusal)
+        except ServiceError as error:
+            refusal = error
+        if refusal is not None:
+            self._refused(refusal)
+            await context.abort(refusal.status, str(refusal))
+
+
+def _bearer_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    values = [value for key, value in metadata if key == "authorization"]
+    return bearer_of(str(values[0])) if values else ""

@@ -1,0 +1,288 @@
+"""Domain types to protobuf messages and back. What arrives is checked here; a wrong message is InvalidArgument.
+
+Fields have the same names on both sides and are copied, arrays as bytes. A oneof names a message by its type in lower
+case. Range checks against a session (base, indices, vocabulary) are the services': here only what a message says alone.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from protos import control_pb2 as control
+from protos import speculation_pb2 as speculation
+from specahead.engine.sampling.distributions import LEAST_TEMPERATURE, Sampling
+from specahead.engine.sampling.logprobs import TokenLogprobs
+from specahead.wire import messages as m
+from specahead.wire.errors import InvalidArgument
+
+MOST_NAME = 160  # characters of a session's name: an orchestrator makes those of its clients unique
+
+
+def _by_name(*kinds: type) -> dict[str, type]:
+    """Return types of messages by the names that they have in a oneof."""
+    return {kind.__name__.lower(): kind for kind in kinds}
+
+
+_DRAFT_EVENTS = _by_name(m.Proposals, m.Ready, m.Decline, m.Resync, m.Load, m.Beat)
+_TARGET_EVENTS = _by_name(m.Begin, m.Verdict, m.End, m.Refusal, m.Beat)
+_SERVE_REQUESTS = _by_name(m.Open, m.Abort, m.Beat)
+_SERVED_EVENTS = _by_name(m.Commit, m.Closed, m.Report, m.Beat)
+_ONEOF = {
+    kind: name
+    for kinds in (_DRAFT_EVENTS, _TARGET_EVENTS, _SERVE_REQUESTS, _SERVED_EVENTS)
+    for name, kind in kinds.items()
+}
+_KINDS: tuple[Any, ...] = (*_ONEOF, m.Hello, m.ServiceStatus, m.SessionReads, m.CallerUsage, Sampling, TokenLogprobs)
+_NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _KINDS}
+
+# To protobuf
+
+
+def hello_to_pb(hello: m.Hello) -> speculation.Hello:
+    return speculation.Hello(**vars(hello))
+
+
+def status_to_pb(status: m.ServiceStatus) -> control.ServiceStatus:
+    return control.ServiceStatus(**vars(status))
+
+
+def reads_to_pb(reads: m.SessionReads) -> control.SessionReads:
+    return control.SessionReads(**_values(reads))
+
+
+def draft_events_to_pb(events: Iterable[m.DraftEvent | m.Beat]) -> speculation.DraftFrame:
+    return speculation.DraftFrame(batch={"events": list(map(_named_values, events))})
+
+
+def target_events_to_pb(events: Iterable[m.TargetEvent | m.Beat]) -> speculation.TargetFrame:
+    return speculation.TargetFrame(batch={"events": list(map(_named_values, events))})
+
+
+def serve_request_to_pb(request: m.ServeRequest | m.Beat) -> control.ServeFrame:
+    return control.ServeFrame(**_named_values(request))
+
+
+def served_events_to_pb(events: Iterable[m.ServedEvent | m.Beat]) -> control.ServedFrame:
+    return control.ServedFrame(events=list(map(_named_values, events)))
+
+
+def _named_values(message: Any) -> dict[str, Any]:
+    """Return what a oneof's constructor takes: a message's values by the name of its field there."""
+    return {_ONEOF[type(message)]: _values(message)}
+
+
+def _values(message: Any) -> dict[str, Any]:
+    """Return a message's values as protobuf's constructors take them, which is faster than to set each."""
+    values = dict(vars(message))
+    for name, write in _WRITES[type(message)]:
+        values[name] = write(values[name])
+    return values
+
+
+def _all_vars(items: list[Any]) -> list[dict[str, Any]]:
+    return [vars(item) for item in items]
+
+
+# How fields are written that are not taken as they are.
+_WRITERS: dict[str, Callable[[Any], Any]] = {
+    "at": m.At._asdict,
+    "expected": m.At._asdict,
+    "sampling": vars,
+    "support_ids": np.ndarray.tobytes,
+    "support_probs": np.ndarray.tobytes,
+    "logprobs": _all_vars,
+    "prompt_logprobs": _all_vars,
+    "usage": _all_vars,
+}
+_WRITES = {kind: tuple((name, _WRITERS[name]) for name in names if name in _WRITERS) for kind, names in _NAMES.items()}
+
+
+# From protobuf
+
+
+def hello_from_pb(pb: speculation.Hello) -> m.Hello:
+    return _read(m.Hello, pb)
+
+
+def status_from_pb(pb: control.ServiceStatus) -> m.ServiceStatus:
+    return _read(m.ServiceStatus, pb)
+
+
+def reads_from_pb(pb: control.SessionReads) -> m.SessionReads:
+    return _read(m.SessionReads, pb)
+
+
+def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent | m.Beat:
+    unset = "draft event: none of proposals, ready, decline, resync, load, beat is set"
+    return _read_oneof(_DRAFT_EVENTS, pb, "event", unset)
+
+
+def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent | m.Beat:
+    unset = "target event: none of begin, verdict, end, refusal, beat is set"
+    return _read_oneof(_TARGET_EVENTS, pb, "event", unset)
+
+
+def serve_request_from_pb(pb: control.ServeFrame) -> m.ServeRequest | m.Beat:
+    return _read_oneof(_SERVE_REQUESTS, pb, "body", "serve frame: none of open, abort, beat is set")
+
+
+def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent | m.Beat:
+    unset = "served event: none of commit, closed, report, beat is set"
+    return _read_oneof(_SERVED_EVENTS, pb, "event", unset)
+
+
+def session_in(pb: Any, oneof: str) -> str:
+    """Return the session that a message with this oneof names, also where the message is wrong; empty for none."""
+    name = pb.WhichOneof(oneof)
+    inner = None if name is None else getattr(pb, name)
+    session = getattr(getattr(inner, "at", inner), "session", "")
+    return session if len(session) <= MOST_NAME else ""
+
+
+def _read_oneof(kinds: Mapping[str, type], pb: Any, oneof: str, unset: str) -> Any:
+    """Return the message that is set in `pb`, one of `kinds`; raise InvalidArgument with text `unset` for none."""
+    name = pb.WhichOneof(oneof)
+    if name not in kinds:
+        raise InvalidArgument(unset)
+    return _read(kinds[name], getattr(pb, name))
+
+
+def _read(kind: Any, pb: Any) -> Any:
+    """Return a message of type `kind`, a dataclass. Raises InvalidArgument for values that it cannot have."""
+    names, reads = _READS[kind]
+    values = {name: getattr(pb, name) for name in names}
+    for name, read in reads:
+        values[name] = read(values[name])
+    message = kind.__new__(kind)
+    vars(message).update(values)  # what __init__ of a frozen class does by one call for each field
+    if kind is m.Proposals:
+        _check_proposals(message)
+    return message
+
+
+def _read_session(session: str) -> str:
+    if not session or len(session) > MOST_NAME:
+        raise InvalidArgument(f"session: expected 1 to {MOST_NAME} characters, got {len(session)}")
+    return session
+
+
+def _read_at(pb: speculation.At) -> m.At:
+    return m.At(_read_session(pb.session), pb.epoch, pb.round, pb.base)
+
+
+def _read_sampling(pb: speculation.Sampling) -> Sampling:
+    is_heat = pb.temperature == 0 or np.float32(LEAST_TEMPERATURE) <= pb.temperature < math.inf
+    if not (is_heat and 0 < pb.top_p <= 1):
+        raise InvalidArgument(
+            f"sampling: expected a temperature of 0 or from {LEAST_TEMPERATURE} on and top_p in (0, 1], got "
+            f"{pb.temperature} and {pb.top_p}"
+        )
+    sampling: Sampling = _read(Sampling, pb)
+    numbers = sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values()
+    if not (all(map(math.isfinite, numbers)) and 0 < sampling.repetition_penalty < math.inf and 0 <= pb.min_p <= 1):
+        raise InvalidArgument(
+            "sampling: expected finite penalties and biases, a repetition_penalty above 0 and min_p in [0, 1], got "
+            f"{str(sampling)[:500]}"
+        )
+    return sampling
+
+
+def _read_exactness(number: int) -> m.Exactness:
+    if number not in (m.Exactness.EXACT, m.Exactness.APPROXIMATE):
+        raise InvalidArgument(f"open: exactness {number} is neither exact nor approximate")
+    return m.Exactness(number)
+
+
+def _read_finish_reason(number: int) -> m.FinishReason:
+    try:
+        return m.FinishReason(number)
+    except ValueError:
+        raise InvalidArgument(f"commit: {number} is no finish reason") from None
+
+
+def _read_logprobs(pbs: Iterable[control.TokenLogprobs]) -> list[TokenLogprobs]:
+    return [_read(TokenLogprobs, pb) for pb in pbs]
+
+
+def _read_usage(pbs: Iterable[control.CallerUsage]) -> list[m.CallerUsage]:
+    return [_read(m.CallerUsage, pb) for pb in pbs]
+
+
+def _read_array(dtype: str) -> Callable[[bytes], np.ndarray]:
+    nothing = np.empty(0, dtype)
+
+    def read(data: bytes) -> np.ndarray:
+        if len(data) % 4:
+            raise InvalidArgument(f"proposals: {len(data)} bytes of distributions, expected numbers of 4 bytes each")
+        return np.frombuffer(data, dtype) if data else nothing
+
+    return read
+
+
+_LISTS = (
+    *("tokens", "offsets", "assumed_tokens", "counts", "support_counts", "stop_token_ids", "top_ids", "top_logprobs"),
+    *("attached", "read", "fetched", "indexed", "evicted", "left", "taken"),
+)
+# How fields are read that are not taken as they are.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_LISTS, list),
+    **dict.fromkeys(("logit_bias", "counters", "gauges"), dict),
+    **dict.fromkeys(("at", "expected"), _read_at),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), _read_logprobs),
+    "session": _read_session,
+    "sampling": _read_sampling,
+    "exactness": _read_exactness,
+    "finish_reason": _read_finish_reason,
+    "support_ids": _read_array("<u4"),
+    "support_probs": _read_array("<f4"),
+    "usage": _read_usage,
+}
+
+_READS = {
+    kind: (names, [(name, _READERS[name]) for name in names if name in _READERS]) for kind, names in _NAMES.items()
+}
+
+
+def _check_proposals(proposals: m.Proposals) -> None:
+    """Raise InvalidArgument for proposals whose numbers do not fit each other, or that name an outcome twice."""
+    offsets, assumed, counts = proposals.offsets, proposals.assumed_tokens, proposals.counts
+    if not math.isfinite(proposals.draft_seconds):
+        raise InvalidArgument("proposals: draft_seconds is not finite")
+    if not (counts and len(offsets) == len(assumed) == len(counts) and min(counts) > 0):
+        raise InvalidArgument(
+            f"proposals: {len(offsets)} offsets, {len(assumed)} assumed tokens and the counts {counts[:32]}, expected "
+            "one or more of each, and no tokens for none"
+        )
+    if sum(counts) != len(proposals.tokens):
+        raise InvalidArgument(f"proposals: {len(proposals.tokens)} tokens, the counts have {sum(counts)}")
+    if len(set(zip(offsets, assumed, strict=True))) != len(offsets):
+        raise InvalidArgument("proposals: two behind one outcome")
+    if proposals.support_counts or proposals.support_ids.size or proposals.support_probs.size:
+        _check_supports(proposals)
+
+
+def _check_supports(proposals: m.Proposals) -> None:
+    """Raise InvalidArgument unless each token has a distribution in which it has a chance."""
+    tokens, ids, probs = proposals.tokens, proposals.support_ids, proposals.support_probs
+    counts = np.array(proposals.support_counts, dtype=np.int64)
+    if len(counts) != len(tokens) or not counts.all():
+        raise InvalidArgument(f"proposals: {np.count_nonzero(counts)} distributions for {len(tokens)} tokens")
+    if not counts.sum() == len(ids) == len(probs):
+        raise InvalidArgument(
+            f"proposals: distributions of {counts.sum()} entries in all, {len(ids)} ids, {len(probs)} probabilities"
+        )
+    starts = np.cumsum(counts) - counts
+    sums = np.add.reduceat(probs, starts, dtype=np.float64)
+    if not (np.isfinite(probs).all() and (probs >= 0).all() and (abs(sums - 1) <= 1e-3).all()):
+        raise InvalidArgument("proposals: a distribution with entries that are no probabilities or do not sum to 1")
+    keys = np.repeat(np.arange(len(tokens), dtype=np.uint64) << np.uint64(32), counts) | ids
+    keys.sort()
+    if (keys[1:] == keys[:-1]).any():
+        raise InvalidArgument("proposals: a distribution names a token twice")
+    possible = np.logical_or.reduceat((ids == np.repeat(tokens, counts)) & (probs > 0), starts)
+    if not possible.all():
+        token = tokens[int(possible.argmin())]
+        raise InvalidArgument(f"proposals: token {token} has no probability in the distribution it is drawn from")

@@ -1,0 +1,154 @@
+"""Starting a gRPC server the way every process of specahead does: health, reflection, errors as statuses."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from specahead.config import ServiceSettings
+from specahead.config.logs import configure_logs
+from specahead.wire.access import OPEN, Guard, RequireBearer
+from specahead.wire.errors import ServiceError
+from specahead.wire.malformed import RefuseMalformed
+from specahead.wire.options import MOST_BYTES, OPTIONS
+
+log = logging.getLogger(__name__)
+
+_MAX_DETAILS = 500
+_SWITCH_SECONDS = 1e-4
+
+
+@dataclass
+class RunningServer:
+    server: grpc.aio.Server
+    health: health.aio.HealthServicer
+    address: str
+
+    async def set_serving(self, serving: bool) -> None:
+        kind = health_pb2.HealthCheckResponse
+        await self.health.set("", kind.SERVING if serving else kind.NOT_SERVING)
+
+    async def stop(self, grace: float) -> None:
+        await self.set_serving(False)
+        await self.server.stop(grace)
+
+
+OnReady = Callable[[RunningServer], None]
+
+
+async def start_server(
+    host: str,
+    port: int,
+    services: list[tuple[Callable[[Any, Any], None], Any, str]],
+    guard: Guard = OPEN,
+    most_bytes: int = MOST_BYTES,
+) -> RunningServer:
+    """Listen on host:port (0: any free one) for those whom `guard` lets in.
+
+    services: (add_…_to_server, servicer, full name) each. most_bytes: of a message that is received; longer ones are
+    refused with RESOURCE_EXHAUSTED before they are parsed.
+
+    Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
+    """
+    # The event loop and the model's thread take turns; a turn of the default 5 ms would hold up a round that long.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    options = dict(OPTIONS) | {"grpc.max_receive_message_length": most_bytes}  # of two of a name gRPC takes the first
+    authorizing = [RequireBearer(guard)] if guard.authorize else []
+    server = grpc.aio.server(options=list(options.items()), interceptors=[*authorizing, RefuseMalformed()])
+    for add, servicer, _ in services:
+        add(servicer, server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names = [name for _, _, name in services] + [health.SERVICE_NAME, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(names, server)
+    check_free(host, port)  # gRPC prints what is wrong instead of raising it
+    try:
+        if guard.tls is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", guard.tls.server_credentials())
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+    await server.start()
+    running = RunningServer(server, health_servicer, f"{host}:{bound}")
+    await running.set_serving(False)
+    return running
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise OSError naming the address if nothing can listen on it now. Asked first, since models take long to load."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
+    text = str(error)
+    # Details travel in a header, whose room is 8 KiB.
+    await context.abort(error.status, text if len(text) <= _MAX_DETAILS else text[:_MAX_DETAILS] + "…")
+
+
+async def _fail(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    if isinstance(error, ServiceError):
+        await _abort(context, error)
+    log.error("a call failed", exc_info=error)
+    await _abort(context, ServiceError(f"{type(error).__name__}: {error}"))
+
+
+async def guarded(context: grpc.aio.ServicerContext, work: Awaitable[Any]) -> Any:
+    """Await a call's work; a ServiceError becomes its status, any other error INTERNAL and a log entry."""
+    try:
+        return await work
+    except Exception as error:
+        await _fail(context, error)
+
+
+async def guarded_stream(context: grpc.aio.ServicerContext, work: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Yield what a server stream's work yields, with the same errors."""
+    try:
+        async for item in work:
+            yield item
+    except Exception as error:
+        await _fail(context, error)
+
+
+def run_service(settings: ServiceSettings, run: Callable[[OnReady], Awaitable[None]]) -> None:
+    """Run a service as a process of its own: say where it listens, stop it on SIGINT or SIGTERM.
+
+    `run` serves until it is cancelled and tells its argument when it listens. What a person can mend, such as a missing
+    file or a port in use, ends the process with one line and exit status 1.
+    """
+    configure_logs(settings)
+    try:
+        uvloop.run(serve_until_signal(settings.side, run))
+    except (OSError, ValueError) as error:
+        log.debug("the service could not start", exc_info=error)
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+async def serve_until_signal(name: str, run: Callable[[OnReady], Awaitable[None]]) -> None:
+    """The same in a running event loop, which raises what `run` raises."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(
+        run(lambda server: print(f"{name} service, pid {os.getpid()}, at {server.address}", flush=True))
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,92 @@
+"""OpenTelemetry in a process, and how a trace goes on in the next one.
+
+What is sampled is decided once, where a request comes in. A request that is sampled carries a W3C traceparent to the
+target and from there to the draft; one that is not carries an empty text, and then no service makes a span. Where spans
+go is told by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT). Without traces it is not even imported.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from specahead.config import SettingsError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span, Tracer
+
+NANO = 1_000_000_000
+
+
+@contextlib.contextmanager
+def open_tracer(process: str, share: float, exporter: "SpanExporter | None" = None) -> "Iterator[Tracer]":
+    """Yield a tracer that samples this share of what has no parent, and all whose parent is sampled; ended at the end.
+
+    process: what the collector calls this process. exporter: where spans go if not to an OTLP collector. Raises
+    SettingsError if OpenTelemetry is not installed.
+    """
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+        if exporter is None:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+            exporter = OTLPSpanExporter()
+    except ImportError as error:
+        raise SettingsError(f"traces need OpenTelemetry ({error}): pip install 'specahead[otel]'") from None
+    resource = Resource.create({"service.name": process})
+    provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(share))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    try:
+        yield provider.get_tracer("specahead")
+    finally:
+        provider.shutdown()
+
+
+class Spans:
+    """Makes the spans of a service. tracer: None where the service was not told to trace."""
+
+    def __init__(self, tracer: "Tracer | None" = None) -> None:
+        self._tracer = tracer
+
+    def add(
+        self, traceparent: str, name: str, seconds: float, ended: float = 0.0, **attributes: float | str | bool
+    ) -> None:
+        """Add a span of so many seconds that ended `ended` seconds ago to the trace that a session carries, if any."""
+        if not traceparent or self._tracer is None:
+            return
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        end = time.time_ns() - int(ended * NANO)
+        parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+        named = {f"specahead.{key}": value for key, value in attributes.items()}
+        start = end - int(seconds * NANO)
+        self._tracer.start_span(name, context=parent, start_time=start, attributes=named).end(end)
+
+
+NO_SPANS = Spans()
+
+
+@contextlib.contextmanager
+def service_spans(process: str, traces: bool, exporter: "SpanExporter | None" = None) -> Iterator[Spans]:
+    """Yield what makes a service's spans while the context lasts; it makes none unless `traces`."""
+    if not traces:
+        yield NO_SPANS
+        return
+    with open_tracer(process, 0.0, exporter) as tracer:
+        yield Spans(tracer)
+
+
+def traceparent_of(span: "Span") -> str:
+    """Return how a span is named to other processes; "" if it is not sampled."""
+    from opentelemetry.trace import set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    if span.is_recording():
+        TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span))
+    return carrier.get("traceparent", "")

@@ -1,0 +1,45 @@
+"""What is counted and traced of a target's rounds."""
+
+from collections import Counter
+
+from specahead.wire.messages import Commit
+from specahead.wire.tracing import Spans
+from target_service.planning import VerifyRound
+from target_service.session import TargetSession
+
+# Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
+COUNTED = (
+    *("failed_steps", "failed_sessions", "drafting_pauses", "drafting_probes", "draft_timeouts", "plain_rounds"),
+    "steps_ahead",  # launched before the host had seen the one before
+    "steps_behind_rounds",  # launched before the host had seen what was drafted
+    "rounds_behind_steps",  # steps of a draft in the target, launched before the host had seen the verdicts
+    *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
+    *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
+    *("screening_rounds", "screened_tokens", "confirmed_tokens"),
+    "accepted_alternatives",
+)
+
+
+def count_round(counters: Counter[str], item: VerifyRound, commit: Commit, accepts_alternative: bool) -> None:
+    """Count a round, with those who proposed in it."""
+    counters["accepted_alternatives"] += accepts_alternative
+    counters["committed_tokens"] += 0 if item.screens else len(commit.tokens)
+    counters["screening_rounds"] += item.screens
+    counters["screened_tokens"] += commit.screened
+    counters["confirmed_tokens"] += commit.confirmed
+    counters["rounds" if commit.drafted else "plain_rounds"] += 1
+    counters["foreseen_rounds"] += item.session.foreseen
+    counters[f"rounds_gamma_{commit.drafted}"] += 1
+    if commit.drafted and item.proposal is None:
+        proposer = "self" if item.drafting_cost else "ngram"
+        counters[f"{proposer}_rounds"] += 1
+        counters[f"{proposer}_draft_tokens"] += commit.drafted
+        counters[f"{proposer}_accepted_tokens"] += commit.accepted
+
+
+def trace_round(spans: Spans, session: TargetSession, commit: Commit) -> None:
+    """Add the spans of a round that has just been verified, if the session's request is traced."""
+    parent, at, verify = session.traceparent, commit.at, commit.verify_seconds
+    if commit.wait_seconds:
+        spans.add(parent, "target.wait", commit.wait_seconds, ended=verify, round=at.round)
+    spans.add(parent, "target.verify", verify, round=at.round, drafted=commit.drafted, accepted=commit.accepted)
