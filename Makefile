@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
 LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs-check test-clients test-real test-vllm lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs-check mutants test-clients test-real test-vllm lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -86,6 +86,13 @@ chaos: setup  ## Kill, stop, cut and overload real services under traffic for MI
 
 docs-check: setup  ## Find what the documents name and is no more: files, tests, commands, flags, metrics
 	$(BIN)/python -m pytest tests/unit/test_docs.py
+
+MODULE ?= orchestrator/cluster/scaling.py
+TESTS ?= tests/unit/test_scaling.py
+
+mutants: setup  ## Change MODULE in one place at a time (cosmic-ray): which changes do TESTS not notice?
+	$(PIP) "cosmic-ray>=8.4"
+	tests/mutants.sh $(BIN)/python $(MODULE) "$(TESTS)"
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
