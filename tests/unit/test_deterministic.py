@@ -377,7 +377,7 @@ def test_three_levels_say_what_is_said_without_a_draft(clock: Clock, screening: 
         )
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     seed=st.integers(0, 10**6),
     screening=st.integers(1, 4),

@@ -52,10 +52,13 @@ def look(take: Callable[[bytes], str], folder: str) -> type | None:
     return None
 
 
-@pytest.mark.parametrize(("take", "error"), [(spin, main.TooLong), (hoard, MemoryError), (stumble, KeyError)])
-def test_what_must_not_be_is_noticed(take: Callable[[bytes], str], error: type[BaseException], tmp_path: Path) -> None:
-    """In a process of its own, since the limits hold for all that it does."""
+def test_errors_of_a_reader_are_noticed(tmp_path: Path) -> None:
+    """A process of its own runs them, since its limits hold for everything that it does."""
+    errors = {spin: main.TooLong, hoard: MemoryError, stumble: KeyError}
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        assert pool.submit(look, take, str(tmp_path)).result(180) is error
-    (kept,) = tmp_path.iterdir()
-    assert kept.read_bytes() != b"seed"
+        for take, error in errors.items():
+            folder = tmp_path / take.__name__
+            folder.mkdir()
+            assert pool.submit(look, take, str(folder)).result(180) is error
+            (kept,) = folder.iterdir()
+            assert kept.read_bytes() != b"seed"

@@ -161,14 +161,14 @@ def test_every_finished_output_follows_its_grammar(clock: Clock, branches: int) 
     world = World(clock, 6, FakeModel(agreement=3), branches=branches, faults=Faults(left=30), grammars=GRAMMARS)
     world.attach()
     names = [
-        world.open([1, i % 32], 80, Sampling(1.5, seed=i), [END], grammar=[SCHEMA, WORDS][i % 2]) for i in range(40)
+        world.open([1, i % 32], 80, Sampling(1.5, seed=i), [END], grammar=[SCHEMA, WORDS][i % 2]) for i in range(16)
     ]
     link = world.links[0]
     world.script = [lambda: world.detach(link), world.attach]
     world.run()
     finished = [world.ledger.records[name] for name in names]
     ended = [record for record in finished if record.finish_reason is m.FinishReason.STOP]
-    assert len(ended) > 20
+    assert len(ended) > 7
     for record in ended:
         text = TOKENIZER.decode(record.generated[:-1])
         if record.grammar == SCHEMA:
