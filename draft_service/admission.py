@@ -126,4 +126,4 @@ class Admission:
 
     def _need(self, tokens: int) -> int:
         """Return the pages of so many tokens, a round, and the branches that are drafted behind it."""
-        return pages_for(tokens + (1 + self._settings.branches) * (self._settings.most_drafted + 1))
+        return pages_for(tokens + (1 + self._settings.chosen.branches) * (self._settings.most_drafted + 1))

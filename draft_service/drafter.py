@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from draft_service.admission import Admission
-from draft_service.outcomes import ALTERNATIVES, BESIDE, branches_for
+from draft_service.outcomes import ALTERNATIVES, BESIDE
 from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
 from draft_service.steps import (
     DraftStep,
@@ -59,7 +59,7 @@ class Drafter:
         settings = replace(
             settings,
             prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device),
-            branches=branches_for(settings, runner.kv.device),
+            device=str(runner.kv.device) if settings.device == "auto" else settings.device,
         )
         self.runner = runner
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
@@ -67,14 +67,13 @@ class Drafter:
         self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
-        self._steps, self._put_off = 0, 0.0
+        self._put_off = 0.0
         self.round_seconds = 0.0  # of the last step that drafted rounds and read nothing
-        rounds = round_settings(
-            plan, settings.most_drafted, settings.support, settings.draft_read_share, settings.draft_refresh_every
-        )
-        alternatives = ALTERNATIVES if settings.branches > 1 else 0 if settings.ahead else BESIDE
+        chosen = settings.chosen
+        rounds = round_settings(plan, settings.most_drafted, settings.support, chosen.draft_read_share)
+        alternatives = ALTERNATIVES if chosen.branches > 1 else 0 if chosen.overlap else BESIDE
         memories = settings.max_sessions + 1  # a session may end in the step that runs
-        rounds = replace(rounds, memories=memories, branches=settings.branches, runs_last=settings.ahead)
+        rounds = replace(rounds, memories=memories, branches=chosen.branches, runs_last=chosen.overlap)
         runner.prepare_rounds(replace(rounds, alternatives=min(alternatives, runner.vocab_size)))
 
     def warm_up(self) -> None:
@@ -154,12 +153,11 @@ class Drafter:
         self._tell_load()
         self._put_off = 0.0
         while (work := self._find_work()) is not None:
-            self._put_off = put_off_until(work, self.round_seconds, self._settings)
+            self._put_off = put_off_until(work, self.round_seconds)
             if self._put_off:
                 return None
-            step = plan_draft_step(work, self._plan, self._settings, self.runner.kv, self._steps + 1)
+            step = plan_draft_step(work, self._plan, self._settings, self.runner.kv)
             if self.runner.kv.reserve(step.work):
-                self._steps += 1
                 return step
             self.admission.preempt_youngest()
         return None
@@ -177,7 +175,6 @@ class Drafter:
         step = plan_behind_step(self.admission.sessions, places, self._plan, self._settings)
         if step is None or not self.runner.kv.reserve(step.work):
             return None
-        self._steps += 1
         return step
 
     def _find_work(self) -> Work | None:

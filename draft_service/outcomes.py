@@ -2,25 +2,15 @@
 
 from operator import itemgetter
 
-import torch
-
-from specahead.config import DraftSettings
 from specahead.engine.steps.rounds.requests import DraftedTokens
 
 Outcome = tuple[int, int]  # drafted tokens that are accepted, and the token that the target adds
 
 ALTERNATIVES = 4  # of the draft's likeliest tokens at a position, so many come into question
 BESIDE = 2  # of the likeliest, so many, one of which was not drafted, where alternatives run beside drafted tokens
-SUITED = 8  # branches on a GPU, whose passes take their time for reading memory (docs/performance.md)
 # How often the target's own token is the draft's first, second ... choice among those that are left, measured on the
 # bundled pair (docs/performance.md, which also says what share of verdicts is met).
 _RANKS = (0.56, 0.12, 0.05, 0.04)
-
-
-def branches_for(settings: DraftSettings, device: torch.device) -> int:
-    """Return for how many outcomes a draft drafts at once, at most: as it is asked to, else as suits the device."""
-    suited = SUITED if device.type == "cuda" else 1
-    return settings.branches or suited if settings.ahead else 1
 
 
 def likely_outcomes(drafted: DraftedTokens, acceptance: float, most: int) -> list[Outcome]:

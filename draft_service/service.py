@@ -15,6 +15,7 @@ from protos import control_pb2, control_pb2_grpc
 from specahead.config import DraftSettings
 from specahead.config.garbage import keep_loaded
 from specahead.config.version import running_version
+from specahead.engine.loading.model import default_device
 from specahead.engine.loading.opening import open_model
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import Runner
@@ -38,9 +39,11 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     loaded.
     """
     check_free(settings.host, settings.port)
+    if settings.device == "auto":
+        settings = replace(settings, device=default_device())
     plan = load_served_plan(settings.plan_file, settings.budget, settings.method, *settings.pair)
     log.info("loading the model", extra={"model": settings.model})
-    opened = open_model(settings, "all" if settings.draft_quantization == "fp8" else "none")
+    opened = open_model(settings, "all" if settings.speculation.draft_quantization == "fp8" else "none")
     hello = draft_hello(settings, plan, opened)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)

@@ -15,7 +15,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.grammars import GrammarState
-from specahead.engine.steps.rounds.requests import Branch, CodedBitmap, DraftedTokens, MovedKV, RoundMemory
+from specahead.engine.steps.rounds.requests import Branch, CodedBitmap, DraftedTokens, MovedKV
 from specahead.engine.steps.rounds.rules import RoundRules, SessionRules, session_rules
 from specahead.sparsity.methods import Method, method_named
 from specahead.sparsity.selection import BlockSelection
@@ -23,7 +23,6 @@ from specahead.wire.messages import At, Begin, DraftEvent, Verdict
 from specahead.wire.selection_codec import NamedSelection, Reference
 
 _RETRY = 16  # rounds
-_SETTLED = 8  # rounds; what a session begins with, a question mostly, makes other blocks matter than before
 _NEWEST = 1 / 8  # weight of the newest verdict in `foresight`, `accepted` and `judged`
 
 
@@ -91,14 +90,12 @@ class DraftSession:
     grammar: what its text follows. traceparent: of its request, if that is traced.
 
     Of the round: drafted is what was drafted, None until it is, in `seconds`; selection is what was announced, of the
-    blocks before `selection_base`, and `coded` its bytes; ahead is the round behind it, if that is drafted. waiting:
-    since which of the drafter's steps there was something to draft, 0 if there is nothing. moved: KV of the round's
-    tokens that is not in its place yet, behind which all pages stay as they are.
+    blocks before `selection_base`, and `coded` its bytes; ahead is the round behind it, if that is drafted. moved: KV
+    of the round's tokens that is not in its place yet, behind which all pages stay as they are.
 
     foresight: how often, of late, a verdict met one of the outcomes drafted for. accepted, judged: how many tokens of a
     round were accepted of late, and how many were judged. reference: what was announced for the round judged last.
-    early_verdicts: those that came before the ones they follow, by the round that they judge. begun_at: the round that
-    it began with. memory: what its last dense first pass weighed.
+    early_verdicts: those that came before the ones they follow, by the round that they judge.
     """
 
     peer: TargetPeer
@@ -126,14 +123,11 @@ class DraftSession:
     coded: CodedSelection | None = None
     ahead: RoundAhead | None = None
     moved: MovedKV | None = None
-    waiting: int = 0
     foresight: float = 1.0
     accepted: float = 2.8
     judged: float = 4.0
     reference: NamedSelection | None = None
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
-    begun_at: int = 0
-    memory: RoundMemory = field(default_factory=RoundMemory)
 
     @staticmethod
     def from_begin(peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None) -> "DraftSession":
@@ -160,7 +154,6 @@ class DraftSession:
             rules=session_rules(sampling, begin.prompt_tokens, begin.stop_token_ids),
             grammar=grammar,
             traceparent=begin.traceparent,
-            begun_at=begin.at.round,
         )
 
     @property
@@ -192,10 +185,6 @@ class DraftSession:
     def may_go_ahead(self) -> bool:
         """Whether a round is under judgement, the next one is not drafted, and there is room for it."""
         return self.drafted is not None and self.ahead is None and len(self.tokens) + 1 < self.max_length
-
-    def refresh_due(self, every: int) -> bool:
-        """Whether the next round's first pass should read everything, as it does at least in every so manieth round."""
-        return self.round - self.begun_at < _SETTLED or self.memory.refresh_due(every)
 
     def tokens_to_propose(self, base: int) -> int:
         """Return γ, or fewer near the end: the target adds one token, and neither side goes beyond max_length."""
@@ -239,7 +228,7 @@ class DraftSession:
             self.cut_kv(kv, min(self.kv.length, common, len(self.tokens) - 1))
         else:
             self._go_on(*met)
-        self.ahead, self.waiting = None, 0
+        self.ahead = None
         if verdict.plain:
             self.ready_due = True
         return met is not None

@@ -104,7 +104,7 @@ def find_work(sessions: list[DraftSession], foresight: float, settings: DraftSet
     return Work(near, due, reading) if due or reading else None
 
 
-def put_off_until(work: Work, seconds: float, settings: DraftSettings) -> float:
+def put_off_until(work: Work, seconds: float) -> float:
     """Return the time until which a step of so many seconds should not begin unless more comes up; 0: it may begin.
 
     A step that no target waits for, since all its rounds are drafted ahead, is put off where verdicts are expected
@@ -113,24 +113,17 @@ def put_off_until(work: Work, seconds: float, settings: DraftSettings) -> float:
     """
     peers = {session.peer for session in work.near}
     urgent = any(session.drafted is None for session in work.due)
-    if work.reading or urgent or len(work.due) == len(work.near) or len(peers) > 1 or settings.micro_batches > 1:
+    if work.reading or urgent or len(work.due) == len(work.near) or len(peers) > 1:
         return 0.0
     (peer,) = peers
     return peer.verdicts.put_off_until(time.perf_counter(), seconds)
 
 
-def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache, number: int) -> DraftStep:
-    """Return the next step. number: of the step, from 1 on.
-
-    Of the sessions with a round to draft one micro-batch is taken: first those whose target waits for a round, those
-    that have waited longest before the others, then those whose next round can be drafted ahead. Sessions that are
-    drafted are told to be ready.
+def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache) -> DraftStep:
+    """Return the next step, with a round of every session that has one to draft. Sessions that are drafted are told to
+    be ready.
     """
-    near, due, reading = work.near, list(work.due), work.reading
-    for session in due:
-        session.waiting = session.waiting or number
-    due.sort(key=lambda session: (session.drafted is not None, session.waiting))
-    del due[-(-len(near) // settings.micro_batches) :]
+    due, reading = work.due, work.reading
     for session in due:
         if session.ready_due:
             session.ready_due = False
@@ -142,9 +135,9 @@ def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache
     for session in (*due, *(session for session, _ in parts)):
         if session.moved is not None and session.drafted is None:  # what a verdict cut short is not worth moving
             session.cut_kv(kv, session.moved.target)
-    refresh, branches = _refresh_together(due, settings), branches_of(len(due), settings.branches)
+    branches = branches_of(len(due), settings.chosen.branches)
     return DraftStep(
-        [_plan_round(session, plan, gamma, branches, refresh) for session in due],
+        [_plan_round(session, plan, gamma, branches) for session in due],
         [session for session, _ in parts],
         [SequenceInput(session.kv, session.pending[:share]) for session, share in parts],
     )
@@ -158,12 +151,13 @@ def plan_behind_step(
 
     places: of the sessions in that step, by name. A session that ends with the step in any case has no round.
     """
-    if settings.ahead or not all(session.id in places and _needs_no_host(session) for session in sessions):
+    if settings.speculation.overlap or not all(
+        session.id in places and _needs_no_host(session) for session in sessions
+    ):
         return None
     going_on = [session for session in sessions if session.committed + 1 < session.max_length]
     gamma = max((session.gamma for session in going_on), default=0)
-    refresh = _refresh_together(going_on, settings)
-    rounds = [_plan_behind(session, places[session.id], plan, gamma, refresh) for session in going_on]
+    rounds = [_plan_behind(session, places[session.id], plan, gamma) for session in going_on]
     return DraftStep(rounds, [], []) if rounds else None
 
 
@@ -173,7 +167,7 @@ def _needs_no_host(session: DraftSession) -> bool:
     return stands and session.rules is None and session.grammar is None
 
 
-def _plan_behind(session: DraftSession, place: int, plan: Plan, gamma: int, refresh: bool) -> PlannedRound:
+def _plan_behind(session: DraftSession, place: int, plan: Plan, gamma: int) -> PlannedRound:
     """Return the round that begins behind what a step accepts, in which the session has this place.
 
     gamma: tokens that are drafted, of which the session may propose fewer.
@@ -195,8 +189,6 @@ def _plan_behind(session: DraftSession, place: int, plan: Plan, gamma: int, refr
         top_p=sampling.top_p,
         uniforms=before.uniforms[0],
         announce=before.announce[0],
-        memory=session.memory,
-        refresh=refresh,
         gamma=gamma,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
@@ -206,16 +198,7 @@ def _plan_behind(session: DraftSession, place: int, plan: Plan, gamma: int, refr
 
 
 def _goes_ahead(session: DraftSession, foresight: float, settings: DraftSettings) -> bool:
-    return settings.ahead and session.may_go_ahead and session.foresees(foresight)
-
-
-def _refresh_together(sessions: list[DraftSession], settings: DraftSettings) -> bool:
-    """Return whether all rounds of a step begin with a dense pass, or none: one graph drafts them.
-
-    Where branches are drafted, there is a graph without the dense pass for steps with branches only.
-    """
-    branched = settings.branches == 1 or any(session.drafted is not None for session in sessions)
-    return not branched or any(session.refresh_due(settings.draft_refresh_every) for session in sessions)
+    return settings.speculation.overlap and session.may_go_ahead and session.foresees(foresight)
 
 
 def _draws(session: DraftSession, position: int, count: int) -> np.ndarray:
@@ -238,7 +221,7 @@ def _announcement_request(session: DraftSession, plan: Plan, base: int) -> Annou
     return announcement_request(session.method, plan, base, None if last is None else last[1])
 
 
-def _plan_round(session: DraftSession, plan: Plan, gamma: int, most_branches: int, refresh: bool) -> PlannedRound:
+def _plan_round(session: DraftSession, plan: Plan, gamma: int, most_branches: int) -> PlannedRound:
     """Return the request of a session's round, or of the one behind it if that is drafted already.
 
     gamma: tokens that are drafted, of which the session may propose fewer. most_branches: outcomes of the verdict that
@@ -265,8 +248,6 @@ def _plan_round(session: DraftSession, plan: Plan, gamma: int, most_branches: in
         top_p=sampling.top_p,
         uniforms=_draws(session, base, gamma + 1),
         announce=_announcement_request(session, plan, base),
-        memory=session.memory,
-        refresh=refresh,
         branches=tuple(branches),
         moved=session.moved,
         gamma=gamma,
@@ -294,8 +275,7 @@ def _allowed_tokens(session: DraftSession, starts: list[list[int]]) -> AllowedTo
 def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float) -> None:
     """Take the round that was drafted for a session in so many seconds, which is sent later."""
     session = planned.session
-    session.moved, session.waiting = None, 0
-    session.memory.cut(session.committed)  # what comes behind is a guess
+    session.moved = None
     starts = _starts(planned, output) if planned.ahead else []
     base = 1 + min(length for length, _, _ in starts) if starts else planned.base
     selection = None if output.bitmap is None else announced_selection(output.bitmap, plan, base)

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from specahead.config import TargetSettings
-from specahead.config.sections import READ_AT_ONCE
+from specahead.config.speculation import READ_AT_ONCE
 from specahead.engine.kv.pages import KEPT_SHARE, PAGE_SIZE, pages_for
 from specahead.engine.sampling.grammars import Grammars, GrammarState
 from specahead.engine.sampling.logit_rules import rules_of
@@ -100,7 +100,7 @@ class Admission:
         rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
         exact = request.exactness is Exactness.EXACT
         screened = exact and self._settings.most_held > 0
-        guesses_first = exact and self._settings.lookup_first
+        guesses_first = exact and self._settings.chosen.lookup
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
@@ -116,7 +116,7 @@ class Admission:
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request, screened),
             screening=self._screening(request) if screened else None,
-            lookup=PromptLookup() if guesses_first or self._settings.draft in ("ngram", "auto") else None,
+            lookup=PromptLookup() if guesses_first or self._settings.draft in ("lookup", "auto") else None,
             first_guess=FirstGuess(READ_AT_ONCE - 1) if guesses_first else None,
             traceparent=request.traceparent,
             caller=request.caller,
@@ -131,7 +131,7 @@ class Admission:
         if self._drafting is not None and (session.reads_all or session.announced_by):
             session.memory = self._drafting.new_memory()
             session.kv.drafts = True
-        share = self._settings.prompt_read_share
+        share = self._settings.speculation.prompt_read_share
         if share < 1 and not exact and not session.reads_all and session.prompt_logprobs is None:
             session.prompt = SparsePrompt(share, self._plan.dense_layers)
         self.queue.append(session)

@@ -178,7 +178,7 @@ class ConfirmLengths:
 
 def confirm_lengths(settings: TargetSettings, weight_tokens: float) -> ConfirmLengths | None:
     """Return how a target chooses lengths; None: they are given."""
-    if settings.confirm_every >= 0:
+    if settings.chosen.hold is not None:
         return None
     most, light = settings.most_held, 0.5 if settings.screens_lightly else 1.0
     return ConfirmLengths(settings.most_drafted, most, settings.self_read_share, weight_tokens, light)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from specahead.config import TargetSettings
-from specahead.config.sections import MAX_BRANCHES
+from specahead.config.speculation import MAX_BRANCHES
 from specahead.sparsity.plan import Plan
 from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Decline, DraftEvent, End, Load, Proposals, Ready, Refusal, Resync, Verdict

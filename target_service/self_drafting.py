@@ -124,4 +124,4 @@ def self_drafting(settings: TargetSettings, plan: Plan, weight_tokens: float) ->
         return None
     plan = replace(plan, budget=settings.self_read_share, least_tokens=0)
     drafting = SelfDrafting(plan, settings.most_drafted, weight_tokens, settings.self_from, settings.adaptive)
-    return replace(drafting, pass_weights=0.5) if settings.draft_quantization == "fp8" else drafting
+    return replace(drafting, pass_weights=0.5) if settings.speculation.draft_quantization == "fp8" else drafting

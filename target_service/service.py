@@ -14,6 +14,7 @@ from protos import control_pb2_grpc, speculation_pb2_grpc
 from specahead.config import TargetSettings
 from specahead.config.garbage import keep_loaded
 from specahead.config.version import running_version
+from specahead.engine.loading.model import default_device
 from specahead.engine.loading.opening import EightBit, OpenedModel, open_both, open_model
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import Runner
@@ -48,6 +49,8 @@ async def run(
     loaded, OSError for an address that is taken, and what `serve` raises.
     """
     check_free(settings.host, settings.port)
+    if settings.device == "auto":
+        settings = replace(settings, device=default_device())
     plan = load_served_plan(settings.plan_file, settings.budget, settings.method, *settings.pair)
     if not plan.is_calibrated and settings.has_draft:
         log.warning(UNCALIBRATED)
@@ -56,7 +59,7 @@ async def run(
     planned_settings = replace(settings, dense_layers=dense, group_size=plan.group_size)
     beside: OpenedModel | None = None
     if settings.draft_in_target:
-        of_draft: EightBit = "all" if settings.draft_quantization == "fp8" else "none"
+        of_draft: EightBit = "all" if settings.speculation.draft_quantization == "fp8" else "none"
         opened, beside = open_both(planned_settings, settings.own_draft, _eight_bit(settings), of_draft)
     else:
         opened = open_model(planned_settings, _eight_bit(settings))
@@ -81,7 +84,7 @@ async def run(
 
 def _eight_bit(settings: TargetSettings) -> EightBit:
     """Return which passes of the target read its weights in 8 bits: those that draft for itself, or that screen."""
-    drafts = settings.drafts_for_itself and settings.draft_quantization == "fp8"
+    drafts = settings.drafts_for_itself and settings.speculation.draft_quantization == "fp8"
     return "drafting" if drafts or settings.screens_lightly else "none"
 
 

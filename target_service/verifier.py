@@ -76,7 +76,9 @@ class Verifier:
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
+        chunk = prefill_chunk(settings.prefill_chunk, runner.kv.device)
+        device = str(runner.kv.device) if settings.device == "auto" else settings.device
+        settings = replace(settings, prefill_chunk=chunk, device=device)
         a_session = pages_for(settings.widest_round) + 2
         pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
         who = f"{settings.max_sessions} sessions, and {settings.prefill_chunk} prompt tokens a step"
@@ -97,7 +99,7 @@ class Verifier:
             self.admission.running, plan, settings, runner.vocab_size, self.counters, self.patience
         )
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
-        if settings.prompt_read_share < 1:
+        if settings.speculation.prompt_read_share < 1:
             runner.check_sparse_prompts()
         reads_by_memory = (self._drafting is not None or settings.most_held > 0) and plan.group_size > 0
         if reads_by_memory or any(METHODS[name].uses_means(plan) for name in methods_of(plan)):

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from specahead.cli.server import Server
-from specahead.config.sections import WITHOUT_DRAFT
+from specahead.config.speculation import WITHOUT_DRAFT
 
 _WIDE = 200  # columns where the output is no terminal
 

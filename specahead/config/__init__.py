@@ -14,6 +14,7 @@ from specahead.config.sections import (
     TargetSettings,
 )
 from specahead.config.setting import SettingsError
+from specahead.config.speculation import Speculation
 
 __all__ = [
     "ClusterSettings",
@@ -22,6 +23,7 @@ __all__ = [
     "ModelSettings",
     "ServiceSettings",
     "SettingsError",
+    "Speculation",
     "TargetSettings",
     "add_launch_flags",
     "read_launch",

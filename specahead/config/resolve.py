@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_origin
 import yaml
 
 from specahead.config.access import check_client_listener, check_service_listener
+from specahead.config.keyed import Keyed
 from specahead.config.sections import (
     ClientSettings,
     ClusterSettings,
@@ -103,10 +104,10 @@ def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: M
     ]
     values: dict[str, Any] = {}
     for source, found in sources:
-        values |= {key: _convert(options[key][0], value, source) for key, value in found.items() if key in options}
+        values |= _converted(options, found, values, source)
     if models and "target" in values:
         raise SettingsError(f"a target is given beside the {MODELS} of {path}: give it in that list")
-    entries = [_entry(options, entry, f"{path}: {MODELS}[{index}]") for index, entry in enumerate(models)]
+    entries = [_entry(options, entry, values, f"{path}: {MODELS}[{index}]") for index, entry in enumerate(models)]
     filled = [[_filled(section, values | own) for section in defaults] for own in entries or [{}]]
     if flags.dry_run:
         print(json.dumps(describe(filled), indent=2))
@@ -114,7 +115,9 @@ def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: M
     return filled
 
 
-def _entry(options: Mapping[str, tuple[Setting, Any]], entry: Any, source: str) -> dict[str, Any]:
+def _entry(
+    options: Mapping[str, tuple[Setting, Any]], entry: Any, values: Mapping[str, Any], source: str
+) -> dict[str, Any]:
     """The settings of a model of the file's list, by key. Raises SettingsError."""
     if not isinstance(entry, dict) or "target" not in entry:
         raise SettingsError(f"{source}: expected a mapping of settings, with a target at least; got {entry!r}")
@@ -122,7 +125,16 @@ def _entry(options: Mapping[str, tuple[Setting, Any]], entry: Any, source: str) 
         if name not in options or not options[name][0].by_model:
             why = "holds for all models: give it outside of the list" if name in options else "is no setting"
             raise SettingsError(f"{source}: {name} {why}")
-    return {key: _convert(options[key][0], value, source) for key, value in entry.items()}
+    return _converted(options, entry, values, source)
+
+
+def _converted(
+    options: Mapping[str, tuple[Setting, Any]], found: Mapping[str, Any], before: Mapping[str, Any], source: str
+) -> dict[str, Any]:
+    """Return the values that a source gives, by key. before: what sources before it give, of which a setting of several
+    keys keeps those that this source leaves out. Raises SettingsError."""
+    items = {key: options[key] for key in found if key in options}
+    return {key: _convert(item, found[key], source, before.get(key, default)) for key, (item, default) in items.items()}
 
 
 def describe(models: Sequence[Sequence[Section]]) -> dict[str, Any]:
@@ -130,7 +142,7 @@ def describe(models: Sequence[Sequence[Section]]) -> dict[str, Any]:
 
     def settings(sections: Iterable[Section], by_model: Collection[bool]) -> dict[str, Any]:
         return {
-            item.name: getattr(section, item.field)
+            item.name: _plain(getattr(section, item.field))
             for section in sections
             for item in declared_in(type(section))
             if item.name and not item.secret and item.by_model in by_model
@@ -139,6 +151,11 @@ def describe(models: Sequence[Sequence[Section]]) -> dict[str, Any]:
     if len(models) == 1:
         return settings(models[0], (True, False))
     return settings(models[0], (False,)) | {MODELS: [settings(sections, (True,)) for sections in models]}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON and YAML have it."""
+    return dataclasses.asdict(value) if isinstance(value, Keyed) else value
 
 
 def _options(defaults: Sequence[Section]) -> dict[str, tuple[Setting, Any]]:
@@ -172,14 +189,18 @@ def _add_flags(parser: argparse.ArgumentParser, defaults: Sequence[Section]) -> 
     for item, default in _options(defaults).values():
         if item.group not in groups:
             groups[item.group] = parser.add_argument_group(item.group)
-        about: dict[str, Any] = {"dest": item.flag, "help": f"{item.help} (default: {default!r})"}
+        about: dict[str, Any] = {"dest": item.flag, "help": f"{item.help} (default: {_shown(default)})"}
         if item.kind is bool:
             about |= {"action": argparse.BooleanOptionalAction, "default": None}
         else:
-            about["metavar"] = item.flag.upper()
+            about["metavar"] = "JSON" if isinstance(default, Keyed) else item.flag.upper()
         if get_origin(item.kind) is tuple:
             about["action"] = "append"
         groups[item.group].add_argument("--" + item.flag.replace("_", "-"), **about)
+
+
+def _shown(default: Any) -> str:
+    return json.dumps(_plain(default)) if isinstance(default, Keyed) else repr(default)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -229,9 +250,16 @@ def _from_file(path: str) -> tuple[dict[str, Any], list[Any]]:
     return content, models
 
 
-def _convert(item: Setting, value: Any, source: str) -> Any:
-    """A value by its spelling, so that 4.5 and true are no integers. Raises SettingsError."""
+def _convert(item: Setting, value: Any, source: str, before: Any) -> Any:
+    """A value by its spelling, so that 4.5 and true are no integers. Raises SettingsError.
+
+    before: the value that it replaces, whose other keys stay if it has several."""
     kind, name = item.kind, item.name or item.flag
+    if isinstance(before, Keyed):
+        try:
+            return before.changed(value)
+        except SettingsError as error:
+            raise SettingsError(f"{source}: {name}: {error}") from None
     try:
         if get_origin(kind) is tuple:
             return tuple(value)

@@ -1,7 +1,7 @@
 """Every setting of specahead, declared once: name, type, default, help, group and range."""
 
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,20 +9,24 @@ from specahead import models
 from specahead.config.access import ClientAccess, ServiceAccess
 from specahead.config.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
 from specahead.config.setting import Section, Setting, SettingsError, setting
+from specahead.config.speculation import (
+    MOST_JUDGED,
+    READ_AT_ONCE,
+    SELF_READ_SHARE,
+    Circumstances,
+    ResolvedSpeculation,
+    Speculation,
+    most_gamma_holding,
+    resolve,
+)
 
-QUANTIZATIONS = ("none", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder")
 JSON_WHITESPACE = ("compact", "none", "any")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
-MAX_BRANCHES = 16
-MOST_GAMMA = 64
-READ_AT_ONCE = 16  # tokens of a session for which a pass reads its KV once (64 rows of queries, 4 heads a group)
-MOST_JUDGED = 31  # proposed and screened tokens that a pass can judge (specahead.kernels.rejection)
 ALTERNATIVES_RIGHT = 0.7  # of the share of accepted tokens, measured with the bundled pair (docs/performance.md)
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/sessions/routing.py
-WITHOUT_DRAFT = ("none", "ngram", "self", "auto")  # what may stand in place of a draft model
 
 _models = partial(setting, group="models and plan", by_model=True)
 _rounds = partial(setting, group="rounds", by_model=True)
@@ -35,11 +39,13 @@ _scaling = partial(setting, group="scaling", by_model=True)
 _placement = partial(setting, group="placement")
 _endpoints = partial(setting, group="client endpoints")
 
+_BY_POLICY = Speculation()
+
 # The draft's own model, of which the target has to know whether there is one.
 _DRAFT = Setting(
     "draft model: Hugging Face id or folder; or without a draft service self: the target drafts for itself, reading "
-    "little of its KV, where that pays, ngram: it proposes what followed the same tokens earlier in the text, auto: "
-    "self where it pays, else ngram, none: it runs one token a step",
+    "little of its KV, where that pays, lookup: it proposes what followed the same tokens earlier in the text, auto: "
+    "self where it pays, else lookup, none: it runs one token a step",
     group="models and plan",
     name="draft",
     by_model=True,
@@ -91,16 +97,11 @@ class ModelSettings(Section):
         False, "the target's tokens do not depend on the batch nor on drafting, at some cost (GPU only)"
     )
     attention_backend: str = _running("auto", f"{', '.join(ATTENTION_BACKENDS)}: {ATTENTION_HELP}")
-    gamma: int = _rounds(
-        4,
-        "tokens drafted a round; auto (or 0): as many, up to max_gamma, as are the fastest by measured costs and "
-        "acceptance (costs of draft self: by the sizes of weights and KV), none where that is, and approximate "
-        "sessions read everything where that is",
-        least=0,
-        most=MOST_GAMMA,
-        words={"auto": 0},
+    speculation: Speculation = _rounds(  # noqa: RUF009
+        _BY_POLICY,
+        "how sessions speculate, for experts and benchmarks, as JSON or a mapping; the service chooses what it leaves "
+        "out",
     )
-    max_gamma: int = _rounds(4, "tokens drafted a round at most, with --gamma auto", least=1, most=MOST_GAMMA)
     max_context: int = _limits(
         32768, "longest prompt and output together, in tokens; 0: what the models allow", least=0
     )
@@ -114,15 +115,24 @@ class ModelSettings(Section):
     dense_layers: tuple[int, ...] = ()
     group_size: int = 0
 
+    @cached_property
+    def chosen(self) -> ResolvedSpeculation:
+        """How sessions speculate: what `speculation` says, and what follows from the models and the device."""
+        return resolve(self.speculation, self._circumstances)
+
+    @property
+    def _circumstances(self) -> Circumstances:
+        return Circumstances("none")
+
     @property
     def adaptive(self) -> bool:
         """Whether the target decides how many tokens are drafted."""
-        return self.gamma == 0
+        return self.speculation.gamma is None
 
     @property
     def most_drafted(self) -> int:
         """Tokens drafted a round, at most."""
-        return self.gamma or self.max_gamma
+        return self.chosen.max_gamma
 
     @property
     def widest_round(self) -> int:
@@ -144,24 +154,6 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     )
     budget: float = _models(0.0, "share of the KV blocks that approximate reads; 0: the plan's", least=0, most=1)
     method: str = _models("", "sparsity method that approximate uses by default; empty: the plan's", name="sparsity")
-    draft_read_share: float = _rounds(
-        1.0,
-        "share of the KV that the later passes of a draft round read; the first pass reads everything",
-        above=0,
-        most=1,
-    )
-    draft_refresh_every: int = _rounds(
-        1,
-        "rounds of a session from one whose first pass reads everything to the next; in between, and with a "
-        "--draft-read-share below 1, it reads that share as well",
-        least=1,
-    )
-    draft_quantization: str = _rounds(
-        "none",
-        "how rounds of up to 128 rows read the draft's weights, or the target's where it drafts for itself; fp8: in 8 "
-        "bits, held beside those in 16 that prompts and verification read",
-        choices=QUANTIZATIONS,
-    )
     prefill_chunk: int = _limits(
         0, "prompt tokens that one step may run, over all sessions; 0: 8192 on a GPU, 512 on a CPU", least=0
     )
@@ -196,12 +188,12 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     @property
     def has_draft(self) -> bool:
         """Whether a draft model drafts, be it as a service or in the target."""
-        return self.draft_name not in WITHOUT_DRAFT
+        return self._circumstances.has_draft
 
     @property
     def drafts_for_itself(self) -> bool:
         """Whether the target drafts by its own sparse attention."""
-        return self.draft_name in ("self", "auto")
+        return self._circumstances.drafts_for_itself
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -258,51 +250,6 @@ class TargetSettings(ServiceSettings):
     max_queued: int = _limits(
         1024, "sessions that may wait for a place; more are refused, with 0 all that cannot run at once", least=0
     )
-    prompt_read_share: float = _limits(
-        1.0,
-        "share of the tokens before them that the tokens of long prompts of approximate sessions read, but for the "
-        "last 512 of a prompt, which read everything; below 1: not with deterministic",
-        above=0,
-        most=1,
-    )
-    lookup_first: bool = _rounds(
-        False,
-        "exact sessions whose last 16 tokens have occurred before go without their draft, and propose up to 15 tokens "
-        "that followed there, for as long as these are accepted: for agents that repeat much of their context",
-    )
-    draft_timeout: float = _rounds(
-        0.0,
-        "seconds that the target waits for a proposal before decoding plainly; auto (or 0): four times what recent "
-        "rounds and steps took, from 1 to 30",
-        least=0,
-        words={"auto": 0},
-    )
-    confirm_every: int = _rounds(
-        0,
-        "tokens of an exact session that the target's sparse attention, over self_read_share of KV, screens at most "
-        "before one dense pass confirms them all; auto (or -1): as many as are the fastest by what is confirmed and by "
-        "costs, or none; 0: every round is dense",
-        least=-1,
-        words={"auto": -1},
-    )
-    self_read_share: float = _rounds(
-        0.06,
-        "share of the KV that a target reads when it drafts for itself (--draft self) or screens (confirm_every)",
-        above=0,
-        most=1,
-    )
-    screening_quantization: str = _rounds(
-        "none",
-        "how steps that screen (confirm_every) up to 64 tokens read the target's weights; fp8: in 8 bits, held beside "
-        "those in 16 that all else reads",
-        choices=QUANTIZATIONS,
-    )
-    self_from: int = _rounds(
-        -1,
-        "tokens of all sessions of a step from which on a target drafts for itself; negative: where it pays by the "
-        "sizes of weights and KV",
-        least=-1,
-    )
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
@@ -316,24 +263,28 @@ class TargetSettings(ServiceSettings):
         most=1,
     )
 
+    self_read_share: float = SELF_READ_SHARE
+    self_from: int = -1
+    draft_timeout: float = 0.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.confirm_every:
-            self._check_confirm_every()
-        elif self.synthetic_confirmation < 1:
+        hold = self.speculation.hold
+        if hold:
+            self._check_hold(hold)
+        elif hold == 0 and self.synthetic_confirmation < 1:
             raise SettingsError(
-                f"synthetic_confirmation is {self.synthetic_confirmation}, but confirm_every is 0: nothing is confirmed"
+                f"synthetic_confirmation is {self.synthetic_confirmation}, but hold is {hold}: nothing is confirmed"
             )
-        elif self.screening_quantization != "none":
-            asked = self.screening_quantization
-            raise SettingsError(f"screening_quantization is {asked!r}, but confirm_every is 0: nothing is screened")
+        elif hold == 0 and self.screens_lightly:
+            raise SettingsError("speculation: screening_quantization is given, but hold is 0: nothing is screened")
         if self.synthetic_confirmation < 1 and self.synthetic_acceptance < 0:
             raise SettingsError(
                 f"synthetic_confirmation is {self.synthetic_confirmation}, but verdicts are the target's own: give a "
                 "synthetic_acceptance, or leave it out"
             )
-        if self.lookup_first and not self.has_draft:
-            raise SettingsError(f"lookup_first is not built with draft {self.draft}: leave one of them out")
+        if self.speculation.lookup and not self.has_draft:
+            raise SettingsError(f"speculation: lookup is not built with draft {self.draft}: leave one of them out")
         if self.draft_in_target and not self.has_draft:
             raise SettingsError(f"draft_in_target: draft is {self.draft!r}, expected a model's id or folder")
         if self.draft_in_target and self.host_kv_memory:
@@ -342,23 +293,22 @@ class TargetSettings(ServiceSettings):
                 "leave one of them out"
             )
 
-    def _check_confirm_every(self) -> None:
+    def _check_hold(self, hold: int) -> None:
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""
-        least, most, asked = self.most_drafted + 1, MOST_JUDGED - self.most_drafted, self.most_held
-        auto = MOST_JUDGED // 2 if self._holds_many else READ_AT_ONCE - 3
+        least, most = self.most_drafted + 1, MOST_JUDGED - self.most_drafted
+        by_policy = most_gamma_holding(self.host_kv_memory > 0)
         refused = {
             f"draft {self.draft}, where sparse attention proposes what a dense pass confirms": self.drafts_for_itself,
             "draft none, where nothing is proposed": self.draft == "none",
             # What a round is worth would be measured without what dense passes take back.
-            "gamma auto, unless it is auto itself": self.adaptive and self.confirm_every > 0,
-            "self_read_share 1, with which nothing is screened": self.self_read_share == 1,
+            "a gamma of null; give both, or neither": self.adaptive,
         }
         for what in (what for what, given in refused.items() if given):
-            raise SettingsError(f"confirm_every is not built with {what}: leave one of them out")
-        if not least <= asked <= most:
+            raise SettingsError(f"speculation: hold {hold} is not built with {what}")
+        if not least <= hold <= most:
             raise SettingsError(
-                f"confirm_every is {asked}: with a gamma of {self.most_drafted} it must be 0, or from {least} (a "
-                f"round's tokens) to {most}; auto takes a gamma of at most {auto}"
+                f"speculation: hold is {hold}: with a gamma of {self.most_drafted} it must be 0, or from {least} (a "
+                f"round's tokens) to {most}; null takes a gamma of at most {by_policy}"
             )
 
     @property
@@ -370,34 +320,39 @@ class TargetSettings(ServiceSettings):
     @property
     def screens_lightly(self) -> bool:
         """Whether steps that screen read the weights in 8 bits."""
-        return self.screening_quantization == "fp8"
+        return self.speculation.screening_quantization == "fp8"
 
     @property
     def most_held(self) -> int:
         """Tokens of an exact session that are screened before a dense pass confirms them, at most; 0: none are.
 
-        By auto so many that one drafted token fits beside them into a pass that reads the KV once.
+        Where the policy chooses, one drafted token still fits beside them into a pass that reads the KV once.
         """
-        if self.confirm_every >= 0:
-            return self.confirm_every
+        if self.chosen.hold is not None:
+            return self.chosen.hold
         return MOST_JUDGED - self.most_drafted if self._holds_many else READ_AT_ONCE - 2
 
     @property
     def _holds_many(self) -> bool:
-        """Whether auto may hold as many tokens as can be judged: where KV comes from the host it is no matter how often
-        a pass reads it. A deterministic target keeps to the width that its steps have in any case.
+        """Whether the policy may hold as many tokens as can be judged: bringing KV from the host costs more than
+        reading it repeatedly. A deterministic target keeps to the width that its steps have in any case.
         """
-        return self.confirm_every < 0 and self.host_kv_memory > 0 and not self.deterministic
+        return self.chosen.hold is None and self.host_kv_memory > 0 and not self.deterministic
 
     @property
     def widest_round(self) -> int:
-        """Tokens that a session runs in a round, at most: those that it confirms among them.
+        """Tokens that a session runs in a round, at most, with the tokens that it confirms.
 
-        All steps of a deterministic target have room for as many, so that what rounds are does not tell in its tokens.
+        A deterministic target's steps are all as wide, so that its tokens do not depend on how rounds are made.
         """
-        held = self.most_held if self.confirm_every > 0 or self._holds_many else 0
-        wide = self.confirm_every < 0 or self.lookup_first or self.deterministic
+        by_policy = self.chosen.hold is None
+        held = self.most_held if not by_policy or self._holds_many else 0
+        wide = by_policy or self.chosen.lookup or self.deterministic
         return max(READ_AT_ONCE if wide else 0, super().widest_round + held)
+
+    @property
+    def _circumstances(self) -> Circumstances:
+        return Circumstances(self.draft, self.device.startswith("cuda"), self.host_kv_memory > 0)
 
     @property
     def draft_name(self) -> str:
@@ -422,7 +377,7 @@ class TargetSettings(ServiceSettings):
                 "deterministic": False,  # what a draft says changes no token of a deterministic target
                 "dense_layers": (),
                 "group_size": 0,
-                "ahead": False,
+                "speculation": replace(self.speculation, overlap=False),
             }
         )
 
@@ -444,26 +399,11 @@ class DraftSettings(ServiceSettings):
     targets: tuple[str, ...] = _services(
         (), "HOST:PORT of a target service to draft for; may be repeated", name="", flag="target"
     )
-    ahead: bool = _rounds(True, "draft the next round while one is verified, where verdicts are mostly foreseen")
-    micro_batches: int = _rounds(
-        1,
-        "micro-batches that sessions are drafted in; with 2 one is verified while the next is drafted, which may pay "
-        "where verdicts are seldom foreseen",
-        name="draft_waves",
-        flag="waves",
-        least=1,
-    )
-    branches: int = _rounds(
-        0,
-        "outcomes of a verdict that the next round is drafted for while the target verifies, at most, fewer where many "
-        "sessions are drafted together; 1: the likeliest alone; auto (or 0): 8 on a GPU, 1 on a CPU",
-        name="draft_branches",
-        flag="branches",
-        least=0,
-        most=MAX_BRANCHES,
-        words={"auto": 0},
-    )
     support: int = 64
+
+    @property
+    def _circumstances(self) -> Circumstances:
+        return Circumstances(self.model, self.device.startswith("cuda"))
 
     @property
     def draft_name(self) -> str:

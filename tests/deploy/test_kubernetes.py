@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.requests.access import OPEN
-from specahead.config.sections import WITHOUT_DRAFT
+from specahead.config.speculation import WITHOUT_DRAFT
 from tests.deploy.tools import (
     DEPLOY,
     Object,

@@ -158,7 +158,18 @@ def test_launch_refuses_a_plan_for_another_target(ray_address: str, tmp_path: Pa
     """What a service says reaches the user, without what Ray says about it."""
     plan = tmp_path / "plan.json"
     save_plan(uniform_plan(3, 2, 2, 2), plan)
-    flags = ("--draft", "ngram", "--plan", str(plan), "--namespace", "mismatch", "--grpc-port", "0", "--http-port", "0")
+    flags = (
+        "--draft",
+        "lookup",
+        "--plan",
+        str(plan),
+        "--namespace",
+        "mismatch",
+        "--grpc-port",
+        "0",
+        "--http-port",
+        "0",
+    )
     done = run(*LAUNCH, *flags, **RAY_ENVIRONMENT, RAY_ADDRESS=ray_address)
     assert_refused(done, f"{plan} is for a ")
     assert b"ready" not in done.stdout

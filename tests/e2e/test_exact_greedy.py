@@ -140,11 +140,11 @@ models:
     gamma: 8
     draft_branches: 3
     draft_waves: 1
-    confirm_every: 12
+    hold: 12
     self_read_share: 0.25
   - target: {TARGET}
     draft: ngram
-    confirm_every: 12
+    hold: 12
     self_read_share: 0.25
     served_model_name: ngram
   - target: {TARGET}
@@ -170,16 +170,16 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     assert accepted > 0.3 * drafted, "fewer drafted tokens were accepted than these books give"
     assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name="pair") == accepted
     check_confirmed(stack, "pair", 50)
-    for model, share in (("ngram", 0.5), ("self", 0.5)):  # when self drafts is up to how busy the machine is
+    for model, share in (("lookup", 0.5), ("self", 0.5)):  # when self drafts is up to how busy the machine is
         assert metric(stack.http, "spec_decode_num_draft_tokens_total", model_name=model) == 0
         drafted, accepted = check(stack, model, prompts[::5], greedy)
         assert accepted > max(30, share * drafted), "fewer were accepted than these books give"
         events = {"service": f"target@{model}", "name": f"{model}_accepted_tokens"}
         assert metric(stack.http, "service_events_total", **events) == accepted
         assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name=model) == accepted
-    check_confirmed(stack, "ngram", 20)
+    check_confirmed(stack, "lookup", 20)
     with OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["pair", "ngram", "self"]
+        assert [model.id for model in client.models.list()] == ["pair", "lookup", "self"]
         with pytest.raises(NotFoundError, match="The model `another` does not exist"):
             client.completions.create(model="another", prompt="a")
 

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from protos import speculation_pb2
-from specahead.config import TargetSettings
 from specahead.engine.sampling.distributions import Support
 from specahead.sparsity.announce import BY_DRAFT_HEAD
 from specahead.sparsity.selection import BlockSelection
@@ -17,6 +16,7 @@ from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.fuzz.mutators import mutate_bytes, mutate_message
 from tests.proposals import together
+from tests.settings import target_settings
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
 
 PROMPT, NEW_TOKENS = [7] * 40, 6
@@ -56,7 +56,7 @@ def take(data: bytes) -> str:
     except Exception:  # what this refuses is another target's affair
         return "no message"
     runner = FakeRunner(MODEL.target, True, LAYERS, 1, 40)
-    verifier = Verifier(runner, PLAN, TargetSettings(gamma=4, max_context=100, draft_timeout=1e-9))
+    verifier = Verifier(runner, PLAN, target_settings(gamma=4, max_context=100, draft_timeout=1e-9))
     peer, tokens = DraftPeer("draft", lambda event: None), {name: [] for name in NAMES}
 
     def emit(event: m.ServedEvent) -> None:

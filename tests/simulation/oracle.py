@@ -180,9 +180,9 @@ def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: S
     readers = scenario.draft_services or scenario.targets
     reading_seconds = prompts / scenario.prefill_chunk * scenario.step_seconds / readers
     is_fit = (
-        scenario.gamma_setting > 0
-        and not scenario.confirm_every  # whose rounds that take tokens back are plain
-        and not scenario.lookup_first  # behind whose guesses a draft begins anew
+        scenario.gamma_setting is not None
+        and scenario.hold == 0  # whose rounds that take tokens back are plain
+        and not scenario.lookup  # behind whose guesses a draft begins anew
         and scenario.draft == DRAFT
         and scenario.draft_pages >= 400
         and scenario.draft_errs <= 4

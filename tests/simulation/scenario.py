@@ -38,7 +38,6 @@ class Scenario:
     gamma: int
     branches: int
     ahead: bool
-    micro_batches: int
     target_pages: int
     draft_pages: int
     max_sessions: int
@@ -75,7 +74,6 @@ class Scenario:
             gamma=random.choice((1, 2, 4, 4, 6)),
             branches=random.choice((1, 1, 2, 4)),
             ahead=random.random() < 0.8,
-            micro_batches=random.choice((1, 2, 2)),
             target_pages=random.choice((12, 40, 400)),
             draft_pages=random.choice((12, 40, 400)),
             max_sessions=random.choice((3, 16, 64)),
@@ -115,24 +113,24 @@ class Scenario:
         )
 
     @property
-    def gamma_setting(self) -> int:
-        """What the services are told of γ: in half of the seeds they choose it (auto), up to `gamma`."""
-        return 0 if self.seed % 3 == 0 or self.seed % 6 == 1 else self.gamma
+    def gamma_setting(self) -> int | None:
+        """What the services are told of γ: in half of the seeds they choose it, up to `gamma`."""
+        return None if self.seed % 3 == 0 or self.seed % 6 == 1 else self.gamma
 
     @property
-    def confirm_every(self) -> int:
+    def hold(self) -> int | None:
         """How many tokens of an exact session sparse attention screens, at most: in a third of the seeds any. In a
         seventh of these, and where the target chooses γ, it chooses this as well.
         """
         number = self.seed // 3 % 14
         if self.seed % 3 != 1 or self.draft != DRAFT:
             return 0
-        return -1 if number > 11 or not self.gamma_setting else self.gamma + 1 + number
+        return None if number > 11 or not self.gamma_setting else self.gamma + 1 + number
 
     @property
-    def lookup_first(self) -> bool:
+    def lookup(self) -> bool:
         """Whether a text proposes before a draft does, by guesses that follow from it (model.guess_by_script)."""
-        return self.seed % 4 == 2 and self.draft == DRAFT and not self.confirm_every
+        return self.seed % 4 == 2 and self.draft == DRAFT and self.hold == 0
 
     @property
     def goes_ahead(self) -> bool:
@@ -147,7 +145,7 @@ class Scenario:
     @property
     def draft(self) -> str:
         """What proposes, as --draft says: in a fifth of the seeds the targets themselves, and there are no drafts."""
-        return ("self", "auto", "ngram", "self")[self.seed // 5 % 4] if self.seed % 5 == 3 else DRAFT
+        return ("self", "auto", "lookup", "self")[self.seed // 5 % 4] if self.seed % 5 == 3 else DRAFT
 
     @property
     def draft_services(self) -> int:

@@ -16,12 +16,12 @@ from orchestrator.sessions.observer import Observer
 from orchestrator.sessions.router import Router
 from orchestrator.sessions.served_models import ServedModels
 from protos import inference_pb2_grpc
-from specahead.config import DraftSettings, TargetSettings
 from specahead.engine.steps.runner import Runner
 from specahead.wire.access import OPEN, PeerAccess
 from specahead.wire.messages import Hello
 from specahead.wire.server import start_server
 from target_service import service as target_service
+from tests.settings import draft_settings, target_settings
 from tests.simulation.model import PLAN, STOP, VOCAB
 from tests.simulation.scenario import Scenario
 
@@ -55,15 +55,15 @@ async def run_target(
     name: str, scenario: Scenario, runner: Runner, draft: Runner | None, keep: Callable[[Drafter], None]
 ) -> None:
     """draft: the model of a draft in the target, None if there is none. keep: told of its drafter."""
-    settings = TargetSettings(
+    settings = target_settings(
         host=name,
         port=PORT,
         gamma=scenario.gamma_setting,
         max_gamma=scenario.gamma,
         draft=scenario.draft,
         self_from=0,
-        confirm_every=scenario.confirm_every,
-        lookup_first=scenario.lookup_first,
+        hold=scenario.hold,
+        lookup=scenario.lookup,
         max_sessions=scenario.max_sessions,
         max_queued=scenario.max_queued,
         max_context=CONTEXT,
@@ -80,15 +80,14 @@ async def run_target(
 
 
 async def run_draft(name: str, scenario: Scenario, runner: Runner) -> None:
-    settings = DraftSettings(
+    settings = draft_settings(
         host=name,
         port=PORT,
         targets=tuple(address_of(f"target-{index}") for index in range(scenario.targets)),
         gamma=scenario.gamma_setting,
         max_gamma=scenario.gamma,
         branches=scenario.branches,
-        ahead=scenario.ahead,
-        micro_batches=scenario.micro_batches,
+        overlap=scenario.ahead,
         max_sessions=scenario.max_sessions,
         max_context=CONTEXT,
         prefill_chunk=scenario.prefill_chunk,

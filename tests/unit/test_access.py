@@ -19,7 +19,7 @@ from orchestrator.cluster.service_status import ControlLine
 from orchestrator.requests.access import open_paths, read_access
 from orchestrator.sessions.router import Router
 from protos import control_pb2, control_pb2_grpc
-from specahead.config import SettingsError, TargetSettings
+from specahead.config import SettingsError
 from specahead.config.access import ClientAccess, check_client_listener, check_service_listener, is_loopback
 from specahead.wire.access import PeerAccess, bearer_of, check_token, peer_of, read_peer_access
 from specahead.wire.errors import Unauthenticated
@@ -27,6 +27,7 @@ from specahead.wire.server import RunningServer, start_server
 from specahead.wire.tls import Tls, read_tls
 from tests.certificates import Files, make_certificate
 from tests.launch_settings import launch_settings
+from tests.settings import target_settings
 from tests.unit.test_router import Target, until
 
 AUTHORITY, STRANGER = trustme.CA(), trustme.CA()
@@ -255,14 +256,14 @@ def test_an_expired_certificate_ends_a_launch(prefix: str, tmp_path: Path) -> No
 def test_a_token_comes_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
-    assert read_peer_access(TargetSettings(service_token_file=str(file))) == PeerAccess(TOKEN)
-    assert TOKEN not in repr(TargetSettings(service_token=TOKEN)) + repr(PeerAccess(TOKEN))
+    assert read_peer_access(target_settings(service_token_file=str(file))) == PeerAccess(TOKEN)
+    assert TOKEN not in repr(target_settings(service_token=TOKEN)) + repr(PeerAccess(TOKEN))
     for content in ("", "two words", "naïve"):
         file.write_text(content)
         with pytest.raises(SettingsError, match="expected one word of printable ASCII"):
-            read_peer_access(TargetSettings(service_token_file=str(file)))
+            read_peer_access(target_settings(service_token_file=str(file)))
     with pytest.raises(SettingsError, match=r"service_token_file .*none cannot be read"):
-        read_peer_access(TargetSettings(service_token_file=str(tmp_path / "none")))
+        read_peer_access(target_settings(service_token_file=str(tmp_path / "none")))
 
 
 @pytest.mark.parametrize(
@@ -276,18 +277,18 @@ def test_a_token_comes_from_a_file(tmp_path: Path) -> None:
 )
 def test_settings_that_contradict_each_other_are_refused(given: dict[str, str]) -> None:
     with pytest.raises(SettingsError, match="service_"):
-        TargetSettings(**given)
+        target_settings(**given)
 
 
 def test_a_listener_off_loopback_asks_who_calls() -> None:
     """A server's own certificate says who answers, not who calls."""
     pair = {"tls_cert": "a", "tls_key": "b"}
-    for open_one in (TargetSettings(), TargetSettings(**pair)):
+    for open_one in (target_settings(), target_settings(**pair)):
         with pytest.raises(SettingsError, match=r"host is '0.0.0.0'.*--insecure"):
             check_service_listener(open_one, "0.0.0.0")
         check_service_listener(open_one, "127.0.0.1")
     for asked in ({"service_token": "a"}, {"service_token_file": "a"}, {**pair, "tls_ca": "c"}, {"insecure": True}):
-        check_service_listener(TargetSettings(**asked), "0.0.0.0")
+        check_service_listener(target_settings(**asked), "0.0.0.0")
     with pytest.raises(SettingsError, match="--api-keys-file"):
         check_client_listener(ClientAccess(**pair), "::")
     for asked in ({"api_key": "a"}, {"api_keys_file": "a"}, {"insecure": True}):

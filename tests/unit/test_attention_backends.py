@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from specahead import models
-from specahead.config import DraftSettings, ModelSettings, SettingsError, TargetSettings, resolve_service
+from specahead.config import ModelSettings, SettingsError, TargetSettings, resolve_service
 from specahead.config.attention_backends import check_attention_backend
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model
@@ -27,6 +27,7 @@ from specahead.kernels.backends import Backend
 from specahead.kernels.prompt_attention import attend_to_prompts
 from specahead.kernels.selection import compact
 from tests.launch_settings import launch_settings
+from tests.settings import draft_settings, target_settings
 
 VOCAB, LAYERS, KV_HEADS = 97, 3, 2
 SIZES: dict[str, Any] = {
@@ -75,10 +76,10 @@ def test_services_take_the_flag() -> None:
     def resolve(default: Any, *flags: str) -> str:
         return resolve_service(argparse.ArgumentParser(), default, flags, {})[0].attention_backend
 
-    assert resolve(TargetSettings()) == "auto"
-    assert resolve(DraftSettings(), "--attention-backend", "triton") == "triton"
+    assert resolve(target_settings()) == "auto"
+    assert resolve(draft_settings(), "--attention-backend", "triton") == "triton"
     with pytest.raises(SettingsError, match="auto, triton, torch"):
-        resolve(TargetSettings(), "--attention-backend", "xformers")
+        resolve(target_settings(), "--attention-backend", "xformers")
 
 
 def test_a_launch_takes_the_flag() -> None:

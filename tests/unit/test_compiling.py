@@ -119,12 +119,12 @@ def runner_of(shape, **how):
     runner._passes = PassRunner(decoder, kv, runner._limits, runner._passes.memories, True, None, light)
     return runner
 
-limits = {"gamma": 0, "max_sessions": 2, "max_context": 1024}
-settings = TargetSettings(
-    draft_in_target=True, max_gamma=3, draft_refresh_every=4, draft_read_share=0.1, confirm_every=-1,
+limits = {"gamma": None, "max_sessions": 2, "max_context": 1024}
+settings = target_settings(
+    draft_in_target=True, max_gamma=3, draft_read_share=0.1, hold=None,
     screening_quantization="fp8", **limits,
 )
-alone = TargetSettings(draft="self", max_gamma=8, draft_quantization="fp8", **limits)
+alone = target_settings(draft="self", max_gamma=8, draft_quantization="fp8", **limits)
 plan, shape = uniform_plan(5, 2, 3, 8), Shape(5, 512, 8, 2, 64, 1024, 512)
 target = runner_of(shape, step_queries=4, most_queries=settings.widest_round)
 verifier = Verifier(target, plan, settings)
@@ -229,6 +229,7 @@ def kernel(x_ptr, SIZE: tl.constexpr):
 
 A_FAULT = """
 from specahead.kernels.backends import jit, tl
+from tests.settings import target_settings
 
 @jit
 def kernel(x_ptr, SIZE: tl.constexpr):

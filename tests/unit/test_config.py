@@ -13,9 +13,19 @@ from typing import Any
 import pytest
 
 from specahead import models
-from specahead.config import ClusterSettings, Config, DraftSettings, SettingsError, TargetSettings, resolve_service
+from specahead.config import (
+    ClusterSettings,
+    Config,
+    DraftSettings,
+    SettingsError,
+    Speculation,
+    TargetSettings,
+    resolve_service,
+    speculation,
+)
 from specahead.config.resolve import describe
 from specahead.config.setting import Section, declared_in
+from specahead.config.speculation import Circumstances
 from specahead.wire.errors import ClusterError
 from tests.launch_settings import launch_settings
 
@@ -41,19 +51,78 @@ def test_defaults() -> None:
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
-    file = config(tmp_path, "gamma: 2\ngrpc_port: 1002\nhttp_port: 2002\n")
-    settings = resolve("--config", file, "--gamma", "8", SPECAHEAD_GAMMA="6", SPECAHEAD_GRPC_PORT="1006", PATH="/bin")
-    assert (settings.target.gamma, settings.draft.gamma) == (8, 8)
+    file = config(tmp_path, "max_queued: 2\ngrpc_port: 1002\nhttp_port: 2002\n")
+    flags = ("--config", file, "--max-queued", "8")
+    settings = resolve(*flags, SPECAHEAD_MAX_QUEUED="6", SPECAHEAD_GRPC_PORT="1006", PATH="/bin")
+    assert settings.target.max_queued == 8
     assert (settings.clients.grpc_port, settings.clients.http_port) == (1006, 2002)
     assert settings.target.max_sessions == TargetSettings().max_sessions
 
 
 def test_a_source_wins_even_with_the_default_value(tmp_path: Path) -> None:
-    file = config(tmp_path, "gamma: 2\nahead: false\n")
-    assert resolve("--config", file, "--gamma", "4").target.gamma == 4
-    assert resolve("--config", file, "--ahead").draft.ahead is True
-    assert resolve("--config", file, SPECAHEAD_AHEAD="true").draft.ahead is True
-    assert resolve("--no-ahead", SPECAHEAD_AHEAD="true").draft.ahead is False
+    file = config(tmp_path, "max_queued: 2\ninsecure: true\n")
+    assert resolve("--config", file, "--max-queued", "1024").target.max_queued == 1024
+    assert resolve("--config", file, "--no-insecure").target.insecure is False
+    assert resolve("--config", file, SPECAHEAD_INSECURE="false").target.insecure is False
+    assert resolve("--insecure", SPECAHEAD_INSECURE="false").target.insecure is True
+
+
+def test_speculation_is_one_setting_whose_keys_are_merged(tmp_path: Path) -> None:
+    """Each source gives the keys that it names; target and draft have the same."""
+    file = config(tmp_path, "speculation: {gamma: 2, hold: 0, branches: 3}\n")
+    environment = {"SPECAHEAD_SPECULATION": '{"gamma": 3}'}
+    config_ = resolve("--config", file, "--speculation", '{"gamma": 8, "overlap": false}', **environment)
+    assert config_.target.speculation == config_.draft.speculation
+    assert config_.target.speculation == Speculation(gamma=8, hold=0, branches=3, overlap=False)
+    assert resolve("--speculation", '{"gamma": null}').target.speculation == Speculation()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ('{"gama": 1}', "no such key: gama; expected a mapping with keys among gamma, max_gamma, hold"),
+        ('{"gamma": 65}', "gamma is 65, expected a whole number at least 1 and at most 64, or null"),
+        ('{"gamma": "4"}', "gamma is '4', expected a whole number"),
+        ('{"gamma": true}', "gamma is True, expected a whole number"),
+        ('{"gamma": 4.0}', "gamma is 4.0, expected a whole number"),
+        ('{"draft_read_share": 0}', "draft_read_share is 0, expected a number more than 0 and at most 1, or null"),
+        ('{"overlap": 1}', "overlap is 1, expected true or false"),
+        ('{"overlap": null}', "overlap is None, expected true or false"),
+        ('{"draft_quantization": "int4"}', "draft_quantization is 'int4', expected none, fp8"),
+        ("{gamma: 4}", "is not JSON, expected a mapping"),
+        ("[4]", "is no mapping, expected a mapping"),
+    ],
+)
+def test_speculation_with_a_wrong_key_or_value_is_refused(given: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^flag: speculation: .*{words}"):
+        resolve("--speculation", given)
+
+
+# What is asked, where, and what follows: gamma, max_gamma, hold, lookup, draft_read_share, branches.
+RESOLVED = [
+    ({}, ("m", False), (None, 4, 0, False, 1.0, 1)),
+    ({}, ("m", True), (None, 4, None, False, 0.1, 8)),
+    ({"gamma": 3}, ("m", True), (3, 3, None, False, 0.1, 8)),
+    ({"gamma": 14}, ("m", True), (14, 14, 0, False, 0.1, 8)),
+    ({"gamma": 14}, ("m", True, True), (14, 14, None, False, 0.1, 8)),
+    ({"gamma": 16}, ("m", True, True), (16, 16, 0, False, 0.1, 8)),
+    ({"max_gamma": 2, "hold": 0, "lookup": True}, ("m", True), (None, 2, 0, True, 0.1, 8)),
+    ({"gamma": 4, "hold": 8, "branches": 3}, ("m", False), (4, 4, 8, False, 1.0, 3)),
+    ({"branches": 3, "overlap": False, "draft_read_share": 0.5}, ("m", True), (None, 4, None, False, 0.5, 1)),
+    ({}, ("self", True), (None, 8, 0, False, 1.0, 8)),
+    ({}, ("auto", True), (None, 8, 0, False, 1.0, 8)),
+    ({}, ("lookup", True), (None, 4, None, False, 1.0, 8)),
+    ({}, ("none", True), (None, 4, 0, False, 1.0, 8)),
+]
+
+
+@pytest.mark.parametrize(("asked", "where", "follows"), RESOLVED)
+def test_what_a_speculation_leaves_open_follows_from_draft_and_device(
+    asked: dict, where: tuple, follows: tuple
+) -> None:
+    found = speculation.resolve(Speculation(**asked), Circumstances(*where))
+    names = ("gamma", "max_gamma", "hold", "lookup", "draft_read_share", "branches")
+    assert tuple(getattr(found, name) for name in names) == follows
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
@@ -62,18 +131,16 @@ def test_an_empty_file_sets_nothing(tmp_path: Path, text: str) -> None:
 
 
 def test_values_have_their_types(tmp_path: Path) -> None:
-    file = config(tmp_path, "budget: 1\ndraft_timeout: 0.5\nserved_model_name: 7\n")
-    settings = resolve("--config", file, SPECAHEAD_MAX_QUEUED="0", SPECAHEAD_AHEAD="no")
+    file = config(tmp_path, "budget: 1\nresume_timeout: 5\nserved_model_name: 7\n")
+    settings = resolve("--config", file, SPECAHEAD_MAX_QUEUED="0", SPECAHEAD_JOIN="yes")
     target = settings.target
-    assert (target.budget, target.draft_timeout, target.max_queued) == (1.0, 0.5, 0)
+    assert (target.budget, target.resume_timeout, target.max_queued) == (1.0, 5.0, 0)
     assert isinstance(target.budget, float)
     assert settings.clients.served_model_name == "7"
-    assert settings.draft.ahead is False
+    assert settings.cluster.join is True
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("gamma", "four"), ("gamma", "4.5"), ("draft_timeout", "soon"), ("grpc_port", "")]
-)
+@pytest.mark.parametrize(("name", "value"), [("max_queued", "4.5"), ("resume_timeout", "soon"), ("grpc_port", "")])
 def test_a_flag_of_the_wrong_type_is_refused(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=rf"flag: {name} is '{value}'"):
         resolve(f"--{name.replace('_', '-')}", value)
@@ -82,12 +149,12 @@ def test_a_flag_of_the_wrong_type_is_refused(name: str, value: str) -> None:
 
 
 def test_an_environment_switch_must_be_true_or_false() -> None:
-    with pytest.raises(SettingsError, match="environment: ahead is 'maybe', expected bool"):
-        resolve(SPECAHEAD_AHEAD="maybe")
+    with pytest.raises(SettingsError, match="environment: join is 'maybe', expected bool"):
+        resolve(SPECAHEAD_JOIN="maybe")
 
 
 @pytest.mark.parametrize(
-    "line", ["gamma: 4.5", "gamma: true", "gamma: null", "gamma: [4]", "ahead: 2", "plan: null", "host: [a, b]"]
+    "line", ["targets: 4.5", "targets: true", "targets: null", "targets: [4]", "join: 2", "plan: null", "host: [a, b]"]
 )
 def test_a_files_value_of_the_wrong_type_is_refused(tmp_path: Path, line: str) -> None:
     """It is not rounded or spelled out; the message names the file and the setting."""
@@ -98,7 +165,7 @@ def test_a_files_value_of_the_wrong_type_is_refused(tmp_path: Path, line: str) -
 
 def test_unknown_keys_are_refused_and_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="gama"):
-        resolve("--config", config(tmp_path, "gama: 4\ngamma: 4\n"))
+        resolve("--config", config(tmp_path, "gama: 4\nmax_queued: 4\n"))
     with pytest.raises(SettingsError, match="gama"):
         resolve("--config", config(tmp_path, "gama: 4\n1: 2\n"))
 
@@ -106,7 +173,7 @@ def test_unknown_keys_are_refused_and_named(tmp_path: Path) -> None:
 def test_an_unknown_variable_is_a_warning_that_names_it(caplog: pytest.LogCaptureFixture) -> None:
     """Others may set variables of this prefix; what is a setting counts all the same."""
     with caplog.at_level(logging.WARNING):
-        assert resolve(SPECAHEAD_GAMA="4", SPECAHEAD_GAMMA="6").target.gamma == 6
+        assert resolve(SPECAHEAD_GAMA="4", SPECAHEAD_MAX_QUEUED="6").target.max_queued == 6
     (record,) = caplog.records
     assert record.getMessage() == "environment: no such setting, ignored: SPECAHEAD_GAMA"
 
@@ -153,7 +220,7 @@ def test_an_unknown_flag_ends_with_a_usage_message(capsys: pytest.CaptureFixture
     assert "--gama" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["just words", "- a\n- list\n", "gamma: [", "\x00"])
+@pytest.mark.parametrize("text", ["just words", "- a\n- list\n", "targets: [", "\x00"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     file = config(tmp_path, text)
     with pytest.raises(SettingsError, match=file):
@@ -175,8 +242,6 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--gamma", "-1"),
-        ("--gamma", "65"),
         ("--budget", "-0.1"),
         ("--budget", "1.5"),
         ("--budget", "nan"),
@@ -186,9 +251,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ("--max-sessions", "0"),
         ("--max-queued", "-1"),
         ("--prefill-chunk", "-1"),
-        ("--draft-timeout", "-1"),
-        ("--draft-timeout", "nan"),
         ("--resume-timeout", "-1"),
+        ("--resume-timeout", "nan"),
         ("--host-kv-memory", "-0.5"),
         ("--host-kv-memory", "nan"),
     ],
@@ -198,15 +262,7 @@ def test_values_out_of_range_are_refused(flag: str, value: str) -> None:
         resolve(flag, value)
 
 
-def test_how_the_draft_reads_reaches_it_from_every_source(tmp_path: Path) -> None:
-    flags = ("--draft-waves", "2", "--draft-read-share", "0.1")
-    file = config(tmp_path, "draft_waves: 2\ndraft_read_share: 0.1\n")
-    environment = {"SPECAHEAD_DRAFT_WAVES": "2", "SPECAHEAD_DRAFT_READ_SHARE": "0.1"}
-    for settings in (resolve(*flags), resolve("--config", file), resolve(**environment)):
-        assert (settings.draft.micro_batches, settings.draft.draft_read_share) == (2, 0.1)
-
-
-@pytest.mark.parametrize(("flag", "value"), [("--gamma", "64"), ("--budget", "1"), ("--max-queued", "0")])
+@pytest.mark.parametrize(("flag", "value"), [("--budget", "1"), ("--max-queued", "0")])
 def test_the_ends_of_the_ranges_are_allowed(flag: str, value: str) -> None:
     assert resolve(flag, value) != Config()
 
@@ -298,13 +354,13 @@ def test_what_a_launch_decides_for_its_services() -> None:
     """Names and ports; of a deterministic pair the target alone is deterministic."""
     from orchestrator.cluster.fleet import placed_settings  # imports Ray
 
-    config = resolve("--deterministic", "--threads", "3", "--target-port", "4567", "--gamma", "7")
+    config = resolve("--deterministic", "--threads", "3", "--target-port", "4567", "--speculation", '{"gamma": 7}')
     target, draft = placed_settings(config)
     assert isinstance(draft, DraftSettings)
     assert (target.name, target.port, target.host) == ("target", 4567, "")
     assert (draft.name, draft.port, draft.targets) == ("draft", 0, ())
     assert (target.deterministic, draft.deterministic) == (True, False)
-    assert (target.threads, draft.threads, target.gamma, draft.gamma) == (3, 3, 7, 7)
+    assert (target.threads, draft.threads, target.chosen.gamma, draft.chosen.gamma) == (3, 3, 7, 7)
     automatic = placed_settings(resolve())[0]
     assert not automatic.traces and placed_settings(resolve("--trace-share", "0.1"))[1].traces
     assert automatic.port == automatic.threads == 0, "the node knows better"
@@ -330,7 +386,7 @@ def test_another_pair_needs_no_plan_and_both_sides_know_both_models() -> None:
         alone(DraftSettings(), "--model", "org/b", "--target", "h:1")
 
 
-@pytest.mark.parametrize("choice", ["none", "ngram", "self", "auto"])
+@pytest.mark.parametrize("choice", ["none", "lookup", "self", "auto"])
 def test_without_a_draft_model_there_is_one_service_and_any_target_has_a_plan(choice: str, tmp_path: Path) -> None:
     from orchestrator.cluster.fleet import placed_settings  # imports Ray
 
@@ -397,10 +453,18 @@ def test_a_service_calls_its_own_settings_by_short_names() -> None:
         *("m", 800, "sts", "0.0.0.0", 1),
     )
     draft = alone(
-        DraftSettings(), *common, "--model", "m", "--waves", "2", "--draft-read-share", "0.5", "--no-ahead",
-        "--target", "a:1", "--target", "b:2",
-    )  # fmt: skip
-    assert (draft.model, draft.micro_batches, draft.draft_read_share, draft.ahead) == ("m", 2, 0.5, False)
+        DraftSettings(),
+        *common,
+        "--model",
+        "m",
+        "--speculation",
+        '{"overlap": false}',
+        "--target",
+        "a:1",
+        "--target",
+        "b:2",
+    )
+    assert (draft.model, draft.chosen.overlap, draft.method) == ("m", False, "sts")
     assert draft.targets == ("a:1", "b:2")
 
 
@@ -426,7 +490,16 @@ def test_a_service_has_defaults_of_its_own() -> None:
 
 
 def test_what_is_printed_is_a_file_that_gives_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--gamma", "7", "--no-ahead", "--draft-kv-tokens", "999", "--budget", "0.5", "--namespace", "mine")
+    flags = (
+        "--speculation",
+        '{"gamma": 7, "lookup": true}',
+        "--draft-kv-tokens",
+        "999",
+        "--budget",
+        "0.5",
+        "--namespace",
+        "mine",
+    )
     with pytest.raises(SystemExit) as ended:
         resolve(*flags, "--dry-run")
     assert ended.value.code == 0
@@ -461,7 +534,7 @@ def test_a_name_is_declared_once() -> None:
     assert set(describe([sections(Config())])) == {name for name, rule in rules.items() if not rule.secret}
 
 
-@pytest.mark.parametrize("name", ["max_queued", "gamma", "host_kv_memory", "draft_timeout"])
+@pytest.mark.parametrize("name", ["max_queued", "host_kv_memory", "resume_timeout"])
 def test_what_exists_holds_allowed_values(name: str) -> None:
     """Also where no command line made it."""
     with pytest.raises(SettingsError, match=f"{name} is -1, expected "):
@@ -469,8 +542,8 @@ def test_what_exists_holds_allowed_values(name: str) -> None:
 
 
 def test_one_message_names_source_setting_value_and_range() -> None:
-    with pytest.raises(SettingsError, match=r"^flag: gamma is 65, expected at least 0 and at most 64$"):
-        resolve("--gamma", "65")
+    with pytest.raises(SettingsError, match=r"^flag: grpc_port is 65536, expected at least 0 and at most 65535$"):
+        resolve("--grpc-port", "65536")
     with pytest.raises(SettingsError, match=r"^environment: gpu_memory_utilization is 0.0, expected more than 0 and"):
         resolve(SPECAHEAD_GPU_MEMORY_UTILIZATION="0")
     with pytest.raises(SettingsError, match="load_format is 'gguf', expected auto, dummy"):
@@ -478,7 +551,7 @@ def test_one_message_names_source_setting_value_and_range() -> None:
 
 
 def test_command_lines_open_without_torch() -> None:
-    program = "import sys, config; print({'torch', 'ray', 'grpc', 'transformers'} & set(sys.modules))"
+    program = "import sys, specahead.config; print({'torch', 'ray', 'grpc', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "set()\n", done.stderr
 
@@ -487,27 +560,28 @@ def test_command_lines_open_without_torch() -> None:
 
 TWO_MODELS = f"""
 http_port: 0
-gamma: 5
+speculation: {{gamma: 5, branches: 2}}
 models:
   - target: {models.TARGET}
     draft: {models.DRAFT}
     targets: 2
     max_sessions: 8
   - target: {models.TARGET}
-    draft: ngram
+    draft: lookup
     served_model_name: alone
-    gamma: 3
+    speculation: {{gamma: 3}}
 """
 
 
 def test_a_file_lists_several_models_that_differ_in_some_settings(tmp_path: Path) -> None:
     """What an entry says holds for its model, all else for every model; the dry run gives the same again."""
     file = config(tmp_path, TWO_MODELS)
-    settings = resolve("--config", file, "--max-queued", "7", SPECAHEAD_GAMMA="6")
+    settings = resolve("--config", file, "--max-queued", "7", SPECAHEAD_SPECULATION='{"gamma": 6}')
     first, second = settings.by_model
     assert [each.model_name for each in (settings, first, second)] == ["tiny-target", "tiny-target", "alone"]
-    assert (first.cluster.targets, first.has_draft, first.target.gamma, first.draft.gamma) == (2, True, 6, 6)
-    assert (second.cluster.targets, second.has_draft, second.target.gamma) == (1, False, 3)
+    assert (first.cluster.targets, first.has_draft, second.cluster.targets, second.has_draft) == (2, True, 1, False)
+    assert first.target.speculation == first.draft.speculation == Speculation(gamma=6, branches=2)
+    assert second.target.speculation == Speculation(gamma=3, branches=2)
     assert (first.target.max_sessions, second.target.max_sessions) == (8, TargetSettings().max_sessions)
     assert {each.target.max_queued for each in settings.by_model} == {7}
     assert {each.clients.http_port for each in (settings, *settings.by_model)} == {0}
@@ -521,7 +595,7 @@ def test_the_dry_run_of_several_models_can_be_read_as_a_file(
     with pytest.raises(SystemExit):
         resolve("--config", file, "--dry-run")
     told = json.loads(capsys.readouterr().out)
-    assert "gamma" not in told and [each["gamma"] for each in told["models"]] == [5, 3]
+    assert "speculation" not in told and [each["speculation"]["gamma"] for each in told["models"]] == [5, 3]
     assert resolve("--config", config(tmp_path, json.dumps(told))) == resolve("--config", config(tmp_path, TWO_MODELS))
 
 
@@ -530,13 +604,13 @@ def test_the_dry_run_of_several_models_can_be_read_as_a_file(
     [
         ("models: tiny", "expected a list of mappings"),
         ("models: [tiny]", r"models\[0\]: expected a mapping of settings, with a target"),
-        ("models: [{gamma: 3}]", r"models\[0\]: expected a mapping of settings, with a target"),
+        ("models: [{budget: 1}]", r"models\[0\]: expected a mapping of settings, with a target"),
         ("models: [{target: a/b, http_port: 1}]", r"models\[0\]: http_port holds for all models"),
         ("models: [{target: a/b, colour: 1}]", r"models\[0\]: colour is no setting"),
-        ("models: [{target: a/b, gamma: many}]", r"models\[0\]: gamma is 'many', expected int"),
+        ("models: [{target: a/b, max_sessions: many}]", r"models\[0\]: max_sessions is 'many', expected int"),
         ("target: a/b\nmodels: [{target: a/b}]", "a target is given beside the models"),
         (
-            f"models: [{{target: {models.TARGET}, gamma: 3}}, {{target: {models.TARGET}}}]",
+            f"models: [{{target: {models.TARGET}, budget: 0.5}}, {{target: {models.TARGET}}}]",
             "2 of the models are called 'tiny-target': give each its own served_model_name",
         ),
         (

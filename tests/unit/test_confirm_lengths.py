@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from specahead.config import TargetSettings
 from target_service.confirm_lengths import ASSUMED_ROUNDS, LIKELY, ConfirmLengths, StepKind, StepReads, confirm_lengths
+from tests.settings import target_settings
 
 WEIGHTS = 120_000.0  # of 8b, in tokens of its KV
 GAMMA, MOST, ACCEPTED = 4, 24, 0.8
@@ -119,8 +119,8 @@ def test_steps_that_screen_are_tried_again_where_they_were_too_slow() -> None:
 
 def test_weights_in_eight_bits_have_screening_pay_sooner() -> None:
     """A step that screens costs half of the weights less."""
-    settings = TargetSettings(confirm_every=-1, screening_quantization="fp8")
-    light, other = confirm_lengths(settings, WEIGHTS), confirm_lengths(TargetSettings(confirm_every=-1), WEIGHTS)
+    settings = target_settings(hold=None, screening_quantization="fp8")
+    light, other = confirm_lengths(settings, WEIGHTS), confirm_lengths(target_settings(hold=None), WEIGHTS)
     assert light is not None and other is not None
     assert (
         other.step_size(LOAD, SCREENS, StepReads(1000, 60)) - light.step_size(LOAD, SCREENS, StepReads(1000, 60))
@@ -188,6 +188,6 @@ def test_what_is_seen_of_held_tokens_counts_and_is_forgotten_where_nothing_is_he
 
 
 def test_lengths_that_are_given_are_not_chosen() -> None:
-    assert confirm_lengths(TargetSettings(confirm_every=8), WEIGHTS) is None
-    made = confirm_lengths(TargetSettings(confirm_every=-1), WEIGHTS)
+    assert confirm_lengths(target_settings(hold=8), WEIGHTS) is None
+    made = confirm_lengths(target_settings(hold=None), WEIGHTS)
     assert made is not None and (made.most, made.present) == (14, 0)  # nothing is known yet

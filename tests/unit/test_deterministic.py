@@ -19,7 +19,6 @@ from torch import Tensor
 
 from draft_service.drafter import Drafter
 from specahead import models
-from specahead.config import TargetSettings
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
@@ -37,6 +36,7 @@ from target_service.planning import VerifyResult, VerifyStep
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
+from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, PinnedFakeRunner
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
@@ -48,7 +48,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 SEQUENCES = 8 if ON_GPU else 4  # of every step; a CPU computes all their rows one after the other
 GAMMA, PROMPT = 4, 200
 PLAN = bundled_plan(group_size=64)
-SETTINGS = TargetSettings(confirm_every=8, self_read_share=0.1)
+SETTINGS = target_settings(hold=8, self_read_share=0.1)
 SAMPLED = Sampling(0.9, 0.95, seed=3)
 TEXT = torch.randint(4, 4000, (400,), generator=torch.Generator().manual_seed(1)).tolist()
 in_bits = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: elsewhere numbers depend on shapes and places")
@@ -221,12 +221,12 @@ def test_every_step_has_one_shape_but_those_that_a_later_one_judges() -> None:
 CHAINS: dict[str, dict[str, Any]] = {
     "draft": {},
     "gamma 2": {"gamma": 2},
-    "three levels": {"confirm_every": 8},
-    "three levels by auto": {"confirm_every": -1},
-    "looked up first": {"lookup_first": True},
+    "three levels": {"hold": 8},
+    "three levels by auto": {"hold": None},
+    "looked up first": {"lookup": True},
     "self": {"draft": "self", "self_from": 0},
     "self by auto": {"draft": "self", "self_from": 0, "gamma": 0},
-    "ngram": {"draft": "ngram"},
+    "lookup": {"draft": "lookup"},
 }
 SERVED = [
     (TEXT[:180], GREEDY, {}),
@@ -248,7 +248,7 @@ class Generated:
 def generate(chain: dict[str, Any], dtype: torch.dtype = torch.float32, draft_model: Path = models.DRAFT) -> Generated:
     """Serve the texts by a deterministic target, with a draft in its process where there is one."""
     chain = {"draft": str(models.DRAFT), "self_read_share": 0.2, **chain}
-    of_target = TargetSettings(max_context=1000, max_sessions=4, prefill_chunk=256, deterministic=True, **chain)
+    of_target = target_settings(max_context=1000, max_sessions=4, prefill_chunk=256, deterministic=True, **chain)
     widths = {"step_queries": of_target.most_drafted + 1, "most_queries": of_target.widest_round}
     verifier = Verifier(runner_of(dtype, **widths), PLAN, of_target)
     steps: Any = verifier
@@ -324,7 +324,7 @@ class PinnedWorld(World):
 
 
 def world_of(clock: Clock, seed: int, model: Screens, most: int, **how: Any) -> PinnedWorld:
-    world = PinnedWorld(clock, seed, model, confirm_every=most, runner=PinnedScreeningRunner, **how)
+    world = PinnedWorld(clock, seed, model, hold=most, runner=PinnedScreeningRunner, **how)
     world.target.sparse_logits = model.sparse
     return world
 
@@ -362,7 +362,7 @@ def said(world: PinnedWorld, resumed: bool = False) -> list[tuple[list[int], lis
     return [(record.generated, of_each) for record, of_each in zip(records, told, strict=True)]
 
 
-@pytest.mark.parametrize(("screening", "most"), [(0, 11), (2, 6), (3, 11), (3, -1), (4, 6), (4, -1)])
+@pytest.mark.parametrize(("screening", "most"), [(0, 11), (2, 6), (3, 11), (3, None), (4, 6), (4, None)])
 def test_three_levels_say_what_is_said_without_a_draft(clock: Clock, screening: int, most: int) -> None:
     model = Screens(agreement=3, screening=screening)
     plain = said(world_of(clock, 1, model, 0, grammars=GRAMMARS))
@@ -388,7 +388,7 @@ def test_three_levels_say_what_is_said_without_a_draft(clock: Clock, screening: 
     faults=st.integers(0, 8),
     breaks=st.booleans(),
     resumed=st.booleans(),
-    lookup_first=st.booleans(),
+    lookup=st.booleans(),
 )
 def test_whatever_happens_three_levels_say_what_is_said_without_a_draft(
     seed: int,
@@ -400,13 +400,13 @@ def test_whatever_happens_three_levels_say_what_is_said_without_a_draft(
     faults: int,
     breaks: bool,
     resumed: bool,
-    lookup_first: bool,
+    lookup: bool,
 ) -> None:
     """Lost drafts, misplaced frames, sessions that give way or are opened again, guesses before the draft's."""
     clock, model = Clock(), Blurs(agreement=agreement, screening=screening)
     with patch("target_service.verifier.time", clock):
         plain = said(world_of(clock, seed, model, 0, grammars=GRAMMARS))
-        how: dict[str, Any] = {"gamma": gamma, "branches": 1 + seed % 3, "pages": pages, "lookup_first": lookup_first}
+        how: dict[str, Any] = {"gamma": gamma, "branches": 1 + seed % 3, "pages": pages, "lookup": lookup}
         world = world_of(clock, seed, model, most, grammars=GRAMMARS, faults=Faults(faults, jumps=faults), **how)
         link = world.attach()
         if breaks:

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.outcomes import branches_for
 from specahead import models
 from specahead.config import SettingsError, TargetSettings
 from specahead.engine.loading.memory import bytes_of_token, room_for_kv
@@ -24,6 +23,7 @@ from specahead.engine.steps.step_loop import run_step_loop
 from specahead.wire import messages as m
 from target_service.draft_in_target import LaunchStep, Result, Step, StepsByTurns
 from target_service.planning import VerifyStep
+from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import VOCAB, FakeModel
 from tests.unit.test_screening import ScreeningRunner, Screens
@@ -192,7 +192,7 @@ def test_three_levels_give_what_plain_decoding_gives(
     draft takes back without reading its text anew.
     """
     model = Screens(agreement=agreement, screening=screening, swaps=True)
-    how = {"confirm_every": 11, "runner": ScreeningRunner, "screening_quantization": "fp8"}
+    how = {"hold": 11, "runner": ScreeningRunner, "screening_quantization": "fp8"}
     made = turns(clock, 1, model, chains, **how)
     made.world.target.sparse_logits, made.world.target.beside = model.sparse, beside
     begins = count_begins(made)
@@ -241,7 +241,7 @@ def count_begins(made: Turns) -> Counter[str]:
 def test_a_session_that_holds_nothing_goes_on_with_those_that_are_screened(clock: Clock) -> None:
     """In their pass, so that no step waits for the host."""
     model = Screens(agreement=4, screening=4)
-    made = turns(clock, 1, model, confirm_every=11, runner=ScreeningRunner, prefill_chunk=512)
+    made = turns(clock, 1, model, hold=11, runner=ScreeningRunner, prefill_chunk=512)
     made.world.target.sparse_logits = model.sparse
     names = [made.world.open([3 + i] * (90 + 30 * i), 120) for i in range(3)]
 
@@ -264,7 +264,7 @@ def test_a_session_that_holds_nothing_goes_on_with_those_that_are_screened(clock
 def test_sampled_sessions_go_by_turns_while_they_are_screened(clock: Clock, pays: bool) -> None:
     """What screened tokens were drawn from goes over the host."""
     model = Screens(agreement=3, screening=3)
-    how: dict[str, Any] = {"confirm_every": 11} if pays else {"confirm_every": -1, "weight_tokens": 1e6}
+    how: dict[str, Any] = {"hold": 11} if pays else {"hold": None, "weight_tokens": 1e6}
     made = turns(clock, 1, model, runner=ScreeningRunner, **how)
     made.world.target.sparse_logits = model.sparse
     made.world.open([3] * 60, 60, Sampling(0.9, seed=4))
@@ -344,7 +344,7 @@ def test_what_a_draft_says_wrongly_ends_the_drafting_of_its_session_alone(clock:
 
 def both(tokens: int = 0, memory: float = 0.0) -> TargetSettings:
     sizes = {"kv_tokens": tokens, "kv_memory": memory, "max_context": 300, "max_sessions": 2}
-    return TargetSettings(device="cpu", draft_in_target=True, gamma=3, **sizes)  # type: ignore[arg-type]
+    return target_settings(device="cpu", draft_in_target=True, gamma=3, **sizes)  # type: ignore[arg-type]
 
 
 def test_both_models_have_room_for_the_same_sessions() -> None:
@@ -366,23 +366,19 @@ def test_they_share_the_memory_for_kv() -> None:
 
 
 def test_the_draft_in_a_target_drafts_as_the_settings_say() -> None:
-    settings = TargetSettings(
-        draft_in_target=True, draft_read_share=0.2, draft_refresh_every=3, gamma=6, deterministic=True, name="target-2"
+    settings = target_settings(
+        draft_in_target=True, draft_read_share=0.2, gamma=6, deterministic=True, name="target-2", device="cuda"
     )
     draft = settings.own_draft
-    assert (draft.model, draft.draft_read_share, draft.draft_refresh_every, draft.gamma) == (
-        str(models.DRAFT),
-        0.2,
-        3,
-        6,
-    )
-    assert branches_for(draft, torch.device("cuda")) == 1 and not draft.deterministic
+    chosen = draft.chosen
+    assert (draft.model, chosen.draft_read_share, chosen.gamma) == (str(models.DRAFT), 0.2, 6)
+    assert chosen.branches == 1 and not draft.deterministic
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"draft": "ngram"}, "expected a model's id or folder"), ({"host_kv_memory": 1.0}, "not built with host_kv")],
+    [({"draft": "lookup"}, "expected a model's id or folder"), ({"host_kv_memory": 1.0}, "not built with host_kv")],
 )
 def test_settings_that_do_not_go_with_it_are_refused(change: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=message):
-        TargetSettings(draft_in_target=True, **change)
+        target_settings(draft_in_target=True, **change)

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 import specahead.engine.steps.rounds.launches
-from draft_service.drafter import Drafter
-from draft_service.sessions import TargetPeer
 from specahead import models
 from specahead.config import DraftSettings
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
-from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.announcing import Announcer
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.rounds.buffers import RoundShape, make_round_buffers
@@ -26,7 +23,6 @@ from specahead.kernels.paged_attention import BlockLists
 from specahead.lab.evaluation.rounds import prefill
 from specahead.sparsity.methods import method_named
 from specahead.sparsity.rounds import announcement_request, round_settings
-from specahead.wire.messages import At, Begin, Verdict
 from tests.plans import bundled_plan
 from tests.unit.test_draft_rounds import tokens
 
@@ -267,53 +263,3 @@ def test_buffers_hold_what_is_kept_only_where_it_is_used() -> None:
         buffers = make_round_buffers(of_shape, settings(0.5, every), 4096, torch.device("cpu"))
         assert ("places" in buffers.tensors) == (every > 1)
         assert ("known" in buffers.tensors) == (not refreshes)
-
-
-class Sessions:
-    """A draft with sessions in micro-batches of all, whose verdicts accept everything that was drafted."""
-
-    def __init__(self, runner: ModelRunner, count: int, **settings: Any) -> None:
-        self.requests: list[list[RoundRequest]] = []
-        self.drafter = Drafter(runner, PLAN, DraftSettings(micro_batches=1, draft_read_share=0.1, **settings))
-        self.peer = TargetPeer(lambda event: None)
-        self.drafter.attach(self.peer)
-        for i in range(count):
-            self.begin(str(i))
-
-    def begin(self, name: str) -> None:
-        self.drafter.receive(self.peer, Begin(At(name, 0, 0, 200), tokens(200, 3), Sampling(0.0), 600, "ahead"))
-
-    def step(self) -> list[bool]:
-        """Take one step; returns which of its rounds refresh."""
-        planned = self.drafter.plan_step()
-        assert planned is not None
-        self.drafter.finish_step(planned, self.drafter.execute(planned))
-        return [item.request.refresh for item in planned.rounds]
-
-    def accept(self) -> None:
-        for session in self.peer.sessions.values():
-            assert session.drafted is not None
-            at = At(session.id, session.epoch, session.round + 1, session.committed)
-            self.drafter.receive(self.peer, Verdict(at, GAMMA, session.drafted.tokens, plain=False))
-
-
-@pytest.mark.parametrize("branches", [1, 4])
-def test_the_drafter_refreshes_all_sessions_of_a_step_or_none(runner: ModelRunner, branches: int) -> None:
-    """In a session's first rounds always, then once in so many; a session that begins takes the others with it."""
-    crowd = Sessions(runner, 2, draft_refresh_every=4, branches=branches)
-    while not (refreshed := crowd.step()):
-        pass  # prompts
-    assert refreshed == [True, True] and crowd.step() == [True, True]
-    steps = []
-    for turn in range(20):
-        crowd.accept()
-        if turn == 17:
-            crowd.begin("late")
-        steps.append(crowd.step())
-        assert len(set(steps[-1])) <= 1
-    flags = [step[0] for step in steps if step]
-    assert flags[:7] == [True] * 7
-    between = flags[7:16]
-    assert [i for i, flag in enumerate(between) if flag] in ([0, 4, 8], [1, 5], [2, 6], [3, 7])
-    for session in list(crowd.peer.sessions.values()):
-        crowd.drafter.admission.drop(session)

@@ -34,6 +34,7 @@ from specahead.wire.messages import At, Begin, DraftEvent, Proposal, Proposals, 
 from specahead.wire.selection_codec import decode_selection
 from tests.plans import bundled_plan
 from tests.proposals import apart
+from tests.settings import draft_settings
 from tests.unit.fake_models import limit_support
 from tests.unit.inline import Inline
 from tests.unit.world import changed_logits
@@ -94,8 +95,8 @@ class Side:
     def __init__(self, runner: ModelRunner, grammars: Grammars | None = None, **settings: Any) -> None:
         self.sent: list[DraftEvent] = []
         # A branch is looked up by its place, so there is one, also on a GPU.
-        drafter_settings = DraftSettings(gamma=GAMMA, **{"branches": 1} | settings)
-        self.ahead = drafter_settings.ahead
+        drafter_settings = draft_settings(gamma=GAMMA, **{"branches": 1} | settings)
+        self.ahead = drafter_settings.speculation.overlap
         self.drafter = Drafter(runner, PLAN, drafter_settings, grammars=grammars)
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
@@ -204,7 +205,7 @@ def begin(name: str, length: int, method: str, sampling: Sampling, max_length: i
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, reference: ModelRunner, ahead: bool) -> None:
-    side = Side(runner, ahead=ahead)
+    side = Side(runner, overlap=ahead)
     events: list[Any] = [
         begin("a", 700, "ahead", GREEDY),
         begin("b", 420, "ahead", SAMPLED),
@@ -252,7 +253,7 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
     """With a share of everything the same; with a small one other evidence, and still γ tokens a round."""
     selections, proposed = [], []
     for share in (1.0, 0.999, 0.1):
-        side = Side(runner, ahead=False, draft_read_share=share)
+        side = Side(runner, overlap=False, draft_read_share=share)
         sent = side.run(begin("a", 500, "ahead", GREEDY))
         (proposal,) = proposals_in(sent)
         (announcement,) = [event for event in sent if isinstance(event, Proposals)]
@@ -268,7 +269,7 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
 
 
 def test_a_draft_that_fell_behind_catches_up_before_its_round(runner: ModelRunner, reference: ModelRunner) -> None:
-    side = Side(runner, ahead=False)
+    side = Side(runner, overlap=False)
     side.run(begin("a", 300, "ahead", GREEDY))
     behind = [Verdict(At("a", 1, k + 1, 300 + k), 0, [7 + k], plain=True) for k in range(6)]
     proposals = check(side, reference, side.run(*behind))

@@ -11,7 +11,6 @@ import torch
 
 from draft_service.drafter import Drafter
 from draft_service.sessions import BranchAhead, DraftSession, RoundAhead, TargetPeer
-from specahead.config import DraftSettings, SettingsError
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import OutOfPages, SequenceKV
 from specahead.engine.sampling.distributions import Sampling
@@ -22,6 +21,7 @@ from specahead.sparsity.methods import METHODS
 from specahead.wire import messages as m
 from specahead.wire.selection_codec import decode_selection
 from tests.proposals import apart
+from tests.settings import draft_settings
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, PLAN, VOCAB, FakeModel, FakeRunner
 
 
@@ -35,7 +35,7 @@ class DraftStand:
 
     def __post_init__(self) -> None:
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, self.pages)
-        self.drafter = Drafter(runner, PLAN, DraftSettings(micro_batches=2, gamma=4, ahead=self.ahead))
+        self.drafter = Drafter(runner, PLAN, draft_settings(overlap=self.ahead))
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
@@ -241,7 +241,7 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) 
     """Against the block weights of the same tokens; a draft that does not go ahead leaves the last one unread."""
     plan, sent, prompt = replace(PLAN, budget=0.3, mass=0.7), list[m.DraftEvent](), [3] * 200
     runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
-    drafter = Drafter(runner, plan, DraftSettings(gamma=4, ahead=ahead))
+    drafter = Drafter(runner, plan, draft_settings(overlap=ahead))
     peer = TargetPeer(sent.append)
     drafter.attach(peer)
     drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, method))
@@ -280,7 +280,7 @@ class Crowd:
     def __init__(self, names: str, **settings: Any) -> None:
         self.sent: list[m.DraftEvent] = []
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 200)
-        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, **settings))
+        self.drafter = Drafter(runner, PLAN, draft_settings(gamma=4, **settings))
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.judged = dict.fromkeys(names, 0)
@@ -308,24 +308,10 @@ class Crowd:
         self.drafter.receive(self.peer, m.Verdict(at, 0, [token], plain=False))
 
 
-@pytest.mark.parametrize(("parts", "sizes"), [(1, [5]), (2, [3, 3]), (9, [1, 1, 1, 1, 1])])
-def test_sessions_are_drafted_in_micro_batches(parts: int, sizes: list[int]) -> None:
-    """Who waited longest comes first, so that a micro-batch that comes back does not pass the other by."""
-    crowd = Crowd("abcde", ahead=False, micro_batches=parts)
-    for name in "abcde":
-        crowd.reject(name)
-    micro_batches = [crowd.step()]
-    for name in micro_batches[0]:  # they come back while others still wait
-        crowd.reject(name)
-    while sum(map(len, micro_batches)) < 5:
-        micro_batches.append(crowd.step())
-    assert [len(names) for names in micro_batches] == sizes
-    assert {name for names in micro_batches for name in names} == set("abcde")
-
-
-def test_drafting_ahead_stops_where_guesses_fail() -> None:
+def test_drafting_ahead_stops_where_guesses_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for the only session of a draft, and every 16th round is tried."""
-    crowd = Crowd("ab", micro_batches=2)  # which puts no step off
+    monkeypatch.setattr("draft_service.drafter.put_off_until", lambda work, seconds: 0.0)
+    crowd = Crowd("ab")
 
     def goes_ahead(name: str) -> bool:
         session = crowd.peer.sessions[name]
@@ -362,11 +348,6 @@ def test_a_step_that_was_put_off_begins_with_the_next_verdict_or_when_that_is_la
         assert crowd.drafter.next_deadline() is None
 
 
-def test_no_micro_batch_is_refused() -> None:
-    with pytest.raises(SettingsError, match="draft_waves is 0, expected at least 1"):
-        DraftSettings(micro_batches=0)
-
-
 # Steps that fail
 
 
@@ -386,7 +367,7 @@ def begin(name: str, epoch: int = 0) -> m.Begin:
 
 @pytest.fixture
 def failing() -> tuple[DraftStand, FakeRunner]:
-    """A draft whose session "a" waits for a verdict, and which is to draft "b", "c" and "d", the first two at once."""
+    """A draft whose session "a" waits for a verdict, and which is to draft "b", "c" and "d" in one step."""
     stand = DraftStand(ahead=False, pages=100)
     runner = stand.drafter.runner
     assert isinstance(runner, FakeRunner)
@@ -403,10 +384,9 @@ def test_a_step_that_fails_costs_its_own_sessions_alone(
     runner.errors.append(OutOfPages("3 pages wanted,\n2 available"))
     asyncio.run(serve(stand, 0.3))
     declined = [event for event in stand.sent if isinstance(event, m.Decline)]
-    assert [event.session for event in declined] == ["b", "c"]
+    assert [event.session for event in declined] == ["b", "c", "d"]
     assert all("OutOfPages: 3 pages wanted, 2 available" in event.reason for event in declined)
-    assert [event.at.session for event in stand.sent if isinstance(event, m.Proposals)] == ["d"]
-    assert set(stand.peer.sessions) == {"a", "d"}
+    assert set(stand.peer.sessions) == {"a"}
     assert stand.drafter.counters["failed_steps"] == 1
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "OutOfPages: 3 pages wanted, 2 available" in line and "\n" not in line
@@ -416,7 +396,7 @@ def test_a_step_that_fails_costs_its_own_sessions_alone(
     said = stand.receive(late, judged, begin("c", epoch=2))
     assert {event.at.session for event in said if isinstance(event, m.Proposals)} == {"a", "c"}
     assert not any(isinstance(event, m.Resync) for event in said)
-    stand.receive(*(m.End(name) for name in "acd"))
+    stand.receive(*(m.End(name) for name in "ac"))
     admission = stand.drafter.admission
     assert stand.drafter.session_count == len(admission.waiting) == 0
     assert runner.kv.pool.held == 0
@@ -436,11 +416,19 @@ def test_a_draft_declines_a_session_whose_logits_are_no_numbers() -> None:
     assert {event.at.session for event in said if isinstance(event, m.Proposals)} == {"a"}
 
 
-def test_steps_that_fail_for_ever_end_the_service(failing: tuple[DraftStand, FakeRunner]) -> None:
+def test_steps_that_fail_for_ever_end_the_service(
+    failing: tuple[DraftStand, FakeRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand, runner = failing
+    drafter, execute = stand.drafter, stand.drafter.execute
+    names = iter("efgh")
+
+    def fail(step: Any) -> Any:
+        drafter.receive(stand.peer, begin(next(names)))  # so that there is a further step
+        return execute(step)
+
     runner.errors += [ValueError(f"number {i}") for i in range(10)]
-    for name in "efgh":
-        stand.drafter.receive(stand.peer, begin(name))
+    monkeypatch.setattr(drafter, "execute", fail)
     with pytest.raises(RuntimeError, match=f"{MOST_FAILURES} model steps failed .* ValueError: number 2"):
         asyncio.run(serve(stand, 5))
 
@@ -472,7 +460,7 @@ class SharedDraft:
 
     def __post_init__(self) -> None:
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, self.pages)
-        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4))
+        self.drafter = Drafter(runner, PLAN, draft_settings(gamma=4))
         self.sent: dict[str, list[m.DraftEvent]] = {"first": [], "second": []}
         self.peers = {name: TargetPeer(said.append) for name, said in self.sent.items()}
         for peer in self.peers.values():

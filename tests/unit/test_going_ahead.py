@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specahead import models
-from specahead.config import TargetSettings
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
@@ -32,6 +31,7 @@ from target_service.planning import VerifyResult, VerifyStep
 from target_service.self_drafting import SelfDrafting
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
+from tests.settings import target_settings
 from tests.unit.test_graphs import CONFIGS, DEVICE
 
 PLAN = uniform_plan(3, 2, 1, 1)
@@ -114,7 +114,7 @@ def target_of(folder: Path, goes_ahead: bool, pages: int = 200, **how: Any) -> T
     loaded = load_model(str(folder), torch.float32, DEVICE)
     runner = make_runner(loaded, pages * PAGE_SIZE, 0, 300, step_queries=5)
     runner.goes_ahead = goes_ahead
-    settings = TargetSettings(gamma=4, max_context=300, max_sessions=4, draft="none")
+    settings = target_settings(gamma=4, max_context=300, max_sessions=4, draft="none")
     return Target(Verifier(runner, PLAN, replace(settings, **how)))
 
 
@@ -277,7 +277,7 @@ def test_each_step_but_the_last_is_left_running(folder: Path) -> None:
 
 def test_sessions_that_may_be_screened_go_ahead_while_no_draft_serves_them(folder: Path, waiting: Target) -> None:
     """And weigh what they read but once: that takes a third of a step's time, and nothing is screened by it."""
-    target = target_of(folder, True, draft=str(models.DRAFT), confirm_every=11)
+    target = target_of(folder, True, draft=str(models.DRAFT), hold=11)
     weighed: list[bool] = []
     execute = target.verifier.execute
 

@@ -7,12 +7,12 @@ import torch
 
 from specahead import models
 from specahead.cli.main import main
-from specahead.config import TargetSettings
 from specahead.engine.kv.backing_store import BackingStore
 from specahead.engine.loading.model import load_model
 from specahead.lab.evaluation.identity import MIXES, Requests, _first_difference, _open_target
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
+from tests.settings import target_settings
 
 SIZES = ["--context", "200", "--generated", "8", "--hot", "0.6"]
 
@@ -47,7 +47,7 @@ def test_fewer_frames_are_refused() -> None:
     model = load_model(str(models.TARGET), torch.float32, "cpu")
     for frames in (requests.least_frames("both"), requests.least_frames("both") - 1):
         runner = _open_target(model, requests, "both", frames)
-        settings = TargetSettings(gamma=4, prefill_chunk=64, max_sessions=4, max_context=requests.longest)
+        settings = target_settings(gamma=4, prefill_chunk=64, max_sessions=4, max_context=requests.longest)
         if frames == requests.least_frames("both"):
             Verifier(runner, bundled_plan(), settings)
             continue

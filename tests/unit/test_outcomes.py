@@ -2,19 +2,15 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.outcomes import SUITED, branches_for, likely_outcomes
-from specahead.config import DraftSettings
+from draft_service.outcomes import likely_outcomes
 from specahead.engine.steps.rounds.requests import MOST_ROWS, DraftedTokens, branches_of
 from specahead.kernels.backends import power_of_two
 from specahead.wire.messages import Exactness
 from tests.unit.clock import Clock
 from tests.unit.timed_models import TimedPair
-
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.floats(0.05, 0.95))
@@ -29,12 +25,6 @@ def test_the_likeliest_outcomes_come_first_and_none_twice(seed: int, most: int, 
     for position in range(5):
         ranks = [likeliest[position].tolist().index(token) for accepted, token in outcomes[1:] if accepted == position]
         assert ranks == sorted(ranks)
-
-
-def test_a_gpu_drafts_for_several_outcomes_unless_it_is_told() -> None:
-    assert (branches_for(DraftSettings(), GPU), branches_for(DraftSettings(), CPU)) == (SUITED, 1)
-    assert branches_for(DraftSettings(branches=3), GPU) == branches_for(DraftSettings(branches=3), CPU) == 3
-    assert branches_for(DraftSettings(branches=3, ahead=False), GPU) == 1
 
 
 @given(st.integers(1, 300), st.integers(1, 16))

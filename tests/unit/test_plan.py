@@ -16,7 +16,6 @@ from transformers import LlamaConfig
 from orchestrator.api.endpoints import serve_clients
 from orchestrator.cluster.directory import Directory
 from orchestrator.requests.access import read_access
-from specahead.config import TargetSettings
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.lab.evaluation.calibration.head_map import best_draft_heads, top_k_overlap
 from specahead.lab.evaluation.plans import save_plan
@@ -28,6 +27,7 @@ from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from target_service.service import run
 from tests.launch_settings import launch_settings
+from tests.settings import target_settings
 
 SMALL = uniform_plan(4, 2, 2, 3, budget=0.25, provenance={"texts": 3})
 
@@ -237,7 +237,7 @@ def test_services_refuse_a_plan_that_they_cannot_serve(tmp_path: Path) -> None:
 
     def opened(plan: Plan, method: str = "") -> None:
         save_plan(plan, path)
-        settings = TargetSettings(model=str(tmp_path), plan=str(path), method=method)
+        settings = target_settings(model=str(tmp_path), plan=str(path), method=method)
         asyncio.run(run(settings, lambda server: None))
 
     for sharing in ("first", "union", "per_query"):

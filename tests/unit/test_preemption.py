@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specahead import models
-from specahead.config import ModelSettings, TargetSettings
+from specahead.config import ModelSettings
 from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.loading.memory import room_for_kv
 from specahead.engine.loading.model import load_model
@@ -24,6 +24,7 @@ from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
 from tests.proposals import together
+from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner, PinnedFakeRunner
 from tests.unit.world import Faults, World, prompts
@@ -214,7 +215,7 @@ class Target:
 
     def __init__(self, pages: int, **changes: Any) -> None:
         self.runner = FakeRunner(FakeModel().target, False, LAYERS, 1, pages)
-        of_target = TargetSettings(gamma=4, max_context=pages * PAGE_SIZE)
+        of_target = target_settings(gamma=4, max_context=pages * PAGE_SIZE)
         self.verifier = Verifier(self.runner, PLAN, replace(of_target, **changes))
         self.admission = self.verifier.admission
         self.events: list[m.ServedEvent] = []
@@ -381,7 +382,7 @@ def generate(pages: int, backing_pages: int = 0) -> tuple[list[list[int]], int]:
     model = load_model(str(models.TARGET), dtype, device)
     sizes = pages * PAGE_SIZE, backing_pages * PAGE_SIZE, 300
     runner = make_runner(model, *sizes, step_queries=5, deterministic=ON_GPU)
-    of_target = TargetSettings(gamma=4, max_sessions=4, prefill_chunk=64, max_context=200)
+    of_target = target_settings(gamma=4, max_sessions=4, prefill_chunk=64, max_context=200)
     verifier = Verifier(runner, bundled_plan(), of_target)
     made: dict[str, list[int]] = {str(number): [] for number in range(4)}
 

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.sessions.routing import TargetView
-from specahead.config import TargetSettings
 from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import CallerUsage, Exactness, Open
 from target_service.admission import Admission
 from target_service.orphaned_sessions import LeftSessions
 from target_service.reporting import MOST_HASHES, REPORT_SECONDS, ReadingRate, Reporter
 from target_service.usage import CallerTokens
+from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
 
@@ -22,7 +22,7 @@ ACTS = st.tuples(st.sampled_from(["open", "resume", "step", "close"]), st.intege
 
 
 def admission(runner: FakeRunner, **settings: int) -> Admission:
-    return Admission(runner, PLAN, TargetSettings(gamma=4, max_context=500, **settings), Counter())  # type: ignore[arg-type]
+    return Admission(runner, PLAN, target_settings(gamma=4, max_context=500, **settings), Counter())  # type: ignore[arg-type]
 
 
 def reporter_of(target: Admission, runner: FakeRunner, emit: Any, tokens: CallerTokens | None = None) -> Reporter:

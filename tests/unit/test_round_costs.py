@@ -14,7 +14,7 @@ from tests.unit.world import World
 
 @pytest.mark.parametrize(("captured_steps", "counts"), [(0, True), (3, True), (10**6, False)])
 def test_a_step_beside_which_a_graph_is_captured_is_no_figure(clock: Clock, captured_steps: int, counts: bool) -> None:
-    world = World(clock, 3, FakeModel(), gamma=0, proposer=str(models.DRAFT))
+    world = World(clock, 3, FakeModel(), gamma=None, proposer=str(models.DRAFT))
     finish_step, steps = Verifier.finish_step, 0
 
     def finish(verifier: Verifier, *of_step: Any) -> None:

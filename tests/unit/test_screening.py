@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from specahead import models
-from specahead.config import DraftSettings, SettingsError, TargetSettings
+from specahead.config import SettingsError
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.module import load_module
@@ -28,6 +28,7 @@ from target_service.screening import WEIGHED_EVERY, Screening
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
+from tests.settings import draft_settings, target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, VOCAB, FakeModel, FakeRunner, hashed
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
@@ -76,8 +77,8 @@ class Blurs(Screens):
         return 0.5 * self.target(tokens) + 0.5 * np.roll(self.target(tokens), 2)
 
 
-def screened(clock: Clock, seed: int, model: Screens, most: int = 11, **how: Any) -> World:
-    world = World(clock, seed, model, confirm_every=most, runner=ScreeningRunner, **how)
+def screened(clock: Clock, seed: int, model: Screens, most: int | None = 11, **how: Any) -> World:
+    world = World(clock, seed, model, hold=most, runner=ScreeningRunner, **how)
     world.target.sparse_logits = model.sparse
     return world
 
@@ -140,7 +141,7 @@ def test_most_rounds_are_sparse_where_all_is_accepted(clock: Clock) -> None:
 
 def test_as_many_drafted_tokens_are_judged_as_there_is_room_for_beside_held_ones(clock: Clock) -> None:
     """By auto a round runs 16 tokens at most; held ones may take all places but two."""
-    world = screened(clock, 3, Screens(agreement=3, screening=4), most=-1)
+    world = screened(clock, 3, Screens(agreement=3, screening=4), most=None)
     world.attach()
     names = [world.open(prompt, 150) for prompt in prompts(world.rng, 6)]
     widths: Counter[tuple[int, int]] = Counter()
@@ -301,7 +302,7 @@ def test_whatever_happens_only_confirmed_tokens_leave(
 
 @pytest.mark.parametrize(
     ("biases", "proposer"),
-    [({}, "none"), ({3: 1.5, 4: -1.0}, "none"), ({3: 5.0}, "ngram")],
+    [({}, "none"), ({3: 1.5, 4: -1.0}, "none"), ({3: 5.0}, "lookup")],
     ids=["", "rules", "looked up"],
 )
 def test_sampled_outcomes_have_the_dense_distribution(clock: Clock, biases: dict[int, float], proposer: str) -> None:
@@ -369,7 +370,7 @@ def test_rules_go_back_where_held_tokens_are_rejected(clock: Clock, screening: i
     """What is said is what two levels say, beside a session without rules; by auto as well."""
     said: list[list[list[int]]] = []
     screened_rounds = 0
-    for most in (0, 11, -1):
+    for most in (0, 11, None):
         model, branches = Screens(screening=screening), 1 + 2 * (screening % 2)
         world = screened(clock, 2, model, most, branches=branches, grammars=GRAMMARS)
         world.attach()
@@ -435,7 +436,7 @@ def test_imposed_verdicts_confirm_as_many_as_they_are_told(clock: Clock, confirm
 
 
 def test_the_target_chooses_how_many_are_drafted_too(clock: Clock) -> None:
-    world = screened(clock, 1, Screens(screening=3, agreement=3), -1, gamma=0, weight_tokens=10.0)
+    world = screened(clock, 1, Screens(screening=3, agreement=3), None, gamma=None, weight_tokens=10.0)
     world.attach()
     names = [world.open([3 + i] * 200, 100) for i in range(3)]
     while world.happen():
@@ -451,7 +452,7 @@ def test_the_target_chooses_how_many_are_drafted_too(clock: Clock) -> None:
 @pytest.mark.parametrize(("screening", "weights"), [(4, 10.0), (2, 10.0), (4, 1e6)])
 def test_the_target_chooses_how_many_it_holds(clock: Clock, screening: int, weights: float) -> None:
     """As many as there is room for where all are confirmed, none where most are not, or reading KV costs nothing."""
-    world = screened(clock, 1, Screens(screening=screening), most=-1, weight_tokens=weights)
+    world = screened(clock, 1, Screens(screening=screening), most=None, weight_tokens=weights)
     world.attach()
     name = world.open([3] * 120, 370)
     world.run()
@@ -481,26 +482,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft": "self"}, "draft self, where sparse attention proposes"),
     ({"draft": "auto"}, "draft auto, where sparse attention proposes"),
     ({"draft": "none"}, "draft none, where nothing is proposed"),
-    ({"gamma": 0}, "gamma auto, unless it is auto itself"),
-    ({"self_read_share": 1.0}, "self_read_share 1"),
-    ({"confirm_every": 4}, "from 5"),
-    ({"confirm_every": 28}, "to 27"),
-    ({"confirm_every": -1, "gamma": 14}, "auto takes a gamma of at most 13"),
-    ({"confirm_every": -1, "gamma": 16, "host_kv_memory": 1.0}, "auto takes a gamma of at most 15"),
-    ({"confirm_every": 0, "screening_quantization": "fp8"}, "0: nothing is screened"),
+    ({"gamma": None}, "a gamma of null; give both, or neither"),
+    ({"hold": 4}, "from 5"),
+    ({"hold": 28}, "to 27"),
+    ({"hold": 8, "gamma": 30}, "null takes a gamma of at most 13"),
+    ({"hold": 0, "screening_quantization": "fp8"}, "is 0: nothing is screened"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "named"), REFUSED)
 def test_settings_that_do_not_fit_are_refused_by_name(wrong: dict[str, Any], named: str) -> None:
-    assert TargetSettings(confirm_every=8).widest_round == 13
-    by_auto = TargetSettings(confirm_every=-1), TargetSettings(confirm_every=-1, host_kv_memory=1.0)
+    assert target_settings(hold=8).widest_round == 13
+    by_auto = target_settings(hold=None), target_settings(hold=None, host_kv_memory=1.0)
     assert [(each.most_held, each.widest_round) for each in by_auto] == [(14, 16), (27, 32)]
-    assert TargetSettings(confirm_every=-1, host_kv_memory=1.0, gamma=15).widest_round == 32
-    assert TargetSettings(confirm_every=-1, host_kv_memory=1.0, deterministic=True).widest_round == 16
-    assert TargetSettings(confirm_every=8, deterministic=True).widest_round == 16
-    with pytest.raises(SettingsError, match=f"confirm_every .*{named}"):
-        TargetSettings(**{"confirm_every": 8, **wrong})
+    assert target_settings(hold=None, host_kv_memory=1.0, gamma=15).widest_round == 32
+    assert target_settings(hold=None, gamma=14).most_held == 0  # it would not fit beside 14 tokens
+    assert target_settings(hold=None, host_kv_memory=1.0, deterministic=True).widest_round == 16
+    assert target_settings(hold=8, deterministic=True).widest_round == 16
+    with pytest.raises(SettingsError, match=f"hold .*{named}"):
+        target_settings(**{"hold": 8, **wrong})
 
 
 @pytest.mark.parametrize(("kv_tokens", "backing_tokens"), [(2000, 0), (272, 2000)], ids=["", "tiers"])
@@ -511,10 +511,10 @@ def test_tokens_of_the_bundled_pair_are_those_of_transformers(kv_tokens: int, ba
     model, plan = load_model(str(models.TARGET), torch.float32, "cpu"), bundled_plan()
     sizes = {"max_context": 1000, "max_sessions": 3}
     runner = make_runner(model, kv_tokens, backing_tokens, 1000, step_queries=5, most_queries=13)
-    settings = TargetSettings(confirm_every=8, prefill_chunk=64 if backing_tokens else 256, **sizes)
+    settings = target_settings(hold=8, prefill_chunk=64 if backing_tokens else 256, **sizes)
     verifier = Verifier(runner, replace(plan, budget=0.1), settings)
     draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu"), 2000)
-    drafter = Drafter(draft, plan, DraftSettings(prefill_chunk=256, **sizes))
+    drafter = Drafter(draft, plan, draft_settings(prefill_chunk=256, **sizes))
     to_draft: list[m.TargetEvent] = []
     to_target: list[m.DraftEvent] = []
     served: dict[str, list[int]] = {}
@@ -590,7 +590,7 @@ def test_what_is_looked_up_first_is_judged_by_a_dense_pass(
     clock = Clock()
     with patch("target_service.verifier.time", clock):
         model = Circles(agreement=agreement, screening=screening)
-        world = screened(clock, seed, model, most, pages=pages, lookup_first=True, faults=Faults(faults, jumps=faults))
+        world = screened(clock, seed, model, most, pages=pages, lookup=True, faults=Faults(faults, jumps=faults))
         world.attach()
         judged: list[bool] = []
         execute = world.verifier.execute
@@ -625,7 +625,7 @@ def test_what_is_looked_up_without_a_draft_is_screened(
     clock = Clock()
     with patch("target_service.verifier.time", clock):
         model = Circles(screening=screening)
-        world = screened(clock, seed, model, most, gamma=gamma, pages=pages, proposer="ngram")
+        world = screened(clock, seed, model, most, gamma=gamma, pages=pages, proposer="lookup")
         execute = world.verifier.execute
 
         def check(step: VerifyStep) -> VerifyResult:

@@ -11,7 +11,6 @@ import torch
 
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from specahead.config import DraftSettings, TargetSettings
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading.model import load_model
@@ -24,6 +23,7 @@ from specahead.wire import messages as m
 from target_service.planning import VerifyStep
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
+from tests.settings import draft_settings, target_settings
 from tests.unit.fake_models import GREEDY
 from tests.unit.test_graphs import DEVICE, tokens
 from tests.unit.test_self_rounds import decoded, folder, runner, runner_of
@@ -52,9 +52,9 @@ class Served:
         deterministic: bool = False,
     ) -> None:
         limits: dict[str, Any] = {"max_sessions": 4, "max_context": CONTEXT, "prefill_chunk": 48}
-        settings = TargetSettings(
+        settings = target_settings(
             **limits,
-            confirm_every=every,
+            hold=every,
             self_read_share=share,
             host_kv_memory=1.0 if gpu_pages < PAGES else 0.0,
             deterministic=deterministic,
@@ -75,7 +75,7 @@ class Served:
             for layer in loaded.decoder.layers:
                 for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
                     weight *= 1 + 0.01 * torch.randn_like(weight)
-        self.drafter = Drafter(make_runner(loaded, 4000), PLAN, DraftSettings(**limits))
+        self.drafter = Drafter(make_runner(loaded, 4000), PLAN, draft_settings(**limits))
         self.to_target: list[m.DraftEvent] = []
         self.to_draft: list[m.TargetEvent] = []
         self.commits: dict[str, list[m.Commit]] = {}

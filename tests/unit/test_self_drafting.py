@@ -14,6 +14,7 @@ from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
 from target_service import service
 from target_service.self_drafting import SelfDrafting, self_drafting
+from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, FakeModel
 from tests.unit.test_grammar_sessions import END, GRAMMARS, SCHEMA, plain
@@ -42,9 +43,9 @@ def test_drafting_pays_at_length_and_not_before() -> None:
 
 
 def test_weights_in_eight_bits_have_drafting_pay_sooner() -> None:
-    settings = TargetSettings(draft="self", draft_quantization="fp8")
     light, drafting = (
-        self_drafting(replace(settings, draft_quantization=each), LLAMA_8B, WEIGHT_TOKENS) for each in ("fp8", "none")
+        self_drafting(target_settings(draft="self", draft_quantization=each), LLAMA_8B, WEIGHT_TOKENS)
+        for each in ("fp8", "none")
     )
     assert light is not None and drafting is not None
     assert drafting.cost(4, 0) - light.cost(4, 0) == pytest.approx(4 * 0.5)
@@ -56,9 +57,9 @@ def test_weights_in_eight_bits_have_drafting_pay_sooner() -> None:
     [
         ({"draft": "self"}, "drafting"),
         ({"draft": "auto"}, "drafting"),
-        ({"draft": "ngram"}, "none"),
+        ({"draft": "lookup"}, "none"),
         ({}, "none"),
-        ({"confirm_every": 11, "screening_quantization": "fp8"}, "drafting"),
+        ({"hold": 11, "screening_quantization": "fp8"}, "drafting"),
     ],
 )
 def test_a_target_that_drafts_for_itself_holds_its_weights_in_eight_bits_too(
@@ -73,7 +74,7 @@ def test_a_target_that_drafts_for_itself_holds_its_weights_in_eight_bits_too(
 
     monkeypatch.setattr(service, "open_model", note)
     with pytest.raises(RuntimeError):
-        asyncio.run(service.run(TargetSettings(draft_quantization="fp8", **changes), lambda server: None))
+        asyncio.run(service.run(target_settings(draft_quantization="fp8", **changes), lambda server: None))
     assert asked == [expected]
 
 
@@ -142,8 +143,8 @@ def test_the_budget_holds_sinks_means_and_new_tokens() -> None:
 
 
 def test_only_a_target_that_says_so_drafts_for_itself() -> None:
-    assert self_drafting(TargetSettings(), LLAMA_8B, 0.0) is None
-    drafting = self_drafting(TargetSettings(draft="self", self_read_share=0.1), LLAMA_8B, 5.0)
+    assert self_drafting(target_settings(), LLAMA_8B, 0.0) is None
+    drafting = self_drafting(target_settings(draft="self", self_read_share=0.1), LLAMA_8B, 5.0)
     assert drafting is not None and (drafting.plan.budget, drafting.weight_tokens) == (0.1, 5.0)
 
 
@@ -190,17 +191,17 @@ def test_a_session_first_weighs_and_then_drafts_in_every_round(clock: Clock) -> 
     assert len(world.target.lists_drafted_by) == 8
 
 
-@pytest.mark.parametrize(("agreement", "settled"), [(4, {4}), (1, {0, 1})])
+@pytest.mark.parametrize(("agreement", "settled"), [(8, {8}), (1, {0, 1})])
 def test_with_gamma_auto_rounds_draft_as_many_tokens_as_are_accepted(
     clock: Clock, agreement: int, settled: set[int]
 ) -> None:
-    world = self_drafted(clock, 1, FakeModel(agreement=agreement), gamma=0)
+    world = self_drafted(clock, 1, FakeModel(agreement=agreement), gamma=None)
     names = [world.open(prompt, 150) for prompt in prompts(random.Random(1), 4, 60)]
     world.run_and_check_greedy(names, set())
     drafted = [commit.drafted for name in names for commit in world.commits[name]]
     early, late = drafted[: len(drafted) // 8], [commit.drafted for commit in world.commits[names[0]][-10:]]
-    assert 4 in early and set(late) <= settled, (early, late)
-    assert world.verifier.counters["rounds_gamma_4"] == drafted.count(4) > 5, "what was chosen is told"
+    assert 8 in early and set(late) <= settled, (early, late)
+    assert world.verifier.counters["rounds_gamma_8"] == drafted.count(8) > 5, "what was chosen is told"
     world.check_nothing_left()
 
 

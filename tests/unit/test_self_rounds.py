@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from specahead import models
-from specahead.config import TargetSettings
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading.model import load_model
@@ -29,6 +28,7 @@ from specahead.wire import messages as m
 from target_service.self_drafting import DECAY, SelfDrafting
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
+from tests.settings import target_settings
 from tests.unit.fake_models import GREEDY
 from tests.unit.test_graphs import CONFIGS, DEVICE, tokens
 from tests.unit.test_sessions import p_value
@@ -349,7 +349,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(backing_t
     texts = [[(7 * i * i + 3 * i) % 4000 + n for i in range(length)] for n, length in ((50, 300), (90, 700))]
     plan: Plan = bundled_plan(group_size=64)
     runner = make_runner(model, 640 if backing_tokens else 4000, backing_tokens, 1000, (), step_queries=GAMMA + 1)
-    settings = TargetSettings(
+    settings = target_settings(
         draft="self", self_from=0, self_read_share=0.2, max_context=1000, max_sessions=3, prefill_chunk=128
     )
     verifier = Verifier(runner, plan, settings)

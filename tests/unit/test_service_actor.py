@@ -8,7 +8,7 @@ import pytest
 import target_service.service
 from orchestrator.cluster import service_actor
 from orchestrator.cluster.service_actor import ServiceActor, share_of_cores
-from specahead.config import TargetSettings
+from tests.settings import target_settings
 
 
 class Ended(BaseException):
@@ -47,7 +47,7 @@ def test_a_service_that_fails_before_it_ever_served_says_why(
     actor: ServiceActor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once: its log, which the launch shows as well, has nothing of it."""
-    actor._run(TargetSettings())
+    actor._run(target_settings())
     with pytest.raises(RuntimeError, match="there is no such model"):
         actor.where()
     assert not caplog.records
@@ -61,4 +61,4 @@ def test_a_service_that_has_served_and_fails_ends_its_process(actor: ServiceActo
     else:
         actor._served_before = True
     with pytest.raises(Ended):
-        actor._run(TargetSettings())
+        actor._run(target_settings())

@@ -52,7 +52,7 @@ def draw(clock: Clock, levels: int, kinds: Collection[str] = tuple(RULED), each:
     levels: 2: draft and target. 3: what a draft proposes is screened before the target confirms it.
     """
     count, confirms = each * len(kinds), 7 if levels == 3 else 0
-    world = ManySessions(clock, count, ahead=False, confirm_every=confirms, grammars=GRAMMARS)
+    world = ManySessions(clock, count, ahead=False, hold=confirms, grammars=GRAMMARS)
     prompt = PROMPT * (32 if levels == 3 else 1)  # of a short one everything is read
     names: dict[str, list[str]] = {}
     for number, kind in enumerate(kinds):

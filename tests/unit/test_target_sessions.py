@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from specahead.config import TargetSettings
-from specahead.config.sections import MAX_BRANCHES
+from specahead.config.speculation import MAX_BRANCHES
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.sampling.distributions import Sampling
@@ -26,6 +25,7 @@ from target_service.inspection import take_reads
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.proposals import together
+from tests.settings import target_settings
 from tests.unit.fake_models import GREEDY, KV_HEADS, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
 
 INTERNAL = StatusCode.INTERNAL
@@ -51,7 +51,7 @@ class Stand:
     def __post_init__(self) -> None:
         model = FakeModel(ends=True)
         self.runner = FakeRunner(model.target, True, LAYERS, 1, 40)
-        limits = TargetSettings(gamma=4, max_context=self.max_context, max_queued=2, max_sessions=self.max_sessions)
+        limits = target_settings(gamma=4, max_context=self.max_context, max_queued=2, max_sessions=self.max_sessions)
         self.verifier = Verifier(self.runner, PLAN, limits)
         self.peer = DraftPeer("draft", self.sent.append)
         self.verifier.protocol.attach(self.peer)
@@ -141,7 +141,7 @@ def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_c
     """Each goes to the draft with the fewest of all targets; those of a draft that is lost go on with the others."""
     drafts = {name: DraftPeer(name, lambda event: None) for name in ("draft-1", "draft-2", "draft-3")}
     runner = FakeRunner(FakeModel(ends=True).target, True, LAYERS, 1, 40)
-    verifier = Verifier(runner, PLAN, TargetSettings(name="target-2", gamma=4, max_context=100))
+    verifier = Verifier(runner, PLAN, target_settings(name="target-2", gamma=4, max_context=100))
     for draft in drafts.values():
         verifier.protocol.attach(draft)
 
@@ -211,7 +211,7 @@ def test_a_method_that_the_plan_does_not_allow_is_refused_with_those_that_it_doe
 def test_room_for_group_means_is_made_where_they_are_used() -> None:
     for plan, used in ((PLAN, True), (replace(PLAN, budget=1.0), False), (replace(PLAN, group_size=0), False)):
         runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 40)
-        Verifier(runner, plan, TargetSettings())
+        Verifier(runner, plan, target_settings())
         assert (runner.kv.means is not None) == used
 
 
@@ -577,7 +577,7 @@ def test_a_session_that_was_aborted_in_a_step_that_fails_is_not_told() -> None:
 @pytest.mark.parametrize(("failures", "ends"), [(2, False), (3, True)])
 async def test_a_target_outlives_a_step_that_fails_but_not_three_in_a_row(failures: int, ends: bool) -> None:
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 40)
-    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=1))
+    verifier = Verifier(runner, PLAN, target_settings(max_sessions=1))
     served: list[m.ServedEvent] = []
     names = ["a", "b", "c", "d"]
     for name in names:
@@ -657,7 +657,7 @@ def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
 def test_who_has_many_sessions_keeps_nobody_out() -> None:
     """A full queue makes room for who has fewer sessions in it, and the next place is theirs who have fewer running."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
-    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=2, max_queued=3, max_context=600))
+    verifier = Verifier(runner, PLAN, target_settings(max_sessions=2, max_queued=3, max_context=600))
     many: list[m.ServedEvent] = []
     few: list[m.ServedEvent] = []
     for i in range(5):
@@ -681,7 +681,7 @@ def test_who_has_many_sessions_keeps_nobody_out() -> None:
 def test_a_session_that_was_accepted_before_is_neither_refused_nor_evicted() -> None:
     """Whatever the limit of the queue, with tokens or without; nor does anybody give way for one that is refused."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
-    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=1, max_queued=2, max_context=600))
+    verifier = Verifier(runner, PLAN, target_settings(max_sessions=1, max_queued=2, max_context=600))
     admission, ours, theirs = verifier.admission, list[m.ServedEvent](), list[m.ServedEvent]()
     for name in ("runs", "w0", "w1"):
         admission.open(exact(name), ours.append)
@@ -712,7 +712,7 @@ def test_a_session_that_was_accepted_before_is_neither_refused_nor_evicted() -> 
 def test_a_peer_gains_no_places_by_many_streams() -> None:
     """Places are shared between peers first, then between the streams of each, also where a report says how many."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
-    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=2, max_queued=4, max_context=600))
+    verifier = Verifier(runner, PLAN, target_settings(max_sessions=2, max_queued=4, max_context=600))
     admission, streams, calm = verifier.admission, [list[m.ServedEvent]() for _ in range(6)], list[m.ServedEvent]()
     with contextlib.ExitStack() as opened:
         for stream in streams:
@@ -737,7 +737,7 @@ def test_a_peer_gains_no_places_by_many_streams() -> None:
 def test_a_client_of_a_stream_does_not_wait_for_all_sessions_of_another() -> None:
     """The next place is that of the client with the fewest running; of one client's sessions that of the first."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
-    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=2, max_queued=10, max_context=600))
+    verifier = Verifier(runner, PLAN, target_settings(max_sessions=2, max_queued=10, max_context=600))
     admission, served = verifier.admission, list[m.ServedEvent]()
     for number in range(6):
         admission.open(replace(exact(f"m{number}"), client="many"), served.append)
@@ -757,7 +757,7 @@ def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherw
     verifier = Verifier(
         FakeRunner(FakeModel().target, False, LAYERS, 1, 40),
         PLAN,
-        TargetSettings(max_sessions=2, max_queued=0, max_context=600),
+        target_settings(max_sessions=2, max_queued=0, max_context=600),
     )
     for name in ("a", "b"):
         verifier.admission.open(exact(name, 5, 5), lambda _: None)
@@ -783,7 +783,7 @@ def over_tiers(gpu_pages: int = 40, pages: int = 40, **changes: Any) -> Verifier
     """A target over a backing store of so many pages; nothing that runs here leaves the GPU."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
     runner.kv = TieredKV(LAYERS, KV_HEADS, 2, gpu_pages, pages, 500)
-    settings = TargetSettings(gamma=4, prefill_chunk=24, max_sessions=4, max_context=600)
+    settings = target_settings(gamma=4, prefill_chunk=24, max_sessions=4, max_context=600)
     return Verifier(runner, PLAN, replace(settings, **changes))
 
 

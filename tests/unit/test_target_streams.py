@@ -12,13 +12,13 @@ import grpc
 import pytest
 
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
-from specahead.config import TargetSettings
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire import convert
 from specahead.wire import messages as m
 from target_service.admission import Admission
 from target_service.service import serve
 from tests.proposals import together
+from tests.settings import target_settings
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, Logits
 
 PROMPT = list(range(1, 21))
@@ -54,7 +54,7 @@ async def target_at(logits: Logits | None = None, **settings: Any) -> AsyncItera
     """A target in this process for 30 s at most: its address, and the task that serves."""
     runner = SlowRunner(logits or FakeModel().target, False, LAYERS, 1, 400)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    fitting = TargetSettings(**({"gamma": 4, "max_context": 500} | settings))
+    fitting = target_settings(**({"gamma": 4, "max_context": 500} | settings))
     service = serve(fitting, runner, PLAN, HELLO, lambda server: address.set_result(server.address))
     task = asyncio.create_task(service)
     try:

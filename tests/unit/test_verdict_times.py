@@ -8,11 +8,8 @@ import pytest
 from draft_service.sessions import DraftSession, TargetPeer
 from draft_service.steps import Work, put_off_until
 from draft_service.verdict_times import VerdictTimes
-from specahead.config import DraftSettings
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.rounds.requests import DraftedTokens
-
-SETTINGS = DraftSettings(micro_batches=1)
 
 
 def session(peer: TargetPeer, drafted: bool) -> DraftSession:
@@ -50,14 +47,13 @@ def test_only_a_part_of_one_targets_sessions_that_nobody_waits_for_is_put_off() 
     now = time.perf_counter()
     soon = peer(VerdictTimes(latest=now, gap=100.0))
     judged, ahead, urgent = session(soon, True), session(soon, True), session(soon, False)
-    assert put_off_until(Work([judged, ahead], [ahead], []), 200.0, SETTINGS) > now
+    assert put_off_until(Work([judged, ahead], [ahead], []), 200.0) > now
     # It would have ended before the verdicts.
-    assert put_off_until(Work([judged, ahead], [ahead], []), 50.0, SETTINGS) == 0
+    assert put_off_until(Work([judged, ahead], [ahead], []), 50.0) == 0
     # All sessions take part, a target waits for one of them, or a prompt is read.
-    assert put_off_until(Work([judged, ahead], [judged, ahead], []), 200.0, SETTINGS) == 0
-    assert put_off_until(Work([judged, ahead, urgent], [ahead, urgent], []), 200.0, SETTINGS) == 0
-    assert put_off_until(Work([judged, ahead], [ahead], [urgent]), 200.0, SETTINGS) == 0
-    # Another target's sessions have a time of their own; micro-batches go by turns in any case.
+    assert put_off_until(Work([judged, ahead], [judged, ahead], []), 200.0) == 0
+    assert put_off_until(Work([judged, ahead, urgent], [ahead, urgent], []), 200.0) == 0
+    assert put_off_until(Work([judged, ahead], [ahead], [urgent]), 200.0) == 0
+    # Another target's sessions have a time of their own.
     other = session(peer(VerdictTimes(latest=now, gap=100.0)), True)
-    assert put_off_until(Work([judged, ahead, other], [ahead], []), 200.0, SETTINGS) == 0
-    assert put_off_until(Work([judged, ahead], [ahead], []), 200.0, DraftSettings(micro_batches=2)) == 0
+    assert put_off_until(Work([judged, ahead, other], [ahead], []), 200.0) == 0

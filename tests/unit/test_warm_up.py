@@ -16,7 +16,6 @@ import torch
 from draft_service.drafter import Drafter
 from draft_service.sessions import DraftSession, TargetPeer
 from specahead import models
-from specahead.config import DraftSettings, TargetSettings
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model
@@ -35,6 +34,7 @@ from specahead.wire.messages import At, Begin, DraftEvent, End, Proposals, Verdi
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
+from tests.settings import draft_settings, target_settings
 
 SESSIONS, GAMMA = 2, 4
 STEADY = (GAMMA, 0), (0, 0), (GAMMA, 0)  # tokens accepted of a round, and how many are wanted of the next one; 0: all
@@ -191,7 +191,7 @@ def test_steps_whose_graphs_are_dropped_again_and_again_say_the_same(monkeypatch
 @pytest.mark.parametrize(("quantization", "pinned"), [("none", False), ("fp8", True)], ids=["", "fp8, deterministic"])
 def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization: str, pinned: bool) -> None:
     """Whatever is held and proposed, and whether what is read is weighed."""
-    settings = TargetSettings(confirm_every=8, gamma=GAMMA, screening_quantization=quantization, deterministic=pinned)
+    settings = target_settings(hold=8, gamma=GAMMA, screening_quantization=quantization, deterministic=pinned)
     runner, plan = runner_of(models.TARGET, settings.widest_round, deterministic=pinned), bundled_plan()
     verifier = Verifier(runner, plan, settings)
     verifier.warm_up()
@@ -229,8 +229,8 @@ def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization
         ({}, 128),
         ({"branches": 3}, 128),
         ({"branches": 3}, 4),
-        ({"draft_read_share": 0.5, "draft_refresh_every": 2}, 128),
-        ({"gamma": 0, "max_gamma": GAMMA}, 128),
+        ({"draft_read_share": 0.5}, 128),
+        ({"gamma": None, "max_gamma": GAMMA}, 128),
     ],
 )
 def test_no_round_of_a_draft_is_captured_for_a_request(
@@ -240,7 +240,7 @@ def test_no_round_of_a_draft_is_captured_for_a_request(
     monkeypatch.setattr("specahead.engine.steps.rounds.requests.MOST_ROWS", rows)
     plan, runner = bundled_plan(), runner_of(models.DRAFT)
     settings = {"gamma": GAMMA, **settings}
-    drafter = Drafter(runner, plan, DraftSettings(max_sessions=SESSIONS, **settings))
+    drafter = Drafter(runner, plan, draft_settings(max_sessions=SESSIONS, **settings))
     drafter.warm_up()
     prepare(runner)
     assert runner._rounds is not None

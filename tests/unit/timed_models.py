@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from specahead import models
-from specahead.config import DraftSettings, TargetSettings
+from specahead.config import TargetSettings
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
@@ -30,6 +30,7 @@ from target_service.self_drafting import LINK
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.chaining import ChainingRunner, RoundsAtOnce, StepAtOnce
+from tests.settings import draft_settings, target_settings
 from tests.unit.clock import Clock
 
 Launched = TypeVar("Launched")
@@ -240,8 +241,8 @@ def _target_settings(sessions: int, context: int, acceptance: float, **others: A
     # The second choice of a draft that is mostly wrong is taken to be wrong, too: the worst that a draft can be.
     alternatives = -1.0 if acceptance >= 0.8 else 0.0
     imposed = {"synthetic_acceptance": acceptance, "synthetic_alternatives": alternatives}
-    how = {"draft": str(models.DRAFT), "gamma": 0, **imposed}
-    return TargetSettings(**(how | limits | others))
+    how = {"draft": str(models.DRAFT), "gamma": None, **imposed}
+    return target_settings(**(how | limits | others))
 
 
 def _runners(devices: Sequence[Device], sessions: int, context: int) -> list[TimedRunner]:
@@ -334,7 +335,7 @@ class TimedPair(Timed):
         self.target, draft = _runners([Device(clock), Device(clock)], sessions, context)
         settings = _target_settings(sessions, context, acceptance, **others)
         limits = {"max_sessions": settings.max_sessions, "max_context": settings.max_context, "prefill_chunk": 8192}
-        drafting = DraftSettings(gamma=0, max_gamma=settings.max_gamma, branches=branches, micro_batches=1, **limits)
+        drafting = draft_settings(gamma=None, max_gamma=settings.most_drafted, branches=branches, **limits)
         self.verifier = Verifier(self.target, PLAN, settings)
         self.drafter = ControlledDrafter(draft, PLAN, drafting)
         self.drafter._controls = Controls(foresight=foresight)
@@ -398,7 +399,7 @@ class TimedAlone(Timed):
         self.clock = clock
         settings = _target_settings(sessions, context, acceptance, draft="self", max_gamma=8, **others)
         runner, _ = _runners([Device(clock)] * 2, sessions, context)
-        runner.drafts_lightly = settings.draft_quantization == "fp8"
+        runner.drafts_lightly = settings.speculation.draft_quantization == "fp8"
         self.verifier = Verifier(runner, PLAN, settings)
 
     def run_until_idle(self) -> None:

@@ -11,7 +11,6 @@ from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from orchestrator.sessions.ledger import Ledger, Record
 from specahead import models
-from specahead.config import DraftSettings, TargetSettings
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.grammars import Grammars
 from specahead.sparsity.plan import Plan
@@ -20,6 +19,7 @@ from specahead.wire import messages as m
 from specahead.wire.tracing import NO_SPANS, Spans
 from target_service.session import DraftPeer, TargetSession
 from target_service.verifier import OnRound, Verifier
+from tests.settings import draft_settings, target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
 
@@ -103,10 +103,10 @@ class World:
         prompt_read_share: float = 1.0,
         proposer: str = "none",
         self_from: int = -1,
-        confirm_every: int = 0,
+        hold: int | None = 0,
         max_context: int = 500,
         screening_quantization: str = "none",
-        lookup_first: bool = False,
+        lookup: bool = False,
     ) -> None:
         """proposer: what proposes while no draft is attached, as --draft says."""
         self.clock, self.rng = clock, random.Random(seed)
@@ -117,7 +117,7 @@ class World:
         self.verifier = Verifier(
             self.target,
             plan,
-            TargetSettings(
+            target_settings(
                 gamma=gamma,
                 prefill_chunk=prefill_chunk,
                 max_sessions=max_sessions,
@@ -126,10 +126,10 @@ class World:
                 synthetic_acceptance=synthetic_acceptance,
                 synthetic_confirmation=synthetic_confirmation,
                 prompt_read_share=prompt_read_share,
-                draft=str(models.DRAFT) if proposer == "none" and (confirm_every or lookup_first) else proposer,
-                lookup_first=lookup_first,
+                draft=str(models.DRAFT) if proposer == "none" and (hold != 0 or lookup) else proposer,
+                lookup=lookup,
                 self_from=self_from,
-                confirm_every=confirm_every,
+                hold=hold,
                 screening_quantization=screening_quantization,
                 deterministic=runner.deterministic,
             ),
@@ -138,8 +138,8 @@ class World:
             spans,
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
-        settings = DraftSettings(
-            gamma=gamma, ahead=ahead, branches=branches, prefill_chunk=prefill_chunk, max_context=draft_context
+        settings = draft_settings(
+            gamma=gamma, overlap=ahead, branches=branches, prefill_chunk=prefill_chunk, max_context=draft_context
         )
         self.drafter = Drafter(self.draft, plan, settings, grammars, spans)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)

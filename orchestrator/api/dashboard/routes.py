@@ -20,7 +20,7 @@ from orchestrator.cluster.service_status import gauges_of_targets
 from orchestrator.requests.callers import Caller, current_caller
 from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.served_models import ServedModels
-from specahead.config.sections import WITHOUT_DRAFT
+from specahead.config.speculation import WITHOUT_DRAFT
 from specahead.wire.errors import ServiceError
 from specahead.wire.messages import ServiceStatus
 

@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from draft_service.drafter import Drafter
 from specahead import models
-from specahead.config import TargetSettings
-from specahead.config.sections import READ_AT_ONCE
+from specahead.config import Speculation, TargetSettings
+from specahead.config.speculation import READ_AT_ONCE
 from specahead.engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.loading.tokenizer import load_tokenizer
@@ -54,7 +54,7 @@ class Proposer:
     settings: dict[str, Any]
 
 
-PLAIN, NGRAM = Proposer("none", {"draft": "none"}), Proposer("ngram", {"draft": "ngram"})
+PLAIN, LOOKUP = Proposer("none", {"draft": "none"}), Proposer("lookup", {"draft": "lookup"})
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,14 @@ def run(flags: argparse.Namespace) -> None:
     # Of a CPU processor time, so that what else a machine does counts for less.
     clock = time.process_time if device == "cpu" else time.perf_counter
     rows = []
-    proposers = [PLAIN, NGRAM]
+    drafting = Speculation(gamma=flags.gamma, hold=0)
+    proposers = [PLAIN, LOOKUP]
     if flags.draft:
         drafts = {"draft": flags.draft, "draft_in_target": True}
-        proposers += [Proposer("draft", drafts), Proposer("ngram, draft", drafts | {"lookup_first": True})]
-    sizes = {"model": flags.target, "gamma": flags.gamma, "max_context": longest, "max_sessions": most}
-    of_each = [TargetSettings(**sizes, **proposer.settings) for proposer in proposers]
+        both = drafts | {"speculation": replace(drafting, lookup=True)}
+        proposers += [Proposer("draft", drafts), Proposer("lookup, draft", both)]
+    sizes = {"model": flags.target, "speculation": drafting, "max_context": longest, "max_sessions": most}
+    of_each = [TargetSettings(**(sizes | proposer.settings)) for proposer in proposers]
     runners = [_runners(loaded, each, most * (longest + 64)) for each in of_each]
     said = dictations(text, flags.context, flags.tokens, runners[0][0].vocab_size)
     for item, sessions in tqdm([(item, count) for count in flags.sessions for item in said], desc="generating"):

@@ -206,10 +206,9 @@ def _serve(prompts: list[list[int]], budget: float, name: str) -> list[SessionRe
         room = str(2 * AT_ONCE * (PROMPT + GENERATED + 64))  # twice: prompts stay indexed while there is room
         shared = ("--plan", plan_file)
         limits = ("--kv-tokens", room, "--device", "cpu", "--threads", "1")
-        patience = ("--draft-timeout", "60")  # on a busy machine, too, no round is to read everything
         with children() as start:
             for side, model, address, *own in (
-                ("target", models.TARGET, target, "--record-reads", file, *patience),
+                ("target", models.TARGET, target, "--record-reads", file),
                 ("draft", models.DRAFT, draft, "--target", target),
             ):
                 command = (f"{side}_service", "--model", str(model), "--port", port_of(address), *own)

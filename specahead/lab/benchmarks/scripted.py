@@ -14,7 +14,7 @@ import torch
 import uvloop
 
 from draft_service import service as draft_service
-from specahead.config import DraftSettings, TargetSettings
+from specahead.config import DraftSettings, Speculation, TargetSettings
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SharedBudget
@@ -164,8 +164,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--target", default="", metavar="HOST:PORT", help="for the draft: what to dial")
     parser.add_argument("--gamma", type=int, default=4)
-    parser.add_argument("--branches", type=int, default=DraftSettings.branches, help="for the draft")
-    parser.add_argument("--waves", type=int, default=DraftSettings.micro_batches, help="for the draft")
+    parser.add_argument("--branches", type=int, default=1, help="for the draft")
     parser.add_argument("--max-sessions", type=int, default=TargetSettings.max_sessions, help="for the target")
     parser.add_argument("--max-queued", type=int, default=TargetSettings.max_queued, help="for the target")
     parser.add_argument("--step-ms", type=float, nargs=2, default=(0.0, 0.0))
@@ -182,11 +181,11 @@ def main() -> None:
         runner = ScriptedRunner(errs, step_ms=step_ms, unforeseen=unforeseen, prompt_ms=flags.prompt_ms)
         if flags.side == "target":
             places = {"max_sessions": flags.max_sessions, "max_queued": flags.max_queued}
-            settings = TargetSettings(port=flags.port, gamma=flags.gamma, **places)
+            settings = TargetSettings(port=flags.port, speculation=Speculation(gamma=flags.gamma), **places)
             await target_service.serve(settings, runner, plan, hello, on_ready)
         else:
-            drafting = {"gamma": flags.gamma, "branches": flags.branches, "micro_batches": flags.waves}
-            draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, **drafting)
+            drafting = Speculation(gamma=flags.gamma, branches=flags.branches)
+            draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, speculation=drafting)
             await draft_service.serve(draft_settings, runner, plan, hello, on_ready)
 
     uvloop.run(serve_until_signal(flags.side, run))

@@ -69,7 +69,7 @@ def run(flags: argparse.Namespace) -> list[StackRow]:
     sessions, tokens, gamma = flags.sessions, flags.tokens, flags.gamma
     _check(sessions, tokens, gamma)
     target = ["--gamma", str(gamma), "--unforeseen", str(flags.unforeseen)]
-    draft = ["--gamma", str(gamma), "--branches", str(flags.branches), "--waves", str(flags.waves)]
+    draft = ["--gamma", str(gamma), "--branches", str(flags.branches)]
     command = ["--sessions", *map(str, sessions), "--tokens", str(tokens), *draft, *target[2:]]
     for side, own in (("target", target), ("draft", draft)):
         milliseconds = [f"{each:g}" for each in getattr(flags, f"{side}_ms")]
@@ -194,7 +194,7 @@ def _stack(gamma: int, target_flags: list[str], draft_flags: list[str]) -> Itera
             "specahead.lab.benchmarks.scripted", "draft", "--port", port_of(draft), "--target", target, *draft_flags
         )
         services = ("--target-address", target, "--draft-address", draft)
-        address = start_endpoints(start_noted, *services, "--gamma", str(gamma))
+        address = start_endpoints(start_noted, *services)
         yield address, [*processes, os.getpid()]
 
 

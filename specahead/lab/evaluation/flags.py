@@ -6,7 +6,7 @@ import shlex
 from functools import partial
 
 from specahead import models
-from specahead.config.sections import QUANTIZATIONS
+from specahead.config.speculation import QUANTIZATIONS
 
 
 def _add_pair(parser: argparse.ArgumentParser, required: bool) -> None:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from specahead.config import DraftSettings, TargetSettings
+from specahead.config import DraftSettings, Speculation, TargetSettings
 from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.loading.model import LoadedModel, default_device, load_model
 from specahead.engine.loading.runner import make_runner
@@ -161,7 +161,7 @@ def _generate(
         _open_target(target, requests, mix, frames),
         plan,
         TargetSettings(
-            gamma=requests.gamma,
+            speculation=Speculation(gamma=requests.gamma, hold=0),
             prefill_chunk=requests.chunk,
             draft_timeout=math.inf,
             max_sessions=requests.sessions(mix),
@@ -169,7 +169,9 @@ def _generate(
         ),
     )
     room = requests.pages(mix) * PAGE_SIZE + requests.sessions(mix) * (requests.gamma + 1 + PAGE_SIZE)
-    settings = DraftSettings(gamma=requests.gamma, prefill_chunk=requests.chunk, max_context=requests.longest)
+    settings = DraftSettings(
+        speculation=Speculation(gamma=requests.gamma), prefill_chunk=requests.chunk, max_context=requests.longest
+    )
     drafter = Drafter(make_runner(draft, room), plan, settings)
     tokens: dict[str, list[int]] = {}
 

@@ -61,6 +61,12 @@ class Pair:
     slept: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def speculation(self) -> dict[str, float | None]:
+        """What the services are told of speculation."""
+        gamma = {"gamma": None if self.adaptive else self.gamma, "max_gamma": self.gamma, "hold": 0}
+        return gamma | {"draft_read_share": self.read_share, "branches": self.branches, "overlap": self.ahead}
+
+    @property
     def sparse_rows(self) -> int:
         """Heads of the target that read sparsely: all of them."""
         shape = SHAPES[self.target_shape]
@@ -126,8 +132,7 @@ class Deployment:
         own += ["--replay"] if self._replayed else []
         own += ["--controls", str(self._controls)]
         if self.pair.draft_in_target:
-            read_share = str(self.pair.read_share)
-            own += ["--draft-in-target", "--draft", self._models["draft"], "--draft-read-share", read_share]
+            own += ["--draft-in-target", "--draft", self._models["draft"]]
         targets = {name: self._launch(name, *own, *self.pair.target_flags) for name in self.targets}
         with_service, gpus = with_draft and not self.pair.draft_in_target, self.pair.gpus
         apart = bool(gpus) and with_service and gpus["draft"] not in {gpus[name] for name in targets}
@@ -208,16 +213,13 @@ class Deployment:
     def _launch_draft(self) -> "subprocess.Popen[str]":
         own = [word for target in self.targets for word in ("--target", self._addresses[target])]
         own += ["--controls", str(self._controls)]
-        own += ["--draft-read-share", str(self.pair.read_share), "--branches", str(self.pair.branches)]
-        own += [] if self.pair.ahead else ["--no-ahead"]
         sessions = self._room.sessions * len(self.targets)
         return self._launch("draft", *own, *self.pair.draft_flags, sessions=sessions)
 
     def _launch(self, name: str, *own: str, sessions: int = 0) -> "subprocess.Popen[str]":
         side, sessions = side_of(name), sessions or self._room.sessions
         command = ["specahead.lab.benchmarks.serving", side, "--model", self._models[side], "--plan", self._plan]
-        command += ["--port", port_of(self._addresses[name]), "--max-gamma", str(self.pair.gamma)]
-        command += ["--gamma", "auto" if self.pair.adaptive else str(self.pair.gamma)]
+        command += ["--port", port_of(self._addresses[name]), "--speculation", json.dumps(self.pair.speculation)]
         command += ["--max-context", str(self._room.context), "--max-sessions", str(sessions)]
         command += ["--load-format", "dummy", "--prefill-chunk", str(min(PREFILL_CHUNK, self._room.prompt))]
         command += ["--timeline", str(self.timeline(name))] if self._timed else []

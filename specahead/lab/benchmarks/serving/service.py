@@ -68,13 +68,13 @@ class ControlledDrafter(Drafter):
         if controls == self._controls:
             return
         self._controls = controls
-        branches = controls.branches if self._settings.ahead else 1
-        self._settings = replace(self._settings, micro_batches=controls.micro_batches, branches=branches)
+        chosen = replace(self._settings.speculation, branches=controls.branches)
+        self._settings = replace(self._settings, speculation=chosen)
         self._replayed = np.load(controls.replay, mmap_mode="r") if controls.replay else None
 
     def execute(self, step: DraftStep) -> DraftStepResult:
         result = super().execute(step)
-        if self._controls is not None and self._controls.foresight > 0 and self._settings.ahead:
+        if self._controls is not None and self._controls.foresight > 0 and self._settings.speculation.overlap:
             result = replace(result, rounds=self._foreseeing(step, result, self._controls.foresight))
         if self._replayed is None:
             return result
