@@ -1,15 +1,14 @@
-"""What happens to new queries, keys and values before attention: norms, rotary position embedding, the write to pages.
+"""Norms and rotary embedding of new queries and keys, and the write of new keys and values to their pages.
 
-The rotary embedding is that of Su et al. 2021. Some models norm each head's query and key before it (Qwen3), or turn
+The rotary embedding is that of Su et al. 2021. Some models norm each head's query and key before it (Qwen3), or rotate
 only the first dimensions of a head (Phi-4-mini).
 """
 
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import check_backend, jit, overlapping_launch, tl
 from specahead.kernels.kv_write import write_kv
-from specahead.kernels.residual_linear import Unscaled
 from specahead.kernels.rms_norm import add_rms_norm
 
 MANY_TOKENS = 256  # from here on a program takes several heads: what a token's heads share is loaded once
@@ -17,7 +16,7 @@ HEADS_OF_PROGRAM = 8
 
 
 def rotate_and_write_kv(
-    qkv: Tensor | Unscaled,
+    qkv: Tensor,
     cosines: Tensor,
     sines: Tensor,
     positions: Tensor,
@@ -28,38 +27,48 @@ def rotate_and_write_kv(
     backend: str = "torch",
     head_norms: Tensor | None = None,
     epsilon: float = 0.0,
-    bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the rotated queries; write the rotated keys, and the values, to their slots in place.
+    """Write the rotated keys, and the values, to their slots in place; return the rotated queries.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], contiguous: queries, keys, values. They may come in parts, [parts,
-    tokens, …] float32: they are the sum, rounded to the dtype of the pages. Of what is not scaled yet they are what it
-    is once it is scaled and `bias` is added.
-    cosines, sines: [positions, turned / 2] float32, contiguous; of the first `turned` dimensions of a head, dimension i
-    turns with i + turned / 2. The others stay as they are; tables of width 0 turn none.
-    positions: [tokens] int32 or int64; slots: [tokens] int64, page * page_size + offset, negative: not written
-    k_pages, v_pages: [pages, kv_heads, page_size, head_dim]
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], contiguous: queries, keys, values; or [parts, tokens, …] float32,
+        the sum of which, rounded to the dtype of the pages, they are.
+    cosines, sines: [positions, rotated / 2] float32, contiguous. Of the first `rotated` dimensions of a head, dimension
+        i is rotated with i + rotated / 2; the others stay as they are. Tables of width 0 rotate nothing.
+    positions: [tokens] int32 or int64.
+    slots: [tokens] int64, page * page_size + offset; a token with a negative slot is not written.
+    k_pages, v_pages: [pages, kv_heads, page_size, head_dim].
     head_norms: [2, head_dim], the weights of an RMSNorm with `epsilon` of each head's query and of each head's key,
-    before they are rotated; None: no norm
-    Returns [tokens, heads, head_dim]. Triton takes head_dim that is a power of two.
+        before they are rotated; None: no norm.
+    Returns [tokens, heads, head_dim]. Triton takes a head_dim that is a power of two.
     """
     check_backend("rotate_and_write_kv", backend)
     kv_heads, page_size, dim = k_pages.shape[1:]
     if backend == "torch":
-        total, where = _add_up(qkv, bias, k_pages.dtype), (positions, slots, k_pages, v_pages)
-        return _rotate_by_torch(total, cosines, sines, *where, heads, head_norms, epsilon)
-    squares, size, norm_epsilon, numbers = None, 1, 0.0, qkv
-    if isinstance(qkv, Unscaled):
-        squares, size, norm_epsilon, numbers = qkv.squares, qkv.size, qkv.epsilon, qkv.parts
-    assert isinstance(numbers, Tensor)
-    tokens = numbers.shape[-2]
-    queries = torch.empty(tokens, heads, dim, dtype=k_pages.dtype, device=numbers.device)
+        qkv = qkv.sum(0).to(k_pages.dtype) if qkv.dim() == 3 else qkv
+        queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
+        if head_norms is not None:
+            queries, keys = _norm_heads(queries, head_norms[0], epsilon), _norm_heads(keys, head_norms[1], epsilon)
+        # The table is rounded to the dtype first, as transformers does it.
+        cos, sin = (table[positions.long()][:, None].to(qkv.dtype) for table in (cosines, sines))
+        kept = slots >= 0
+        write_kv(k_pages, v_pages, slots[kept], _rotate(keys, cos, sin)[kept], values[kept])
+        return _rotate(queries, cos, sin)
+    tokens = qkv.shape[-2]
+    queries = torch.empty(tokens, heads, dim, dtype=k_pages.dtype, device=qkv.device)
     of_program = 1 if tokens < MANY_TOKENS else HEADS_OF_PROGRAM
     _rotate_and_write_kv_kernel[(tokens, -(-(heads + 2 * kv_heads) // of_program))](
-        *(numbers, squares, bias, cosines, sines, positions, slots, head_norms),
-        *(k_pages, v_pages, queries, epsilon, size, norm_epsilon, tokens),
-        PARTS=1 if numbers.dim() == 2 else len(numbers),
-        SQUARES=1 if numbers.dim() == 2 else power_of_two(len(numbers)),
+        qkv,
+        cosines,
+        sines,
+        positions,
+        slots,
+        head_norms,
+        k_pages,
+        v_pages,
+        queries,
+        epsilon,
+        tokens,
+        PARTS=1 if qkv.dim() == 2 else len(qkv),
         HEADS=heads,
         KV_HEADS=kv_heads,
         PAGE=page_size,
@@ -67,42 +76,13 @@ def rotate_and_write_kv(
         HALF=cosines.shape[1],
         OF_PROGRAM=of_program,
         num_warps=1,
-        **overlapping_launch(numbers.device),
+        **overlapping_launch(qkv.device),
     )
     return queries
 
 
-def _add_up(qkv: Tensor | Unscaled, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return what comes in parts, or is not scaled yet, as [tokens, …]."""
-    if isinstance(qkv, Unscaled):
-        return (qkv.scaled() if bias is None else qkv.scaled() + bias).to(dtype)
-    return qkv.sum(0).to(dtype) if qkv.dim() == 3 else qkv
-
-
-def _rotate_by_torch(
-    qkv: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    heads: int,
-    head_norms: Tensor | None,
-    epsilon: float,
-) -> Tensor:
-    kv_heads, _, dim = k_pages.shape[1:]
-    queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
-    if head_norms is not None:
-        queries, keys = (
-            add_rms_norm(x.reshape(-1, dim), None, weight, epsilon)[0].view(x.shape)
-            for x, weight in zip((queries, keys), head_norms, strict=True)
-        )
-    # The table is rounded to the dtype first, as transformers does it.
-    cos, sin = (table[positions.long()][:, None].to(qkv.dtype) for table in (cosines, sines))
-    kept = slots >= 0
-    write_kv(k_pages, v_pages, slots[kept], _rotate(keys, cos, sin)[kept], values[kept])
-    return _rotate(queries, cos, sin)
+def _norm_heads(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return add_rms_norm(x.reshape(-1, x.shape[-1]), None, weight, epsilon)[0].view(x.shape)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -118,23 +98,17 @@ def _multiply(x, y):
 
 
 @jit
-def _load_head(qkv_ptr, bias_ptr, by, token, tokens, at, WIDTH: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """The numbers `at` of a token, from the parts that they come in, times `by`."""
+def _load_head(qkv_ptr, token, tokens, at, WIDTH: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """Load the numbers `at` of a token and add their parts up."""
     total = tl.load(qkv_ptr + token.to(tl.int64) * WIDTH + at)
     for part in tl.static_range(1, PARTS):
         total += tl.load(qkv_ptr + (part * tokens + token).to(tl.int64) * WIDTH + at)
-    if by is not None:
-        total = total * by
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + at).to(tl.float32)
     return total.to(dtype)
 
 
 @jit
 def _rotate_and_write_kv_kernel(
     qkv_ptr,
-    squares_ptr,
-    bias_ptr,
     cosines_ptr,
     sines_ptr,
     positions_ptr,
@@ -144,11 +118,8 @@ def _rotate_and_write_kv_kernel(
     v_ptr,
     queries_ptr,
     epsilon: tl.constexpr,
-    size: tl.constexpr,
-    norm_epsilon: tl.constexpr,
     tokens,
     PARTS: tl.constexpr,
-    SQUARES: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -171,18 +142,13 @@ def _rotate_and_write_kv_kernel(
         sin = tl.load(sines_ptr + row, mask=turned, other=0.0).to(k_ptr.dtype.element_ty)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    by = None
-    if squares_ptr is not None:
-        part = tl.arange(0, SQUARES)
-        squares = tl.load(squares_ptr + part * tokens + token, mask=part < PARTS, other=0.0)
-        by = tl.rsqrt(tl.sum(squares, 0) / size + norm_epsilon)
     for index in tl.static_range(OF_PROGRAM):
         head = tl.program_id(1) * OF_PROGRAM + index
         if head < HEADS + 2 * KV_HEADS:
             dtype: tl.constexpr = k_ptr.dtype.element_ty
-            own = _load_head(qkv_ptr, bias_ptr, by, token, tokens, head * DIM + at, WIDTH, PARTS, dtype)
+            own = _load_head(qkv_ptr, token, tokens, head * DIM + at, WIDTH, PARTS, dtype)
             if head < HEADS + KV_HEADS:
-                other = _load_head(qkv_ptr, bias_ptr, by, token, tokens, head * DIM + partner, WIDTH, PARTS, dtype)
+                other = _load_head(qkv_ptr, token, tokens, head * DIM + partner, WIDTH, PARTS, dtype)
                 if norms_ptr is not None:
                     wide = own.to(tl.float32)
                     scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + epsilon)

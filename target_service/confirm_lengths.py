@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from specahead.config import TargetSettings
-from specahead.kernels.few_rows_linear import MOST_ROWS
+from specahead.kernels.linear import MOST_ROWS
 from target_service.round_costs import Load, sessions_of
 from target_service.self_drafting import BEYOND_BYTES, LINK
 

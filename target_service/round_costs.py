@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specahead.kernels.few_rows_linear import MOST_ROWS
+from specahead.kernels.linear import MOST_ROWS
 
 Load = tuple[int, int]  # powers of two: sessions that generate, and tokens of all of them
 

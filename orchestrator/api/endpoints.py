@@ -35,7 +35,7 @@ from protos import inference_pb2_grpc
 from specahead.config import Config, SettingsError
 from specahead.config.garbage import keep_loaded
 from specahead.engine.kv.pages import PAGE_SIZE
-from specahead.engine.loading.shape import load_shape
+from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
 from specahead.sparsity.methods import load_served_plan, methods_of
 from specahead.wire.access import Guard

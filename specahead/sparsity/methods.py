@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from specahead.engine.loading.shape import load_shape
+from specahead.engine.loading.config import load_shape
 from specahead.sparsity import announce, in_advance
 from specahead.sparsity.announce import LEAST_WINDOW, Announcing, summary_tokens
 from specahead.sparsity.in_advance import InAdvance

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_module
 from specahead.models import TARGET
 from tests.client import generate
 from tests.stack import Services, start_gateway, start_services

@@ -11,7 +11,7 @@ import torch
 from openai import NotFoundError, OpenAI
 
 from protos import inference_pb2
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_module
 from specahead.models import DRAFT, TARGET
 from tests.client import APPROXIMATE, EXACT, generate, metric, read_by_rounds
 from tests.plans import sparse_plan_file

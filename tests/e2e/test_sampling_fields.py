@@ -7,7 +7,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_module
 from specahead.engine.sampling.distributions import Sampling
 from specahead.models import TARGET
 from tests.stack import Stack

@@ -12,7 +12,7 @@ from openai import OpenAI
 from orchestrator.text.compile_grammar import make_source
 from orchestrator.text.structured_outputs import COMPACT
 from protos import inference_pb2
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_module
 from specahead.engine.sampling.grammars import Grammars
 from specahead.models import TARGET
 from tests.client import make_request

@@ -12,11 +12,10 @@ import torch
 import transformers
 
 from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.config import read_shape
 from specahead.engine.loading.fused import read_decoder
-from specahead.engine.loading.model import load_model, load_modules
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_model, load_module, load_modules
 from specahead.engine.loading.runner import make_runner
-from specahead.engine.loading.shape import read_shape
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import FAMILIES, sliding_window, unbuilt_feature
 from specahead.engine.steps.inputs import Logits, SequenceInput
@@ -143,7 +142,7 @@ def test_every_family_is_tested() -> None:
 
 
 @pytest.mark.parametrize("folder", FUSED, indirect=True)
-@pytest.mark.parametrize(("rows", "giving"), [(2, [1]), (6, [])])  # by skinny layers, and by wide ones
+@pytest.mark.parametrize(("rows", "giving"), [(2, [1]), (6, [])])  # with skinny layers, and without
 def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, rows: int, giving: list[int]) -> None:
     check_kernels(folder, rows, giving)
 
@@ -168,7 +167,7 @@ def check_kernels(folder: str, rows: int, giving: list[int]) -> None:
     logits_rows = torch.tensor(giving, dtype=torch.int64, device=device)
 
     def run(backend: Backend) -> list[torch.Tensor]:
-        head_dim = len(decoder.layers[0].qkv) // (decoder.heads + 2 * decoder.kv_heads)
+        head_dim = decoder.layers[0].qkv.outputs // (decoder.heads + 2 * decoder.kv_heads)
         sizes = 2, 1, decoder.kv_heads, 16, head_dim  # of layers of pages
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in range(2))
         pages = list(keys), list(values)

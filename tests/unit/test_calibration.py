@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from specahead import models
-from specahead.engine.loading.model import load_model
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_model, load_module
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.calibration import (
     CalibrationSettings,

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from specahead import models
 from specahead.engine.loading.checkpoint import Checkpoint, RandomWeights
-from specahead.engine.loading.config import FamilyConfig, load_config
+from specahead.engine.loading.config import FamilyConfig, load_config, read_shape
 from specahead.engine.loading.fused import read_decoder
 from specahead.engine.loading.model import load_model
-from specahead.engine.loading.shape import read_shape
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import FAMILIES, unbuilt_feature, weight_shapes
 from specahead.engine.model.modules import ModulesDecoder
+from specahead.kernels.linear import LinearWeight
 from tests.programs import printed_by
 from tests.unit.tiny_models import CONFIGS, FUSED, SIZES, save_tiny, sizes
 
@@ -42,17 +42,19 @@ def load(folder: Path) -> Decoder:
 
 
 def parts_of(description: Any) -> dict[str, Any]:
-    """All that a Decoder or DecoderLayer holds, by name."""
+    """All that a description holds, by name."""
     return {field.name: getattr(description, field.name) for field in fields(description)}
 
 
 def check_same(ours: Any, theirs: Any) -> None:
-    """Both are Decoders or DecoderLayers, with the same numbers to the last bit."""
+    """Both are Decoders, DecoderLayers or LinearWeights, with the same numbers to the last bit."""
     for name, one in parts_of(ours).items():
         other = getattr(theirs, name)
         if name == "layers":
             for layer, same in zip(one, other, strict=True):
                 check_same(layer, same)
+        elif isinstance(one, LinearWeight):
+            check_same(one, other)
         elif name == "full_norms" and one is not None:
             assert all(map(torch.equal, one, other))
         else:
@@ -74,8 +76,8 @@ def test_weights_in_files_are_those_of_the_module(name: str, how: dict[str, Any]
     attention = module.model.layers[0].self_attn
     assert decoder.attention_scale == attention.scaling
     names = ("q_proj", "k_proj", "v_proj") if hasattr(attention, "q_proj") else ("qkv_proj",)
-    assert torch.equal(decoder.layers[0].qkv, torch.cat([getattr(attention, each).weight for each in names]))
-    assert (decoder.lm_head is decoder.embedding) == module.config.tie_word_embeddings
+    assert torch.equal(decoder.layers[0].qkv.values, torch.cat([getattr(attention, each).weight for each in names]))
+    assert (decoder.lm_head.values is decoder.embedding) == module.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -84,7 +86,7 @@ def test_numbers_are_rounded_to_the_dtype_that_is_asked_for(name: str, tmp_path:
     loaded = load_model(str(tmp_path), torch.bfloat16, "cpu")
     assert isinstance(loaded.decoder, Decoder)
     layer = loaded.decoder.layers[-1]
-    assert torch.equal(layer.down, module.model.layers[-1].mlp.down_proj.weight.bfloat16())
+    assert torch.equal(layer.down.values, module.model.layers[-1].mlp.down_proj.weight.bfloat16())
     assert loaded.decoder.cosines.dtype == torch.float32
     assert loaded.weight_bytes == sum(2 * parameter.numel() for parameter in module.parameters())
 
@@ -190,12 +192,12 @@ def test_a_tied_head_that_differs_is_a_head_of_its_own_as_for_transformers(tmp_p
     embedding = module.model.embed_tokens.weight.data
     rewrite(tmp_path, lambda tensors: tensors | {"lm_head.weight": embedding.clone()})
     decoder = load(tmp_path)
-    assert decoder.lm_head is decoder.embedding
+    assert decoder.lm_head.values is decoder.embedding
     rewrite(tmp_path, lambda tensors: tensors | {"lm_head.weight": 2 * embedding})
     decoder = load(tmp_path)
-    assert torch.equal(decoder.lm_head, 2 * embedding) and torch.equal(decoder.embedding, embedding)
+    assert torch.equal(decoder.lm_head.values, 2 * embedding) and torch.equal(decoder.embedding, embedding)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(reference.lm_head.weight, decoder.lm_head)
+    assert torch.equal(reference.lm_head.weight, decoder.lm_head.values)
 
 
 def test_a_weight_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
@@ -239,7 +241,8 @@ def test_a_service_of_the_bundled_pair_starts_without_transformers_modelling_cod
         "import sys\n"
         "from transformers import AutoTokenizer, PreTrainedConfig\n"
         "before = set(sys.modules)\n"
-        f"import models, {side}_service.service\n"
+        f"import {side}_service.service\n"
+            "from specahead import models\n"
         "from specahead.config import ModelSettings\n"
         "from specahead.engine.loading.opening import open_model\n"
         f"open_model(ModelSettings(model=str(models.{side.upper()}), device='cpu', kv_tokens=320, max_context=200))\n"

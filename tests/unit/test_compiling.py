@@ -34,7 +34,6 @@ from functools import partial
 from specahead.lab.benchmarks.shapes import Shape, random_decoder
 from specahead.engine.steps.announcing import Announcer
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.loading.eight_bit import with_eight_bit_weights
 from specahead.engine.steps.pass_runner import PassRunner
 from specahead.engine.steps.passes.behind_rounds import LeftRounds
 from specahead.engine.steps.passes.grouping import StepLimits
@@ -51,7 +50,7 @@ kv = KVCache(4, 2, 64, 600, torch.bfloat16, "cpu")
 kv.keep_group_means(64)
 announcer = Announcer(torch.randint(64, (8, 3), dtype=torch.int32), torch.rand(8, 3), "over_all")
 settings = RoundSettings(6, 64, 16, 0.1, 1, 4, {"ahead": announcer}, refresh_every=4)
-rounds = RoundRunner(with_eight_bit_weights(decoder), kv, settings, 4096, 400, "triton", captures=False)
+rounds = RoundRunner(decoder.with_eight_bit_weights(), kv, settings, 4096, 400, "triton", captures=False)
 rounds.left_verdicts = LeftVerdicts.make(8, torch.device("cpu"))
 steps = PassRunner(decoder, kv, StepLimits(400, 5, 16, 4096), ReadMemories(8), False, None)
 steps.left_rounds = LeftRounds.make(8, 6, 4, (8, 7), torch.device("cpu"))
@@ -76,7 +75,6 @@ from draft_service.drafter import Drafter
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import SequenceKV
-from specahead.engine.loading.eight_bit import with_eight_bit_weights
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.pass_runner import PassRunner
 from specahead.kernels.compilers import Launch
@@ -113,7 +111,7 @@ torch.empty, torch.empty_like, torch.Tensor.new_empty = map(
 def runner_of(shape, **how):
     decoder, pages = random_decoder(shape, 2048, "cpu"), 300
     kv = KVCache(shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, "cpu")
-    light = with_eight_bit_weights(decoder)
+    light = decoder.with_eight_bit_weights()
     runner = ModelRunner(decoder, kv, shape.vocab_size, 1024, drafting=light, **how)
     runner._captures = runner._joins = runner.goes_ahead = True
     runner._passes = PassRunner(decoder, kv, runner._limits, runner._passes.memories, True, None, light)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from specahead import models
 from specahead.config import SettingsError, TargetSettings
+from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.memory import bytes_of_token, room_for_kv
 from specahead.engine.loading.opening import open_both
-from specahead.engine.loading.shape import load_shape
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.step_loop import run_step_loop
 from specahead.wire import messages as m

@@ -16,13 +16,11 @@ from specahead import models
 from specahead.config import ModelSettings
 from specahead.engine.kv.pages import KEPT_SHARE, pages_for
 from specahead.engine.kv.tiered import TieredKV
-from specahead.engine.loading import free_memory as free
 from specahead.engine.loading import memory, model, opening
-from specahead.engine.loading.config import load_config
+from specahead.engine.loading.config import ModelShape, load_config, load_shape
 from specahead.engine.loading.memory import DEFAULT_KV_TOKENS, backing_store_tokens, check_memory, room_for_kv
 from specahead.engine.loading.model import load_model, resolve_dtype
 from specahead.engine.loading.opening import EightBit, open_model
-from specahead.engine.loading.shape import ModelShape, load_shape
 from specahead.engine.loading.tokenizer import load_generation_config, stop_token_ids
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import count_parameters
@@ -105,14 +103,14 @@ def test_what_an_own_gpu_and_the_host_have_is_looked_at_apart(monkeypatch: pytes
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"memory.max": "5000", "memory.current": "3000", "memory.stat": "anon 1\ninactive_file 700\n"}
-    monkeypatch.setattr(free, "_CGROUPS", ((tmp_path, *list(files)[:2], "inactive_file"),))
-    machine = free.free_memory()
+    monkeypatch.setattr(memory, "_CGROUPS", ((tmp_path, *list(files)[:2], "inactive_file"),))
+    machine = memory.free_memory()
     assert machine > 2**20, "without such files"
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert free.free_memory() == 5000 - (3000 - 700)
+    assert memory.free_memory() == 5000 - (3000 - 700)
     (tmp_path / "memory.max").write_text("max\n")
-    assert free.free_memory() > 2**20
+    assert memory.free_memory() > 2**20
 
 
 @pytest.mark.gpu
@@ -130,10 +128,11 @@ def test_dummy_weights_have_the_shape_of_the_config_and_no_others_are_read() -> 
     real = load_model(str(models.DRAFT), torch.float32, "cpu")
     assert isinstance(dummy.decoder, Decoder) and isinstance(real.decoder, Decoder)
     assert dummy.weight_bytes == real.weight_bytes == 4 * (4 * 246016 + 4096 * 128 + 128)
-    assert dummy.decoder.lm_head is dummy.decoder.embedding
+    assert dummy.decoder.lm_head.values is dummy.decoder.embedding
     for ours, theirs in zip(dummy.decoder.layers, real.decoder.layers, strict=True):
-        assert ours.qkv.shape == theirs.qkv.shape and not torch.equal(ours.qkv, theirs.qkv)
-        assert ours.gate_up.std().item() == pytest.approx(0.02, rel=0.05)
+        assert ours.qkv.values.shape == theirs.qkv.values.shape
+        assert not torch.equal(ours.qkv.values, theirs.qkv.values)
+        assert ours.gate_up.values.std().item() == pytest.approx(0.02, rel=0.05)
         assert ours.input_norm is not None and bool((ours.input_norm == 1).all())
     assert load_shape(str(models.DRAFT)).num_layers == 4
     with pytest.raises(ValueError, match="auto or dummy"):
@@ -215,10 +214,11 @@ def test_weights_are_held_in_eight_bits_for_the_passes_that_read_them_so(eight_b
     runner = open_model(SETTINGS, eight_bit).runner
     assert isinstance(runner, ModelRunner) and isinstance(runner.decoder, Decoder)
     drafting = runner._passes._drafting
-    assert (runner.decoder.eight_bit_head is not None) == (eight_bit == "all")
+    assert (runner.decoder.lm_head.eight_bit is not None) == (eight_bit == "all")
     assert (drafting is not None) == (eight_bit == "drafting")
     if drafting is not None:
-        assert drafting.eight_bit_head is not None and drafting.layers[0].qkv is runner.decoder.layers[0].qkv
+        ours, theirs = drafting.layers[0].qkv, runner.decoder.layers[0].qkv
+        assert ours.eight_bit is not None and ours.values is theirs.values and theirs.eight_bit is None
 
 
 def test_a_feature_that_is_not_built_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from draft_service.drafter import Drafter
 from specahead import models
 from specahead.config import SettingsError
-from specahead.engine.loading.model import load_model
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_model, load_module
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire import messages as m

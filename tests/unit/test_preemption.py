@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from specahead import models
 from specahead.config import ModelSettings
 from specahead.engine.kv.pages import PAGE_SIZE, pages_for
+from specahead.engine.loading.config import ModelShape
 from specahead.engine.loading.memory import room_for_kv
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
-from specahead.engine.loading.shape import ModelShape
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.wire import messages as m

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import specahead.kernels.rejection.layout
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_module
 from specahead.engine.sampling.distributions import USE_TARGET, uniforms
 from specahead.kernels.rejection import draw, draw_own, race, truncated_probs
 from specahead.kernels.rejection.race import arrivals

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from specahead.kernels import rotary
-from specahead.kernels.residual_linear import Unscaled
 from specahead.kernels.rotary import rotate_and_write_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,24 +87,3 @@ def test_torch_gives_what_the_formulas_say(turned: int) -> None:
             if slot >= 0:
                 torch.testing.assert_close(pages[slot // PAGE, :, slot % PAGE], wanted[token])
         assert pages.count_nonzero() == (TOKENS - 1) * kv_heads * DIM
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_what_is_not_scaled_yet_is_scaled_first(biased: bool) -> None:
-    """In parts, with and without a bias, by both backends as if it had come scaled."""
-    pytest.importorskip("triton")
-    heads, kv_heads = 3, 1
-    qkv, cosines, sines, positions, slots, _ = given(heads, kv_heads, 32, torch.float32, normed=False)
-    random = torch.Generator().manual_seed(5)
-    shares, squares = (torch.rand(3, TOKENS, generator=random).to(DEVICE) for _ in range(2))
-    parts = qkv * (shares / shares.sum(0))[..., None]
-    bias = torch.linspace(-1, 1, qkv.shape[1], device=DEVICE) if biased else None
-    scaled = qkv * torch.rsqrt(squares.sum(0) / 7 + 1e-3)[:, None] + (0 if bias is None else bias)
-    wanted = run((scaled, cosines, sines, positions, slots, None), heads, kv_heads, "torch")
-    for backend in ("triton", "torch"):
-        pages = [torch.zeros_like(part) for part in wanted[1:]]
-        unscaled = Unscaled(parts, squares, 7, 1e-3)
-        of_tokens = cosines, sines, positions, slots
-        queries = rotate_and_write_kv(unscaled, *of_tokens, *pages, heads, backend, bias=bias)
-        for one, other in zip((queries, *pages), wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -17,8 +17,7 @@ from draft_service.sessions import TargetPeer
 from specahead import models
 from specahead.config import SettingsError
 from specahead.engine.kv.pages import SequenceKV
-from specahead.engine.loading.model import load_model
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_model, load_module
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.steps.inputs import SequenceInput

@@ -13,8 +13,7 @@ import transformers
 from specahead import models
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.kv.tiered import TieredKV
-from specahead.engine.loading.model import load_model
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_model, load_module
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.sampling.distributions import Sampling
@@ -22,6 +21,7 @@ from specahead.engine.sampling.judging import Drafted
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
+from specahead.kernels.linear import LinearWeight
 from specahead.lab.evaluation.forks import fork
 from specahead.sparsity.plan import Plan, uniform_plan
 from specahead.wire import messages as m
@@ -131,7 +131,7 @@ def drafting_wrongly(folder: Path) -> ModelRunner:
     loaded = load_model(str(folder), torch.float32, DEVICE)
     decoder = loaded.decoder
     assert isinstance(decoder, Decoder)
-    how = {"drafting": replace(decoder, lm_head=-decoder.lm_head), "step_queries": GAMMA + 1}
+    how = {"drafting": replace(decoder, lm_head=LinearWeight(-decoder.lm_head.values)), "step_queries": GAMMA + 1}
     runner = make_runner(loaded, 1000 * PAGE_SIZE, 0, 400, **how)
     runner.kv.keep_group_means(PLAN.group_size, 1000)
     return runner

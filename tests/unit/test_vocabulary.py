@@ -10,7 +10,7 @@ import transformers
 from specahead import models
 from specahead.config import ModelSettings
 from specahead.engine.kv.pages import SequenceKV
-from specahead.engine.loading.module import load_module
+from specahead.engine.loading.model import load_module
 from specahead.engine.loading.opening import OpenedModel, open_model
 from specahead.engine.loading.tokenizer import count_token_ids, load_tokenizer
 from specahead.engine.steps.inputs import SequenceInput

@@ -20,7 +20,7 @@ from specahead.engine.steps.passes.outputs import StepUnderWay
 from specahead.engine.steps.rounds.behind_steps import Verdict
 from specahead.engine.steps.rounds.requests import RoundOutput, RoundRequest
 from specahead.engine.steps.rounds.under_way import RoundsUnderWay
-from specahead.kernels.few_rows_linear import MOST_ROWS
+from specahead.kernels.linear import MOST_ROWS
 from specahead.lab.benchmarks.scripted import KV_HEADS, LAYERS, VOCAB, ScriptedRunner, scripted_plan
 from specahead.lab.benchmarks.serving.controls import Controls
 from specahead.lab.benchmarks.serving.service import ControlledDrafter

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from specahead.config.version import running_version
-from specahead.engine.loading.shape import load_shape
+from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.models import TARGET
 from tests.stack import Stack, start_stack

@@ -1,17 +1,19 @@
-"""The config of a model: as transformers' class for its family reads it, or without that class where it is not needed.
+"""The config of a model, and the sizes in it.
 
-Each such class brings much of transformers and torch that serving a fused decoder has no use for.
+A config.json that leaves nothing to its family's class is read without that class: each such class imports much of
+transformers and torch that serving a fused decoder has no use for.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from specahead.engine.model.families import FAMILIES
+from specahead.engine.model.families import FAMILIES, head_dim, sliding_window
 
-# What the config.json of every family has to say.
-_SAYS = (
+# Keys that the config.json of every family must have.
+_REQUIRED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
 )
@@ -19,7 +21,7 @@ _ROTARY = ("default", "llama3")  # kinds that mean the same in each family
 
 
 class FamilyConfig(PreTrainedConfig):  # type: ignore[misc]
-    """A config.json of one of FAMILIES that says itself all that the family's class would fill in."""
+    """A config.json of one of FAMILIES that leaves no value for the family's class to fill in."""
 
     max_position_embeddings: int = 0
     rope_parameters: dict[str, Any] | None = None
@@ -28,15 +30,15 @@ class FamilyConfig(PreTrainedConfig):  # type: ignore[misc]
 def load_config(model: str) -> Any:
     """Return the transformers config in a folder or of a Hugging Face id; code from the hub is never run."""
     values, _ = PreTrainedConfig.get_config_dict(model)
-    if says_all(values):
+    if is_complete(values):
         return FamilyConfig.from_dict(values, name_or_path=model)
     return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 
-def says_all(values: Mapping[str, Any]) -> bool:
-    """Return whether a config.json leaves nothing to its family's class: neither absent values nor other meanings."""
+def is_complete(values: Mapping[str, Any]) -> bool:
+    """Return whether a config.json means the same without its family's class, which fills in and changes values."""
     family = FAMILIES.get(values.get("model_type", ""))
-    if family is None or any(values.get(name) is None for name in _SAYS):
+    if family is None or any(values.get(name) is None for name in _REQUIRED):
         return False
     rotary = values.get("rope_scaling") or values.get("rope_parameters") or {}
     return (
@@ -45,3 +47,45 @@ def says_all(values: Mapping[str, Any]) -> bool:
         and (rotary.get("rope_theta") or values.get("rope_theta")) is not None
         and rotary.get("rope_type", rotary.get("type", "default")) in _ROTARY
     )
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that services need."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    """Logits of a row, and so the token ids that may be proposed."""
+    max_position_embeddings: int
+
+
+def read_shape(config: Any) -> ModelShape:
+    """Return the sizes in a transformers config.
+
+    Raises NotImplementedError for attention that does not read all tokens before it.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise NotImplementedError(f"{config.model_type}: layers of kind {sorted(kinds)}; only full_attention is built")
+    window = sliding_window(config)
+    if window is not None:
+        raise NotImplementedError(
+            f"{config.model_type}: a sliding window of {window} tokens; only attention to all tokens is built, with "
+            "--enforce-eager too"
+        )
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim(config),
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+def load_shape(model: str) -> ModelShape:
+    """Return the sizes of a model by its folder or Hugging Face id, without its weights. Raises as `read_shape`."""
+    return read_shape(load_config(model))

@@ -25,6 +25,7 @@ from specahead.engine.model.families import (
     unbuilt_feature,
     weight_shapes,
 )
+from specahead.kernels.linear import LinearWeight
 
 # Computed anew; of a release of transformers that wrote it to checkpoints.
 _COMPUTED = "rotary_emb.inv_freq"
@@ -66,7 +67,7 @@ def read_decoder(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype,
         embedding=embedding,
         layers=[_read_layer(config, index, weights, family) for index in layers],
         norm=weights.take(NORM),
-        lm_head=_read_head(config, weights, embedding),
+        lm_head=LinearWeight(_read_head(config, weights, embedding)),
         cosines=cosines,
         sines=sines,
         heads=config.num_attention_heads,
@@ -111,18 +112,20 @@ def _read_layer(config: Any, index: int, weights: _Weights, family: Family) -> D
     def norm(name: str | None) -> Tensor | None:
         return None if name is None else weights.take(f"{before}{name}.weight")
 
+    def linear(*names: str) -> LinearWeight:
+        of_rows, biases = ([f"{before}{name}.{kind}" for name in names] for kind in ("weight", "bias"))
+        return LinearWeight(weights.take(*of_rows), weights.find(*biases))
+
     norms = f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"
     rotating = getattr(config, "no_rope_layers", None)  # which layers rotate, whatever its name says
     return DecoderLayer(
         input_norm=norm(family.input_norm),
-        qkv=weights.take(*(f"{before}{name}.weight" for name in family.qkv)),
-        qkv_bias=weights.find(*(f"{before}{name}.bias" for name in family.qkv)),
-        out=weights.take(f"{attention}.o_proj.weight"),
-        out_bias=weights.find(f"{attention}.o_proj.bias"),
+        qkv=linear(*family.qkv),
+        out=linear("self_attn.o_proj"),
         attention_out_norm=norm(family.attention_out_norm),
         mlp_norm=norm(family.mlp_norm),
-        gate_up=weights.take(*(f"{before}{name}.weight" for name in family.gate_up)),
-        down=weights.take(f"{before}mlp.down_proj.weight"),
+        gate_up=linear(*family.gate_up),
+        down=linear("mlp.down_proj"),
         mlp_out_norm=norm(family.mlp_out_norm),
         head_norms=weights.take(*norms).view(2, -1) if family.normed == "each head" else None,
         full_norms=(weights.take(norms[0]), weights.take(norms[1])) if family.normed == "all heads" else None,

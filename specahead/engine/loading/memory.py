@@ -1,28 +1,61 @@
-"""How many tokens of KV there is room for: on the device, and in host memory where that is the backing store."""
+"""Free memory of the host and of a GPU, and how many tokens of KV fit: on the device, and in a backing store."""
 
+import contextlib
 import logging
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from specahead.config import ModelSettings
 from specahead.engine.kv.pages import KEPT_SHARE, PAGE_SIZE
-from specahead.engine.loading.free_memory import free_memory
-from specahead.engine.loading.shape import ModelShape
+from specahead.engine.loading.config import ModelShape
 from specahead.engine.steps.model_runner import MAX_OVERHANG
 
 log = logging.getLogger(__name__)
 
 DEFAULT_KV_TOKENS = 131072  # on a CPU
-ACTIVATION_BYTES = 2 << 30  # left free on a GPU beside weights and KV
+ACTIVATION_BYTES = 2 << 30  # that stay free on a GPU beside weights and KV
+# For each version of cgroups: the folder of a container's files; the names of its limit and its use; and the name, in
+# memory.stat, of the part of that use which the system can drop.
+_CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def free_memory(device: str = "cpu") -> int:
+    """Return the free bytes of a GPU; of a CPU those of the machine, or of the container if it has fewer."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    free = [_free_in_machine()]
+    for folder, limit, usage, droppable in _CGROUPS:
+        # The files are missing, or say "max", where there is no such cgroup or no limit.
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            used = int(Path(folder, usage).read_text()) - _read_numbers(Path(folder, "memory.stat"))[droppable]
+            free.append(int(Path(folder, limit).read_text()) - used)
+    return max(0, min(free))
+
+
+def _free_in_machine() -> int:
+    try:
+        return _read_numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
+    except (OSError, KeyError):  # systems other than Linux, which say only how much memory there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read_numbers(file: Path) -> dict[str, int]:
+    """Return the number that follows the first word of each line."""
+    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 def check_memory(settings: ModelSettings, shape: ModelShape, parameters: int, dtype: torch.dtype, device: str) -> None:
-    """Raise ValueError for settings that ask for more memory than there is beside the weights. To be called before
-    these are loaded, and only as good as what they are known to take.
+    """Raise ValueError for settings that ask for more memory than is free beside the weights, before these are loaded.
 
-    On a CPU KV takes memory when it is written, so that nothing else would refuse it until requests come.
+    parameters: of the model, about. On a CPU KV takes memory when it is written: without this check nothing would
+    refuse it before requests come.
     """
     if settings.kv_tokens:
         of_kv = {f"{settings.kv_tokens} tokens of KV": float(settings.kv_tokens * bytes_of_token(shape, dtype))}
@@ -38,7 +71,7 @@ def check_memory(settings: ModelSettings, shape: ModelShape, parameters: int, dt
 
 
 def _check_fits(model: str, asked: Mapping[str, float], weights: int, device: str) -> None:
-    """Raise ValueError if what is asked for, in bytes by name, is more than there is beside the weights, in bytes."""
+    """Raise ValueError if the sizes in `asked`, in bytes by name, do not fit beside the weights, in bytes."""
     wanted = {name: size for name, size in asked.items() if size}
     free = free_memory(device)
     if wanted and sum(wanted.values()) + weights > free:
@@ -49,9 +82,9 @@ def _check_fits(model: str, asked: Mapping[str, float], weights: int, device: st
 
 
 def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str, beside: int = 0) -> int:
-    """Return the tokens of KV to make room for on the device, once the weights are loaded; log it for a GPU.
+    """Return how many tokens of KV to allocate on the device, once the weights are loaded; log it for a GPU.
 
-    beside: bytes that each of these tokens takes in another model, too, out of the same memory.
+    beside: bytes that each token takes besides, in another model that shares the memory.
     Raises ValueError if not even one sequence of max_context fits.
     """
     if settings.kv_tokens:
@@ -79,21 +112,21 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
 
 
 def backing_store_tokens(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return the tokens of KV that host memory holds as the backing store; 0 if there is none.
+    """Return how many tokens of KV the backing store in host memory holds; 0 if there is none.
 
-    Raises ValueError if the plan leaves no layer whose KV would lie there.
+    Raises ValueError if no layer's KV would lie there, since the plan reads all layers densely.
     """
     memory = settings.host_kv_memory
     return int(memory * 2**30 / _bytes_in_tiers(settings, shape, dtype)) if memory else 0
 
 
 def context_of(settings: ModelSettings, shape: ModelShape) -> int:
-    """Return the tokens of the longest context."""
+    """Return how many tokens the longest context has."""
     return settings.max_context or shape.max_position_embeddings
 
 
 def _device_memory(settings: ModelSettings, device: str) -> float:
-    """Return the bytes that KV, and what belongs to it, may take on the device."""
+    """Return how many bytes KV and its tables may take on the device."""
     if settings.kv_memory:
         return settings.kv_memory * 2**30
     free, total = torch.cuda.mem_get_info(device)
@@ -101,12 +134,12 @@ def _device_memory(settings: ModelSettings, device: str) -> float:
 
 
 def bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return what the KV of a token takes."""
+    """Return how many bytes the KV of a token takes."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
 def _bytes_in_tiers(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return the bytes of a token in the layers whose KV has a backing store. Raises ValueError if there are none."""
+    """Return how many bytes a token takes in the layers that have a backing store; raise ValueError if none has."""
     layers = shape.num_layers - len(settings.dense_layers)
     if layers < 1:
         raise ValueError(
@@ -117,10 +150,10 @@ def _bytes_in_tiers(settings: ModelSettings, shape: ModelShape, dtype: torch.dty
 
 
 def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> float:
-    """Return the bytes that KV with a backing store takes on the device beside its GPU pages.
+    """Return how many bytes KV with a backing store takes on the device beside its GPU pages.
 
-    These are two layers of one sequence, where passes that read everything bring it together; the layers that stay on
-    the device; the tables that say where each page of the others lies; and group means.
+    They hold two layers of one sequence, which dense passes bring together; the layers that stay on the device; the
+    tables that say where each page of the other layers lies; and group means.
     """
     of_layer, backing = (bytes_of_token(shape, dtype) / shape.num_layers, backing_store_tokens(settings, shape, dtype))
     heads = shape.num_layers * shape.num_kv_heads

@@ -1,8 +1,8 @@
-"""A causal LM on its device: its decoder, its sizes, its dtype; and how it gets there.
+"""Loads a causal LM onto its device.
 
-The weights of a model that the fused decoder runs are read from its safetensors files without transformers' modules,
-whose import takes seconds. All else goes through these: other models, and a checkpoint whose names do not fit, such as
-one of an older release, which transformers may know how to read.
+Models of the families that the fused decoder runs are read from their safetensors files without transformers' modules,
+whose import takes seconds. Other models run by these modules; and where the names in a checkpoint do not fit, as in one
+of an older release, transformers reads the weights.
 """
 
 import logging
@@ -16,21 +16,20 @@ from torch import Tensor, nn
 
 from specahead.config.sections import LOAD_FORMATS
 from specahead.engine.loading.checkpoint import Checkpoint, RandomWeights, find_files
-from specahead.engine.loading.config import load_config
+from specahead.engine.loading.config import ModelShape, load_config, read_shape
 from specahead.engine.loading.fused import misfit, read_decoder
-from specahead.engine.loading.shape import ModelShape, read_shape
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import HEAD, count_parameters, unbuilt_feature, weight_shapes
-from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.model.modules import NAME, ModulesDecoder, attend_in_pass
 
 log = logging.getLogger(__name__)
 
-SMALL_MODEL = 100_000_000  # parameters, whose weights take little time to read and multiply
+SMALL_MODEL = 100_000_000  # parameters; up to it a CPU's passes take as long in bfloat16 as in float32
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to run, without KV. weight_bytes: what its weights take."""
+    """A model that is ready to run but for its KV."""
 
     decoder: Decoder | ModulesDecoder
     shape: ModelShape
@@ -39,11 +38,11 @@ class LoadedModel:
     weight_bytes: int
 
     def with_vocabulary(self, count: int) -> "LoadedModel":
-        """Return the model cut to the logits of the ids below `count`; no more than there are.
+        """Return the model cut to the logits of the ids below `count`, or of all ids if it has fewer.
 
-        Models of one tokenizer may differ in how far their vocabularies are padded (Qwen2.5-0.5B has 151,936 rows, 7B
-        has 152,064). Cut to the ids that the tokenizer has, they fit each other. What is sampled then follows the
-        model's distribution over real tokens: rows of padding, which the softmax would have counted, are not computed.
+        Models of one tokenizer may pad their vocabularies differently (Qwen2.5-0.5B has 151,936 rows, 7B has 152,064).
+        Cut to the ids that the tokenizer has, they fit each other, and tokens are sampled from the distribution over
+        real tokens: rows of padding are not computed.
         """
         count = min(count, self.shape.vocab_size)
         return replace(self, decoder=self.decoder.with_vocabulary(count), shape=replace(self.shape, vocab_size=count))
@@ -52,10 +51,10 @@ class LoadedModel:
 def load_model(model: str, dtype: torch.dtype, device: str, load_format: str = "auto") -> LoadedModel:
     """Return the causal LM in a folder or of a Hugging Face id; code from the hub is never run.
 
-    Weights are read from safetensors only, straight to the device. load_format "dummy": random weights in the shape of
-    the model's config, for measurements. Raises ValueError for another format, and for weights that are not those of
-    the config's model; NotImplementedError for attention that is not built; what transformers raises for a model that
-    it cannot load.
+    Weights are read from safetensors only, straight to the device.
+    load_format: "auto", or "dummy" for random weights in the shape of the config, for measurements.
+    Raises ValueError for another format and for weights that do not fit the config, NotImplementedError for attention
+    that is not built, and what transformers raises for a model that it cannot load.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load format {load_format!r}: expected {' or '.join(LOAD_FORMATS)}")
@@ -67,7 +66,7 @@ def load_model(model: str, dtype: torch.dtype, device: str, load_format: str = "
     weights = RandomWeights(config, dtype, device) if dummy else _weights_of(model, config, dtype, device)
     decoder = read_decoder(config, weights, dtype, device)
     of_weights = weight_shapes(config)
-    if decoder.lm_head is decoder.embedding:
+    if decoder.lm_head.values is decoder.embedding:
         del of_weights[HEAD]
     held = sum(map(prod, of_weights.values())) * dtype.itemsize
     return LoadedModel(decoder, shape, dtype, decoder.norm.device, held)
@@ -75,8 +74,6 @@ def load_model(model: str, dtype: torch.dtype, device: str, load_format: str = "
 
 def load_modules(model: str, dtype: torch.dtype, device: str, load_format: str = "auto") -> LoadedModel:
     """Return a causal LM of any architecture, run by transformers' own modules. Raises as `load_model`."""
-    from specahead.engine.loading.module import load_module  # imports much
-
     module: Any = load_module(model, dtype, device, load_format=load_format)
     shape, parameters = read_shape(module.config), list(module.parameters())
     heads = shape.num_heads, shape.num_kv_heads, _attention_scale(module, shape)
@@ -85,8 +82,42 @@ def load_modules(model: str, dtype: torch.dtype, device: str, load_format: str =
     return LoadedModel(decoder, shape, parameters[0].dtype, parameters[0].device, held)
 
 
+def load_module(
+    model: str, dtype: torch.dtype, device: str, attention_name: str = NAME, load_format: str = "auto"
+) -> nn.Module:
+    """Return a causal LM as transformers' own module. Arguments and errors are those of `load_model`.
+
+    attention_name: the attention that transformers looks up; by default the one that runs over paged KV.
+    Raises ValueError also for a checkpoint that lacks weights, which transformers would make up.
+    """
+    # Importing these takes seconds: transformers' modelling code imports torch._dynamo and much else.
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register(NAME, attend_in_pass)
+    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_name, "trust_remote_code": False}
+    if load_format == "dummy":
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, **options).eval()
+    if device != "cpu":
+        options["device_map"] = device
+    options |= {"use_safetensors": True, "output_loading_info": True}
+    module, loaded = AutoModelForCausalLM.from_pretrained(model, **options)
+    if loaded["missing_keys"]:
+        raise ValueError(f"{model}: its checkpoint has no {', '.join(sorted(loaded['missing_keys'])[:3])}")
+    return module.eval()
+
+
+def with_eight_bit_weights(decoder: Decoder | ModulesDecoder) -> Decoder:
+    """Return what `Decoder.with_eight_bit_weights` does; raise NotImplementedError for transformers' modules."""
+    if isinstance(decoder, ModulesDecoder):
+        raise NotImplementedError("8-bit weights are built for the fused decoder: leave --enforce-eager out")
+    return decoder.with_eight_bit_weights()
+
+
 def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Mapping[str, Tensor]:
-    """Return the weights of a model by name: those of its files, or as transformers reads these if they do not fit."""
+    """Return the weights of a model by name, from its files; if these do not fit, as transformers reads them."""
     try:
         checkpoint = Checkpoint(find_files(model), device)
         why = misfit(config, checkpoint.shapes)
@@ -94,9 +125,9 @@ def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Map
         why = str(error)
     if why is None:
         return checkpoint
-    log.info("transformers is to read the weights", extra={"model": model, "why": why})
-    from specahead.engine.loading.module import load_module  # imports much
-
+    log.info(
+        "the files do not fit the config: transformers reads the weights", extra={"model": model, "why": why}
+    )
     # Not to the device, which would hold them beside the decoder.
     weights = dict(load_module(model, dtype, "cpu").named_parameters())
     why = misfit(config, {name: tuple(tensor.shape) for name, tensor in weights.items()})
@@ -106,7 +137,7 @@ def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Map
 
 
 def _attention_scale(module: nn.Module, shape: ModelShape) -> float:
-    """Return what attention's scores are multiplied by. Raises NotImplementedError where layers differ in that."""
+    """Return the number that scores of attention are multiplied by; raise NotImplementedError if layers differ."""
     layers: list[Any] = list(module.modules())
     scales = {float(m.scaling) for m in layers if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
     if len(scales) > 1:
@@ -125,10 +156,10 @@ def default_device() -> str:
 
 
 def resolve_dtype(name: str, device: str, model: str) -> torch.dtype:
-    """Return the dtype of that name. `auto`: bfloat16 on a GPU, and on a CPU that multiplies it in tiles (AMX); but
-    float32 there for a model of up to SMALL_MODEL parameters, whose passes take as long in either; else float32.
+    """Return the dtype that `name` says, for a model in a folder or of a Hugging Face id.
 
-    model: folder or Hugging Face id. Raises ValueError for another name.
+    `auto` is bfloat16 on a GPU, and on a CPU that multiplies it in tiles if the model has more than SMALL_MODEL
+    parameters; else float32. Raises ValueError for an unknown name.
     """
     if name == "auto":
         fast = device != "cpu" or (multiplies_bfloat16() and count_parameters(load_config(model)) > SMALL_MODEL)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from specahead.engine.model.decoder import Decoder, DecoderLayer
+from specahead.kernels.linear import LinearWeight
 from specahead.sparsity.plan import Plan
 
 GROUP = Plan.group_size  # tokens of a group mean
@@ -56,15 +57,14 @@ def random_decoder(shape: Shape, positions: int, device: str = "cuda", dtype: to
     dim, heads, kv_heads = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
     hidden, mlp = shape.hidden_size, shape.intermediate_size
 
-    def weight(*size: int) -> torch.Tensor:
-        return torch.empty(*size, device=device, dtype=dtype).normal_(0, 0.02)
+    def weight(*size: int) -> LinearWeight:
+        return LinearWeight(torch.empty(*size, device=device, dtype=dtype).normal_(0, 0.02))
 
     ones = torch.ones(hidden, device=device, dtype=dtype)
     layers = [
         DecoderLayer(
             input_norm=ones,
             qkv=weight((heads + 2 * kv_heads) * dim, hidden),
-            qkv_bias=None,
             out=weight(hidden, heads * dim),
             mlp_norm=ones,
             gate_up=weight(2 * mlp, hidden),
@@ -73,11 +73,21 @@ def random_decoder(shape: Shape, positions: int, device: str = "cuda", dtype: to
         for _ in range(shape.num_hidden_layers)
     ]
     angles = torch.rand(2, positions, dim // 2, device=device)
-    embedding, head = weight(shape.vocab_size, hidden), weight(shape.vocab_size, hidden)
-    return Decoder(embedding, layers, ones, head, angles[0], angles[1], heads, kv_heads, 1e-5, dim**-0.5)
+    return Decoder(
+        embedding=weight(shape.vocab_size, hidden).values,
+        layers=layers,
+        norm=ones,
+        lm_head=weight(shape.vocab_size, hidden),
+        cosines=angles[0],
+        sines=angles[1],
+        heads=heads,
+        kv_heads=kv_heads,
+        epsilon=1e-5,
+        attention_scale=dim**-0.5,
+    )
 
 
 def weight_bytes(decoder: Decoder) -> int:
     """What a step reads of the weights: all but the embedding, of which it reads a few rows."""
-    matrices = [m for layer in decoder.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    return sum(matrix.nbytes for matrix in (*matrices, decoder.lm_head))
+    layers = [weight for layer in decoder.layers for weight in layer.linears.values()]
+    return sum(weight.values.nbytes for weight in (*layers, decoder.lm_head))

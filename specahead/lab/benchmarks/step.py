@@ -10,7 +10,6 @@ import torch
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
-from specahead.engine.loading.any_order import with_sums_in_any_order
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.steps.announcing import Announcer
 from specahead.engine.steps.passes.buffers import make_buffers
@@ -29,7 +28,7 @@ BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as 
 
 
 class Bench:
-    """A decoder with KV for the largest case. bandwidth: in bytes a second; drafts: whether it is a draft's."""
+    """A decoder with KV for the largest case. bandwidth: in bytes a second."""
 
     def __init__(
         self,
@@ -39,12 +38,9 @@ class Bench:
         longest: int,
         device: str = "cuda",
         batch: int = max(BATCHES),
-        drafts: bool = False,
     ) -> None:
         self.shape, self.bandwidth, self.repeats, self.device = shape, bandwidth, repeats, torch.device(device)
         self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE, device)
-        if drafts:
-            self.decoder = with_sums_in_any_order(self.decoder)
         self.attention = default_backend(self.device)
         pages = batch * (longest // PAGE_SIZE)
         self.kv = KVCache(
@@ -211,7 +207,7 @@ def run(flags: argparse.Namespace) -> None:
     table: list[TimedRow] = []
     with torch.inference_mode():
         for name, measure in ((flags.target_shape, target_rows), (flags.draft_shape, draft_rows)):
-            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest, drafts=measure is draft_rows)
+            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest)
             for batch, context in cases:
                 table += measure(bench, batch, context)
             del bench

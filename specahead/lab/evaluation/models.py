@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specahead.engine.loading.eight_bit import with_eight_bit_weights
-from specahead.engine.loading.model import load_model
+from specahead.engine.loading.model import load_model, with_eight_bit_weights
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.modules import ModulesDecoder
@@ -45,7 +44,7 @@ def output_projections(decoder: Decoder | ModulesDecoder) -> list[Tensor]:
     Raises NotImplementedError for an architecture whose attention has none under a name that we know.
     """
     if isinstance(decoder, Decoder):
-        return [layer.out for layer in decoder.layers]
+        return [layer.out.values for layer in decoder.layers]
     found: dict[int, Tensor] = {}
     for module in decoder.model.modules():
         layer = getattr(module, "layer_idx", None)

@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from specahead.engine.loading.config import load_config
-from specahead.engine.loading.free_memory import free_memory
-from specahead.engine.loading.memory import bytes_of_token
+from specahead.engine.loading.config import load_config, load_shape
+from specahead.engine.loading.memory import bytes_of_token, free_memory
 from specahead.engine.loading.model import default_device
-from specahead.engine.loading.shape import load_shape
 from specahead.engine.model.families import count_parameters
 
 log = logging.getLogger(__name__)

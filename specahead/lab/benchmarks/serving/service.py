@@ -29,8 +29,8 @@ from draft_service.sessions import DraftSession
 from draft_service.steps import DraftStep, DraftStepResult
 from specahead.config import DraftSettings, SettingsError, TargetSettings, resolve_service
 from specahead.engine.kv.pages import pages_for
+from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.opening import OpenedModel
-from specahead.engine.loading.shape import load_shape
 from specahead.engine.loading.tokenizer import load_tokenizer, tokenizer_hash
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.inputs import SharedBudget

@@ -1,7 +1,7 @@
 """Linear layers of one or two rows, which are bound by reading their weights: norm, activation and residual included.
 
 Triton: a program computes a few outputs of all rows, on plain lanes: tensor cores, which take 16 rows, are faster from
-three rows on (docs/performance.md, "Three and four rows"). The scale of an RMSNorm is one number a row, so it is
+three rows on . The scale of an RMSNorm is one number a row, so it is
 applied to the sums; the squares are added up beside the products. A launch begins before the one before it has ended
 (programmatic dependent launch) and loads its first weights, which depend on nothing.
 """

@@ -1,0 +1,141 @@
+"""Linear layers, and how a model's layers read its residual stream and add to it: one dispatch over three kernels.
+
+A layer of up to MOST_ROWS rows takes about as long as its weight takes to read:
+
+    one row, or two of a small model    `skinny`: plain lanes, with norm, activation and residual in the same launch
+    up to MOST_ROWS rows                `few_rows`: tensor cores, over weights of 16 bits or of 8
+    more rows, a CPU, other shapes      torch (cuBLAS), then the activation by itself
+
+Which kernel runs depends on the number of rows, on the weight and on the backend, never on values. So the rows of a
+pass that is repeated in the same shape are rounded alike.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specahead.kernels.backends import Backend, check_backend
+from specahead.kernels.gated_activation import silu_and_multiply
+from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear, takes
+from specahead.kernels.linear.skinny import is_skinny, skinny_linear
+from specahead.kernels.linear.weights import EightBitWeight, LinearWeight, quantize
+from specahead.kernels.rms_norm import add_rms_norm, add_scaled
+
+__all__ = [
+    "MOST_ROWS",
+    "EightBitWeight",
+    "LinearWeight",
+    "Residual",
+    "add_linear",
+    "linear",
+    "linear_of_residual",
+    "quantize",
+]
+
+_SMALL_HIDDEN = 2048  # of models whose layers of two rows are faster by `skinny` than by `few_rows`
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The residual stream of a pass: total + scale * update. The layer that reads it next adds the update up."""
+
+    total: Tensor
+    """[rows, hidden]."""
+    update: Tensor | None = None
+    """What a layer has added last: [rows, hidden], or [parts, rows, hidden] float32, the sum of which it is."""
+    scale: float = 1.0
+    """What each update is multiplied by (Granite)."""
+
+    def plus(self, update: Tensor) -> "Residual":
+        """Return the stream with an update that is not added up yet; the update before must be."""
+        assert self.update is None
+        return replace(self, update=update)
+
+    def rows(self, index: Tensor) -> "Residual":
+        """Return some rows, in the order of `index`; the last update must be added up."""
+        assert self.update is None
+        return replace(self, total=self.total[index])
+
+    def added_up(self) -> "Residual":
+        """Return the stream without an update."""
+        if self.update is None:
+            return self
+        update = self.update if self.update.dim() == 2 else self.update.sum(0).to(self.total.dtype)
+        return Residual(add_scaled(update, self.total, self.scale), None, self.scale)
+
+
+def linear(
+    x: Tensor, weight: LinearWeight, backend: Backend = "torch", gated: bool = False, in_parts: bool = False
+) -> Tensor:
+    """Return x @ weight.T + bias, [rows, outputs], in the weight's dtype.
+
+    x: [rows, inputs], contiguous; where `weight.eight_bit` is read, of numbers that float16 holds.
+    gated: return silu(gate) * up of the two halves of the outputs, [rows, outputs / 2]; in the dtype of x where
+    `weight.eight_bit` is read.
+    in_parts: whether the result may be [parts, rows, outputs] float32, to be added up.
+    Raises NotImplementedError for a gated layer in parts or with a bias.
+    """
+    check_backend("linear", backend)
+    if _reads_eight_bits(weight, len(x)):
+        dtype = x.dtype if gated else weight.dtype
+        return few_rows_linear(x, weight.eight_bit, weight.bias, gated, in_parts, backend, dtype)  # type: ignore[arg-type]
+    if backend == "triton" and takes(x):
+        return few_rows_linear(x, weight.values, weight.bias, gated, in_parts, backend, weight.dtype)
+    if gated and (in_parts or weight.bias is not None):
+        raise NotImplementedError("linear: a gated layer in parts or with a bias")
+    out = F.linear(x.to(weight.dtype), weight.values, weight.bias)
+    return silu_and_multiply(out, backend) if gated else out
+
+
+def linear_of_residual(
+    residual: Residual,
+    norm: Tensor | None,
+    epsilon: float,
+    weight: LinearWeight,
+    backend: Backend = "torch",
+    gated: bool = False,
+    in_parts: bool = False,
+) -> tuple[Tensor, Residual]:
+    """Return a linear layer of the residual stream's RMSNorm, as `linear` gives it, and the stream, added up.
+
+    norm: [hidden], the weight of the norm; None: the layer reads the stream as it is.
+    """
+    check_backend("linear_of_residual", backend)
+    if residual.update is None and _is_skinny(residual.total, residual, weight, backend):
+        values, bias = weight.values, weight.bias
+        return skinny_linear(residual.total, values, bias, norm, epsilon, gated=gated, backend=backend), residual
+    if norm is None:
+        residual = residual.added_up()
+        return linear(residual.total, weight, backend, gated, in_parts), residual
+    total, update = residual.total, residual.update
+    # float16 is what the kernel multiplies 8-bit weights in.
+    in_half = backend == "triton" and _reads_eight_bits(weight, len(total))
+    dtype = torch.float16 if in_half else None
+    if update is None:
+        normed, total = add_rms_norm(total, None, norm, epsilon, backend, dtype=dtype)
+    else:
+        normed, total = add_rms_norm(update, total, norm, epsilon, backend, residual.scale, dtype)
+    return linear(normed, weight, backend, gated, in_parts), Residual(total, None, residual.scale)
+
+
+def add_linear(residual: Residual, x: Tensor, weight: LinearWeight, backend: Backend = "torch") -> Residual:
+    """Return the residual stream, of which the last update is added up, with a linear layer of x as its update."""
+    check_backend("add_linear", backend)
+    if _is_skinny(x, residual, weight, backend):
+        total, scale = residual.total, residual.scale
+        out = skinny_linear(x, weight.values, weight.bias, residual=total, backend=backend, scale=scale)
+        return replace(residual, total=out)
+    return residual.plus(linear(x, weight, backend, in_parts=True))
+
+
+def _reads_eight_bits(weight: LinearWeight, rows: int) -> bool:
+    return weight.eight_bit is not None and rows <= MOST_ROWS
+
+
+def _is_skinny(x: Tensor, residual: Residual, weight: LinearWeight, backend: Backend) -> bool:
+    """Whether a layer that reads the residual stream or adds to it is run by `skinny`."""
+    rows, hidden = residual.total.shape
+    is_few = rows <= 1 or hidden <= _SMALL_HIDDEN
+    return backend == "triton" and is_few and weight.eight_bit is None and is_skinny(x)

@@ -1,0 +1,232 @@
+"""Linear layers of few rows, whose time is that of reading their weights, in 16 bits or in 8.
+
+In Triton a program computes COLUMNS outputs of all rows on tensor cores. Where a layer has too few outputs to fill a
+GPU, its inputs are cut into parts, which the reader of the result adds up. A launch begins before the one before it has
+ended (programmatic dependent launch) and asks for its first weights, which depend on nothing.
+
+8-bit weights are rounded to e4m3, with a scale for each output, and multiplied as 16-bit floats, which hold every e4m3
+number; inputs are not rounded. A word of four weights has one of each quarter of a block of inputs. So the inputs of a
+quarter stand side by side, and a lane takes whole words from shared memory, which is much faster than single bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specahead.kernels.backends import ask_for, check_backend, constant, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.gated_activation import silu_and_multiply
+from specahead.kernels.linear.weights import BLOCK, EightBitWeight
+
+MOST_ROWS = 64  # beyond it, reading the weights is no longer what takes the time
+_MOST_AHEAD = 512  # bytes of an output's weights that are asked for before the wait: more are slower
+_PROCESSORS = 132  # multiprocessors of an H100 or H200
+_PROGRAMS = 96  # that a layer in parts is cut into, at least, if it can be
+_SHORTEST = 512  # inputs of a part; shorter parts are not cut in two to have more than _PROGRAMS programs
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel cuts a layer."""
+
+    columns: int
+    """Outputs of a program; a gate and its up count as one."""
+    depth: int
+    """Inputs that a program takes at once."""
+    warps: int
+    stages: int
+    parts: int = 1
+    """Stretches of inputs, of equal length; more than one only where the result may come in parts."""
+
+
+def takes(x: Tensor) -> bool:
+    """Return whether the Triton kernel takes inputs [rows, inputs]."""
+    return len(x) <= MOST_ROWS and x.shape[1] % BLOCK == 0 and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def few_rows_linear(
+    x: Tensor,
+    weight: Tensor | EightBitWeight,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    in_parts: bool = False,
+    backend: str = "torch",
+    dtype: torch.dtype | None = None,
+    tuning: Tuning | None = None,
+) -> Tensor:
+    """Return x @ weight.T + bias, [rows, outputs].
+
+    x: [rows, inputs], contiguous. Triton takes what `takes` says; with 8-bit weights of numbers that float16 holds
+        (float16 itself is fastest).
+    weight: [outputs, inputs]; bias: [outputs].
+    gated: return silu(gate) * up of the two halves of the outputs, the gates first: [rows, outputs / 2].
+    in_parts: whether the result may be [parts, rows, outputs] float32, to be added up.
+    dtype: of a result that is not in parts; None: that of x.
+    Triton adds in float32 and rounds once. Raises NotImplementedError for a gated layer in parts or with a bias,
+    ValueError for an x that Triton does not take.
+    """
+    check_backend("few_rows_linear", backend)
+    if gated and (in_parts or bias is not None):
+        raise NotImplementedError("few_rows_linear: a gated layer in parts or with a bias")
+    if backend == "torch":
+        values = weight if isinstance(weight, Tensor) else weight.in_order()
+        out = F.linear(x.to(values.dtype), values, None if bias is None else bias.to(values.dtype))
+        return (silu_and_multiply(out) if gated else out).to(dtype or x.dtype)
+    values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+    rows, inputs = x.shape
+    outputs = len(values) // 2 if gated else len(values)
+    tuning = tuning or default_tuning(rows, outputs, inputs, gated, in_parts, scales is not None)
+    if not takes(x) or inputs % (tuning.parts * tuning.depth) or not x.is_contiguous():
+        raise ValueError(
+            f"few_rows_linear: Triton takes up to {MOST_ROWS} contiguous rows of 16-bit numbers, of a multiple of "
+            f"{max(BLOCK, tuning.parts * tuning.depth)} inputs, got {list(x.shape)} of {x.dtype} with strides "
+            f"{x.stride()}"
+        )
+    shape = (rows, outputs) if tuning.parts == 1 else (tuning.parts, rows, outputs)
+    out = torch.empty(shape, dtype=(dtype or x.dtype) if tuning.parts == 1 else torch.float32, device=x.device)
+    _few_rows_linear_kernel[(-(-outputs // tuning.columns), tuning.parts)](
+        x,
+        values if scales is None else values.view(torch.int32),
+        scales,
+        bias,
+        out,
+        rows,
+        outputs,
+        inputs,
+        ROWS=max(16, power_of_two(rows)),
+        COLUMNS=tuning.columns,
+        DEPTH=tuning.depth,
+        PARTS=tuning.parts,
+        GATED=gated,
+        AHEAD=asked_ahead(max(BLOCK, inputs // tuning.parts), values.itemsize),
+        STAGES=tuning.stages,
+        num_warps=tuning.warps,
+        **overlapping_launch(x.device),
+    )
+    return out
+
+
+def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: bool, in_eight_bits: bool) -> Tuning:
+    """Return one of the fastest cuts measured on an H200 with layers of 0.5B, 1B and 8B models.
+
+    inputs: a multiple of BLOCK.
+    """
+    is_large, is_few = outputs > 65536, rows <= 16
+    if gated and in_eight_bits and inputs % 256 == 0 and outputs <= 64 * _PROCESSORS:
+        return Tuning(64, 256, 8, 4)  # a program has a multiprocessor to itself
+    parts = _parts(inputs, -(-outputs // 64), in_eight_bits or is_few) if in_parts else 1
+    deep = in_eight_bits and rows <= 32 and inputs // parts % 256 == 0
+    if is_large and (in_eight_bits or rows > 32):
+        return Tuning(128, 256, 8, 3, parts) if deep else Tuning(128, 128, 8, 4 if in_eight_bits else 3, parts)
+    if deep:
+        return Tuning(64, 256, 4, 4 if is_few and not gated else 3, parts)
+    if gated:
+        return Tuning(64, 128, 4 if in_eight_bits else 8, 4)
+    return Tuning(64, 128, 4, 4 if in_eight_bits or is_few or is_large else 5, parts)
+
+
+def _parts(inputs: int, tiles: int, doubled: bool) -> int:
+    """Return how many parts to cut the inputs of a layer into, whose outputs take `tiles` programs.
+
+    The least that gives _PROGRAMS programs; if `doubled`, twice as many where parts stay long.
+    """
+    units = inputs // BLOCK
+    enough = (each for each in range(1, units + 1) if units % each == 0 and tiles * each >= _PROGRAMS)
+    parts = next(enough, units)
+    stay_long = units % (2 * parts) == 0 and inputs // (2 * parts) >= _SHORTEST
+    return 2 * parts if doubled and stay_long else parts
+
+
+def asked_ahead(inputs: int, itemsize: int) -> int:
+    """Return how many of a part's inputs have their weights asked for before the wait: a power of two.
+
+    itemsize: bytes of a weight.
+    """
+    return 1 << min(_MOST_AHEAD // itemsize, inputs).bit_length() - 1
+
+
+# For each of the four numbers of a word: take it from two words, and turn these two e4m3 numbers into float16.
+_UNPACK = constant(
+    tuple(
+        f"{{ .reg .b32 two; .reg .b16 low; prmt.b32 two, $1, $2, {0x40 + 0x11 * number}; cvt.u16.u32 low, two; "
+        "cvt.rn.f16x2.e4m3x2 $0, low; }"
+        for number in range(4)
+    )
+)
+
+
+@jit
+def _part_of(words, NUMBER: tl.constexpr, IN_PTX: tl.constexpr):
+    """One of the four e4m3 numbers of each word, as float16."""
+    if IN_PTX:
+        return tl.inline_asm_elementwise(_UNPACK[NUMBER], "=r,r,r", [words], tl.float16, is_pure=True, pack=2)
+    return (words >> (8 * NUMBER)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@jit
+def _few_rows_linear_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute one part of COLUMNS outputs.
+
+    The weights are the left side of the product, which registers may hold. Gates and the ups below them are one
+    product: two would wait for one another.
+    """
+    LENGTH: tl.constexpr = inputs // PARTS
+    WORD: tl.constexpr = 1 if scales_ptr is None else 4  # numbers that values_ptr has side by side
+    HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    line = tl.arange(0, HEIGHT)
+    part = tl.program_id(1)
+    begin = part * LENGTH
+    row = tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH // WORD)
+    there = row < rows
+    known = tl.minimum(tl.program_id(0) * COLUMNS + line % COLUMNS, outputs - 1).to(tl.int64)
+    known += line // COLUMNS * outputs
+    first = known * (inputs // WORD) + begin // WORD
+    weights_at = values_ptr + first[:, None] + depth[None, :]
+    if WORD == 4:
+        depth = depth // 32 * 128 + depth % 32  # the first input of a word: EightBitWeight
+    x_at = x_ptr + row[None, :] * inputs + depth[:, None] + begin
+    sums = tl.zeros([HEIGHT, ROWS], tl.float32)
+    if PDL:
+        # Before its own wait: the launches that may follow, a norm or a layer, read only constants before theirs.
+        tl.extra.cuda.gdc_launch_dependents()
+        ask_for(values_ptr, first, AHEAD // WORD)
+        tl.extra.cuda.gdc_wait()
+    for at in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
+        weights = tl.load(weights_at + at // WORD)
+        if WORD == 1:
+            x = tl.load(x_at + at, mask=there[None, :], other=0.0)
+            sums = tl.dot(weights, x, sums)
+        else:
+            for number in tl.static_range(WORD):
+                x = tl.load(x_at + at + 32 * number, mask=there[None, :], other=0.0).to(tl.float16)
+                sums = tl.dot(_part_of(weights, number, PDL), x, sums)
+    if scales_ptr is not None:
+        sums = sums * tl.load(scales_ptr + known)[:, None]
+    if bias_ptr is not None:
+        sums += tl.where(part == 0, tl.load(bias_ptr + known).to(tl.float32), 0.0)[:, None]
+    if GATED:
+        gates, ups = tl.split(tl.permute(tl.reshape(sums, [2, COLUMNS, ROWS]), [1, 2, 0]))
+        sums = gates * tl.sigmoid(gates) * ups
+    inside = there[None, :] & (column < outputs)[:, None]
+    out_at = out_ptr + (part * rows + row[None, :]).to(tl.int64) * outputs + column[:, None]
+    tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,72 @@
+"""The weights of linear layers, in 16 bits and in 8."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # inputs of a block of an 8-bit weight
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_ROWS_AT_ONCE = 4096  # of a weight that is rounded: its float32 numbers take four times the memory
+
+
+@dataclass(frozen=True)
+class EightBitWeight:
+    """The weight of a linear layer in 8 bits: row i is values[i] * scales[i]."""
+
+    values: Tensor
+    """[outputs, inputs] float8_e4m3fn.
+
+    Of each BLOCK inputs, number 4 i + b stands for input 32 b + i of the block (kernels.linear.few_rows says why). A
+    weight whose inputs are no multiple of BLOCK holds them in their order."""
+    scales: Tensor
+    """[outputs] float32."""
+
+    def in_order(self) -> Tensor:
+        """Return the weight that the kernels multiply by, with its inputs in order: [outputs, inputs] float32."""
+        values = self.values
+        if values.shape[1] % BLOCK == 0:
+            values = _transpose_blocks(values, BLOCK // 4, 4)
+        return values.float() * self.scales[:, None]
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """All that a linear layer holds."""
+
+    values: Tensor
+    """[outputs, inputs], in the model's dtype; of a gated layer the rows of the gates come first."""
+    bias: Tensor | None = None
+    """[outputs]."""
+    eight_bit: EightBitWeight | None = None
+    """A second copy of `values`, which passes of few rows read."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def outputs(self) -> int:
+        return len(self.values)
+
+    def with_eight_bit(self) -> "LinearWeight":
+        """Return the same layer with a second copy of its weight in 8 bits."""
+        return replace(self, eight_bit=quantize(self.values))
+
+
+def quantize(weight: Tensor) -> EightBitWeight:
+    """Return a weight [outputs, inputs] in 8 bits: a row's scale takes its largest number to the largest of e4m3."""
+    weight = weight.detach()  # or autograd would keep a parameter's float32 numbers as long as the result
+    scales = weight.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / _LARGEST
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    for start in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        values[rows] = (weight[rows].float() / scales[rows]).clamp(-_LARGEST, _LARGEST).to(values.dtype)
+    if weight.shape[1] % BLOCK == 0:
+        values = _transpose_blocks(values, 4, BLOCK // 4)
+    return EightBitWeight(values, scales[:, 0].contiguous())
+
+
+def _transpose_blocks(values: Tensor, lines: int, columns: int) -> Tensor:
+    """Return rows whose blocks of `lines * columns` numbers are transposed, each taken as a [lines, columns] matrix."""
+    return values.view(len(values), -1, lines, columns).transpose(2, 3).reshape(values.shape)

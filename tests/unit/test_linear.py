@@ -1,0 +1,259 @@
+"""Linear layers, alone and over a residual stream: Triton (on a GPU, or interpreted) and torch against float64."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specahead.kernels.backends import Backend
+from specahead.kernels.linear import (
+    MOST_ROWS,
+    LinearWeight,
+    Residual,
+    add_linear,
+    few_rows,
+    linear,
+    linear_of_residual,
+    quantize,
+    skinny,
+)
+from specahead.kernels.linear.weights import BLOCK
+from tests.compiling import compile_for_a_gpu
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's dot multiplies no bfloat16
+EPSILON = 1e-5
+EIGHT_BITS = pytest.mark.parametrize("in_eight_bits", [False, True], ids=["16 bits", "8 bits"])
+BACKENDS: tuple[Backend, ...] = ("triton", "torch")
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def weight_of(outputs: int, inputs: int, in_eight_bits: bool = False, biased: bool = False) -> LinearWeight:
+    bias = torch.linspace(-3, 3, outputs, device=DEVICE, dtype=DTYPE) if biased else None
+    weight = LinearWeight((random(outputs, inputs, seed=1) / inputs**0.5).to(DTYPE), bias)
+    return weight.with_eight_bit() if in_eight_bits else weight
+
+
+def exactly(x: Tensor, weight: LinearWeight, gated: bool = False) -> Tensor:
+    """The layer in float64, by the weights that it is read by."""
+    values = weight.values if weight.eight_bit is None else weight.eight_bit.in_order()
+    out = F.linear(x.double(), values.double(), None if weight.bias is None else weight.bias.double())
+    gate, up = out.chunk(2, 1)
+    return F.silu(gate) * up if gated else out
+
+
+def normed(x: Tensor, norm: Tensor) -> Tensor:
+    wide = x.double()
+    return wide * torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + EPSILON) * norm.double()
+
+
+def check(out: Tensor, wanted: Tensor, bits: int = 7) -> None:
+    assert out.shape == wanted.shape
+    torch.testing.assert_close(out.double(), wanted, rtol=2**-bits, atol=2**-bits)
+
+
+# The dispatch
+
+
+@EIGHT_BITS
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 128), (2, 96), (7, 640), (17, 384), (MOST_ROWS, 256), (70, 128)])
+def test_a_layer(rows: int, inputs: int, gated: bool, in_eight_bits: bool) -> None:
+    # No kernel takes inputs that are no whole blocks in 8 bits.
+    weight = weight_of(40, inputs, in_eight_bits and inputs % BLOCK == 0, biased=not gated)
+    x = random(rows, inputs)
+    read = LinearWeight(weight.values, weight.bias) if rows > MOST_ROWS else weight
+    for backend in BACKENDS:
+        out = linear(x, weight, backend, gated)
+        assert out.dtype == DTYPE
+        check(out, exactly(x, read, gated), 6)
+
+
+Kernel = Literal["skinny", "few rows", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "in_eight_bits", "kernel"),
+    [
+        (1, 128, False, "skinny"),
+        (1, 96, False, "skinny"),
+        (1, 128, True, "few rows"),
+        (2, 2048, False, "skinny"),
+        (2, 2176, False, "few rows"),  # of a model that is not small
+        (3, 128, False, "few rows"),
+        (3, 96, False, "torch"),
+        (MOST_ROWS, 128, True, "few rows"),
+        (MOST_ROWS + 1, 128, True, "torch"),
+    ],
+)
+def test_which_kernel_runs_depends_on_rows_and_weight(
+    rows: int, hidden: int, in_eight_bits: bool, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of a layer that reads the residual stream, and of one that adds to it."""
+    ran: list[Kernel] = []
+    package = "specahead.kernels.linear"
+    ways: dict[Kernel, tuple[str, Any]] = {
+        "skinny": (f"{package}.skinny_linear", skinny.skinny_linear),
+        "few rows": (f"{package}.few_rows_linear", few_rows.few_rows_linear),
+        "torch": (f"{package}.F.linear", F.linear),
+    }
+    for name, (place, run) in ways.items():
+        monkeypatch.setattr(place, lambda *args, name=name, run=run, **how: ran.append(name) or run(*args, **how))
+    stream = Residual(random(rows, hidden, seed=2))
+    linear_of_residual(stream, None, EPSILON, weight_of(16, hidden, in_eight_bits), "triton")
+    add_linear(stream, random(rows, hidden), weight_of(hidden, hidden, in_eight_bits), "triton")
+    assert ran == [kernel, kernel]
+
+
+@EIGHT_BITS
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 70])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_layers_over_a_residual_stream(rows: int, scale: float, backend: Backend, in_eight_bits: bool) -> None:
+    """A part of a model: a gated layer of the stream's norm, a layer that adds to it, and one that reads the sum."""
+    hidden, inner = 128, 256
+    stream, norm = Residual(random(rows, hidden, seed=2), scale=scale), 1 + random(hidden, seed=3) / 4
+    first = weight_of(2 * inner, hidden, in_eight_bits)
+    second, head = weight_of(hidden, inner, in_eight_bits), weight_of(20, hidden, in_eight_bits, biased=True)
+    half, read = linear_of_residual(stream, norm, EPSILON, first, backend, gated=True)
+    assert torch.equal(read.total, stream.total)
+    added = add_linear(read, half, second, backend)
+    out, total = linear_of_residual(added, norm, EPSILON, head, backend)
+    plain, summed = linear_of_residual(added, None, EPSILON, head, backend)
+
+    def held(weight: LinearWeight) -> LinearWeight:
+        return weight if rows <= MOST_ROWS else LinearWeight(weight.values, weight.bias)
+
+    after = stream.total.double() + scale * exactly(
+        exactly(normed(stream.total, norm), held(first), True), held(second)
+    )
+    check(total.total, after, 6)
+    check(summed.total, after, 6)
+    check(out, exactly(normed(after, norm), held(head)), 5)
+    check(plain, exactly(after, held(head)), 5)
+    index = torch.tensor([0, rows - 1, 0], device=DEVICE)
+    check(total.rows(index).total, after[index], 6)
+
+
+def test_what_is_not_built_is_refused() -> None:
+    x = random(4, 128)
+    for rows in (4, MOST_ROWS + 1):
+        with pytest.raises(NotImplementedError, match="gated layer in parts or with a bias"):
+            linear(random(rows, 128), weight_of(32, 128), gated=True, in_parts=True)
+        with pytest.raises(NotImplementedError, match="gated layer in parts or with a bias"):
+            linear(random(rows, 128), weight_of(32, 128, biased=True), "triton", gated=True)
+    with pytest.raises(NotImplementedError, match="skinny_linear: a gated layer with"):
+        skinny.skinny_linear(x, weight_of(32, 128).values, residual=x[:, :16], gated=True)
+    weight = weight_of(32, 128).values
+    for wrong in (x[:2].float(), x[:3], x[:2].repeat(1, 2)[:, ::2]):
+        with pytest.raises(ValueError, match="contiguous rows of 16-bit"):
+            skinny.skinny_linear(wrong, weight, backend="triton")
+    for wrong, why in (
+        (x[:, :96].contiguous(), r"a multiple of 128 inputs, got \[4, 96\]"),
+        (x[:1].repeat(MOST_ROWS + 1, 1), "up to 64 contiguous rows"),
+        (x.float(), "float32"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            few_rows.few_rows_linear(wrong, weight, backend="triton")
+    with pytest.raises(ValueError, match=r"a multiple of 1024 inputs, got \[4, 128\]"):
+        few_rows.few_rows_linear(x, weight, in_parts=True, backend="triton", tuning=cut_in(8))
+
+
+# Few rows, and weights in 8 bits
+
+
+def cut_in(parts: int) -> few_rows.Tuning:
+    return few_rows.Tuning(columns=16, depth=128, warps=4, stages=2, parts=parts)
+
+
+@EIGHT_BITS
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "outputs", "parts"), [(1, 40, 1), (7, 16, 4), (17, 33, 2), (MOST_ROWS, 16, 1)])
+def test_parts_of_a_layer_add_up(rows: int, outputs: int, parts: int, biased: bool, in_eight_bits: bool) -> None:
+    x, weight = random(rows, 128 * parts), weight_of(outputs, 128 * parts, in_eight_bits, biased)
+    for backend in BACKENDS:
+        out = few_rows.few_rows_linear(
+            x, weight.eight_bit or weight.values, weight.bias, in_parts=parts > 1, backend=backend, tuning=cut_in(parts)
+        )
+        assert out.shape == ((parts, rows, outputs) if parts > 1 and backend == "triton" else (rows, outputs))
+        check(out.sum(0) if out.dim() == 3 else out, exactly(x, weight))
+
+
+@pytest.mark.parametrize("inputs", [24, 256])
+def test_a_weight_is_rounded_by_a_sixteenth_at_most_whatever_its_rows_scales(inputs: int) -> None:
+    weight = random(5000, inputs, dtype=torch.float32) * torch.logspace(-6, 6, 5000, device=DEVICE)[:, None]
+    weight[7] = 0
+    rounded = quantize(weight)
+    back = rounded.in_order()
+    smallest = rounded.scales[:, None] * 2**-6  # below it, steps are even
+    assert ((back - weight).abs() <= (weight.abs() / 16).maximum(smallest / 16)).all()
+    assert (back[7] == 0).all()
+
+
+@EIGHT_BITS
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (3072, 2048), (1152, 896), (896, 4864), (151936, 896)])
+@pytest.mark.parametrize("rows", [5, 16, 17, 64])
+def test_a_layer_is_cut_so_that_it_fills_a_gpu(rows: int, outputs: int, inputs: int, in_eight_bits: bool) -> None:
+    """In parts of whole depths, where that helps, and never in parts where it is not asked for."""
+    cut = few_rows.default_tuning(rows, outputs, inputs, False, True, in_eight_bits)
+    assert inputs % (cut.parts * cut.depth) == 0
+    programs = -(-outputs // cut.columns) * cut.parts
+    assert programs >= 64
+    assert cut.parts == 1 or programs <= 300
+    assert few_rows.default_tuning(rows, outputs, inputs, False, False, in_eight_bits).parts == 1
+    assert few_rows.default_tuning(rows, outputs, inputs, True, False, in_eight_bits).parts == 1
+
+
+def test_a_gated_layer_of_a_program_a_processor_takes_it_with_more_warps() -> None:
+    """That of 1B in 8 bits, 128 programs; not that of 8B."""
+    assert few_rows.default_tuning(8, 8192, 2048, True, False, True).warps == 8
+    assert few_rows.default_tuning(8, 14336, 4096, True, False, True).warps == 4
+    assert few_rows.default_tuning(8, 8192, 2176, True, False, True).depth == BLOCK  # such inputs are cut in blocks
+
+
+def test_few_rows_compile_for_a_gpu_whatever_the_length_of_a_part(tmp_path: Path) -> None:
+    """Also where the weights that are asked for first are no power of two, and with a bias."""
+    types = {"x_ptr": "*fp16", "values_ptr": "*i32", "scales_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*fp32"}
+    sizes = {"outputs": 64, "ROWS": 16, "COLUMNS": 64, "DEPTH": BLOCK, "PARTS": 2, "STAGES": 3}
+    variants: list[dict[str, Any]] = [
+        sizes | {"inputs": 2 * length, "GATED": False, "AHEAD": few_rows.asked_ahead(length, 1), "PDL": True}
+        for length in (128, 256, 384, 640)
+    ]
+    where = "specahead.kernels.linear.few_rows", "_few_rows_linear_kernel"
+    compile_for_a_gpu(*where, types | {"rows": "i32"}, variants, tmp_path)
+    types |= {"x_ptr": "*bf16", "values_ptr": "*bf16", "rows": "i32"}
+    compile_for_a_gpu(*where, types, [each | {"scales_ptr": None, "ROWS": 64} for each in variants[2:]], tmp_path)
+
+
+# One row or two
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 7, 64), (2, 33, 100), (2, 16, 192), (0, 8, 64)])
+def test_skinny_layers_to_a_rounding_of_the_result(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """Plain, with bias, residual and scale, and with norm and activation; outputs and inputs that fill no tile."""
+    x, weight = random(rows, inputs, dtype=dtype), (random(outputs, inputs, seed=1) / inputs**0.5).to(dtype)
+    gates = (random(2 * outputs, inputs, seed=3) / inputs**0.5).to(dtype)
+    bias, norm = weight[:, 0].contiguous(), (1 + random(inputs, seed=4) / 4).to(dtype)
+    residual, exact = (x[:, :1] * weight[:, 1]).contiguous(), x.double() @ weight.double().T
+    gate, up = (normed(x, norm) @ gates.double().T).split(outputs, 1)
+    precision = torch.finfo(dtype).eps
+    for depth in (32, 256):
+        how: dict[str, Any] = {"backend": "triton", "tuning": skinny.Tuning(columns=4, depth=depth, warps=1)}
+        plain = skinny.skinny_linear(x, weight, **how)
+        added = skinny.skinny_linear(x, weight, bias, residual=residual, scale=0.3, **how)
+        activated = skinny.skinny_linear(x, gates, None, norm, EPSILON, gated=True, **how)
+        for out, wanted in (
+            (plain, exact),
+            (added, 0.3 * (exact + bias.double()) + residual.double()),
+            (activated, F.silu(gate) * up),
+        ):
+            torch.testing.assert_close(out.double(), wanted, rtol=precision, atol=precision / 2)
+        torch.testing.assert_close(skinny.skinny_linear(x, weight), plain, rtol=2 * precision, atol=precision)
