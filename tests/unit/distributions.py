@@ -58,7 +58,7 @@ def bias_judges(monkeypatch: pytest.MonkeyPatch, bias: Bias) -> None:
         return bias(truncated_probs(logits, temperature, top_p))
 
     monkeypatch.setattr("specahead.kernels.rejection.reference.truncated_probs", biased)
-    monkeypatch.setattr("specahead.engine.sampling.ruled_judging.truncated_probs", biased)
+    monkeypatch.setattr("specahead.engine.sampling.judging.truncated_probs", biased)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from specahead.engine.sampling.judging import (
     cut_logits,
     cuts_of,
     judge,
+    judge_by_rules,
     lay_out_verdicts,
     support_of,
     verdict_layout,
 )
 from specahead.engine.sampling.logit_rules import rules_of
-from specahead.engine.sampling.ruled_judging import judge_by_rules
 from specahead.engine.steps.announcing import choose_blocks, predict_weights
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from specahead.engine.steps.rounds.requests import (

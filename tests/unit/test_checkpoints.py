@@ -242,7 +242,7 @@ def test_a_service_of_the_bundled_pair_starts_without_transformers_modelling_cod
         "from transformers import AutoTokenizer, PreTrainedConfig\n"
         "before = set(sys.modules)\n"
         f"import {side}_service.service\n"
-            "from specahead import models\n"
+        "from specahead import models\n"
         "from specahead.config import ModelSettings\n"
         "from specahead.engine.loading.opening import open_model\n"
         f"open_model(ModelSettings(model=str(models.{side.upper()}), device='cpu', kv_tokens=320, max_context=200))\n"

@@ -17,9 +17,8 @@ from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model, load_modules
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling, Support
-from specahead.engine.sampling.judging import Drafted
+from specahead.engine.sampling.judging import Drafted, judge_by_rules
 from specahead.engine.sampling.logit_rules import rules_of
-from specahead.engine.sampling.ruled_judging import judge_by_rules
 from specahead.engine.steps.graphs import Captured
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.model_runner import PINNED_SEQUENCES, ModelRunner

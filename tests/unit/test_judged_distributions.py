@@ -13,9 +13,8 @@ import torch
 from llguidance import LLMatcher
 
 from specahead.engine.sampling.distributions import Support
-from specahead.engine.sampling.judging import Drafted
+from specahead.engine.sampling.judging import Drafted, RuledVerdict, judge_by_rules
 from specahead.engine.sampling.logit_rules import LogitRule, rules_of
-from specahead.engine.sampling.ruled_judging import RuledVerdict, judge_by_rules
 from tests.unit.distributions import ALPHA, BIASES, Draws, bias_judges, changed_probs, check
 from tests.unit.fake_models import VOCAB
 from tests.unit.many_sessions import DENSE, DRAFT, SPARSE, behind, draws_of

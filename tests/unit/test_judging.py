@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.sampling.distributions import USE_ACCEPT, USE_TARGET, Sampling, uniforms
-from specahead.engine.sampling.judging import Drafted
-from specahead.engine.sampling.ruled_judging import judge_by_rules
+from specahead.engine.sampling.judging import Drafted, judge_by_rules
 from specahead.wire import messages as m
 from tests.unit.fake_models import GREEDY, TABLE, VOCAB, judge_rounds
 from tests.unit.test_sessions import p_value
@@ -131,7 +130,7 @@ def screened_rounds(count: int, sampling: Sampling) -> tuple[list[Drafted], list
 
 def test_a_screened_token_is_drawn_from_the_likeliest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it was drawn from is told, of each token of the verdict."""
-    monkeypatch.setattr("specahead.engine.sampling.ruled_judging.WIDE_SUPPORT", 4)
+    monkeypatch.setattr("specahead.engine.sampling.judging.WIDE_SUPPORT", 4)
     logits = torch.randn(200, 3, VOCAB, generator=torch.Generator().manual_seed(0))
     likely = logits.topk(5).indices
     rounds = [

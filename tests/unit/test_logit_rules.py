@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead.engine.sampling.distributions import Sampling
-from specahead.engine.sampling.judging import Drafted, cut_logits, cuts_of
+from specahead.engine.sampling.judging import Drafted, cut_logits, cuts_of, judge_by_rules
 from specahead.engine.sampling.logit_rules import Followed, LogitRule, TokenCounts, rules_of
 from specahead.engine.sampling.logprobs import token_logprobs
-from specahead.engine.sampling.ruled_judging import judge_by_rules
 from tests.unit.world import changed_logits, target_probs
 
 STOPS = [3, 7]

@@ -19,8 +19,7 @@ from orchestrator.text.structured_outputs import ANY_SPACE, COMPACT
 from specahead.engine.loading.tokenizer import count_token_ids
 from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, Support, uniforms
 from specahead.engine.sampling.grammars import Grammars, GrammarState, unpack_mask
-from specahead.engine.sampling.judging import Drafted
-from specahead.engine.sampling.ruled_judging import judge_by_rules
+from specahead.engine.sampling.judging import Drafted, judge_by_rules
 from specahead.kernels.rejection import draw
 from tests.unit.inline import Inline
 from tests.unit.random_schemas import random_schema

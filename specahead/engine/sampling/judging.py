@@ -1,7 +1,12 @@
-"""Which drafted tokens of which sequence are kept: rows of logits in, accepted counts and next tokens out."""
+"""Verdicts: which drafted tokens of a round are kept, and which token comes next.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+`judge` only launches kernels. It is part of a step's graph, which judges all of its rows as if they were plain. Rounds
+that are not (`Drafted.is_plain`) are judged again outside of the graph by `judge_by_rules`: it changes their logits,
+has `judge` decide, and tells what clients and later passes ask for. So sessions without rules do not pay for them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,38 +22,49 @@ from specahead.engine.sampling.distributions import (
     uniforms,
 )
 from specahead.engine.sampling.logit_rules import LogitRule
-from specahead.engine.steps.staging import Layout
-from specahead.kernels.backends import Backend
-from specahead.kernels.rejection import DraftedRows, accept_greedy, draw_own, judge_greedy, judge_sampled
+from specahead.engine.sampling.logprobs import TokenLogprobs, token_logprobs
+from specahead.engine.steps.staging import Layout, Staging
+from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.finite_rows import are_finite
+from specahead.kernels.rejection import (
+    DraftedRows,
+    accept_greedy,
+    draw_own,
+    judge_greedy,
+    judge_sampled,
+    truncated_probs,
+)
 
 WIDE_SUPPORT = 4096  # entries of a distribution of the model's own, so that next to nothing is cut off
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a pass judges: it runs one token more, before these. supports: one a token, or none (one-hot).
-
-    base: the position of the first token. rules: what changes its logits, given `committed`, the tokens before base.
-    logprobs: how many likely tokens to tell at each position with their log probabilities, beside the token's own;
-    None: none, nor its own. screens: whether a later pass judges what this one leaves. Then sampled tokens are drawn by
-    uniforms of their own, from the WIDE_SUPPORT likeliest, and the output tells what each was drawn from. foresees:
-    whether that pass draws its own tokens, whatever was screened (a deterministic runner). Then this one draws by the
-    same uniforms, so that both mostly draw the same token, and tells nothing.
-    """
+    """The drafted tokens of a round that a pass judges. The pass runs one token more, before these."""
 
     tokens: list[int]
     supports: list[Support]
+    """The distribution of each token; none if each is taken to be certain (one-hot)."""
     sampling: Sampling
     base: int
+    """The position of the first token."""
     rules: tuple[LogitRule, ...] = ()
+    """What changes the logits, given `committed`."""
     committed: Sequence[int] = ()
+    """The tokens before `base`."""
     logprobs: int | None = None
+    """How many likely tokens to tell at each position with their log probabilities, beside the verdict's own token.
+    None tells nothing."""
     screens: bool = False
+    """Whether a later pass judges the tokens that this one keeps. Then sampled tokens are drawn from the WIDE_SUPPORT
+    likeliest, by uniforms of their own, and the output tells which distribution each was drawn from."""
     foresees: bool = False
+    """Whether the later pass draws its own tokens, whatever was screened (a deterministic runner). Then this pass draws
+    by the same uniforms, so that both mostly draw the same token, and tells no distributions."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether `judge` alone knows how to judge it; else `specahead.engine.sampling.ruled_judging` does."""
+        """Whether a step's graph judges the round finally."""
         return not self.rules and self.logprobs is None and not self.tells_supports
 
     @property
@@ -58,9 +74,9 @@ class Drafted:
 
 
 def verdict_layout(rows: int, gamma: int, support: int, cuts: int = 0) -> Layout:
-    """Return the inputs of `judge` for up to so many rows of up to `gamma` tokens.
+    """Return the inputs of `judge` for up to `rows` rounds of up to `gamma` tokens.
 
-    support: entries of a draft's distribution, 0 if all rows are greedy. cuts: the largest top_k, as of `cuts_of`.
+    support: entries of a draft's distribution, 0 if all rounds are greedy. cuts: as `cuts_of` gives it.
     """
     layout: Layout = {"draft_tokens": ((rows, gamma), torch.int32), "draft_counts": ((rows,), torch.int32)}
     if support:
@@ -78,60 +94,64 @@ def verdict_layout(rows: int, gamma: int, support: int, cuts: int = 0) -> Layout
 
 
 def support_of(rounds: list[Drafted]) -> int:
-    """Return the `support` that `verdict_layout` needs for these."""
+    """Return the `support` that `verdict_layout` needs for these rounds."""
     if all(item.sampling.greedy for item in rounds):
         return 0
-    return max(1, *(len(support.ids) for item in rounds for support in item.supports), 1)
+    return max((len(support.ids) for item in rounds for support in item.supports), default=1)
 
 
 def cuts_of(rounds: list[Drafted]) -> int:
-    """Return the `cuts` that `verdict_layout` needs for these: the largest top_k, 1 for min_p alone, 0 for neither."""
+    """Return the largest top_k of these rounds; 1 if there is only a min_p, 0 if there is neither."""
     return max((item.sampling.top_k or 1 for item in rounds if item.sampling.cuts), default=0)
 
 
 def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) -> None:
-    """Write rounds into arrays of `verdict_layout`; rows behind them become empty greedy ones."""
-    arrays["draft_counts"][:] = 0
-    sampled = "temperature" in arrays
-    if sampled:
-        arrays["temperature"][:] = 0
-    if "support_probs" in arrays:
-        arrays["support_probs"][:] = 0
-    if "top_k" in arrays:
-        arrays["top_k"][:] = arrays["min_p"][:] = 0
+    """Write rounds into arrays of `verdict_layout`; rows after them become empty greedy rounds.
+
+    A pass that knows positions or drafted tokens on the device only has no arrays of uniforms or of supports.
+    """
+    for name in ("draft_counts", "temperature", "support_probs", "top_k", "min_p"):
+        if name in arrays:
+            arrays[name][:] = 0
     for i, item in enumerate(rounds):
         n, sampling = len(item.tokens), item.sampling
         arrays["draft_counts"][i] = n
         arrays["draft_tokens"][i, :n] = item.tokens
-        if not sampled or sampling.greedy:
+        if "temperature" not in arrays or sampling.greedy:
             continue
-        arrays["temperature"][i], arrays["top_p"][i] = sampling.temperature, sampling.top_p
+        arrays["temperature"][i] = sampling.temperature
+        arrays["top_p"][i] = sampling.top_p
         if "top_k" in arrays:
-            arrays["top_k"][i], arrays["min_p"][i] = sampling.top_k, sampling.min_p
-        accept, draw = (USE_SCREEN_ACCEPT, USE_SCREEN_DRAW) if item.tells_supports else (USE_ACCEPT, USE_TARGET)
-        if "accept_uniforms" in arrays:  # else the position is known on the device alone
+            arrays["top_k"][i] = sampling.top_k
+            arrays["min_p"][i] = sampling.min_p
+        if "accept_uniforms" in arrays:
+            accept, draw = (USE_SCREEN_ACCEPT, USE_SCREEN_DRAW) if item.tells_supports else (USE_ACCEPT, USE_TARGET)
             arrays["accept_uniforms"][i, :n] = uniforms(sampling.seed, item.base, n, accept)
             arrays["draw_uniforms"][i, : n + 1] = uniforms(sampling.seed, item.base, n + 1, draw)
-        if "support_ids" not in arrays:  # what was drafted on the device is there
-            continue
-        for j, support in enumerate(item.supports):
-            arrays["support_ids"][i, j, : len(support.ids)] = support.ids
-            arrays["support_probs"][i, j, : len(support.ids)] = support.probs
-        if not item.supports:
-            arrays["support_ids"][i, :n, 0] = item.tokens
-            arrays["support_probs"][i, :n, 0] = 1
+        if "support_ids" in arrays:
+            _lay_out_supports(arrays["support_ids"][i], arrays["support_probs"][i], item)
+
+
+def _lay_out_supports(ids: np.ndarray, probs: np.ndarray, item: Drafted) -> None:
+    for j, support in enumerate(item.supports):
+        ids[j, : len(support.ids)] = support.ids
+        probs[j, : len(support.ids)] = support.probs
+    if not item.supports:
+        ids[: len(item.tokens), 0] = item.tokens
+        probs[: len(item.tokens), 0] = 1
 
 
 def judge(
     logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend, whatever_is_drafted: bool = False, cuts: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return accepted counts and next tokens, int32 [rows] each.
+    """Return how many tokens of each round are accepted, and its next token: int32 [rows] each. Launches only.
 
-    logits: [rows, γ + 1, vocab]. inputs: the tensors of `verdict_layout`, and any others. cuts: at least `cuts_of`
-    these rounds, if that is not 0. whatever_is_drafted: whether
-    the tokens must be those of plain decoding also where they are sampled. Then the target draws its own token at each
-    position, and a drafted one is accepted if it is the same. That is as exact as the rule of speculative sampling,
-    which accepts somewhat more, but whose tokens depend on those that were proposed.
+    logits: [rows, γ + 1, vocab].
+    inputs: the tensors of `verdict_layout`; others are ignored.
+    whatever_is_drafted: whether sampled tokens, too, must be those of plain decoding. Then the target draws its own
+        token at each position, and a drafted token is accepted if it is the same. That is as exact as the rule of
+        speculative sampling, which accepts somewhat more, but whose tokens depend on the proposed ones.
+    cuts: at least `cuts_of` the rounds; 0 if it is 0.
     """
     if "temperature" not in inputs:
         return judge_greedy(logits, inputs["draft_tokens"], inputs["draft_counts"], backend)
@@ -140,16 +160,19 @@ def judge(
         logits = cut_logits(logits, inputs["temperature"], inputs["top_k"], inputs["min_p"], cuts)
     if not whatever_is_drafted:
         return judge_sampled(logits, drafted, backend)
-    own = _draw_own(logits, drafted, backend)
-    accepted, following = accept_greedy(drafted.draft_tokens.long(), drafted.draft_counts.long(), own)
+    rows, places, _ = logits.shape
+    # The target draws at each position as at a row of its own.
+    temperature, top_p = (each.repeat_interleave(places) for each in (drafted.temperature, drafted.top_p))
+    own = draw_own(logits.flatten(0, 1), temperature, top_p, drafted.draw_uniforms.flatten(), backend)
+    tokens, counts = drafted.draft_tokens.long(), drafted.draft_counts.long()
+    accepted, following = accept_greedy(tokens, counts, own.view(rows, places).long())
     return accepted.int(), following.int()
 
 
 def cut_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, min_p: Tensor, most: int) -> Tensor:
-    """Return logits with -inf in place of what top_k and min_p leave out; of entries as likely as the last one left all
-    are left.
+    """Return logits with -inf for the tokens that top_k and min_p leave out.
 
-    logits: [rows, places, vocab]. temperature, min_p: [rows] float32; top_k: [rows] int32, at most `most`, 0 for all.
+    logits: [rows, places, vocab]. temperature, min_p: [rows] float32. top_k: [rows] int32, at most `most`, 0 for all.
     """
     best = logits.topk(min(most, logits.shape[-1])).values.float()  # [rows, places, most]
     last = (top_k.long().clamp(1, best.shape[-1]) - 1)[:, None, None].expand(-1, best.shape[1], 1)
@@ -160,9 +183,108 @@ def cut_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, min_p: Tensor
     return logits.masked_fill(logits < least, -torch.inf)
 
 
-def _draw_own(logits: Tensor, drafted: DraftedRows, backend: Backend) -> Tensor:
-    """Return the tokens that the target draws by itself, int64 [rows, γ + 1]; each position is a row of its own."""
-    rows, places, _ = logits.shape
-    temperature, top_p = (each.repeat_interleave(places) for each in (drafted.temperature, drafted.top_p))
-    drawn = draw_own(logits.flatten(0, 1), temperature, top_p, drafted.draw_uniforms.flatten(), backend)
-    return drawn.view(rows, places).long()
+# Rounds that are not plain
+
+
+@dataclass(frozen=True)
+class RuledVerdict:
+    """The outcome of a round that is not plain."""
+
+    verdict: tuple[int, int]
+    """Tokens accepted, and the next token."""
+    finite: bool
+    """Whether all logits that decided are numbers."""
+    logprobs: list[TokenLogprobs]
+    """Of each token of the verdict, if they are asked for."""
+    supports: list[Support] = field(default_factory=list)
+    """What each token of the verdict was drawn from, if the round tells it."""
+
+
+def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: bool = False) -> list[RuledVerdict]:
+    """Judge rounds by the distributions that their rules leave. Waits for the device.
+
+    logits: [rounds, places, vocab] of any floating dtype, row i of a round for position base + i; they stay as they
+        are. places: at least one more than the longest round has tokens.
+    whatever_is_drafted: as for `judge`.
+    """
+    inputs = _bring(rounds, logits.shape[1], logits.device)
+    ruled, judged = _launch(logits, rounds, inputs, whatever_is_drafted)
+    found = [((accepted, following), bool(finite)) for accepted, following, finite in judged.tolist()]
+    logprobs = _logprobs(logits, rounds, [verdict if finite else None for verdict, finite in found])
+    verdicts = []
+    for i, (verdict, finite) in enumerate(found):
+        supports = []
+        if rounds[i].tells_supports and finite:
+            of_round = {name: tensor[i : i + 1] for name, tensor in inputs.items()}
+            supports = _supports(ruled[i : i + 1, : verdict[0] + 1], of_round, cuts_of(rounds))
+        verdicts.append(RuledVerdict(verdict, finite, logprobs[i], supports))
+    return verdicts
+
+
+def launches_of_rules(
+    rounds: list[Drafted], vocab: int, device: torch.device, whatever_is_drafted: bool
+) -> Callable[[], None]:
+    """Return what launches all kernels of `judge_by_rules` for rounds of equal length, and waits for nothing."""
+    places = len(rounds[0].tokens) + 1
+    inputs = _bring(rounds, places, device)
+
+    def launch() -> None:
+        _launch(torch.zeros(len(rounds), places, vocab, device=device), rounds, inputs, whatever_is_drafted)
+
+    return launch
+
+
+def _bring(rounds: list[Drafted], places: int, device: torch.device) -> Mapping[str, Tensor]:
+    """Return the inputs of `judge` on the device."""
+    staging = Staging(verdict_layout(len(rounds), places - 1, support_of(rounds), cuts_of(rounds)), device)
+    lay_out_verdicts(staging.host, rounds)
+    staging.send()
+    return staging.device
+
+
+def _launch(
+    logits: Tensor, rounds: list[Drafted], inputs: Mapping[str, Tensor], whatever_is_drafted: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the logits as the rules leave them, float32, and int32 [rounds, 3]: accepted, next token, all finite."""
+    ruled = logits.to(torch.float32, copy=True)
+    for of_round, item in zip(ruled, rounds, strict=True):
+        for rule in item.rules:
+            rule.apply(of_round[: len(item.tokens) + 1], item.committed, item.tokens)
+        if item.tells_supports and logits.shape[2] > WIDE_SUPPORT:
+            best, ids = of_round.topk(WIDE_SUPPORT)
+            of_round.fill_(-torch.inf).scatter_(1, ids, best)
+    backend = default_backend(logits.device)
+    finite = are_finite(ruled, inputs["draft_counts"], backend)
+    accepted, following = judge(ruled, inputs, backend, whatever_is_drafted, cuts_of(rounds))
+    return ruled, torch.stack((accepted, following, finite), 1)
+
+
+def _supports(logits: Tensor, inputs: Mapping[str, Tensor], cuts: int) -> list[Support]:
+    """Return what the tokens at each place of one round are drawn from. logits: [1, places, vocab]."""
+    temperature, top_p, places = inputs["temperature"], inputs["top_p"], logits.shape[1]
+    if cuts:
+        logits = cut_logits(logits, temperature, inputs["top_k"], inputs["min_p"], cuts)
+    drawn_from = truncated_probs(logits[0], temperature.expand(places), top_p.expand(places))
+    probs, ids = drawn_from.topk(min(WIDE_SUPPORT, drawn_from.shape[1]))
+    width = int((probs > 0).any(0).sum())
+    rows = zip(ids[:, :width].cpu().numpy(), probs[:, :width].cpu().numpy(), strict=True)
+    return [Support(*row) for row in rows]
+
+
+def _logprobs(
+    logits: Tensor, rounds: list[Drafted], verdicts: list[tuple[int, int] | None]
+) -> list[list[TokenLogprobs]]:
+    """Return the log probabilities of each verdict's tokens; none for a round that does not ask for them."""
+    rows, tokens, owners = list[int](), list[int](), list[int]()
+    for i, (item, verdict) in enumerate(zip(rounds, verdicts, strict=True)):
+        if item.logprobs is not None and verdict is not None:
+            accepted, following = verdict
+            rows += [i * logits.shape[1] + place for place in range(accepted + 1)]
+            tokens += [*item.tokens[:accepted], following]
+            owners += [i] * (accepted + 1)
+    told: list[list[TokenLogprobs]] = [[] for _ in rounds]
+    if rows:
+        most = max(item.logprobs or 0 for item in rounds)
+        for owner, found in zip(owners, token_logprobs(logits.flatten(0, 1)[rows], tokens, most), strict=True):
+            told[owner].append(found.first(rounds[owner].logprobs or 0))
+    return told

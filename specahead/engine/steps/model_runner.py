@@ -21,8 +21,7 @@ from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.sampling.distributions import Sampling, Support
-from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted
-from specahead.engine.sampling.ruled_judging import judge_by_rules, launches_of_rules
+from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted, judge_by_rules, launches_of_rules
 from specahead.engine.steps.graphs import Graphs, tell_captures
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.pass_runner import PassRunner, Started

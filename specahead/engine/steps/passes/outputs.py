@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.distributions import Support
-from specahead.engine.sampling.ruled_judging import judge_by_rules
+from specahead.engine.sampling.judging import judge_by_rules
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.passes.alternatives import drafted_logits
 from specahead.engine.steps.passes.shape import PassShape
