@@ -1,14 +1,16 @@
-"""Top-k and nucleus of rows in plain torch: what the Triton kernel is tested against, and what long rows take.
+"""Selections in plain torch: the reference for the Triton kernels, and the implementation for very long rows.
 
-On a GPU nothing here waits for the host but `compact` where it is given no width, so that graphs can capture it.
+On a GPU only `compact` without a width waits for the device, so that CUDA graphs can capture everything else.
 """
 
 import torch
 from torch import Tensor
 
+from specahead.kernels.selection.memory import WORD
+
 
 def top_k_mask(weights: Tensor, valid: Tensor, k: Tensor) -> Tensor:
-    """Return what `specahead.kernels.selection.select_top_k` selects as bool [rows, n].
+    """Return the selection of `specahead.kernels.selection.select_top_k` as bool [rows, n].
 
     Raises ValueError, on a CPU, for weights that are negative or NaN.
     """
@@ -16,10 +18,18 @@ def top_k_mask(weights: Tensor, valid: Tensor, k: Tensor) -> Tensor:
         raise ValueError("select_top_k: weights must not be negative nor NaN")
     columns = torch.arange(weights.shape[1], device=weights.device)
     ranked = weights.where(columns < valid[:, None], -1.0)
-    return (rank_in_row(ranked) < torch.minimum(k, valid)[:, None]) & (columns < valid[:, None])
+    return (_rank_in_row(ranked) < torch.minimum(k, valid)[:, None]) & (columns < valid[:, None])
 
 
-def rank_in_row(values: Tensor) -> Tensor:
+def over_rows_mask(scores: Tensor, counts: Tensor) -> Tensor:
+    """Return the selection of `specahead.kernels.selection.select_over_rows`, without forced entries, as bool [groups,
+    rows, n].
+    """
+    flat = scores.flatten(1)
+    return ((_rank_in_row(flat) < counts[:, None]) & (flat > 0)).view(scores.shape)
+
+
+def _rank_in_row(values: Tensor) -> Tensor:
     """Return how many entries of its row stand before each entry of [rows, n]: int64, ties by the lower index."""
     order = values.argsort(dim=1, descending=True, stable=True)
     columns = torch.arange(values.shape[1], device=values.device)
@@ -27,7 +37,7 @@ def rank_in_row(values: Tensor) -> Tensor:
 
 
 def nucleus_mask(weights: Tensor, valid: Tensor, mass: float) -> Tensor:
-    """Return what `specahead.kernels.selection.select_nucleus` selects as bool [rows, n].
+    """Return the selection of `specahead.kernels.selection.select_nucleus` as bool [rows, n].
 
     Raises ValueError for a mass outside (0, 1] and, on a CPU, for weights that are negative or not finite.
     """
@@ -45,10 +55,16 @@ def nucleus_mask(weights: Tensor, valid: Tensor, mass: float) -> Tensor:
     return inside & (masked >= low[:, None])
 
 
+def check_mass(mass: float) -> None:
+    """Raise ValueError for a mass of a nucleus outside (0, 1]."""
+    if not 0 < mass <= 1:
+        raise ValueError(f"select_nucleus: mass must lie in (0, 1], got {mass}")
+
+
 def compact(chosen: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     """Turn bool [rows, n] into ascending lists [rows, width] int32, padded with 0, and counts [rows] int32.
 
-    width: the greatest count if None; a longer list is cut to it.
+    width: longer lists are cut to it; None: the greatest count.
     """
     counts = chosen.sum(1, dtype=torch.int32)
     if width is None:
@@ -62,6 +78,8 @@ def compact(chosen: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     return lists.scatter_(1, place, columns)[:, :width].contiguous(), counts
 
 
-def check_mass(mass: float) -> None:
-    if not 0 < mass <= 1:
-        raise ValueError(f"select_nucleus: mass must lie in (0, 1], got {mass}")
+def pack_bits(chosen: Tensor) -> Tensor:
+    """Return bool [..., n] as bits, the lowest first: int64 [..., ceil(n / 64)]."""
+    n = chosen.shape[-1]
+    bits = torch.nn.functional.pad(chosen, (0, -n % WORD)).unflatten(-1, (-1, WORD)).long()
+    return (bits << torch.arange(WORD, device=chosen.device)).sum(-1)

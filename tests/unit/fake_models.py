@@ -43,8 +43,7 @@ from specahead.engine.steps.staging import Staging
 from specahead.kernels.backends import default_backend
 from specahead.kernels.finite_rows import are_finite
 from specahead.kernels.rejection import race, truncated_probs
-from specahead.kernels.shared_budget import room_left, score_blocks
-from specahead.kernels.shared_top_k import select_top_k_over_all
+from specahead.kernels.selection import Remembered, score_blocks, select_over_rows
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
 from tests.chaining import ChainingRunner
@@ -308,12 +307,12 @@ class FakeRunner(ChainingRunner):
     def _share_out(self, budget: SharedBudget, blocks: int) -> Lists:
         words = torch.zeros(1, len(budget.bitmap), -(-blocks // 64), dtype=torch.int64)
         words[0, :, : budget.bitmap.shape[1]] = torch.tensor(budget.bitmap.view(np.int64))
-        first, last, count, room = (
-            torch.tensor([n], dtype=torch.int32) for n in (budget.first, budget.last, blocks, max(0, budget.room))
+        first, last, count, room, place = (
+            torch.tensor([n], dtype=torch.int32) for n in (budget.first, budget.last, blocks, max(0, budget.room), 0)
         )
-        memory, at = self._remembered(budget.memory, blocks)[None], torch.zeros(1, dtype=torch.int32)
-        forced, scores, known = score_blocks(words, memory, at, budget.memory.importance, first, last, count)
-        chosen, counts = select_top_k_over_all(scores, room_left(room, known), forced)
+        memory = Remembered(self._remembered(budget.memory, blocks)[None], place)
+        forced, scores, left = score_blocks(memory, budget.memory.importance, words, (first, last, count), room)
+        chosen, counts = select_over_rows(scores, left, forced)
         rows = [blocks_[:n].numpy() for blocks_, n in zip(chosen[0], counts[0], strict=True)]
         lists: Lists = [None] * self.kv.num_layers
         sparse = [layer for layer in range(self.kv.num_layers) if layer not in budget.dense_layers]

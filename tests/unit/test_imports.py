@@ -196,10 +196,10 @@ def test_every_command_has_a_module_that_runs_it() -> None:
 def test_without_triton_kernels_are_imported_and_only_launching_fails() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch, specahead.engine.steps.graphs, specahead.kernels.shared_top_k as k\n"
+        "import torch, specahead.engine.steps.graphs, specahead.kernels.selection as k\n"
         "one = torch.ones(1, dtype=torch.int32)\n"
-        "print(k.mark_top_k_over_all(torch.ones(1, 1, 4), one).item())\n"
-        "k.mark_top_k_over_all(torch.ones(1, 1, 4), one, 'triton')\n"
+        "print(k.mark_over_rows(torch.ones(1, 1, 4), one).item())\n"
+        "k.mark_over_rows(torch.ones(1, 1, 4), one, 'triton')\n"
     )
     done = run_program(program)
     assert done.stdout == "1\n"

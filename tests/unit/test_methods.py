@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.steps.inputs import SequenceOutput
-from specahead.kernels.shared_budget import room_left, score_blocks
-from specahead.kernels.shared_top_k import select_top_k_over_all
+from specahead.kernels.selection import Remembered, score_blocks, select_over_rows
 from specahead.lab.evaluation.choice import choose_over_all
 from specahead.sparsity import announce, in_advance
 from specahead.sparsity.announce import LEAST_WINDOW, shared_room, summary_tokens
@@ -177,11 +176,11 @@ def read_of_ahead(plan: Plan, announced: Tensor, memory: Tensor) -> Tensor:
     assert read.emit_weights
     budget = read.budget
     bitmap = torch.from_numpy(budget.bitmap.view("int64").copy())[None]
-    importance, index = budget.memory.importance, torch.zeros(1, dtype=torch.int32)
-    limits = [torch.tensor([n], dtype=torch.int32) for n in (budget.first, budget.last, 50)]
-    forced, scores, known = score_blocks(bitmap, memory.flatten(0, 1)[None], index, importance, *limits)
-    room = room_left(torch.tensor([budget.room], dtype=torch.int32), known)
-    lists, counts = select_top_k_over_all(scores, room, forced, "torch", KV_HEADS)
+    numbers = (budget.first, budget.last, 50, budget.room, 0)
+    first, last, blocks, room, place = (torch.tensor([n], dtype=torch.int32) for n in numbers)
+    remembered = Remembered(memory.flatten(0, 1)[None], place)
+    forced, scores, left = score_blocks(remembered, budget.memory.importance, bitmap, (first, last, blocks), room)
+    lists, counts = select_over_rows(scores, left, forced, "torch", KV_HEADS)
     chosen = torch.zeros(LAYERS, KV_HEADS, 50, dtype=torch.bool)
     for layer in range(LAYERS):
         for head in range(KV_HEADS):

@@ -1,13 +1,20 @@
-"""Top-k and nucleus selection of blocks against sorting in numpy."""
+"""Selections of each row by itself: the torch reference against sorting in numpy, Triton (on a GPU, or interpreted)
+against the reference.
+"""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+import specahead.kernels.selection
 from specahead.kernels.selection import compact, select_nucleus, select_top_k
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = ["uniform", "peaked", "ties", "equal", "zeros", "tiny", "ramp"]
+MORE_KINDS = ["mostly zeros", "infinities", "clustered"]
 # Few distinct values, so that ties are common; all are sums of powers of two, so that sums are exact.
 weight = st.sampled_from([0.0, 0.125, 0.25, 0.25, 0.5, 1.0, 3.0])
 
@@ -21,15 +28,55 @@ def rows(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return np.array(table, dtype=np.float32), np.array(valid)
 
 
-def as_lists(result: tuple[torch.Tensor, torch.Tensor]) -> list[list[int]]:
-    """The selections, after checking how they are packed."""
-    lists, counts = result
+def weights_of(kind: str, rows: int, n: int, seed: int) -> Tensor:
+    values = torch.rand(rows, n, generator=torch.Generator().manual_seed(seed))
+    return {
+        "uniform": values,
+        "peaked": (values * 40).exp() / 1e12,  # as attention is: a few hold it all
+        "ties": (values * 4).round() / 4,
+        "equal": torch.full((rows, n), 0.25),
+        "zeros": torch.zeros(rows, n),
+        "tiny": values * torch.where(values < 0.5, 1e-41, 1e-3),  # denormal and ordinary ones
+        "ramp": torch.arange(n).float().expand(rows, n) + values,  # a sample sees it evenly, a part would not
+        "mostly zeros": values.where(values >= 0.8, 0.0),
+        "infinities": values.where(values <= 0.9, torch.inf),
+        "clustered": torch.where(torch.arange(n) < 256, 0.9 + values / 1e4, values),  # the threshold lies in one part
+    }[kind].contiguous()
+
+
+def lists_of(result: tuple[Tensor, Tensor], padded: bool = False) -> list[list[int]]:
+    """The selections, ascending; `padded`: lists are as wide as the longest, and filled up with 0."""
+    lists, counts = (part.cpu() for part in result)
     assert lists.dtype == counts.dtype == torch.int32
-    assert lists.shape == (len(counts), int(counts.max()) if len(counts) else 0)
-    for row, count in zip(lists, counts.tolist(), strict=True):
-        assert not row[count:].any()
-        assert (row[:count].diff() > 0).all()
-    return [row[:count].tolist() for row, count in zip(lists, counts.tolist(), strict=True)]
+    chosen = [row[:count].tolist() for row, count in zip(lists, counts.tolist(), strict=True)]
+    assert all(row == sorted(set(row)) for row in chosen)
+    if padded:
+        assert lists.shape == (len(counts), int(counts.max()) if len(counts) else 0)
+        assert not any(row[count:].any() for row, count in zip(lists, counts.tolist(), strict=True))
+    return chosen
+
+
+def agree_on_top_k(weights: Tensor, valid: Tensor, k: Tensor) -> list[list[int]]:
+    """Triton selects what the reference selects, which is returned."""
+    pytest.importorskip("triton")
+    wanted = lists_of(select_top_k(weights, valid, k))
+    got = select_top_k(weights.to(DEVICE), valid.to(DEVICE), k.to(DEVICE), "triton")
+    assert got[0].shape == weights.shape and lists_of(got) == wanted
+    return wanted
+
+
+def check_nucleus(weights: Tensor, valid: Tensor, mass: float, chosen: list[list[int]]) -> None:
+    """It holds the mass, its lightest entries are needed for that, and nothing heavier is left out."""
+    for row, size, got in zip(weights.double(), valid.tolist(), chosen, strict=True):
+        total, held = float(row[:size].sum()), row[got]
+        if not total:
+            assert len(got) == size
+            continue
+        others = torch.ones(size, dtype=torch.bool)
+        others[got] = False
+        assert float(held.sum()) >= mass * total * (1 - 1e-5)
+        assert not others.any() or float(row[:size][others].max()) < float(held.min())
+        assert float(held[held > held.min()].sum()) < mass * total * (1 + 1e-5)
 
 
 @given(rows(), st.data())
@@ -37,38 +84,78 @@ def test_top_k_is_a_stable_sort(table: tuple[np.ndarray, np.ndarray], data: st.D
     """The heaviest of the valid entries, ties to the lower index; a k beyond them takes all."""
     weights, valid = table
     k = np.array([data.draw(st.integers(0, weights.shape[1] + 3)) for _ in valid])
-    chosen = as_lists(select_top_k(torch.from_numpy(weights), torch.from_numpy(valid), torch.from_numpy(k)))
+    chosen = lists_of(
+        select_top_k(torch.from_numpy(weights), torch.from_numpy(valid), torch.from_numpy(k)), padded=True
+    )
     for row, size, count, got in zip(weights, valid, k, chosen, strict=True):
-        wanted = np.argsort(-row[:size], kind="stable")[:count]
-        assert got == sorted(wanted.tolist())
-
-
-def test_top_k_by_hand() -> None:
-    weights = torch.tensor([[0.1, 0.4, 0.4, 0.1, 0.9], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    picked = select_top_k(weights, torch.tensor([4, 5]), torch.tensor([1, 2]))
-    assert as_lists(picked) == [[1], [0, 1]]
-    assert as_lists(select_top_k(weights, torch.tensor([0, 1]), torch.tensor([3, 3]))) == [[], [0]]
+        assert got == sorted(np.argsort(-row[:size], kind="stable")[:count].tolist())
 
 
 def test_ties_go_to_the_lower_index_in_wide_rows() -> None:
     """Where a sort that is not stable would mix them."""
     weights = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (8, 5000)).astype(np.float32))
     k = torch.arange(8) * 600 + 1
-    chosen = as_lists(select_top_k(weights, torch.full((8,), 5000), k))
+    chosen = lists_of(select_top_k(weights, torch.full((8,), 5000), k), padded=True)
     for row, count, got in zip(weights.numpy(), k.tolist(), chosen, strict=True):
         assert got == sorted(np.argsort(-row, kind="stable")[:count].tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "chunk"), [(1, 8192), (60, 8192), (128, 8192), (300, 128)])  # the last is too long
+def test_top_k_of_triton(n: int, chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specahead.kernels.selection, "CHUNK", chunk)
+    valid = torch.randint(0, n + 1, (5,), generator=torch.Generator().manual_seed(n))
+    valid[0] = n
+    agree_on_top_k(weights_of(kind, 5, n, n), valid, torch.tensor([n // 10, n, n // 2, 0, n // 3 + 1]))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
+def test_top_k_of_all_lengths_and_counts(kind: str) -> None:
+    """None, one, all but one, all, beyond all."""
+    n = 1101
+    valid = torch.tensor([n, n, n, n, n - 1, 700, 700, 256, 20, 1, 0, n], dtype=torch.int32)
+    k = torch.tensor([n // 10, n // 2, 1, 0, n - 2, 70, 701, 255, 7, 1, 5, n], dtype=torch.int32)
+    agree_on_top_k(weights_of(kind, len(k), n, n), valid, k)
+
+
+@pytest.mark.parametrize("sampled", [0.0, 0.5, 2.0])
+def test_a_sample_that_misleads(sampled: float) -> None:
+    """Its entries are unlike all others of the row."""
+    weights, size = weights_of("uniform", 1, 300, 3), torch.tensor([300])
+    weights[:, ::3] = sampled
+    agree_on_top_k(weights, size, torch.tensor([40]))
+    chosen = lists_of(select_nucleus(weights.to(DEVICE), size.to(DEVICE), 0.7, backend="triton"))
+    check_nucleus(weights, size, 0.7, chosen)
+
+
+@pytest.mark.parametrize("chunk", [8192, 512])
+def test_ties_that_are_taken_in_part(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where lists are cut to their width."""
+    monkeypatch.setattr(specahead.kernels.selection, "CHUNK", chunk)
+    weights = torch.full((3, 600), 0.5)
+    weights[:, 100:130] = 0.75
+    weights[1, ::7] = 0.25
+    weights[2, 400:] = 0.5000001
+    k, full = torch.tensor([300, 333, 290]), torch.tensor([600, 600, 600])
+    wanted = agree_on_top_k(weights, full, k)
+    lists, counts = select_top_k(weights.to(DEVICE), full.to(DEVICE), k.to(DEVICE), "triton", 200)
+    assert counts.tolist() == [200] * 3 and lists.tolist() == [row[:200] for row in wanted]
+
+
+def test_lengths_and_counts_may_be_expanded() -> None:
+    full, k = (torch.tensor([number]).expand(3) for number in (50, 7))
+    assert full.stride() == (0,)
+    agree_on_top_k(weights_of("uniform", 3, 60, 1), full, k)
 
 
 @given(rows(), st.sampled_from([0.05, 0.25, 0.5, 0.75, 0.9, 1.0]))
 def test_nucleus_is_the_smallest_threshold_set(table: tuple[np.ndarray, np.ndarray], mass: float) -> None:
     """All at or above the heaviest threshold that leaves `mass` of the valid weight: ties stay whole."""
     weights, valid = table
-    chosen = as_lists(select_nucleus(torch.from_numpy(weights), torch.from_numpy(valid), mass))
+    chosen = lists_of(select_nucleus(torch.from_numpy(weights), torch.from_numpy(valid), mass), padded=True)
     for row, size, got in zip(weights, valid, chosen, strict=True):
         inside = row[:size].astype(np.float64)
-        total = inside.sum()
-        assert inside[got].sum() >= mass * total
-        thresholds = [t for t in inside if inside[inside >= t].sum() >= mass * total]
+        thresholds = [t for t in inside if inside[inside >= t].sum() >= mass * inside.sum()]
         # The bisection ends within 2⁻²⁴ of the maximum, far below the steps between these weights.
         assert got == np.flatnonzero(inside >= max(thresholds, default=0.0)).tolist()
 
@@ -79,16 +166,16 @@ def test_nucleus_is_the_smallest_threshold_set(table: tuple[np.ndarray, np.ndarr
         ([0.01, 0.97, 0.01, 0.01], 0.9, [1]),  # peaked
         ([0.25, 0.25, 0.25, 0.25], 0.1, [0, 1, 2, 3]),  # flat: ties stay together
         ([0.4, 0.2, 0.2, 0.2], 0.5, [0, 1, 2, 3]),  # tied at the threshold
-        ([0.5, 0.3, 0.2, 0.0], 0.75, [0, 1]),
         ([0.5, 0.3, 0.2, 0.0], 0.85, [0, 1, 2]),
-        ([0.7], 0.3, [0]),  # a single entry
         ([0.0, 0.0, 0.0], 0.9, [0, 1, 2]),  # nothing to tell entries apart by
         ([1e-30, 3e-30, 1e-30], 0.5, [1]),  # scale does not matter
         ([1e30, 3e30, 1e30], 0.5, [1]),
     ],
 )
-def test_nucleus_by_hand(row: list[float], mass: float, wanted: list[int]) -> None:
-    assert as_lists(select_nucleus(torch.tensor([row]), torch.tensor([len(row)]), mass)) == [wanted]
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_nucleus_by_hand(row: list[float], mass: float, wanted: list[int], backend: str) -> None:
+    arguments = torch.tensor([row], device=DEVICE), torch.tensor([len(row)], device=DEVICE)
+    assert lists_of(select_nucleus(*arguments, mass, backend)) == [wanted]
 
 
 @pytest.mark.parametrize("sharpness", [0.0, 0.5, 2.0, 8.0])
@@ -97,7 +184,7 @@ def test_nucleus_holds_its_mass_on_softmax_rows(sharpness: float, mass: float) -
     """And no more than an exact sort would take, but for weights that are all but tied."""
     torch.manual_seed(int(sharpness * 10))
     weights = (torch.randn(40, 300) * sharpness).softmax(1)
-    lists = as_lists(select_nucleus(weights, torch.full((40,), 300), mass))
+    lists = lists_of(select_nucleus(weights, torch.full((40,), 300), mass))
     for row, got in zip(weights.double().numpy(), lists, strict=True):
         assert row[got].sum() >= mass * row.sum()
         ordered = np.sort(row)[::-1]
@@ -106,28 +193,48 @@ def test_nucleus_holds_its_mass_on_softmax_rows(sharpness: float, mass: float) -
         assert len(got) <= needed + near - 1
 
 
-def test_nucleus_ignores_what_is_not_valid() -> None:
-    weights = torch.tensor([[0.1, 0.2, 100.0], [5.0, 5.0, 5.0]])
-    assert as_lists(select_nucleus(weights, torch.tensor([2, 0]), 0.6)) == [[1], []]
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_an_entry_that_no_sample_sees_holds_the_nucleus(backend: str) -> None:
+    weights = weights_of("uniform", 2, 700, 5)
+    weights[:, 301] = 1e6
+    full = torch.tensor([700, 300])
+    first, second = lists_of(select_nucleus(weights.to(DEVICE), full.to(DEVICE), 0.9, backend))
+    assert first == [301] and 150 < len(second) < 270
+
+
+@pytest.mark.parametrize(
+    ("n", "chunk", "mass", "kind"),
+    [(60, 8192, mass, kind) for mass in (0.05, 0.5, 0.95, 1.0) for kind in KINDS]
+    + [(601, 8192, mass, kind) for mass, kind in ((0.05, "peaked"), (0.5, "uniform"), (0.95, "ties"), (1.0, "ramp"))]
+    + [(150, 128, 0.5, "uniform")],
+)
+def test_nucleus_of_triton(n: int, chunk: int, kind: str, mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(specahead.kernels.selection, "CHUNK", chunk)
+    weights, valid = weights_of(kind, 3, n, n), torch.tensor([n, n // 2, 0])
+    got = lists_of(select_nucleus(weights.to(DEVICE), valid.to(DEVICE), mass, backend="triton"))
+    assert all(0 <= i < size for chosen, size in zip(got, valid.tolist(), strict=True) for i in chosen)
+    check_nucleus(weights, valid, mass, got)
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), max_size=5))
 def test_compact_is_flatnonzero(chosen: list[list[bool]]) -> None:
     table = torch.tensor(chosen, dtype=torch.bool).view(len(chosen), 7)
-    assert as_lists(compact(table)) == [np.flatnonzero(row).tolist() for row in table.numpy()]
+    assert lists_of(compact(table), padded=True) == [np.flatnonzero(row).tolist() for row in table.numpy()]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -0.5])
-def test_weights_that_are_no_weights_are_refused(bad: float) -> None:
-    weights, size = torch.tensor([[0.5, bad, 0.5]]), torch.tensor([3])
-    if bad != float("inf"):  # which is the heaviest
-        with pytest.raises(ValueError, match="select_top_k: weights must not be negative"):
-            select_top_k(weights, size, torch.tensor([1]))
-    with pytest.raises(ValueError, match="select_nucleus: weights must be finite"):
-        select_nucleus(weights, size, 0.5)
-
-
-@pytest.mark.parametrize("mass", [0.0, -0.1, 1.1, float("nan")])
-def test_mass_outside_its_range_is_refused(mass: float) -> None:
-    with pytest.raises(ValueError, match="mass must lie in"):
-        select_nucleus(torch.ones(1, 3), torch.tensor([3]), mass)
+def test_weights_that_are_no_weights_are_refused() -> None:
+    size, one = torch.tensor([3]), torch.tensor([1])
+    for bad in (float("nan"), float("inf"), -0.5):
+        weights = torch.tensor([[0.5, bad, 0.5]])
+        if bad != float("inf"):  # the heaviest
+            with pytest.raises(ValueError, match="select_top_k: weights must not be negative"):
+                select_top_k(weights, size, one)
+        with pytest.raises(ValueError, match="select_nucleus: weights must be finite"):
+            select_nucleus(weights, size, 0.5)
+    with pytest.raises(ValueError, match="float32"):
+        select_top_k(torch.rand(1, 4, dtype=torch.float64), size, one, "triton")
+    for mass in (0.0, -0.1, 1.1, float("nan")):
+        for backend in ("torch", "triton"):
+            with pytest.raises(ValueError, match="mass must lie in"):
+                select_nucleus(torch.ones(1, 3), size, mass, backend)

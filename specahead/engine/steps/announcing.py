@@ -10,10 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specahead.kernels.announced_scores import score_announced
 from specahead.kernels.backends import Backend, default_backend
-from specahead.kernels.selection import select_nucleus, select_top_k
-from specahead.kernels.shared_top_k import WORD, mark_top_k_over_all
+from specahead.kernels.selection import WORD, mark_over_rows, score_announced, select_nucleus, select_top_k
 
 # over_all: one budget for all rows at once. by_row: so many blocks of each row. nucleus: a share of each row's weight.
 Choice = Literal["over_all", "by_row", "nucleus"]
@@ -54,7 +52,7 @@ def predict_weights(announcer: Announcer, evidence: Tensor, before: Tensor, limi
 def choose_blocks(announcer: Announcer, scores: Tensor, limits: Tensor, backend: Backend) -> Tensor:
     """Choose blocks by `predict_weights`: [sequences, rows, words] int64, a bit for each block."""
     if announcer.choice == "over_all":
-        return mark_top_k_over_all(scores, limits[2], backend)
+        return mark_over_rows(scores, limits[2], backend)
     sequences, rows, blocks = scores.shape
     first, last, count = (each[:, None].expand(-1, rows).flatten().contiguous() for each in limits)
     flat = scores.flatten(0, 1)

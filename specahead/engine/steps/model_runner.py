@@ -47,7 +47,7 @@ from specahead.engine.steps.runner import COMPILED_SESSIONS, WARM_SESSIONS, Runn
 from specahead.kernels.backends import Backend, default_backend, power_of_two
 from specahead.kernels.compiling import compile_ahead
 from specahead.kernels.prompt_attention import merge_in_all_ways
-from specahead.kernels.shared_budget import WORD
+from specahead.kernels.selection import WORD
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
 PINNED_SEQUENCES = 8  # of every step of a deterministic runner

@@ -26,7 +26,7 @@ from specahead.engine.steps.passes.launches import run_pass
 from specahead.engine.steps.passes.layout import lay_out_pass
 from specahead.engine.steps.passes.shape import PassShape
 from specahead.kernels.backends import default_backend, power_of_two
-from specahead.kernels.shared_budget import WORD
+from specahead.kernels.selection import WORD
 from specahead.lab.benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
 from specahead.lab.benchmarks.offload_kv import HomeKV
 from specahead.lab.benchmarks.residency import SETTLED

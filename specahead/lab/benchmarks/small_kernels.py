@@ -6,8 +6,7 @@ import torch
 
 from specahead.kernels.kv_gather import gather_blocks
 from specahead.kernels.rejection import DraftedRows, judge_greedy, judge_sampled
-from specahead.kernels.selection import select_nucleus, select_top_k
-from specahead.kernels.shared_top_k import select_top_k_over_all
+from specahead.kernels.selection import select_nucleus, select_over_rows, select_top_k
 from specahead.lab.benchmarks.gpu_timing import TimedRow, copy_milliseconds, graph_milliseconds
 
 GATHER_PROGRAMS = (4, 8, 16, 32, 64)
@@ -20,7 +19,7 @@ def selection_rows(bandwidth: float, repeats: int) -> list[TimedRow]:
     for groups, rows, n in ((8, 256, 6400), (1, 256, 6400)):
         scores = torch.rand(groups, rows, n, device="cuda")
         counts = torch.full((groups,), rows * n // 10, dtype=torch.int32, device="cuda")
-        ms = graph_milliseconds(partial(select_top_k_over_all, scores, counts, backend="triton"), repeats)
+        ms = graph_milliseconds(partial(select_over_rows, scores, counts, backend="triton"), repeats)
         theirs = graph_milliseconds(partial(torch.sort, scores.flatten(1), descending=True), repeats)
         name = f"top tenth of {groups} x {rows} x {n}"
         table.append(TimedRow(name, ms, 1e3 * scores.nbytes / bandwidth, theirs))

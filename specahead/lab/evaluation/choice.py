@@ -1,4 +1,4 @@
-"""One budget for all rows at once, as a plain reference of what specahead.kernels.shared_top_k does."""
+"""One budget for all rows at once: a plain reference of `specahead.kernels.selection.select_over_rows`."""
 
 import torch
 from torch import Tensor

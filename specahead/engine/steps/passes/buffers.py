@@ -10,7 +10,7 @@ from specahead.engine.steps.passes.behind_steps import AHEAD, UNIFORMS, LeftStep
 from specahead.engine.steps.passes.layout import lay_out_rows
 from specahead.engine.steps.passes.shape import PassShape
 from specahead.engine.steps.staging import Buffers, Layout, Staging
-from specahead.kernels.shared_budget import WORD
+from specahead.kernels.selection import WORD
 
 
 def make_buffers(

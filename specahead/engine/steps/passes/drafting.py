@@ -20,7 +20,7 @@ from specahead.engine.sampling.next_tokens import draw_tokens
 from specahead.engine.steps.passes.reads import heads_of, listed_reads, slots_of_layers, tables_of_layers
 from specahead.engine.steps.passes.shape import PassShape
 from specahead.kernels.backends import Backend, default_backend
-from specahead.kernels.top_few import top_few
+from specahead.kernels.selection import top_few
 
 
 def draft_tokens(

@@ -27,8 +27,7 @@ from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.finite_rows import are_finite
 from specahead.kernels.paged_attention import pinned_tuning
-from specahead.kernels.shared_budget import remember_weights, room_left, score_blocks
-from specahead.kernels.shared_top_k import select_top_k_over_all
+from specahead.kernels.selection import Remembered, remember_weights, score_blocks, select_over_rows
 
 
 def run_pass(
@@ -81,10 +80,9 @@ def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> Non
     memory = given["memory"][:, :, : shape.blocks]
     backend = default_backend(memory.device)
     limits = given["first"], given["last"], given["blocks"]
-    remembered = memory, given["indices"], given["importance"]
-    forced, scores, chosen = score_blocks(given["bitmaps"], *remembered, *limits, backend)
-    room = room_left(given["room"], chosen, backend)
-    given["lists"], given["counts"] = select_top_k_over_all(scores, room, forced, backend, kv_heads)
+    remembered, importance = Remembered(memory, given["indices"]), given["importance"]
+    forced, scores, left = score_blocks(remembered, importance, given["bitmaps"], limits, given["room"], backend)
+    given["lists"], given["counts"] = select_over_rows(scores, left, forced, backend, kv_heads)
 
 
 def _attention_of(
@@ -148,6 +146,6 @@ def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None
     indices = given["indices"]
     if fetched is not None:  # a void pass will run again
         indices = indices.masked_fill(fetched.overflow > 0, -1)
-    read = given["lists"], given["counts"], given["read_weights"]
     assert shape.decay is not None
-    remember_weights(given["memory"], indices, *read, given["blocks"], shape.decay, backend)
+    remembered, read = Remembered(given["memory"], indices), given["read_weights"]
+    remember_weights(remembered, given["lists"], given["counts"], read, given["blocks"], shape.decay, backend)

@@ -17,7 +17,7 @@ from specahead.engine.steps.rounds.requests import (
     RoundSettings,
 )
 from specahead.engine.steps.staging import Buffers, Layout, Staging
-from specahead.kernels.shared_top_k import WORD
+from specahead.kernels.selection import WORD
 
 
 @dataclass(frozen=True)

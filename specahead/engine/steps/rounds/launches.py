@@ -25,9 +25,8 @@ from specahead.kernels.draft_reads import count_reads, keep_unread, score_own_bl
 from specahead.kernels.kv_write import move_kv
 from specahead.kernels.paged_attention import BlockLists
 from specahead.kernels.pass_positions import Branches, place_passes
-from specahead.kernels.selection import select_top_k
+from specahead.kernels.selection import select_top_k, top_few
 from specahead.kernels.selection_difference import CodedDifferences, code_difference
-from specahead.kernels.top_few import top_few
 
 
 @dataclass(frozen=True)

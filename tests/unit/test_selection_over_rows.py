@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specahead.kernels.shared_top_k import launch, mark_top_k_over_all, select_top_k_over_all
+from specahead.kernels.selection import mark_over_rows, over_rows, select_over_rows
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +27,7 @@ SIZES = {
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in SIZES.items():
-        monkeypatch.setattr(launch, name, size)
+        monkeypatch.setattr(over_rows, name, size)
 
 
 def scores_of(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -72,19 +72,19 @@ def test_lists_and_bits(shape: tuple[int, int, int], kind: str, backend: str) ->
     for mask in (None, forced):
         free = scores if mask is None else scores.masked_fill(mask.bool(), 0)
         given = None if mask is None else mask.to(DEVICE)
-        lists, taken = select_top_k_over_all(free.to(DEVICE), counts.to(DEVICE), given, backend)
+        lists, taken = select_over_rows(free.to(DEVICE), counts.to(DEVICE), given, backend)
         for group in range(groups):
             wanted = wanted_sets(free[group], int(counts[group]), None if mask is None else mask[group])
             got = [row[:count].tolist() for row, count in zip(lists[group].cpu(), taken[group].tolist(), strict=True)]
             assert got == wanted
         listed = torch.arange(n, device=DEVICE) < taken[..., None]
         for inner in () if mask is None else (rows, 1):
-            outer, counted = select_top_k_over_all(free.to(DEVICE), counts.to(DEVICE), given, backend, inner)
+            outer, counted = select_over_rows(free.to(DEVICE), counts.to(DEVICE), given, backend, inner)
             assert outer.shape == (rows // inner, groups, inner, n)
             assert torch.equal(counted.transpose(0, 1).flatten(1), taken)
             same = outer.transpose(0, 1).flatten(1, 2)
             assert torch.equal(same.where(listed, 0), lists.where(listed, 0))
-    words = mark_top_k_over_all(scores.to(DEVICE), counts.to(DEVICE), backend).cpu().numpy().view(np.uint64)
+    words = mark_over_rows(scores.to(DEVICE), counts.to(DEVICE), backend).cpu().numpy().view(np.uint64)
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
     for group in range(groups):
         wanted = wanted_sets(scores[group], int(counts[group]), None)
@@ -94,8 +94,8 @@ def test_lists_and_bits(shape: tuple[int, int, int], kind: str, backend: str) ->
 def agree(scores: Tensor, counts: list[int]) -> None:
     """Triton's choice is torch's."""
     counted = torch.tensor(counts, dtype=torch.int32)
-    got = mark_top_k_over_all(scores.to(DEVICE), counted.to(DEVICE), "triton").cpu()
-    assert torch.equal(got, mark_top_k_over_all(scores, counted))
+    got = mark_over_rows(scores.to(DEVICE), counted.to(DEVICE), "triton").cpu()
+    assert torch.equal(got, mark_over_rows(scores, counted))
 
 
 @pytest.mark.parametrize("sampled", [0.0, 1e-30, 0.5, 2.0])
@@ -103,7 +103,7 @@ def agree(scores: Tensor, counts: list[int]) -> None:
 def test_a_sample_that_misleads(sampled: float) -> None:
     """What it sees is unlike all else, so that the threshold is not where it says."""
     scores = torch.rand(3, 2, 500, generator=torch.Generator().manual_seed(3))
-    stride = launch.sample_stride(1000, 500)
+    stride = over_rows.sample_stride(1000, 500)
     assert stride > 4
     scores.view(3, -1)[:, ::stride] = sampled
     agree(scores, [30, 400, 870])
@@ -112,8 +112,8 @@ def test_a_sample_that_misleads(sampled: float) -> None:
 @pytest.mark.parametrize(("bins", "slots"), [(64, 1), (4, 4)])
 @pytest.mark.usefixtures("small")
 def test_bins_that_run_over(bins: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "BINS", bins)
-    monkeypatch.setattr(launch, "SLOTS", slots)
+    monkeypatch.setattr(over_rows, "BINS", bins)
+    monkeypatch.setattr(over_rows, "SLOTS", slots)
     values = torch.rand(2, 2, 450, generator=torch.Generator().manual_seed(4))
     agree(values, [100, 500])
     agree((values * 200).round() / 256, [100, 500])  # and ties in them
@@ -134,5 +134,5 @@ def test_sizes_as_they_are() -> None:
 
 def test_nothing_to_choose_from() -> None:
     empty, one = torch.zeros(1, 0, 4, device=DEVICE), torch.ones(1, dtype=torch.int32, device=DEVICE)
-    lists, counts = select_top_k_over_all(empty, one, None, "triton")
+    lists, counts = select_over_rows(empty, one, None, "triton")
     assert lists.shape == (1, 0, 4) and counts.shape == (1, 0)

@@ -1,13 +1,34 @@
-"""The Triton kernels of a budget over several rows.
+"""The Triton kernels of one budget over all rows of a group.
 
-Scores order as their bit patterns, since none is negative. Of a sample of a group, pivots are ranked, and two of them
-bound the threshold, with odds of thousands to one. One pass over all counts what is at or above the upper one and sorts
-what is between into bins; the bin that holds the threshold is small enough to compare all with all. Where that fails
-(the sample misled, or a bin ran over, scores being nearly alike), a second pass sorts what is in the bin; where that
-fails, too (many are alike), one program a group bisects over everything.
+Scores are ordered as their bit patterns are, since none is negative. Pivots are ranked in a sample of a group, and two
+of them bound the threshold with odds of thousands to one. One pass over all scores counts those at or above the upper
+bound and sorts those between the bounds into bins. The bin that holds the threshold is small enough to compare all its
+entries with all. Where that fails, because the sample misled or a bin ran over, a second pass sorts the entries of that
+bin; where that fails too, because many scores are alike, one program a group searches all its entries.
 """
 
+from typing import Any, NamedTuple
+
 from specahead.kernels.backends import follow, jit, tl
+from specahead.kernels.threshold import Bounds, search
+
+
+class Workspace(NamedTuple):
+    """What the kernels of one selection hand on to one another.
+
+    bracket: [groups, 4, PARTS] int32. Each part's highest pivot that enough of the sample reaches, or 0; its lowest
+        that too little reaches, or one past infinity; its lowest and its highest positive pivot
+    tallies: [groups, BINS + 3] int32, the entries in each bin, at or above the upper bound, at the beginning of the
+        bins, and above 0
+    slots: [groups, BINS, SLOTS] int64, the first entries of each bin, as `_entry` makes them
+    state: [groups, 2] int32, the bits of the lowest chosen score and the last place at which a score of just these
+        bits is chosen. -1, 0: not found yet
+    """
+
+    bracket: Any
+    tallies: Any
+    slots: Any
+    state: Any
 
 
 @jit
@@ -16,11 +37,24 @@ def _load_bits(scores_ptr, at, inside):
 
 
 @jit
+def _entry(bits, place):
+    """Return one number for a score's bits and its place in the group; of equal scores the first is the greatest."""
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+
+
+@jit
+def _clear_tallies(tallies_ptr, first, BINS: tl.constexpr, COUNT: tl.constexpr):
+    """Set COUNT bins from `first` on, and the three counts behind all bins, to 0."""
+    tl.store(tallies_ptr + first + tl.arange(0, COUNT), tl.zeros([COUNT], tl.int32))
+    behind = tl.arange(0, 4)
+    tl.store(tallies_ptr + BINS + behind, tl.zeros([4], tl.int32), mask=behind < 3)
+
+
+@jit
 def bracket_kernel(
     scores_ptr,
     counts_ptr,
-    bracket_ptr,
-    tallies_ptr,
+    work,
     size,
     stride,
     sampled,
@@ -33,11 +67,7 @@ def bracket_kernel(
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some of a group's pivots are ranked in its sample; the group's tallies are cleared.
-
-    bracket: [groups, 4, parts], each part's highest pivot that is reached by enough of the sample, or 0; its lowest
-    that is reached by too little, or one past infinity; its lowest and its highest positive pivot.
-    """
+    """Rank some of a group's pivots in its sample, into `work.bracket`, and clear as many of its tallies."""
     follow(PDL)
     group, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scores_ptr += group * size
@@ -55,27 +85,23 @@ def bracket_kernel(
     count = tl.minimum(tl.maximum(tl.load(counts_ptr + group).to(tl.int32), 0), size)
     about = count.to(tl.float32) / size * sampled
     margin = spread * tl.sqrt(tl.maximum(about * (1.0 - about / sampled), 0.0)) + 4.0
-    past = 0x7F800001  # infinity
+    past = 0x7F800001  # infinity is 0x7F800000
     lo = tl.max(tl.where((pivot > 0) & (rank >= about + margin), pivot, 0), 0)
     hi = tl.min(tl.where((pivot > 0) & (rank <= about - margin), pivot, past), 0)
     hi = tl.where(total <= about - margin, 1, hi)  # more are wanted than are positive
-    bracket_ptr += group * 4 * PARTS + part
+    bracket_ptr = work.bracket + group * 4 * PARTS + part
     tl.store(bracket_ptr, lo)
     tl.store(bracket_ptr + PARTS, hi)
     tl.store(bracket_ptr + 2 * PARTS, tl.min(tl.where(pivot > 0, pivot, past), 0))
     tl.store(bracket_ptr + 3 * PARTS, tl.max(tl.maximum(pivot, 0), 0))
-    tallies_ptr += group * (BINS + 3)
-    bins = part * (BINS // PARTS) + tl.arange(0, BINS // PARTS)
-    tl.store(tallies_ptr + bins, tl.zeros([BINS // PARTS], tl.int32))
-    three = tl.arange(0, 4)
-    tl.store(tallies_ptr + BINS + three, tl.zeros([4], tl.int32), mask=three < 3)  # every part does
+    _clear_tallies(work.tallies + group * (BINS + 3), part * (BINS // PARTS), BINS, BINS // PARTS)
 
 
 @jit
-def _bounds(bracket_ptr, PARTS: tl.constexpr, LOG_BINS: tl.constexpr):
-    """A group's bounds, where its bins begin, and by how much a bit pattern is shifted to give its bin.
+def _bin_bounds(bracket_ptr, PARTS: tl.constexpr, LOG_BINS: tl.constexpr):
+    """Return a group's bounds, where its bins begin, and by how much a bit pattern is shifted to give its bin.
 
-    Bin 0 has what lies between the lower bound and the bins' beginning, and what equals the latter is in none.
+    Bin 0 holds what lies between the lower bound and the beginning of the bins. What equals the beginning is in no bin.
     """
     parts = tl.arange(0, PARTS)
     lo = tl.max(tl.load(bracket_ptr + parts), 0)
@@ -92,10 +118,7 @@ def _bounds(bracket_ptr, PARTS: tl.constexpr, LOG_BINS: tl.constexpr):
 @jit
 def tally_kernel(
     scores_ptr,
-    bracket_ptr,
-    tallies_ptr,
-    slots_ptr,
-    state_ptr,
+    work,
     n: tl.constexpr,
     rows: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -105,13 +128,9 @@ def tally_kernel(
     AGAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of a row, or a share of its chunks, what is between the bounds goes into bins; the rest is counted.
+    """Sort the scores between the bounds into bins, and count the others, in a row or in a share of its chunks.
 
-    AGAIN: only of groups whose threshold is still to be found.
-
-    tallies: [groups, bins + 3], of the bins, of what is at or above the upper bound, of what is at the bins' beginning,
-    of what is positive. slots: [groups, bins, slots] int64, bits above what is left of 2**31 - 1 without the place in
-    the group, so that of equal scores the first is the highest.
+    AGAIN: only in groups whose threshold is still to be found.
     """
     follow(PDL)
     BINS: tl.constexpr = 1 << LOG_BINS
@@ -123,13 +142,13 @@ def tally_kernel(
     scores_ptr += row.to(tl.int64) * n
     size = n
     if AGAIN:
-        size = tl.where(tl.load(state_ptr + group * 2) == -1, n, 0)
+        size = tl.where(tl.load(work.state + group * 2) == -1, n, 0)
     following = _load_bits(scores_ptr, first + inner, first + inner < size)
-    lo, hi, bottom, shift = _bounds(bracket_ptr + group * 4 * PARTS, PARTS, LOG_BINS)
-    tallies_ptr += group * (BINS + 3)
-    slots_ptr += group * (BINS * SLOTS)
+    lo, hi, bottom, shift = _bin_bounds(work.bracket + group * 4 * PARTS, PARTS, LOG_BINS)
+    tallies_ptr = work.tallies + group * (BINS + 3)
+    slots_ptr = work.slots + group * (BINS * SLOTS)
     tl.static_assert(n < 1023 * CHUNK)
-    seen = tl.zeros([CHUNK], tl.int32)  # three counts: registers are what limits how much is on its way from memory
+    seen = tl.zeros([CHUNK], tl.int32)  # three counts: registers limit how much is on its way from memory
     for start in tl.range(first, size, step):
         bits = following
         ahead = start + step + inner
@@ -137,49 +156,87 @@ def tally_kernel(
         positive = tl.where(bits > 0, 1 << 20, 0)
         seen += tl.where(bits >= hi, positive + 1, tl.where(bits == bottom, positive + (1 << 10), positive))
         between = (bits > lo) & (bits < hi) & (bits != bottom)
-        place = tl.where(bits > bottom, 1 + tl.minimum((bits - bottom) >> shift, BINS - 2), 0)
-        slot = tl.atomic_add(tallies_ptr + place, 1, mask=between, sem="relaxed")
-        entry = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - (row % rows * n + start + inner)).to(tl.int64)
-        tl.store(slots_ptr + place * SLOTS + slot, entry, mask=between & (slot < SLOTS))
+        bin = tl.where(bits > bottom, 1 + tl.minimum((bits - bottom) >> shift, BINS - 2), 0)
+        slot = tl.atomic_add(tallies_ptr + bin, 1, mask=between, sem="relaxed")
+        entry = _entry(bits, row % rows * n + start + inner)
+        tl.store(slots_ptr + bin * SLOTS + slot, entry, mask=between & (slot < SLOTS))
     tl.atomic_add(tallies_ptr + BINS, tl.sum(seen & 1023, 0), sem="relaxed")
     tl.atomic_add(tallies_ptr + BINS + 1, tl.sum((seen >> 10) & 1023, 0), sem="relaxed")
     tl.atomic_add(tallies_ptr + BINS + 2, tl.sum(seen >> 20, 0), sem="relaxed")
 
 
 @jit
-def _find_threshold(
+def _count_scores(group, probes):
+    """Measure for `search` how many keys of a group are at or above four probes.
+
+    group: the group's scores, the columns of a chunk, how many scores there are, and `tied`. A key is a score's bits
+        or, where `tied` is not negative, the number of places from the score's own on if its bits are `tied`.
+    """
+    scores_ptr, column, size, tied = group
+    c0, c1, c2, c3 = column * 0, column * 0, column * 0, column * 0
+    for start in tl.range(0, size, column.shape[0]):
+        at = start + column
+        bits = _load_bits(scores_ptr, at, at < size)
+        key = tl.where(tied < 0, bits, tl.where(bits == tied, size - at, 0))
+        c0 += (key >= probes[0]).to(tl.int32)
+        c1 += (key >= probes[1]).to(tl.int32)
+        c2 += (key >= probes[2]).to(tl.int32)
+        c3 += (key >= probes[3]).to(tl.int32)
+    counts = (tl.sum(c0, 0), tl.sum(c1, 0), tl.sum(c2, 0), tl.sum(c3, 0))
+    return counts, counts
+
+
+@jit
+def _search_scores(scores_ptr, size, wanted, low, high, at_low, at_high, CHUNK: tl.constexpr):
+    """Return the lowest bits of the `wanted` highest scores, which lie between `low` and `high`, and the last place."""
+    column = tl.arange(0, CHUNK)
+    bounds = Bounds(lo=low, hi=high, at_lo=at_low, at_hi=at_high, many_lo=at_low, many_hi=at_high)
+    bounds = search(_count_scores, (scores_ptr, column, size, low * 0 - 1), None, wanted, bounds, False)
+    threshold, ties, zero = bounds.lo, bounds.at_lo - bounds.at_hi, wanted * 0
+    places = Bounds(lo=zero + 1, hi=zero + size + 1, at_lo=ties, at_hi=zero, many_lo=ties, many_hi=zero)
+    left = wanted - bounds.at_hi
+    places = search(_count_scores, (scores_ptr, column, size, threshold), None, left, places, False)
+    return threshold, size - places.lo
+
+
+@jit
+def threshold_kernel(
     scores_ptr,
     counts_ptr,
-    bracket_ptr,
-    tallies_ptr,
-    slots_ptr,
-    state_ptr,
-    group,
+    work,
     size,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
     LOG_BINS: tl.constexpr,
     SLOTS: tl.constexpr,
     AGAIN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """The state of a group, as of `threshold_kernel`."""
+    """Find the lowest chosen bits of a group and their last place, into `work.state`.
+
+    The first time, a bin that ran over leaves new bounds in the bracket. AGAIN: then all entries are searched.
+    """
+    follow(PDL)
     BINS: tl.constexpr = 1 << LOG_BINS
-    tallies_ptr += group * (BINS + 3)
+    group = tl.program_id(0).to(tl.int64)
+    if (tl.load(work.state + group * 2) != -1) & AGAIN:
+        return
+    bracket_ptr = work.bracket + group * 4 * PARTS
+    tallies_ptr = work.tallies + group * (BINS + 3)
     bins = tl.arange(0, BINS)
     found = tl.load(tallies_ptr + bins)
     above = tl.load(tallies_ptr + BINS)
     equal = tl.load(tallies_ptr + BINS + 1)
     positive = tl.load(tallies_ptr + BINS + 2)
     count = tl.load(counts_ptr + group).to(tl.int32)
-    _lo, hi, bottom, shift = _bounds(bracket_ptr + group * 4 * PARTS, PARTS, LOG_BINS)
+    _lo, hi, bottom, shift = _bin_bounds(bracket_ptr, PARTS, LOG_BINS)
     zero = above * 0
     wanted = tl.minimum(count, positive)
-    upper = tl.where(bins > 0, found, 0)  # the bins above the bins' beginning
-    in_upper = tl.sum(upper, 0)
-    reached = above + in_upper - tl.cumsum(upper, 0) + upper
+    upper = tl.where(bins > 0, found, 0)  # the bins above the beginning of the bins
+    reached = above + tl.sum(upper, 0) - tl.cumsum(upper, 0) + upper
     bin = tl.sum(((bins > 0) & (reached >= wanted)).to(tl.int32), 0)
     members = tl.sum(tl.where(bins == bin, found, 0), 0)
-    # What is above the bin, and between which bits it lies.
+    # How many scores are above the bin, and between which bits it lies.
     greater = above + tl.sum(tl.where(bins > bin, found, 0), 0) + tl.where(bin > 0, 0, equal)
     at_lo, at_hi = greater + members, greater
     low = tl.where(bin > 0, tl.maximum(bottom + ((bin - 1) << shift), bottom + 1), 1)
@@ -191,91 +248,28 @@ def _find_threshold(
     elif count >= positive:
         threshold, last = zero + 1, zero + 0x7FFFFFFF
     elif in_bin & (members <= SLOTS):
-        entries = bin.to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
-        entry = tl.load(slots_ptr + group * (BINS * SLOTS) + entries, mask=tl.arange(0, SLOTS) < members, other=0)
+        slot = tl.arange(0, SLOTS)
+        entry = tl.load(work.slots + (group * BINS + bin) * SLOTS + slot, mask=slot < members, other=0)
         rank = tl.sum((entry[None, :] >= entry[:, None]).to(tl.int32), 1)
         chosen = tl.max(tl.where(rank == wanted - greater, entry, 0), 0)
         threshold, last = (chosen >> 32).to(tl.int32), 0x7FFFFFFF - (chosen & 0x7FFFFFFF).to(tl.int32)
     else:
-        # The slow way, over all scores.
         if wanted <= above:
             low, high, at_lo, at_hi = hi, zero + 0x7F800001, above, zero
-        elif (bin == 0) & (wanted <= greater):  # greater than what is below the bins' beginning
+        elif (bin == 0) & (wanted <= greater):  # greater than what is below the beginning of the bins
             low, high, at_lo, at_hi = bottom, bottom + 1, greater, greater - equal
         elif bin == 0:
             low, high, at_lo, at_hi = zero + 1, bottom, positive, greater
         if AGAIN:
-            scores_ptr += group * size
-            inner = tl.arange(0, CHUNK)
-            while (high - low > 1) & (at_lo != wanted):
-                quarter = tl.maximum((high - low) // 4, 1)
-                p0, p1, p2 = low + quarter, low + tl.maximum((high - low) // 2, 1), high - quarter
-                c0, c1, c2 = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
-                for start in tl.range(0, size, CHUNK):
-                    bits = _load_bits(scores_ptr, start + inner, start + inner < size)
-                    c0 += (bits >= p0).to(tl.int32)
-                    c1 += (bits >= p1).to(tl.int32)
-                    c2 += (bits >= p2).to(tl.int32)
-                s0, s1, s2 = tl.sum(c0, 0), tl.sum(c1, 0), tl.sum(c2, 0)
-                high = tl.where(s0 < wanted, p0, tl.where(s1 < wanted, p1, tl.where(s2 < wanted, p2, high)))
-                at_hi = tl.where(s0 < wanted, s0, tl.where(s1 < wanted, s1, tl.where(s2 < wanted, s2, at_hi)))
-                low = tl.where(s2 >= wanted, p2, tl.where(s1 >= wanted, p1, tl.where(s0 >= wanted, p0, low)))
-                at_lo = tl.where(s2 >= wanted, s2, tl.where(s1 >= wanted, s1, tl.where(s0 >= wanted, s0, at_lo)))
-            threshold, last = low, zero + 0x7FFFFFFF
-            if at_lo != wanted:  # not all that tie: up to which place
-                left = wanted - at_hi
-                last = zero
-                seen = zero
-                start = zero
-                while (seen < left) & (start < size):
-                    tie = (_load_bits(scores_ptr, start + inner, start + inner < size) == threshold).to(tl.int32)
-                    order = seen + tl.cumsum(tie, 0)
-                    last += tl.sum(tl.where((tie > 0) & (order == left), start + inner, 0), 0)
-                    seen += tl.sum(tie, 0)
-                    start += CHUNK
+            threshold, last = _search_scores(scores_ptr + group * size, size, wanted, low, high, at_lo, at_hi, CHUNK)
         else:
-            parts = bracket_ptr + group * 4 * PARTS + tl.arange(0, PARTS)
-            tl.store(parts, tl.zeros([PARTS], tl.int32) + low)
-            tl.store(parts + PARTS, tl.zeros([PARTS], tl.int32) + high)
-            tl.store(tallies_ptr + bins, tl.zeros([BINS], tl.int32))
-            three = tl.arange(0, 4)
-            tl.store(tallies_ptr + BINS + three, tl.zeros([4], tl.int32), mask=three < 3)
+            parts = tl.arange(0, PARTS)
+            tl.store(bracket_ptr + parts, tl.zeros([PARTS], tl.int32) + low)
+            tl.store(bracket_ptr + PARTS + parts, tl.zeros([PARTS], tl.int32) + high)
+            _clear_tallies(tallies_ptr, 0, BINS, BINS)
             threshold, last = zero - 1, zero
-    tl.store(state_ptr + group * 2, threshold)
-    tl.store(state_ptr + group * 2 + 1, last)
-
-
-@jit
-def threshold_kernel(
-    scores_ptr,
-    counts_ptr,
-    bracket_ptr,
-    tallies_ptr,
-    slots_ptr,
-    state_ptr,
-    size,
-    CHUNK: tl.constexpr,
-    PARTS: tl.constexpr,
-    LOG_BINS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    AGAIN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The lowest bits that are chosen in a group, and the last place at which they are; state: [groups, 2].
-
-    The first time, where that takes more, the bits are left as -1, with bounds around them and cleared tallies. AGAIN:
-    only such groups are looked at.
-    """
-    follow(PDL)
-    group = tl.program_id(0).to(tl.int64)
-    wanted = group >= 0
-    if AGAIN:
-        wanted = tl.load(state_ptr + group * 2) == -1
-    if wanted:
-        _find_threshold(
-            *(scores_ptr, counts_ptr, bracket_ptr, tallies_ptr, slots_ptr, state_ptr),
-            *(group, size, CHUNK, PARTS, LOG_BINS, SLOTS, AGAIN),
-        )
+    tl.store(work.state + group * 2, threshold)
+    tl.store(work.state + group * 2 + 1, last)
 
 
 @jit
@@ -289,19 +283,17 @@ def emit_kernel(
     n: tl.constexpr,
     rows: tl.constexpr,
     word_count: tl.constexpr,
-    FORCED: tl.constexpr,
-    LISTS: tl.constexpr,
     CHUNK: tl.constexpr,
     INNER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: what lies above the threshold, what equals it and is not past the last place, and what is forced."""
+    """Write the chosen and the forced entries of one row: a list and its count, or bits where `lists_ptr` is None."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = row // rows
     inner = tl.arange(0, CHUNK)
     following = _load_bits(scores_ptr + row * n, inner, inner < n)
-    if FORCED:
+    if forced_ptr is not None:
         forced_following = tl.load(forced_ptr + row * n + inner, mask=inner < n, other=0)
     threshold = tl.load(state_ptr + group * 2)
     last = tl.load(state_ptr + group * 2 + 1) - (row % rows * n).to(tl.int32)
@@ -314,10 +306,10 @@ def emit_kernel(
         bits = following
         following = _load_bits(scores_ptr + row * n, ahead, ahead < n)  # while this chunk is written
         chosen = (bits > threshold) | ((bits == threshold) & (at <= last))
-        if FORCED:
+        if forced_ptr is not None:
             chosen = chosen | (forced_following != 0)
             forced_following = tl.load(forced_ptr + row * n + ahead, mask=ahead < n, other=0)
-        if LISTS:
+        if lists_ptr is not None:
             place = tl.cumsum(chosen.to(tl.int32), 0) - 1 + taken
             tl.store(lists_ptr + out_row * n + place, at, mask=chosen)
             taken += tl.sum(chosen.to(tl.int32), 0)
@@ -326,5 +318,5 @@ def emit_kernel(
             word = tl.sum(tl.reshape(bit, [CHUNK // 64, 64]), 1)
             place = start // 64 + tl.arange(0, CHUNK // 64)
             tl.store(words_ptr + row * word_count + place, word, mask=place < word_count)
-    if LISTS:
+    if lists_ptr is not None:
         tl.store(taken_ptr + out_row, taken)

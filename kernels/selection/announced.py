@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
-from specahead.kernels.shared_budget import WORD
+from specahead.kernels.selection.memory import WORD
 
 _CHUNK = 512  # blocks that a program scores
 
