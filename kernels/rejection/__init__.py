@@ -3,14 +3,16 @@
 Terms: a drafted token is *accepted* or rejected; after the first rejection one *recovered* token is drawn
 from the residual of the two distributions; after acceptance of all, one *bonus* token from the target's.
 
-`reference` has the rules in torch; `greedy` and `sampled` judge by Triton. `race` draws tokens so that target and draft
-mostly draw the same.
+`reference` has the rules in torch. In Triton `positions` finds the likeliest tokens and judges greedy rows, `nucleus`
+lists the candidates for the threshold of top-p, `verdicts` finds it and tests drafted tokens, `drawing` draws the next
+tokens. `race` draws tokens so that target and draft mostly draw the same.
 """
 
 from torch import Tensor
 
 from specahead.kernels.backends import check_backend
-from specahead.kernels.rejection.greedy import judge_greedy_in_triton
+from specahead.kernels.rejection.drawing import draw_own_in_triton, judge_sampled_in_triton
+from specahead.kernels.rejection.positions import judge_greedy_in_triton
 from specahead.kernels.rejection.race import race
 from specahead.kernels.rejection.reference import (
     DraftedRows,
@@ -22,7 +24,6 @@ from specahead.kernels.rejection.reference import (
     judge_sampled_in_torch,
     truncated_probs,
 )
-from specahead.kernels.rejection.sampled import draw_own_in_triton, judge_sampled_in_triton
 
 __all__ = [
     "DraftedRows",

@@ -11,10 +11,7 @@ has it.
 import torch
 from torch import Tensor
 
-import specahead.kernels.rejection.layout as layout
 from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
-from specahead.kernels.rejection.greedy import likeliest_of
-from specahead.kernels.rejection.layout import FLOATS, INTS, bits_of, depth_of, is_kept, logits_at, scale_of
 
 _TINY = 2.0**-10  # below it the series of -log(1 - v) is exact in float32
 _LAST = 1 - 2.0**-24  # nobody arrives never
@@ -68,7 +65,7 @@ def _mix_bits(x):
 
 
 @jit
-def _arrivals(uniform, index):
+def arrivals_of_row(uniform, index):
     """`arrivals` of one row. uniform: float64; index: int32"""
     bits = (uniform * 9007199254740992.0).to(tl.int64)
     low, high = bits.to(tl.uint32), (bits >> 32).to(tl.uint32)
@@ -86,61 +83,5 @@ def _race_listed_kernel(probs_ptr, ids_ptr, uniforms_ptr, first_ptr, count, N: t
     there = column < count
     at = row.to(tl.int64) * count + column
     ids = tl.load(ids_ptr + at, mask=there, other=0).to(tl.int32)
-    sooner = tl.load(probs_ptr + at, mask=there, other=-1.0) / _arrivals(tl.load(uniforms_ptr + row), ids)
+    sooner = tl.load(probs_ptr + at, mask=there, other=-1.0) / arrivals_of_row(tl.load(uniforms_ptr + row), ids)
     tl.store(first_ptr + row, tl.min(tl.where(sooner == tl.max(sooner, 0), column, count - 1), 0).to(tl.int64))
-
-
-@jit
-def race_kernel(
-    logits_ptr,
-    temperature_ptr,
-    floats_ptr,
-    ints_ptr,
-    uniforms_ptr,
-    best_ptr,
-    tokens_ptr,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_2: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The first to arrive of one chunk of a row, and when, as -log2; of what the row's threshold keeps."""
-    follow(PDL)
-    split, row = tl.program_id(0), tl.program_id(1)
-    scale = scale_of(temperature_ptr, row)
-    if scale == 0:
-        return
-    index = split * CHUNK + tl.arange(0, CHUNK)
-    depth = depth_of(logits_at(logits_ptr, row, index, VOCAB), tl.load(floats_ptr + row * FLOATS + layout.PEAK), scale)
-    cut, last = tl.load(ints_ptr + row * INTS + layout.CUT), tl.load(ints_ptr + row * INTS + layout.LAST)
-    inside = is_kept(bits_of(depth), index, cut, last) & (index < VOCAB)
-    sooner = -depth - tl.log2(_arrivals(tl.load(uniforms_ptr + row).to(tl.float64), index))
-    sooner = tl.where(inside, sooner, -float("inf"))
-    best = tl.max(sooner, 0)
-    tl.store(best_ptr + row * SPLITS + split, best)
-    tl.store(tokens_ptr + row * SPLITS + split, tl.min(tl.where(sooner == best, index, VOCAB - 1), 0))
-
-
-@jit
-def winner_kernel(
-    temperature_ptr,
-    ints_ptr,
-    best_ptr,
-    tokens_ptr,
-    drawn_ptr,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_2: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The first to arrive of a row; the likeliest token where the row is greedy."""
-    follow(PDL)
-    row = tl.program_id(0)
-    if scale_of(temperature_ptr, row) == 0:
-        token = tl.load(ints_ptr + row * INTS + layout.LIKELIEST)
-    else:
-        only = row + tl.arange(0, 1)
-        token = tl.sum(likeliest_of(best_ptr, tokens_ptr, only, only >= 0, SPLITS, SPLITS_2), 0)
-    tl.store(drawn_ptr + row, tl.minimum(token, VOCAB - 1))

@@ -143,9 +143,9 @@ print(len(launched), "by a prompt:", sorted({name for name, *_ in launched - for
 """
 
 KEYS = """
-from specahead.kernels.rejection import bracket, drawing, layout
+from specahead.kernels.rejection import drawing, nucleus, positions
 
-modules = layout, bracket, drawing
+modules = positions, nucleus, drawing
 functions = [each for module in modules for each in vars(module).values() if isinstance(each, backends._Kernel)]
 
 def keys(order):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import specahead.kernels.rejection.layout
+import specahead.kernels.rejection.positions
 from specahead.engine.loading.model import load_module
 from specahead.engine.sampling.distributions import USE_TARGET, uniforms
 from specahead.kernels.rejection import draw, draw_own, race, truncated_probs
@@ -49,7 +49,7 @@ def test_what_is_drawn_has_the_truncated_distribution(backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_draws_what_torch_draws(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over chunks of a vocabulary, greedy rows, top_p that keep one or all, rows with but one finite entry."""
-    monkeypatch.setattr(specahead.kernels.rejection.layout, "CHUNK", 64)
+    monkeypatch.setattr(specahead.kernels.rejection.positions, "CHUNK", 64)
     generator = torch.Generator().manual_seed(2)
     logits = (torch.randn(14, 300, generator=generator) * 3).to(dtype)
     logits[3] = -torch.inf

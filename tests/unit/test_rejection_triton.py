@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import specahead.kernels.rejection.layout
-import specahead.kernels.rejection.sampled
+import specahead.kernels.rejection.positions
+import specahead.kernels.rejection.verdicts
 from specahead.engine.sampling.judging import judge
 from specahead.kernels.rejection import DraftedRows, judge_greedy
 
@@ -77,8 +77,8 @@ def test_sampled(
     rows: int, gamma: int, vocab: int, support: int, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of vocabularies that take several programs, and of lists of ties longer than a program holds at once."""
-    monkeypatch.setattr(specahead.kernels.rejection.layout, "CHUNK", chunk)
-    monkeypatch.setattr(specahead.kernels.rejection.sampled, "CANDIDATES", 16)
+    monkeypatch.setattr(specahead.kernels.rejection.positions, "CHUNK", chunk)
+    monkeypatch.setattr(specahead.kernels.rejection.verdicts, "CANDIDATES", 16)
     expected, got = on_both(judge_sampled, batch(rows, gamma, vocab, support, chunk, dtype))
     assert got == expected
 
@@ -142,7 +142,7 @@ def test_the_targets_own_draws() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_distributions_cut_by_top_k_and_min_p(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole chunks of the vocabulary are left out."""
-    monkeypatch.setattr(specahead.kernels.rejection.layout, "CHUNK", 64)
+    monkeypatch.setattr(specahead.kernels.rejection.positions, "CHUNK", 64)
     given = batch(8, 3, 500, 6, seed=9, dtype=dtype)
     given["top_k"] = torch.tensor([0, 1, 3, 20, 7, 0, 64, 2]).int()
     given["min_p"] = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.02, 1.0, 0.001, 0.5])
