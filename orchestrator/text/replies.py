@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from orchestrator.text.call_styles import closing_tag
 from orchestrator.text.json_calls import CalledTool, Delta, JsonCalls
-from orchestrator.text.response_templates import closing_tag
 from orchestrator.text.xml_calls import meant_properties
 
 NAMED_CALLS = "tool_calls_named"  # the field of calls whose names precede their arguments

@@ -1,6 +1,6 @@
-"""Calls whose parameters stand one by one between tags, as Qwen3-Coder writes them: their grammar, and what is meant.
+"""Calls whose parameters stand one by one between tags, as Qwen3-Coder writes them: their grammar and their types.
 
-Between its tags a string is plain text, which may be any; every other value is JSON of its schema.
+Between its tags a string is any plain text; every other value is JSON that follows its schema.
 """
 
 import json
@@ -15,20 +15,23 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class TagStyle:
-    """What stands before the name of a parameter, between it and the value, and behind the value."""
+    """The texts around the name and the value of a parameter."""
 
     opening: str
+    """Before the name."""
     middle: str
+    """Between name and value."""
     closing: str
+    """After the value."""
 
 
 QWEN = TagStyle("<parameter=", ">\n", "\n</parameter>\n")
-_END = r'"</function>\n"'
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array"}
 
 
-def rules_of(style: TagStyle) -> str:
-    """Return the Lark rules of `text`, any up to what closes it, and of `any_parameter`, which has any name."""
+def parameter_rules(style: TagStyle) -> str:
+    """Return the Lark rules that parameter_terms refers to: `text` ends at its closing tag, `any_parameter` has any
+    name."""
     mark = style.closing.strip()
     return (
         f"text[lazy]: /(?s:.*){escaped(mark)}/\n"
@@ -36,18 +39,11 @@ def rules_of(style: TagStyle) -> str:
     )
 
 
-def call_body(name: str, parameters: Schema | None, lark: Lark) -> str:
-    """Return the Lark term, over rules_of(QWEN), of a function's call between the marks around it.
-
-    parameters: its schema, None for parameters of any name and any text. Raises InvalidArgument for names that cannot
-    stand in a tag.
-    """
-    head = literal(f"\n<function={_tag_name(name)}>\n")
-    return f"{head} {parameter_terms(parameters, QWEN, lark)} {_END}"
-
-
 def parameter_terms(parameters: Schema | None, style: TagStyle, lark: Lark) -> str:
-    """Return the term of a call's parameters, as `call_body` has them."""
+    """Return the Lark term of a call's parameters.
+
+    parameters: their JSON schema, None for any. Raises InvalidArgument for names that cannot stand in a tag.
+    """
     if parameters is None or ("properties" not in parameters and parameters.get("additionalProperties") is not False):
         return "any_parameter*"
     required = parameters.get("required") or []
@@ -55,20 +51,19 @@ def parameter_terms(parameters: Schema | None, style: TagStyle, lark: Lark) -> s
     terms = []
     properties = meant_properties(parameters)
     for key, schema in (properties | {key: {} for key in required if key not in properties}).items():
-        tag = literal(f"{style.opening}{_tag_name(key)}{style.middle}")
+        tag = literal(f"{style.opening}{tag_name(key)}{style.middle}")
         terms.append(f"({tag} {_value(schema, definitions, style, lark)}){'' if key in required else '?'}")
     return " ".join(terms)
 
 
 def _text(style: TagStyle) -> str:
-    """Return the term of any text and of what closes it."""
+    """Return the term of any text with its closing tag."""
     behind = style.closing[len(style.closing.rstrip()) :]
     return f"text {literal(behind)}" if behind else "text"
 
 
 def meant_properties(parameters: Schema) -> dict[str, Schema]:
-    """Return the schemas of a function's parameters so that each says itself of which types it is: what it refers to is
-    in its place, and values that are listed have their types beside them."""
+    """Return the schema of each parameter by name, with references replaced and the types of listed values added."""
     return {key: _meant(schema, parameters, 8) for key, schema in (parameters.get("properties") or {}).items()}
 
 
@@ -91,12 +86,12 @@ def _meant(schema: Any, root: Schema, depth: int) -> Schema:
 
 
 def _listed(schema: Schema) -> list[Any]:
-    """Return the values of which a parameter is one, empty if they are not listed."""
+    """Return the values that a schema lists, empty if it lists none."""
     return [schema["const"]] if "const" in schema else list(schema.get("enum") or [])
 
 
 def _value(schema: Schema, definitions: Schema, style: TagStyle, lark: Lark) -> str:
-    """Return the term of a parameter's value and of what closes it."""
+    """Return the term of a parameter's value with its closing tag."""
     if listed := _listed(schema):
         texts = (each if isinstance(each, str) else json.dumps(each) for each in listed)
         return f"({' | '.join(map(literal, texts))}) {literal(style.closing)}"
@@ -108,7 +103,8 @@ def _value(schema: Schema, definitions: Schema, style: TagStyle, lark: Lark) -> 
     return f"{lark.json(schema | definitions)} {literal(style.closing)}"
 
 
-def _tag_name(name: str) -> str:
+def tag_name(name: str) -> str:
+    """Return a name that may stand in a tag. Raises InvalidArgument for any other."""
     if not name or set(name) & set(">\n"):
         raise InvalidArgument(f"tools: {name[:80]!r} cannot be a name in the model's format of calls", "tools")
     return name
