@@ -1,209 +1,187 @@
-"""Tool calls that a model writes as JSON, read while they come: the same calls however the text is cut into pieces.
+"""Tool calls that a model writes as JSON, read while they arrive: the same calls however the text is cut into pieces.
 
-Keys may come in any order; only those of the call itself count, not those of its arguments. Knows no formats.
+A call that begins as models write it, {"name": ..., "arguments": ..., is passed on as soon as its arguments begin. One
+with its keys in another order is passed on when it is complete. Knows nothing of the marks around calls.
 """
 
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-_ARGUMENTS = ("arguments", "parameters")
-# What stands before the arguments of a call whose name is not in the JSON.
-_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
+_BETWEEN = re.compile(r"[\s,;]*")
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(
+    rf'\{{\s*(?P<nested>"type"\s*:\s*"function"\s*,\s*"function"\s*:\s*\{{\s*)?'
+    rf'"name"\s*:\s*(?P<name>{_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{{\[])',
+    re.DOTALL,
+)
+_NAMED_HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
+_ESCAPE_OR_QUOTE = re.compile(r'\\.|"', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class CalledTool:
-    """A call of a tool. arguments: JSON, as much of it as has come."""
+    """A call of a tool."""
 
     id: str
     name: str
     arguments: str
+    """JSON, as much of it as has arrived."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What a piece of text adds to a message. arguments: continues the arguments of the last call."""
+    """The addition of a piece of text to a message."""
 
     content: str = ""
     reasoning: str = ""
     call: CalledTool | None = None
     arguments: str = ""
+    """Continues the arguments of the last call."""
 
 
 class JsonCalls:
-    """Reads one object after the other, or a list of objects, each of them a call.
+    """Reads JSON objects that follow each other, or a list of objects, each of them a call.
 
-    A call is told as soon as its name is known and its arguments begin, then its arguments as they come. They are told
-    as they were written; a string stands for the JSON in it. What is no call is told as content.
-
-    new_id: makes the id of a call. named: whether a name precedes each object, which is then the arguments.
+    Text without calls is content; after a call, text that is not an object is left out.
     """
 
     def __init__(self, new_id: Callable[[], str], named: bool = False) -> None:
-        self._new_id, self._named = new_id, named
-        self._said: list[Delta] = []  # by this piece
-        self._raw: list[str] = []  # the text of what may still turn out to be no call
-        self._any_call = self._is_content = False
-        self._depth = 0  # of the brackets that are open
-        self._outer = 0  # the depth in the open call; 0: no call is open
-        self._level = 0  # the depth at which the keys of the open call stand
-        self._string: list[str] = []  # the one that is open or was the last one
-        self._in_string = self._escaped = False
-        self._begin_call()
+        """new_id: makes the id of a call. named: whether the text is a call's name and an object of its arguments."""
+        self._new_id = new_id
+        self._text = ""  # not passed on yet
+        self._at = 0  # where reading goes on in it
+        self._begin = 0  # of the object that is open
+        self._depth = 0  # of open brackets
+        self._outer = 0  # brackets that are open around the arguments
+        self._in_string = self._in_list = self._any_call = False
+        self._deltas: list[Delta] = []
+        self._step: Callable[[], bool] = self._read_name if named else self._read_between  # returns whether to go on
 
     def feed(self, text: str) -> list[Delta]:
-        """Return what a piece of text adds."""
-        self._said = []
-        for at, character in enumerate(text):
-            if self._is_content:
-                self._add_content(text[at:])
-                break
-            self._take(character)
-        self._tell()
-        return self._said
+        """Return the additions of a piece of text."""
+        self._text += text
+        self._deltas = []
+        while self._step():
+            pass
+        return self._deltas
 
     def finish(self) -> list[Delta]:
-        """Return what the end of the text adds: all of it as content if there was no call in it."""
-        self._said = []
-        if not self._any_call and not self._is_content:
-            self._become_content()
-        return self._said
+        """Return the additions of the end of the text: the rest of arguments, or all text if it has no call."""
+        if self._step == self._read_arguments:
+            return [Delta(arguments=self._text)] if self._text else []
+        return [Delta(self._text)] if self._text and not self._any_call else []
 
-    def _begin_call(self) -> None:
-        self._name: str | None = None
-        self._key: str | None = None  # of the value that comes; None where a key comes
-        self._plain: list[str] = []  # a value that is neither a string, an object nor a list
-        self._arguments: list[str] | None = None  # those not told yet; None before they begin
-        self._arguments_depth = 0  # the depth in the open arguments; 0 before they begin and behind them
-        self._is_told = False
+    def _read_name(self) -> bool:
+        head = _NAMED_HEAD.match(self._text)
+        if head is None:
+            return False
+        self._add_call(head[1])
+        self._drop(head.end())
+        self._step = self._read_arguments
+        return True
 
-    def _take(self, character: str) -> None:
-        if not self._is_told:
-            self._raw.append(character)
-        if self._arguments_depth and self._arguments is not None:
-            self._arguments.append(character)
-        if self._in_string:
-            self._take_in_string(character)
-        elif character == '"' and self._depth:
-            self._in_string, self._string = True, [character]
-        elif character in "{[" and (self._depth or character == "{" or not self._named):
-            self._open(character)
-        elif character in "}]" and self._depth:
-            self._close()
-        elif self._outer and self._depth == self._level:
-            self._take_between(character)
-        elif not self._outer and not (character.isspace() or character in ",;" or self._named):
-            self._reject()
+    def _read_between(self) -> bool:
+        found = _BETWEEN.match(self._text, self._at)
+        self._at = found.end() if found else self._at
+        mark = self._text[self._at : self._at + 1]
+        if mark == "{":
+            if self._any_call:
+                self._drop(self._at)
+            self._begin, self._depth, self._step = self._at, 0, self._read_object
+        elif self._any_call or (mark == "]" and self._in_list):
+            self._at += len(mark)
+        elif mark == "[" and not self._in_list:
+            self._in_list, self._at = True, self._at + 1
+        elif mark:
+            self._step = self._read_content
+        return bool(mark)
 
-    def _take_in_string(self, character: str) -> None:
-        if self._depth == self._level:
-            self._string.append(character)
-        if self._escaped or character == "\\":
-            self._escaped = not self._escaped
-        elif character == '"':
-            self._in_string = False
-            if self._depth == self._level and self._key is not None:
-                self._end_string()
+    def _read_object(self) -> bool:
+        head = _HEAD.match(self._text, self._begin)
+        if head is not None:
+            self._add_call(json.loads(head["name"], strict=False))
+            self._outer = 2 if head["nested"] else 1
+            self._drop(head.end())
+            self._step = self._read_arguments
+            return True
+        if not self._find_end():
+            return False
+        written = self._text[self._begin : self._at]
+        call = call_of(_value_of(written))
+        if call is not None:
+            self._add_call(*call)
+        elif self._any_call:
+            self._deltas.append(Delta(written))
+        else:
+            self._step = self._read_content
+            return True
+        self._drop(self._at)
+        self._step = self._read_between
+        return True
 
-    def _end_string(self) -> None:
-        """Take the string that is the value of a key of the call."""
-        if self._key == "name" and self._name is None:
-            self._name = _decode(self._string)
-        elif self._key in _ARGUMENTS and self._arguments is None:
-            self._arguments = [_decode(self._string)]
+    def _read_arguments(self) -> bool:
+        is_closed = self._find_end()
+        if self._at:
+            self._deltas.append(Delta(arguments=self._text[: self._at]))
+        self._drop(self._at)
+        if is_closed:
+            self._depth, self._step = self._outer, self._read_rest if self._outer else self._read_between
+        return is_closed
 
-    def _take_between(self, character: str) -> None:
-        """Take what stands at the keys of a call and is no part of a string, an object or a list."""
-        if character == ":":
-            self._key = _decode(self._string)
-        elif character == ",":
-            self._end_value()
-        elif not character.isspace():
-            self._plain.append(character)
+    def _read_rest(self) -> bool:
+        """Leave out the keys after the arguments."""
+        is_closed = self._find_end()
+        self._drop(self._at)
+        self._step = self._read_between if is_closed else self._step
+        return is_closed
 
-    def _end_value(self) -> None:
-        if self._plain and self._key in _ARGUMENTS and self._arguments is None:
-            self._arguments = self._plain
-        self._key, self._plain = None, []
+    def _read_content(self) -> bool:
+        if self._text:
+            self._deltas.append(Delta(self._text))
+        self._drop(len(self._text))
+        return False
 
-    def _open(self, bracket: str) -> None:
-        at_keys = self._outer and self._depth == self._level
-        self._depth += 1
-        if not self._outer:
-            self._open_outside(bracket)
-        elif at_keys and self._key in _ARGUMENTS and self._arguments is None:
-            self._arguments, self._arguments_depth = [bracket], self._depth
-        elif at_keys and self._key == "function" and bracket == "{":  # OpenAI's shape: the call stands one level deeper
-            self._level, self._key = self._depth, None
+    def _find_end(self) -> bool:
+        """Go on to the end of the open object or list; return whether it is there."""
+        while found := (_ESCAPE_OR_QUOTE if self._in_string else _BRACKET_OR_QUOTE).search(self._text, self._at):
+            self._at = found.end()
+            if found[0] == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string:
+                self._depth += 1 if found[0] in "{[" else -1
+                if not self._depth:
+                    return True
+        half_escape = self._in_string and self._text.endswith("\\") and self._at < len(self._text)
+        self._at = len(self._text) - half_escape
+        return False
 
-    def _open_outside(self, bracket: str) -> None:
-        """Take a bracket that opens a call, or the list of calls."""
-        if bracket == "[" and self._depth > 1:
-            self._reject()
-        elif bracket == "{" and not (self._named and self._any_call):
-            before = "".join(self._raw[:-1])
-            self._begin_call()
-            self._outer = self._level = self._depth
-            self._raw = [bracket] if self._any_call else self._raw
-            if self._named and (named := _NAMED.fullmatch(before)) is not None:
-                self._name, self._arguments, self._arguments_depth = named[1], [bracket], self._depth
+    def _add_call(self, name: str, arguments: str = "") -> None:
+        self._deltas.append(Delta(call=CalledTool(self._new_id(), name, arguments)))
+        self._any_call, self._in_string, self._depth = True, False, 0
 
-    def _close(self) -> None:
-        if self._depth == self._arguments_depth:
-            self._arguments_depth = 0
-        if self._outer and self._depth == self._level:
-            self._end_value()
-            self._level -= 1
-        self._depth -= 1
-        if self._outer > self._depth:
-            self._end_call()
-
-    def _end_call(self) -> None:
-        self._outer = self._level = 0
-        if self._name is None:
-            self._reject()
-            return
-        self._arguments = ["{}"] if self._arguments is None and not self._is_told else self._arguments
-        self._tell()
-        self._begin_call()
-
-    def _tell(self) -> None:
-        """Tell what is new of the open call, if its name is known and its arguments have begun."""
-        if self._name is None or not self._arguments:
-            return
-        new, self._arguments = "".join(self._arguments), []
-        if self._is_told:
-            self._said.append(Delta(arguments=new))
-            return
-        self._said.append(Delta(call=CalledTool(self._new_id(), self._name, new)))
-        self._is_told = self._any_call = True
-        self._raw = []
-
-    def _reject(self) -> None:
-        """Tell as content what is no call; behind a call, text that is no object is left out."""
-        if not self._any_call:
-            self._become_content()
-        elif self._raw[:1] == ["{"]:
-            self._said.append(Delta("".join(self._raw)))
-        self._raw = []
-        self._begin_call()
-
-    def _become_content(self) -> None:
-        """Let all of the text be content, from its beginning on."""
-        self._is_content = True
-        self._add_content("".join(self._raw))
-
-    def _add_content(self, text: str) -> None:
-        if text:
-            self._said.append(Delta(text))
+    def _drop(self, end: int) -> None:
+        self._text, self._at = self._text[end:], 0
 
 
-def _decode(string: list[str]) -> str:
-    """Return what a JSON string says; what stands in it where it is not valid."""
-    text = "".join(string)
+def call_of(value: Any) -> tuple[str, str] | None:
+    """Return the name and the arguments of a call that was parsed, None for what is not a call.
+
+    Arguments that are a string are taken as the JSON in it.
+    """
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return None
+    arguments = function.get("arguments", function.get("parameters", {}))
+    return function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _value_of(written: str) -> Any:
+    """Return the value of a JSON text, None if it is not valid."""
     try:
-        return str(json.loads(text, strict=False))
-    except ValueError:
-        return text.strip('"')
+        return json.loads(written, strict=False)
+    except (ValueError, RecursionError):
+        return None

@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 
 from orchestrator.text.call_styles import closing_tag
-from orchestrator.text.json_calls import CalledTool, Delta, JsonCalls
+from orchestrator.text.json_calls import CalledTool, Delta, JsonCalls, call_of
 from orchestrator.text.xml_calls import meant_properties
 
 NAMED_CALLS = "tool_calls_named"  # the field of calls whose names precede their arguments
@@ -220,11 +220,10 @@ class ReplyParser:
 
     def _called(self, value: Any, cut: bool) -> Delta:
         """Return a call that was parsed; text for what is no call. cut: whether the text was cut off behind it."""
-        function = value.get("function", value) if isinstance(value, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        call = call_of(value)
+        if call is None:
             return Delta(json.dumps(value, ensure_ascii=False))
-        arguments = function.get("arguments", function.get("parameters", {}))
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        name, text = call
         if cut and self._closing and not self._tail.rstrip().endswith(self._closing):
             text = text[:-1]  # nobody is to take it for complete
-        return Delta(call=CalledTool(self._new_id(), function["name"], text))
+        return Delta(call=CalledTool(self._new_id(), name, text))
