@@ -35,6 +35,7 @@ from specahead.models import DEMO_TEXT
 from specahead.sparsity.plan import PlanError
 from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
+from tests.stack import ROOT
 
 PLAN = bundled_plan()
 
@@ -303,8 +304,8 @@ def test_the_draft_study_fills_the_page(tmp_path: Path, texts: dict[str, str]) -
     pair = Pair(str(models.TARGET), str(models.DRAFT))
     tables = study.run(pair, PLAN, texts, readings, ["pairs"], 1)
     assert {name: len(rows) for name, rows in tables.items()} == {drafts.TEXT: 2, drafts.ANSWERS: 2}
-    page = tmp_path / "quality.md"
-    page.write_text((Path(quality.__file__).parents[1] / "docs" / "quality.md").read_text(encoding="utf-8"))
+    page = tmp_path / "tables.md"
+    page.write_text((ROOT / "docs" / quality.PAGE).read_text(encoding="utf-8"))
     quality.write_drafts(tables, page, "the command", 60.0)
     filled = page.read_text(encoding="utf-8")
     assert "Made by `the command`" in filled
@@ -352,7 +353,7 @@ def test_books_that_the_plan_was_calibrated_on_are_left_out(tmp_path: Path) -> N
 
 
 def test_the_page_has_a_place_for_every_table() -> None:
-    page = (Path(quality.__file__).parents[1] / "docs" / "quality.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / quality.PAGE).read_text(encoding="utf-8")
     for name in [*(name for name, _ in quality.STUDIES), "made"]:
         filled = quality._fill(page, name, "TABLE")
         assert f"<!-- {name} -->\nTABLE\n<!-- /{name} -->" in filled

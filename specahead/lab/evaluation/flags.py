@@ -80,7 +80,7 @@ def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
         "--draft-quantization", choices=QUANTIZATIONS, default="none", help="self: how drafting passes read the weights"
     )
     parser.add_argument("--generated", type=int, default=64, help="drafts, identity, self: tokens after each passage")
-    parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality.md")
+    parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality/tables.md")
     parser.add_argument("--sharing", choices=["pooled", "union", "first", "per_query"], help="by a round's queries")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--group-size", type=int, help="0: nothing stands in for what is not read")

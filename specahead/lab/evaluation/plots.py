@@ -42,9 +42,12 @@ def plot_quality(rows: Sequence[QualityRow], path: Path) -> Path:
     figure, (axis,) = make_figure()
     for name, found in _by_method(rows).items():
         wide = 2.5 if name == "ahead" else 1.2
-        axis.plot([r.kv_read for r in found], [100 * (r.increase or 0) for r in found], "o-", ms=3, lw=wide, label=name)
-    axis.set(xscale="log", xlabel="share of the KV read, summaries included", ylabel="increase of perplexity, %")
+        increases = [100 * (r.increase or 0) for r in found]
+        axis.plot([100 * r.kv_read for r in found], increases, "o-", ms=3, lw=wide, label=name)
+    axis.set(xscale="log", xlabel="KV read, %, summaries included", ylabel="increase of perplexity, %")
     axis.set_yscale("symlog", linthresh=1)
+    _plain_ticks(axis.xaxis, (3, 6, 12, 25, 50))
+    _plain_ticks(axis.yaxis, (-1, 0, 1, 2, 5, 10, 20))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     return save_figure(figure, path)
@@ -60,9 +63,17 @@ def plot_churn(rows: Sequence[QualityRow], path: Path) -> Path:
         axis.plot([100 * s for s in sizes], [100 * f for f in fresh], "o-", ms=3, label=f"{row.method} {row.budget}")
     axis.set(xlabel="hot buffer, % of the KV (last 1, 2, 4 … 32 rounds)", ylabel="blocks of a round not in it, %")
     axis.set(xscale="log", yscale="log")
+    _plain_ticks(axis.xaxis, (6, 10, 20, 40))
+    _plain_ticks(axis.yaxis, (0.5, 1, 2, 5, 10, 20, 40))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     return save_figure(figure, path)
+
+
+def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Label a logarithmic axis at these values, in plain numbers."""
+    axis.set_ticks(values, [f"{value:g}" for value in values])
+    axis.set_ticks([], minor=True)
 
 
 def plot_maps(plan: Plan, overlap: Any, similarity: Any, directory: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""`make evaluate`: every table and plot of docs/quality.md, from the bundled pair and a folder of texts.
+"""`make evaluate`: every table of docs/quality/tables.md and the plots beside it, from the bundled pair and a folder of texts.
 
 The bundled plan was calibrated on three of the books (its provenance names them); they are left out here.
 """
@@ -28,6 +28,7 @@ MASSES = ["p0.8", "p0.95"]
 LONG = 4096
 PROMPT_SHARES = [0.125, 0.0625]
 COMPARED = "streaming quest pillar sts ahead oracle"
+PAGE = "quality/tables.md"  # within the folder of the documents
 
 
 @dataclass
@@ -174,7 +175,7 @@ STUDIES: list[tuple[str, Callable[[Study], list[QualityRow]]]] = [
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m specahead.lab.evaluation.quality", description=__doc__)
     parser.add_argument("--books", required=True, metavar="DIR", help="folder of .txt files")
-    parser.add_argument("--out", default="docs", metavar="DIR", help="where quality.md and quality/ are written")
+    parser.add_argument("--out", default="docs", metavar="DIR", help="folder in which quality/ is written")
     parser.add_argument(
         "--only", nargs="*", choices=[name for name, _ in STUDIES], help="print these tables, write nothing"
     )
@@ -195,8 +196,8 @@ def main() -> None:
     print(f"\n{seconds:.0f} s")
     if not flags.only:
         write_page(study, Path(flags.out), seconds)
-        study_drafts(study, Path(flags.out) / "quality.md")
-        study_prompts(study, Path(flags.out) / "quality.md")
+        study_drafts(study, Path(flags.out) / PAGE)
+        study_prompts(study, Path(flags.out) / PAGE)
 
 
 def study_drafts(study: Study, page: Path) -> None:
@@ -225,14 +226,14 @@ def write_drafts(tables: dict[str, list[DraftRow]], page: Path, command: str, se
 
 
 def write_page(study: Study, out: Path, seconds: float) -> None:
-    """Fill the tables into docs/quality.md, between its markers, and draw the plots."""
+    """Fill the tables into the page, between its markers, and draw the plots."""
     folder = out / "quality"
     plots.plot_quality(study.rows["long text"], folder / "long-text.png")
     at_six = [row for row in study.rows["long text"] if row.budget in ("0.06", "p0.8")]
     plots.plot_churn(at_six, folder / "churn.png")
     content = {name: [json.loads(report.to_json([row]))[0] for row in rows] for name, rows in study.rows.items()}
     (folder / "rows.json").write_text(json.dumps(content, indent=1) + "\n")
-    page = out / "quality.md"
+    page = out / PAGE
     text = page.read_text(encoding="utf-8")
     for name, rows in study.rows.items():
         text = _fill(text, name, report.to_markdown(rows))
@@ -244,7 +245,7 @@ def _fill(text: str, name: str, content: str) -> str:
     """Put `content` between the markers of a name. Raises ValueError if the page has none."""
     first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
     if first not in text or last not in text:
-        raise ValueError(f"quality.md has no markers {first} … {last}")
+        raise ValueError(f"{PAGE} has no markers {first} … {last}")
     head, rest = text.split(first, 1)
     return f"{head}{first}\n{content}\n{last}{rest.split(last, 1)[1]}"
 
