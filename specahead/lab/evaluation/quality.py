@@ -1,4 +1,4 @@
-"""`make evaluate`: every table of docs/quality/tables.md and the plots beside it, from the bundled pair and a folder of texts.
+"""`make evaluate`: all tables of docs/quality/tables.md and both plots, from the bundled pair and a folder of texts.
 
 The bundled plan was calibrated on three of the books (its provenance names them); they are left out here.
 """
