@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
 LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs-check mutants test-clients test-real test-vllm lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs docs-check mutants test-clients test-real test-vllm lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -83,6 +83,15 @@ MINUTES ?= 10
 
 chaos: setup  ## Kill, stop, cut and overload real services under traffic for MINUTES=N: no client may get a wrong token
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(MINUTES)
+
+# Nothing of the site is loaded from elsewhere, so that it can be built and read without a network.
+docs: .venv-docs/.ready  ## The documents as a site, in .site/index.html
+	.venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.ready: docs/requirements.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q $(PIP_ARGS) -r docs/requirements.txt
+	touch $@
 
 docs-check: setup  ## Find what the documents name and is no more: files, tests, commands, flags, metrics
 	$(BIN)/python -m pytest tests/unit/test_docs.py
@@ -160,4 +169,4 @@ bench-stack: setup  ## What a round costs without the models
 	$(BIN)/specahead bench stack
 
 clean:
-	rm -rf $(VENV) .venv-3.* .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-3.* .venv-clients .venv-docs .site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,15 +1,21 @@
-"""What the documents name is there: files, tests, commands and their flags, settings, metrics, paths of HTTP."""
+"""Everything that the documents name exists: files, links, tests, commands, flags, settings, metrics, paths of HTTP.
+
+The pages also keep to their length, and the site lists each of them.
+"""
 
 import argparse
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from itertools import product
 from pathlib import Path
 
 import pytest
+import yaml
 
 from orchestrator.api.dashboard.routes import router as dashboard
 from orchestrator.api.http_gateway import router
@@ -17,26 +23,24 @@ from specahead.cli.main import COMMANDS
 from specahead.config.resolve import ENVIRONMENT_PREFIX, NAMES
 from tests.stack import ROOT
 
-LISTED = subprocess.run(
-    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    check=True,
-)
-FILES = [name for name in LISTED.stdout.splitlines() if (ROOT / name).exists()]
+LISTED = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+LISTING = subprocess.run(LISTED, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+FILES = [name for name in LISTING.splitlines() if (ROOT / name).exists()]
 DOCUMENTS = [name for name in FILES if name.endswith(".md")]
 ROOMS = {name.split("/")[0] for name in FILES if "/" in name}
-# Names of others: Ray's, transformers', pytest's and the like.
+HOMES = ("", "tests", "specahead", "specahead/engine", "specahead/lab")  # folders that paths may leave out
+# Names that belong to Ray, transformers, Kubernetes and others.
 FOREIGN_FLAGS = {"--node-ip-address", "--head"}
 FOREIGN_WORDS = {"response_template", "start_server_span"}
 FOREIGN_PROGRAMS = ("ray ", "torchrun ", "curl ", "grpcurl ", "pip ", "docker ", "helm ", "kubectl ", "pytest ", "git ")
+PROTOBUF = "specahead.v1"
 MADE_BY_FASTAPI = {"/docs", "/openapi.json"}
+MOST_LINES = {"README.md": 100, "docs/architecture.md": 250, "docs/performance.md": 150, "docs/quality.md": 150}
 
 
 @cache
 def source() -> str:
-    """The text of everything but documents."""
+    """Return the text of everything except documents and this test."""
     kinds = (".py", ".proto", ".toml", ".json", ".yaml", ".yml", ".jinja", "Makefile", ".txt", ".sh", "Dockerfile")
     own = (ROOT / name for name in FILES if name.endswith(kinds) and not name.endswith("test_docs.py"))
     return "\n".join(path.read_text(errors="replace") for path in own)
@@ -48,12 +52,13 @@ def words() -> frozenset[str]:
 
 
 def quoted(text: str) -> list[str]:
-    """Return what stands between single backticks, outside of fences."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    """Return what stands between single backticks, outside of fences; a quotation may span lines."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [re.sub(r"\s*\n\s*", " ", each) for each in re.findall(r"`([^`\n]+(?:\n[^`\n]+){0,3})`", outside)]
 
 
 def fenced(text: str) -> list[str]:
-    """Return the lines of fenced blocks, those that are continued joined, without comments."""
+    """Return the lines of fenced blocks without comments, continued lines joined."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     return [line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
@@ -66,28 +71,25 @@ def expanded(name: str) -> Iterator[str]:
 
 
 def exists(name: str) -> bool:
-    """Return whether a path is a file or folder of the project, by itself, below tests, or by its last part alone."""
+    """Return whether a path is a file or folder of the project: by its name alone, or below one of HOMES."""
     if "/" not in name.rstrip("/"):
         return any(Path(file).name == name or name.rstrip("/") in Path(file).parts for file in FILES)
-    return any(
-        (ROOT / folder / name).exists() for folder in ("", "tests", "specahead", "specahead/engine", "specahead/lab")
-    )
+    return any((ROOT / home / name).exists() for home in HOMES)
 
 
 def missing_files(text: str) -> Iterator[str]:
     for token in quoted(text):
         looks_like_path = re.fullmatch(r"[\w./{},-]+\.(py|proto)|[\w-]+(/[\w.{},-]+)+/?|[\w]+/", token)
-        first = token.split("/")[0]
-        if looks_like_path and (token.endswith((".py", ".proto")) or first in ROOMS):
+        if looks_like_path and (token.endswith((".py", ".proto")) or token.split("/")[0] in ROOMS):
             yield from (name for name in expanded(token) if not exists(name))
 
 
 def missing_links(document: str, text: str) -> Iterator[str]:
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in target:
-            continue
         name, _, anchor = target.partition("#")
         path = (ROOT / document).parent / name if name else ROOT / document
+        if "://" in target:
+            continue
         if not path.exists():
             yield target
         elif anchor:
@@ -97,32 +99,30 @@ def missing_links(document: str, text: str) -> Iterator[str]:
 
 
 def missing_tests(text: str) -> Iterator[str]:
-    """`…::test_x` is of the file that was named last."""
-    file = ""
-    for name, test in re.findall(r"`((?:[\w/]*test_\w+\.py)|…)::(\w+)", text):
-        file = file if name == "…" else name
+    for file, test in re.findall(r"`([\w/]*test_\w+\.py)::(\w+)", text):
         found = [path for path in FILES if path.endswith(file)]
         if not any(re.search(rf"def {test}\b", (ROOT / path).read_text()) for path in found):
             yield f"{file}::{test}"
 
 
 def missing_names(text: str) -> Iterator[str]:
-    """Settings, metrics, counters, fields: whatever is written with underscores."""
+    """Yield unknown settings, metrics, counters and fields: whatever is written with underscores."""
     for token in quoted(text):
         name = token.removeprefix("specahead:").removeprefix("vllm:").removesuffix("_total")
-        if token.startswith(ENVIRONMENT_PREFIX) and "=" not in token:
-            if re.fullmatch(r"\w+", token) and token not in source():
-                setting = token.removeprefix(ENVIRONMENT_PREFIX).lower()
-                if setting not in NAMES:
-                    yield token
+        if token.startswith(ENVIRONMENT_PREFIX):
+            setting = token.split("=")[0].removeprefix(ENVIRONMENT_PREFIX)
+            if re.fullmatch(r"\w+", setting) and setting.lower() not in NAMES and token.split("=")[0] not in source():
+                yield token
         elif re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", name) and not words() & {name, token} and name not in FOREIGN_WORDS:
             yield token
 
 
 def missing_modules(text: str) -> Iterator[str]:
-    """`room.module.Name`."""
+    """Yield each `room.module.Name` whose module is not there."""
     for token in quoted(text):
-        first, *rest = token.split(".")
+        first, *rest = token.removeprefix(f"{PROTOBUF}.").split(".")
+        if token.startswith(PROTOBUF) and not re.search(rf"(service|message) {first}\b", source()):
+            yield token
         if re.fullmatch(r"\w+(\.\w+)+", token) and first in ROOMS and rest[-1] not in ("py", "proto"):
             parents = [Path(first, *rest[:end]) for end in range(len(rest), -1, -1)]
             if not any((ROOT / parent).is_dir() or (ROOT / f"{parent}.py").exists() for parent in parents[:2]):
@@ -165,38 +165,48 @@ def all_flags() -> frozenset[str]:
 
 
 def missing_commands(text: str) -> Iterator[str]:
-    """In fences and between backticks: subcommands, modules, targets of make, and the flags behind them."""
+    """Yield unknown subcommands, modules and targets of make, and unknown flags of those that exist."""
     for line in [*fenced(text), *quoted(text)]:
         line = re.sub(r"^(\w+=\S+ )*(\S*/bin/|… )?", "", line)
         if line.startswith(FOREIGN_PROGRAMS):
             continue
-        flags = re.findall(r"(?<!\S)--[a-z][\w-]*(?![\w…-])", line)
         if made := re.match(r"make ([a-z][\w-]*)", line):
             if not re.search(rf"^{made[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE):
                 yield line
             continue
         command = _command_in(line)
-        if command is None:
-            known = all_flags()
-        elif command == "":
+        if command == "":
             yield line
             continue
-        else:
-            known = flags_of(command) | {"--help", "--version"}
+        known = all_flags() if command is None else flags_of(command) | {"--help", "--version"}
+        flags = re.findall(r"(?<!\S)--[a-z][\w-]*(?![\w…-])", line)
         yield from (f"{flag} in {line!r}" for flag in flags if flag not in known)
 
 
 def _command_in(line: str) -> str | None:
-    """Return the subcommand or module that a line runs; empty for one that is not there, None for anything else."""
+    """Return the subcommand or module that a line runs; empty if there is none of its name, None for other lines."""
     if module := re.match(r"(?:python3? -m )?(orchestrator\.\w+|[a-z]+_service)(?: |$)", line):
         return module[1] if re.search(r"-m |launch", line) else None
     if module := re.match(r"python3? -m ([\w.]+)", line):
         path = ROOT / module[1].replace(".", "/")
         return None if path.is_dir() or path.with_suffix(".py").exists() else ""
     if called := re.match(r"specahead ([a-z]+(?: [a-z][a-z-]*)?)", line):
-        name = called[1]
-        return next((each for each in (name, name.split()[0]) if each in COMMANDS or each == "bench"), "") or ""
+        first, *_ = name = called[1].split()
+        return next((each for each in (" ".join(name), first) if each in COMMANDS), "")
     return None
+
+
+def speculation_keys() -> list[str]:
+    from specahead.config.speculation import Speculation
+
+    return [field.name for field in fields(Speculation)]
+
+
+def missing_keys(text: str) -> Iterator[str]:
+    """Yield unknown keys of the JSON values of --speculation."""
+    for line in [*fenced(text), *quoted(text)]:
+        for value in re.findall(r"--speculation[ =]'(\{[^']*\})'", line):
+            yield from json.loads(value).keys() - set(speculation_keys())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -210,20 +220,46 @@ def test_what_a_document_names_is_there(document: str) -> None:
         *missing_modules(text),
         *missing_paths(text),
         *missing_commands(text),
+        *missing_keys(text),
     ]
     assert not missing, f"{document} names what is not there: {missing}"
 
 
 def test_what_is_gone_is_noticed() -> None:
-    """Else the test above would say little."""
+    """The test above would prove little otherwise."""
     text = """`wire/gone.py` `gone.py` [a](gone.md) [b](README.md#gone) `unit/test_docs.py::test_gone` `gone_counter`
-    `SPECAHEAD_GONE` `wire.gone.Gone` `/v1/gone` `make gone` `specahead gone` `specahead key --gone` `--gone-flag`
-    `python -m gone` `python -m orchestrator.launch --gone`
+    `SPECAHEAD_GONE` `SPECAHEAD_GONE=1` `specahead.wire.gone.Gone` `specahead.v1.Gone` `/v1/gone` `make gone`
+    `specahead gone` `specahead bench gone` `specahead key --gone` `--gone-flag` `python -m gone`
+    `python -m orchestrator.launch --gone` `specahead key
+    --gone-too` `--speculation '{"gone": 1, "gamma": 4}'`
     """
     assert len([*missing_files(text)]) == 2
     assert len([*missing_links("README.md", text)]) == 2
     assert [*missing_tests(text)] == ["unit/test_docs.py::test_gone"]
-    assert [*missing_names(text)] == ["gone_counter", "SPECAHEAD_GONE"]
-    assert [*missing_modules(text)] == ["wire.gone.Gone"]
+    assert [*missing_names(text)] == ["gone_counter", "SPECAHEAD_GONE", "SPECAHEAD_GONE=1"]
+    assert [*missing_modules(text)] == ["specahead.wire.gone.Gone", "specahead.v1.Gone"]
     assert [*missing_paths(text)] == ["/v1/gone"]
-    assert len([*missing_commands(text)]) == 6
+    assert len([*missing_commands(text)]) == 8
+    assert [*missing_keys(text)] == ["gone"]
+
+
+def test_the_tuning_page_explains_every_key() -> None:
+    page = (ROOT / "docs/guides/tuning.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE) == speculation_keys()
+
+
+@pytest.mark.parametrize("document", MOST_LINES)
+def test_a_page_is_no_longer_than_its_readers_patience(document: str) -> None:
+    assert len((ROOT / document).read_text().splitlines()) <= MOST_LINES[document]
+
+
+def test_the_site_lists_every_page_once() -> None:
+    def pages(entries: list) -> Iterator[str]:
+        for entry in entries:
+            yield from [entry] if isinstance(entry, str) else (page for part in entry.values() for page in pages(part))
+
+    hook = (ROOT / "docs/site_pages.py").read_text()
+    outside = dict(re.findall(r'"([\w/]+\.md)": "([\w-]+\.md)"', hook))
+    listed = sorted(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert listed == sorted([*outside.values(), *(f[5:] for f in DOCUMENTS if f.startswith("docs/"))])
+    assert all((ROOT / name).exists() for name in outside)
