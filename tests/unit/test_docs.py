@@ -121,7 +121,7 @@ def missing_modules(text: str) -> Iterator[str]:
     """Yield each `room.module.Name` whose module is not there."""
     for token in quoted(text):
         first, *rest = token.removeprefix(f"{PROTOBUF}.").split(".")
-        if token.startswith(PROTOBUF) and not re.search(rf"(service|message) {first}\b", source()):
+        if token.startswith(f"{PROTOBUF}.") and not re.search(rf"(service|message) {first}\b", source()):
             yield token
         if re.fullmatch(r"\w+(\.\w+)+", token) and first in ROOMS and rest[-1] not in ("py", "proto"):
             parents = [Path(first, *rest[:end]) for end in range(len(rest), -1, -1)]
