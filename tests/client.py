@@ -1,7 +1,8 @@
-"""What end-to-end tests say to a server, and what they read back."""
+"""How end-to-end tests talk to a server: requests, metrics, and waiting for a state."""
 
 import re
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class Result:
 
 
 def read_by_rounds(speculation: Any) -> float:
-    """Share of the KV that rounds with drafted tokens read. Others, as when a draft is late, read everything."""
+    """Return the share of the KV that drafted rounds read. Plain rounds, as after a late draft, read everything."""
     rounds, plain = speculation.rounds, speculation.plain_rounds
     return float((speculation.kv_read_fraction * (rounds + plain) - plain) / rounds)
 
@@ -39,7 +40,7 @@ def generate(stub: inference_pb2_grpc.InferenceStub, prompt: str | Sequence[int]
 
 
 def metric(http: str, name: str, /, **labels: str) -> float:
-    """A sample of /metrics; 0 if it is not there."""
+    """Return a sample of /metrics, 0 if it is not there."""
     with urllib.request.urlopen(f"{http}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     for line in lines:
@@ -60,8 +61,33 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.05)
 
 
+def status_of(url: str) -> int:
+    """Return the HTTP status that an address answers with, 0 if nobody listens."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def wait_for_sessions(http: str, count: int) -> None:
+    """Wait until target and draft answer and hold this number of sessions; with none, until nothing is left of any."""
+
+    def holds(service: str) -> bool:
+        up = metric(http, "service_up", service=service)
+        return up == 1 and service_state(http, service, "sessions") == count
+
+    for service in ("target", "draft"):
+        wait_for(lambda s=service: holds(s), 60, f"{service} holds {count} sessions")
+    if count == 0:
+        wait_for(lambda: metric(http, "num_requests_running") == 0, 60, "no request runs")
+        wait_until_idle(http)
+
+
 def wait_until_idle(http: str, seconds: float = 60, services: Sequence[str] = ("target", "draft")) -> None:
-    """No session and no page held on any of the services."""
+    """Wait until none of the services holds a session or a page."""
     for service in services:
         for name in ("sessions", "kv_pages_held"):
             wait_for(lambda s=service, n=name: service_state(http, s, n) == 0, seconds, f"{service} {name} 0")

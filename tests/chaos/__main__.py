@@ -1,11 +1,11 @@
-"""Break the real services under steady traffic, and see that no client gets a wrong token: `make chaos MINUTES=N`.
+"""Break the real services under steady traffic, and check that no client gets a wrong token: `make chaos MINUTES=N`.
 
 python -m tests.chaos --minutes N [--seed S] [--pause SECONDS] [--recovery SECONDS] [--keep-ray] [PART…]
 
-Three parts: `processes`, a launch of two targets and two drafts whose processes are killed and stopped and whose raylet
-dies; `services`, as many without Ray which are killed, whose lines are slow, stand still or are cut, and whose gateway
-dies; `overload`, ten times the requests that services with scripted models can take. Exit status 1 if an answer was
-wrong or lost, or if something is left at the end. Figures are printed as they come.
+There are three parts. `processes`: a launch of two targets and two drafts, whose processes are killed and stopped and
+whose raylet dies. `services`: the same number without Ray; they are killed, their lines are slow, stand still or are
+cut, and their gateway dies. `overload`: ten times the requests that services with scripted models can take. The exit
+status is 1 if an answer was wrong or lost, or if something is left at the end.
 """
 
 import argparse
@@ -16,18 +16,20 @@ from collections import Counter
 from tests.chaos import broken_processes, broken_services, overload
 from tests.chaos.setting import Pace
 
-PARTS = {"processes": 0.55, "services": 0.4, "overload": 0.05}  # by how much of the time each takes
+PARTS = {"processes": 0.55, "services": 0.4, "overload": 0.05}  # each part's share of the time
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all, if none is named")
-    parser.add_argument("--minutes", type=float, default=10, help="in all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}; all of them by default")
+    parser.add_argument("--minutes", type=float, default=10, help="minutes of all parts together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--pause", type=float, default=6, help="seconds between two faults at most")
-    parser.add_argument("--recovery", type=float, default=120, help="seconds after which all must be whole again")
-    parser.add_argument("--keep-ray", action="store_true", help="kill no raylet, for a machine too busy to start Ray")
+    parser.add_argument("--pause", type=float, default=6, help="most seconds between two faults")
+    parser.add_argument("--recovery", type=float, default=120, help="seconds within which everything must work again")
+    parser.add_argument(
+        "--keep-ray", action="store_true", help="never kill the raylet, for machines too busy to start Ray"
+    )
     flags = parser.parse_args()
     parts = flags.parts or [*PARTS]
     violations: list[str] = []

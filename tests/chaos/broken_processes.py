@@ -1,6 +1,6 @@
-"""A launch with a Ray of its own: targets and drafts are killed and stopped, the raylet is killed.
+"""A launch with a Ray of its own: targets and drafts are killed and stopped, and the raylet is killed.
 
-The launch is an orphan, as under nohup or systemd: Ray's client behaves otherwise where its parent is process 1.
+The launch is an orphan, as under nohup or systemd, because Ray's client behaves differently if its parent is process 1.
 """
 
 import contextlib
@@ -11,28 +11,16 @@ from collections.abc import Callable
 
 import psutil
 
-from tests.chaos.setting import (
-    DRAFTS,
-    EACH,
-    TARGETS,
-    Held,
-    Outcome,
-    Pace,
-    break_things,
-    conclude,
-    grown,
-    make_cases,
-    pid_of,
-)
+from tests.chaos.setting import DRAFTS, EACH, TARGETS, Held, Outcome, Pace, break_things, grown, make_cases, pid_of
 from tests.chaos.traffic import Traffic
 from tests.plans import sparse_plan_file
 from tests.stack import Stack, start_stack
 
 
 def run(pace: Pace, seed: int, clients: int, keep_ray: bool) -> Outcome:
-    """Return what came of it."""
+    """Run the part and return its outcome."""
     flags = ("--ray-address", "auto", "--targets", str(EACH), "--drafts", str(EACH), "--tool-call-parser", "hermes")
-    with tempfile.TemporaryDirectory(prefix="specahead-chaos-") as nowhere:  # where no other Ray is found
+    with tempfile.TemporaryDirectory(prefix="specahead-chaos-") as nowhere:  # where Ray finds no other instance
         environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": nowhere}
         room = ("--target-kv-tokens", "40000", "--plan", sparse_plan_file())
         stack = start_stack(*flags, *room, environment=environment, patience=pace.recovery, orphaned=True)
@@ -53,17 +41,13 @@ def _break(stack: Stack, pace: Pace, seed: int, clients: int, keep_ray: bool) ->
     }
     if not keep_ray:
         faults["kill the raylet"] = lambda: any(_signal(pid, signal.SIGKILL) for pid in _raylets(stack))
-    try:
-        count = break_things(faults, lambda: stack.http, pace, seed)
-    except AssertionError as error:
-        return Outcome([f"processes: {error}\n{stack.output.read_text()[-3000:]}", *traffic.violations])
-    outcome = conclude("processes", traffic, count, stack.http)
+    outcome = break_things("processes", faults, traffic, lambda: stack, pace, seed)
     outcome.violations.extend(grown("processes", before, stack.process.pid))
     return outcome
 
 
 def _signal(pid: int, number: int) -> bool:
-    """Return whether there was such a process; a service that starts has none yet."""
+    """Send a signal, and return whether there was such a process. A starting service has none yet."""
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -72,5 +56,5 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def _raylets(stack: Stack) -> list[int]:
-    """Whatever thread of the launch has started them."""
+    """Return the raylets that any thread of the launch started."""
     return [child.pid for child in psutil.Process(stack.process.pid).children() if child.name() == "raylet"]

@@ -1,4 +1,4 @@
-"""Services without Ray, which are started again here: they are killed and stopped, the lines between them are slow,
+"""Services without Ray, which this module starts again: they are killed and stopped, the lines between them are slow,
 stand still or are cut, and the gateway dies."""
 
 import contextlib
@@ -11,18 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specahead.models import DRAFT, TARGET
-from tests.chaos.setting import DRAFTS, EACH, TARGETS, Held, Outcome, Pace, break_things, conclude, grown, make_cases
+from tests.chaos.setting import DRAFTS, EACH, TARGETS, Held, Outcome, Pace, break_things, grown, make_cases
 from tests.chaos.traffic import Traffic
 from tests.lines import Line, lines
 from tests.plans import sparse_plan_file
 from tests.stack import start_service, start_stack
 
 SHARED = ("--plan", sparse_plan_file(), "--kv-tokens", "40000", "--threads", "1")
-STILL_SECONDS = 1.0, 12.0  # the ends give each other up after 8
+STILL_SECONDS = 1.0, 12.0  # the ends of a line give each other up after 8
 
 
 def _lasting_port() -> int:
-    """Return a free port below those that the kernel gives to connections, which would take it while nobody listens."""
+    """Return a free port below the range from which connections get theirs, so that it stays free between two
+    starts."""
     while True:
         port = random.randrange(10_000, 30_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -31,7 +32,7 @@ def _lasting_port() -> int:
 
 
 class Service:
-    """A process that is started again, on the same port, when it was killed."""
+    """A process that starts again on the same port after it is killed."""
 
     def __init__(self, module: str, *flags: str) -> None:
         port = _lasting_port()
@@ -44,7 +45,7 @@ class Service:
         self._restart: threading.Thread | None = None
 
     def kill(self) -> bool:
-        """Kill it and have it started; returns whether it ran."""
+        """Kill the process and start it again. Return whether it was running."""
         if self._restart is not None:
             return False
         self._restart = threading.Thread(target=self._start)
@@ -54,7 +55,7 @@ class Service:
         return True
 
     def stop(self, seconds: float) -> bool:
-        """Let it stand still for so long; returns whether it ran."""
+        """Stop the process for this time. Return whether it was running."""
         if self._restart is not None:
             return False
         self.process.send_signal(signal.SIGSTOP)
@@ -70,7 +71,7 @@ class Service:
 
 
 class Gateway:
-    """Client endpoints that are started again when they were killed; `stack` is what runs."""
+    """Client endpoints that start again after they are killed. stack: the running launch."""
 
     def __init__(self, flags: tuple[str, ...], patience: float) -> None:
         self._flags, self._patience = flags, patience
@@ -87,7 +88,7 @@ class Gateway:
 
 @dataclass(frozen=True)
 class World:
-    """All that can break. of_drafts, of_gateway: the lines that they dial to the targets."""
+    """All that can break. of_drafts, of_gateway: the lines from drafts and gateway to the targets."""
 
     services: dict[str, Service]
     gateway: Gateway
@@ -96,7 +97,7 @@ class World:
 
 
 def run(pace: Pace, seed: int, clients: int) -> Outcome:
-    """Return what came of it."""
+    """Run the part and return its outcome."""
     with lines() as opened, contextlib.ExitStack() as ends:
 
         def start(module: str, *flags: str) -> Service:
@@ -121,21 +122,21 @@ def run(pace: Pace, seed: int, clients: int) -> Outcome:
 
 
 def _break(world: World, pace: Pace, seed: int, clients: int) -> Outcome:
-    """With an odd seed the first target is never killed, and has to hold at the end what it held at the beginning."""
+    """Break the world. With an odd seed the first target is spared, and must hold no more at the end than at first."""
     gateway, spared = world.gateway, world.services[TARGETS[0]] if seed % 2 else None
     traffic = Traffic(make_cases(gateway.stack), lambda: (gateway.stack.grpc, gateway.stack.http), clients, seed)
     before = Held.by(spared.process.pid) if spared else None
     traffic.start()
-    try:
-        count = break_things(_faults(world, spared, random.Random(seed)), lambda: gateway.stack.http, pace, seed)
-    except AssertionError as error:
-        return Outcome([f"services: {error}\n{gateway.stack.output.read_text()[-3000:]}", *traffic.violations])
-    for line in (*world.of_drafts, *world.of_gateway):
-        line.delay = 0
-    outcome = conclude("services", traffic, count, gateway.stack.http)
+    faults = _faults(world, spared, random.Random(seed))
+    outcome = break_things("services", faults, traffic, lambda: gateway.stack, pace, seed, lambda: _be_fast(world))
     if spared and before:
         outcome.violations.extend(grown("services", before, spared.process.pid))
     return outcome
+
+
+def _be_fast(world: World) -> None:
+    for line in (*world.of_drafts, *world.of_gateway):
+        line.delay = 0
 
 
 def _faults(world: World, spared: Service | None, rng: random.Random) -> dict[str, Callable[[], bool]]:

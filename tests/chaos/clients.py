@@ -1,5 +1,5 @@
-"""Clients that cost next to nothing, since they share the machine with what they ask: HTTP written by hand, and
-connections that are used again, as the pools of clients' libraries do it.
+"""Clients that take little processor time, since they share the machine with the services: HTTP written by hand over
+connections that are used again, as in the pools of client libraries.
 """
 
 import asyncio
@@ -11,13 +11,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 PATIENCE = 60
-_STATUS = slice(9, 12)  # of an answer's bytes
+_STATUS = slice(9, 12)  # bytes of an answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """number: of the request. status: 0 if there is no whole answer. first: seconds to the first event of a stream, or
-    to the end of another answer. content: all that came of a stream.
+    """An answer.
+
+    number: of the request. status: the HTTP status, 0 if the answer is not whole. first: seconds to the first event of
+    a stream, or to the end of another answer. content: all bytes of a stream.
     """
 
     number: int
@@ -27,7 +29,7 @@ class Answer:
 
 
 class Clients:
-    """Sends requests, each over a connection that is idle or a new one. make_request: returns the bytes of one."""
+    """Sends requests, each over an idle or a new connection. make_request: returns the bytes of a numbered request."""
 
     def __init__(self, http: str, make_request: Callable[[int], bytes]) -> None:
         self._host, self._port = str(urlsplit(http).hostname), urlsplit(http).port
@@ -36,23 +38,23 @@ class Clients:
         self._asked = 0
 
     async def ask(self) -> Answer:
-        """Send the next request, and return its answer."""
+        """Send the next request and return its answer."""
         self._asked += 1
         number, request, start = self._asked, self._make_request(self._asked), time.monotonic()
         try:
             async with asyncio.timeout(PATIENCE):
                 if self._idle:
-                    line = self._idle.pop(0)  # each in its turn, else the gateway would close those that are never used
+                    line = self._idle.pop(0)  # in turn, because the gateway closes connections that stay idle
                 else:
                     _, line = await asyncio.get_running_loop().create_connection(_Line, self._host, self._port)
                 status, first = await line.ask(request)
-        except OSError:  # what takes too long is one as well
+        except OSError:  # a timeout is an OSError too
             return Answer(number, 0, time.monotonic() - start)
         self._idle.append(line)
         return Answer(number, status, first - start, line.take() if status == 200 else b"")
 
     async def leave(self) -> None:
-        """Close the connections, which the gateway has noticed soon after."""
+        """Close the connections, and give the gateway time to notice."""
         for line in self._idle:
             line.close()
         self._idle.clear()
@@ -60,7 +62,7 @@ class Clients:
 
 
 class _Line(asyncio.Protocol):
-    """A connection, asked for one thing at a time."""
+    """A connection with one request at a time."""
 
     def __init__(self) -> None:
         self._came, self._first = bytearray(), 0.0
@@ -76,7 +78,7 @@ class _Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._came += data
         if self._came[_STATUS] == b"200":
-            if not self._first and b"data: {" in self._came:  # before it there may be comments
+            if not self._first and b"data: {" in self._came:  # comments may come first
                 self._first = time.monotonic()
             ended = self._came.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         else:
@@ -90,13 +92,13 @@ class _Line(asyncio.Protocol):
         return end != b"" and len(body) == (int(length[1]) if length else 0)
 
     async def ask(self, request: bytes) -> tuple[int, float]:
-        """Return the status of an answer whose end has come, and when its first event did. Raises OSError."""
+        """Return the status of a whole answer and the time of its first event. Raises OSError."""
         self._came, self._first, self._status = bytearray(), 0.0, asyncio.Future()
         self._transport.write(request)
         return await self._status, self._first or time.monotonic()
 
     def take(self) -> bytes:
-        """Return all that came of the last answer."""
+        """Return all bytes of the last answer."""
         return bytes(self._came)
 
     def close(self) -> None:

@@ -1,11 +1,8 @@
-"""Ten times the requests that the services can take: some are answered as soon as ever, the others refused at once.
+"""Ten times the requests that the services can take: some are answered as fast as without overload, the others refused.
 
-What is taken is compared with requests of as many clients as there are places, one after the other: as many sessions
-run beside each other then, and none is refused.
-
-The models are scripted and sleep about as long as a GPU takes (lab/benchmarks/scripted.py): models that compute on the
-processor would be slowed down by the clients, which have to share it. Whether answers are right is looked at when all
-have come.
+The reference is as many clients as there are places, each with one request after the other: all places are taken, and
+no request is refused. The models are scripted and sleep about as long as a GPU takes (lab/benchmarks/scripted.py),
+since the clients would slow down models that compute on the same processor. Answers are checked after all have come.
 """
 
 import asyncio
@@ -28,7 +25,7 @@ from tests.chaos.setting import Held
 from tests.stack import Services, Stack, start_gateway, start_service
 
 SESSIONS = 8
-PROMPTS, TOKENS = (100, 160), (24, 56)  # tokens of a prompt and of an answer: the least and the most
+PROMPTS, TOKENS = (100, 160), (24, 56)  # the least and the most tokens of a prompt and of an answer
 TIMES, REFUSAL_SECONDS, SLOWER = 10, 0.1, 1.2
 SHARES = 0.5, 0.9, 0.99
 TARGET_FLAGS = "--max-sessions", str(SESSIONS), "--max-queued", "0", "--step-ms", "8", "0.25", "--prompt-ms", "100"
@@ -37,9 +34,9 @@ FIELDS = {"stream": True, "temperature": 0, "ignore_eos": True, "skip_special_to
 
 
 def run(seconds: float) -> list[str]:
-    """Return what must not be. Half of the time there is no overload.
+    """Run without overload for half of the time, then with it, and return the violations.
 
-    First tokens and refusals that come later than the goal are printed alone.
+    First tokens and refusals that come later than the goal are printed, and are no violations.
     """
     with _stack() as stack:
         return uvloop.run(_measure(stack, seconds / 2))
@@ -88,14 +85,14 @@ async def _measure(stack: Stack, seconds: float) -> list[str]:
 
 
 async def _fill(clients: Clients, seconds: float) -> list[Answer]:
-    """Return what as many clients as there are places get, each asking again as soon as it is answered."""
+    """Return the answers of as many clients as there are places, each of which asks again as soon as it is answered."""
     answers: list[Answer] = []
     end = time.monotonic() + seconds
 
     async def work() -> None:
         while time.monotonic() < end:
             answers.append(await clients.ask())
-            if answers[-1].status == 429:  # its place is not known to be free yet
+            if answers[-1].status == 429:  # the gateway does not know yet that the place is free
                 await asyncio.sleep(0.05)
 
     await asyncio.gather(*(work() for _ in range(SESSIONS)))
@@ -103,7 +100,7 @@ async def _fill(clients: Clients, seconds: float) -> list[Answer]:
 
 
 async def _offer(clients: Clients, rate: float, seconds: float) -> list[Answer]:
-    """Send so many requests a second at random, whatever becomes of those before."""
+    """Send requests at random times, `rate` a second, whatever becomes of earlier ones, and return the answers."""
     asking, rng, due = [], random.Random(0), time.monotonic()
     for _ in range(round(rate * seconds)):
         due += rng.expovariate(rate)
@@ -113,13 +110,13 @@ async def _offer(clients: Clients, rate: float, seconds: float) -> list[Answer]:
 
 
 def _firsts(answers: list[Answer], status: int) -> list[float]:
-    """Return the seconds to the first tokens, or refusals, sorted. The first of them are left out, which all places had
-    to begin at once."""
+    """Return the seconds to first tokens or refusals, sorted, without the first requests, which began at the same
+    time."""
     return sorted([answer.first for answer in answers if answer.status == status][SESSIONS:])
 
 
 def _tell(unloaded: list[float], taken: list[float], refused: list[float], seconds: float) -> None:
-    """Print how soon first tokens and refusals came, sorted, and whether that was soon enough."""
+    """Print how soon first tokens and refusals came (both sorted), and whether they met the goals."""
     print(f"  {len(unloaded)} first tokens of as many as there are places: {_shown(unloaded)}")
     ratios = [_quantile(taken, share) / _quantile(unloaded, share) for share in SHARES]
     shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
@@ -140,11 +137,11 @@ def _missed(value: float, most: float) -> str:
     return "" if value <= most else f": MISSED, {most:g} is the goal"
 
 
-# Requests, and what must be answered.
+# Requests and their expected answers.
 
 
 def _request(number: int) -> bytes:
-    """Return a request whose prompt begins like no other, so that none of its KV is there."""
+    """Return a request whose prompt begins like no other, so that no KV of it is cached."""
     prompt, tokens = _sizes(number)
     ids = [1000 + number // 1000, 1000 + number % 1000] + [1] * (prompt - 2)
     body = json.dumps({"prompt": ids, "max_tokens": tokens, **FIELDS})
@@ -155,13 +152,13 @@ def _request(number: int) -> bytes:
 
 
 def _sizes(number: int) -> tuple[int, int]:
-    """Return the tokens of a request's prompt and answer. They differ, else sessions would keep step."""
+    """Return the tokens of a request's prompt and answer. They differ, so that sessions do not run in step."""
     rng = random.Random(number)
     return rng.randint(*PROMPTS), rng.randint(*TOKENS)
 
 
 def _fault(answer: Answer, decode: Decode) -> str:
-    """Return what is wrong with an answer, empty if nothing is."""
+    """Return what is wrong with an answer, or an empty text."""
     if answer.status == 429:
         return ""
     if answer.status != 200:

@@ -1,8 +1,7 @@
-"""What the parts of a chaos run have alike: prompts with expected tokens, what a process holds, how faults come."""
+"""Shared by the parts of a chaos run: prompts with expected tokens, what a process holds, and the loop of faults."""
 
 import random
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,33 +12,36 @@ from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.models import TARGET
 from tests.books import read_books
 from tests.chaos.traffic import Case, Traffic
-from tests.client import generate, metric, service_state, wait_for, wait_until_idle
+from tests.client import generate, metric, service_state, status_of, wait_for, wait_until_idle
 from tests.stack import Stack
 
 NEW_TOKENS, LENGTHS = 150, (20, 200, 700, 1500)
-EACH = 2  # targets, and drafts
+EACH = 2  # number of targets, and of drafts
 TARGETS, DRAFTS = name_services("target", EACH), name_services("draft", EACH)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long faults come, how long there is none at most, and after how long all must be whole again: in seconds."""
+    """The times of a part, in seconds."""
 
     seconds: float
+    """How long faults come."""
     pause: float
+    """The longest time between two faults."""
     recovery: float
+    """The time within which everything must work again."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a part: what must not be, and how many faults there were of each kind."""
+    """The outcome of a part: its violations, and how many faults of each kind happened."""
 
     violations: list[str]
     faults: Counter[str] = field(default_factory=Counter)
 
 
 def make_cases(stack: Stack) -> list[Case]:
-    """Return a prompt from each book with the tokens that the undisturbed stack gives one after the other."""
+    """Return a prompt from each book, with the tokens that the undisturbed stack gives."""
     tokenizer, stub = load_tokenizer(str(TARGET)), stack.stub()
     prompts = [tokenizer.encode(b[9000:29_000])[:n] for b, n in zip(read_books(), LENGTHS, strict=True)]
     return [Case(p, generate(stub, p, max_tokens=NEW_TOKENS, ignore_eos=True).tokens) for p in prompts]
@@ -55,15 +57,11 @@ def is_whole(http: str) -> bool:
 
 def is_ready(http: str) -> bool:
     """Return whether the gateway takes requests."""
-    try:
-        with urllib.request.urlopen(f"{http}/ready", timeout=5):
-            return True
-    except OSError:
-        return False
+    return status_of(f"{http}/ready") == 200
 
 
 def pid_of(http: str, service: str) -> int:
-    """Return the process of a service; 0 if it does not answer."""
+    """Return the process id of a service, 0 if it does not answer."""
     try:
         return int(service_state(http, service, "pid"))
     except OSError:
@@ -72,7 +70,7 @@ def pid_of(http: str, service: str) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """The memory, files and threads of a process."""
 
     megabytes: float
     files: int
@@ -85,7 +83,7 @@ class Held:
         return Held(int(status["VmRSS"].split()[0]) / 1024, files, int(status["Threads"]))
 
     def excess(self, before: "Held") -> str:
-        """Return what is more than before by more than what varies; empty if nothing is."""
+        """Return what grew beyond the usual variation, or an empty text."""
         limits = {"megabytes": before.megabytes * 1.2 + 64, "files": before.files + 20, "threads": before.threads + 20}
         return ", ".join(
             f"{n} {getattr(before, n):.0f} -> {getattr(self, n):.0f}" for n in limits if getattr(self, n) > limits[n]
@@ -93,12 +91,33 @@ class Held:
 
 
 def break_things(
+    part: str,
+    faults: Mapping[str, Callable[[], bool]],
+    traffic: Traffic,
+    stack: Callable[[], Stack],
+    pace: Pace,
+    seed: int,
+    mend: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Let faults come under traffic until the time is over, then stop the traffic and return the outcome.
+
+    faults: by name; each returns whether it could happen. stack: returns the present gateway. mend: ends faults that
+    last.
+    """
+    try:
+        count = _let_faults_come(faults, lambda: stack().http, pace, seed)
+    except AssertionError as error:
+        return Outcome([f"{part}: {error}\n{stack().output.read_text()[-3000:]}", *traffic.violations])
+    mend()
+    return _conclude(part, traffic, count, stack().http)
+
+
+def _let_faults_come(
     faults: Mapping[str, Callable[[], bool]], http: Callable[[], str], pace: Pace, seed: int
 ) -> Counter[str]:
-    """Let faults come at random, some before the last is mended. Returns how many there were of each.
+    """Let faults come at random, some before the last is mended, and return how many of each happened.
 
-    faults: by name, each returns whether it could happen. Raises AssertionError if no request is taken, or the services
-    do not find each other again, within pace.recovery.
+    Raises AssertionError if no request is taken, or the services do not find each other again, within pace.recovery.
     """
     rng, count, start = random.Random(seed), Counter[str](), time.monotonic()
     while (at := time.monotonic() - start) < pace.seconds:
@@ -106,14 +125,14 @@ def break_things(
         name, mended = rng.choice(list(faults)), rng.choice((is_whole, is_ready))
         happened = faults[name]()
         count[name] += happened
-        print(f"{at:5.0f} s: {name}{'' if happened else ': it is gone'}", flush=True)
+        print(f"{at:5.0f} s: {name}{'' if happened else ': its process is gone'}", flush=True)
         wait_for(lambda mended=mended: mended(http()), pace.recovery, f"{mended.__name__} after {name}")
-    wait_for(lambda: is_whole(http()), pace.recovery, "all is whole again at the end")
+    wait_for(lambda: is_whole(http()), pace.recovery, "everything works again at the end")
     return count
 
 
-def conclude(part: str, traffic: Traffic, faults: Counter[str], http: str) -> Outcome:
-    """Stop the traffic, print what came of it, and return what must not be."""
+def _conclude(part: str, traffic: Traffic, faults: Counter[str], http: str) -> Outcome:
+    """Stop the traffic, print its outcomes, and return the violations."""
     traffic.stop()
     violations = [f"{part}: {violation}" for violation in traffic.violations]
     try:
@@ -129,7 +148,7 @@ def conclude(part: str, traffic: Traffic, faults: Counter[str], http: str) -> Ou
 
 
 def grown(part: str, before: Held, pid: int) -> list[str]:
-    """Print what a process that outlived all holds, and return what it holds too much."""
+    """Print what a process that outlived all faults holds, and return violations for what it holds too much."""
     after = Held.by(pid)
     print(f"  {part}: process {pid} held {before} and holds {after}", flush=True)
     excess = after.excess(before)

@@ -1,4 +1,4 @@
-"""Steady mixed traffic, and whether each answer is what it must be: whatever happens to the services meanwhile."""
+"""Steady mixed traffic that checks each answer, whatever happens to the services meanwhile."""
 
 import json
 import random
@@ -16,8 +16,8 @@ import grpc
 from protos import inference_pb2_grpc
 from tests.client import APPROXIMATE, make_request
 
-ANSWER_SECONDS = 240  # beyond that an answer has been lost
-# What a client may be told when services come and go. Everything else is a fault of ours.
+ANSWER_SECONDS = 240  # after this time an answer counts as lost
+# Errors that a client may get when services come and go. All others are violations.
 ALLOWED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 ALLOWED_HTTP = {429, 503}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -32,9 +32,9 @@ class Case:
 
 
 class Traffic:
-    """Clients in threads of their own, each with one request after the other.
+    """Clients in threads, each with one request after the other.
 
-    outcomes: how many requests of each kind ended how. violations: answers that must not be.
+    outcomes: counts of requests by kind and end. violations: wrong answers.
     """
 
     def __init__(self, cases: list[Case], endpoints: Callable[[], tuple[str, str]], clients: int, seed: int) -> None:
@@ -49,7 +49,7 @@ class Traffic:
             thread.start()
 
     def stop(self) -> None:
-        """Let requests in flight end, and wait for them."""
+        """Wait for the requests in flight, and send no more."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(ANSWER_SECONDS + 30)
@@ -81,7 +81,7 @@ class Traffic:
         return outcome
 
     def _stream(self, rng: random.Random, prompt: list[int], most: int, **fields: Any) -> list[int]:
-        """Return a request's tokens, at most so many of them. Raises RpcError with those that came in `tokens`."""
+        """Return at most `most` tokens of a request. Raises RpcError whose `tokens` are those that came before it."""
         tokens: list[int] = []
         with grpc.insecure_channel(self._endpoints()[0]) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
@@ -97,7 +97,7 @@ class Traffic:
         return tokens
 
     def exact(self, rng: random.Random) -> str:
-        """Greedy tokens are the expected ones, each once and in order, as far as they come."""
+        """Check that greedy tokens are the expected ones, each once and in order, as far as they come."""
         case = rng.choice(self._cases)
         count = rng.randint(8, len(case.expected))
         try:
@@ -126,7 +126,7 @@ class Traffic:
         return "finished" if len(tokens) == count else self._judge(False, "wrong number", f"{len(tokens)}, not {count}")
 
     def abort(self, rng: random.Random) -> str:
-        """Leave in the middle."""
+        """Leave a stream in the middle."""
         self._stream(rng, rng.choice(self._cases).prompt, rng.randint(1, 20), temperature=0, max_tokens=400)
         return "finished"
 

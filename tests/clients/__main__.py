@@ -1,6 +1,6 @@
-"""`make test-clients`: real clients, each in a virtual environment of its own, against one launch of the bundled pair.
+"""`make test-clients`: real clients, each in its own virtual environment, against one launch of the bundled pair.
 
-`python -m tests.clients DIR [NAME …]`: DIR has an environment for each file of environments/; without names all run.
+`python -m tests.clients DIR [NAME …]`: DIR holds an environment for each file of environments/; without names all run.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.stack import ROOT, start_stack
 
 HERE = Path(__file__).parent
-# What runs in each environment.
+# The tests of each environment.
 TESTS = {
     "openai3": ("openai", "langchain", "litellm", "agents", "schema"),
     "openai2": ("openai", "instructor"),
@@ -22,12 +22,12 @@ TESTS = {
 
 
 def main() -> None:
-    """Run the environments that are named, and exit with 1 if a test of any of them fails."""
+    """Run the named environments, and exit with 1 if a test fails in any of them."""
     folder, *names = sys.argv[1:]
     unknown = set(names) - set(TESTS)
     if unknown:
         sys.exit(f"error: no such environment: {', '.join(unknown)}; there are {', '.join(TESTS)}")
-    # The bundled tokenizer's template knows no tools, so that a format of calls has to be named.
+    # The bundled tokenizer's template knows no tools, so a format of calls must be named.
     flags = ("--namespace", "clients", "--tool-call-parser", "hermes", "--shutdown-grace", "1")
     stack = start_stack(*flags, "--log-level", "warning")
     try:
@@ -38,10 +38,10 @@ def main() -> None:
 
 
 def _run(environment: Path, tests: tuple[str, ...], url: str) -> bool:
-    """Return whether the tests pass in a virtual environment, with the launch at this address."""
+    """Return whether the tests pass in a virtual environment against the launch at this address."""
     print(f"\n{environment.name}: {', '.join(tests)}", flush=True)
     files = [str(HERE / f"test_{name}.py") for name in tests]
-    # The conftest of all tests needs what only the project's own environment has.
+    # The conftest of all tests needs packages that only the project's own environment has.
     pytest = ["pytest", "-c", str(HERE / "pytest.ini"), "--rootdir", str(HERE), "--confcutdir", str(HERE)]
     command = [str((environment / "bin" / "python").absolute()), "-m", *pytest, *files]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"CLIENTS_URL": url}).returncode == 0

@@ -1,4 +1,4 @@
-"""openai-agents: an agent with a tool, by way of chats and of responses."""
+"""openai-agents: an agent with a tool, over chats and over responses."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -33,7 +33,7 @@ def make_agent(model: Any, **settings: Any) -> Agent:
 
 @pytest.mark.parametrize("kind", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
 async def test_an_agent_answers(client: AsyncOpenAI, kind: Any) -> None:
-    """Up to its first e: a response that is cut off is none for the framework."""
+    """The answer stops at its first e, since the framework ignores a response that is cut off."""
     agent = make_agent(kind(MODEL, client), extra_body={"stop": ["e"]})
     result = await Runner.run(agent, "Tell me of the sea.")
     assert result.final_output
@@ -43,7 +43,7 @@ async def test_an_agent_answers(client: AsyncOpenAI, kind: Any) -> None:
 
 
 async def test_an_agent_calls_its_tool_and_goes_on(client: AsyncOpenAI) -> None:
-    """It must call it at first; what it says then is up to the model."""
+    """The agent must call its tool first; the model chooses what it says then."""
     CALLS.clear()
     settings: Any = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": ENOUGH}
     agent = make_agent(OpenAIChatCompletionsModel(MODEL, client), **settings).clone(tools=[note_sun])

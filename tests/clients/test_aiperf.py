@@ -1,4 +1,4 @@
-"""NVIDIA's aiperf measures a load; its figures are those of the requests that it sent."""
+"""NVIDIA's aiperf: it measures a load, and its figures count the requests that it sent."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""guidellm measures a load; its figures are those of the requests that it sent."""
+"""guidellm: it measures a load, and its figures count the requests that it sent."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""instructor: answers that are pydantic models, in each of its ways of asking for them."""
+"""instructor: answers that are pydantic models, in two of its modes."""
 
 import instructor
 import pytest

@@ -1,4 +1,4 @@
-"""litellm, which turns our answers and errors into its own."""
+"""litellm, which converts answers and errors into its own."""
 
 import json
 from typing import Any

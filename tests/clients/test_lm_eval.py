@@ -1,4 +1,4 @@
-"""lm-eval: what a model generates, and the log likelihood that it gives to texts, which needs echo with logprobs."""
+"""lm-eval: generated text, and the log likelihood of texts, for which it asks for echo with logprobs."""
 
 import json
 import os
@@ -36,7 +36,7 @@ CASES = [
 
 
 def test_generation_and_log_likelihood(url: str, tmp_path: Path) -> None:
-    """English is likelier than noise, and what is generated is something."""
+    """English is likelier than noise, and each generated answer has text."""
     data = tmp_path / "cases.jsonl"
     data.write_text("".join(json.dumps(case) + "\n" for case in CASES))
     for name, text in (("generate", GENERATE), ("choose", CHOOSE)):

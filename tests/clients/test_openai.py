@@ -1,4 +1,4 @@
-"""OpenAI's own package, versions 2 and 3, synchronous and asynchronous."""
+"""OpenAI's own package in versions 2 and 3, synchronous and asynchronous."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def test_a_chat_is_the_same_whole_and_streamed(client: OpenAI) -> None:
 
 
 def test_the_stream_helper_gathers_a_chat(client: OpenAI) -> None:
-    """To its end: what is cut off it does not parse."""
+    """The answer comes to its end, since the helper does not parse one that is cut off."""
     with client.chat.completions.stream(model=MODEL, messages=MESSAGES, stop=["e"], temperature=0) as stream:
         pieces = [event.delta for event in stream if event.type == "content.delta"]
         assert "".join(pieces) == stream.get_final_completion().choices[0].message.content != ""
@@ -109,7 +109,7 @@ def test_an_answer_fits_the_model_that_is_asked_for(client: OpenAI) -> None:
 
 
 def test_log_probabilities(client: OpenAI) -> None:
-    """Of a greedy answer each token is its position's likeliest."""
+    """Each token of a greedy answer is the likeliest of its position."""
     answer = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0, logprobs=True, top_logprobs=3
     )
@@ -131,7 +131,7 @@ def test_responses(client: OpenAI) -> None:
 
 
 async def test_many_at_once(url: str) -> None:
-    """Each gets the answer that it would have got alone."""
+    """Each request gets the answer that it gets alone."""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
 
         async def ask(prompt: str) -> str:

@@ -1,5 +1,5 @@
-"""Schemathesis: whatever fits the OpenAPI schema, and much that does not, is answered in time and without an error of
-the server's own."""
+"""Schemathesis: requests that fit the OpenAPI schema, and many that do not, get an answer in time and no server
+error."""
 
 import os
 

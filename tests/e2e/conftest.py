@@ -1,8 +1,8 @@
-"""The order of the files, two of which run at a time."""
+"""The order of the test files, and the fixtures that they share. Two files run at a time."""
 
 import pytest
 
-# What takes longest begins first, so that nobody waits for it at the end.
+# The longest files begin first, so that none of them runs alone at the end.
 LONGEST = (
     *("test_exact_greedy.py", "test_failures.py", "test_placement.py", "test_offload.py", "test_apart.py"),
     *("test_sampling.py", "test_cli.py"),

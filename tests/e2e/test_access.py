@@ -1,4 +1,5 @@
-"""Who should not enter is refused on every port that a launch opens: real processes, real certificates."""
+"""Every port of a launch refuses callers without the right key, token or certificate: real processes and
+certificates."""
 
 import json
 import ssl
@@ -15,6 +16,7 @@ import trustme
 from orchestrator.requests.keys import make_key
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from specahead.cli.main import main as specahead
+from specahead.models import DRAFT, PLAN
 from tests.certificates import Files, make_certificate
 from tests.client import wait_for
 from tests.stack import Stack, start_service
@@ -54,13 +56,13 @@ def read(path: str) -> bytes:
 
 
 def credentials(files: Files | None, ca: str) -> grpc.ChannelCredentials:
-    """Of a caller that trusts `ca` and shows a certificate, or none."""
+    """Return the credentials of a caller that trusts `ca` and shows a certificate, or none."""
     shown = (read(files.key), read(files.cert)) if files else (None, None)
     return grpc.ssl_channel_credentials(read(ca), *shown)
 
 
 def call(address: str, method: str, bearer: str = "", tls: grpc.ChannelCredentials | None = None) -> grpc.StatusCode:
-    """How a call ends. method: "client", "target" or "draft", the port's own kind."""
+    """Return the status of a call. method: "client", "target" or "draft", the kind of the port."""
     metadata = (("authorization", f"Bearer {bearer}"),) if bearer else ()
     channel = grpc.secure_channel(address, tls) if tls else grpc.insecure_channel(address)
     with channel:
@@ -83,7 +85,7 @@ def call(address: str, method: str, bearer: str = "", tls: grpc.ChannelCredentia
 
 
 def ask(url: str, bearer: str, ca: str) -> tuple[int, dict[str, object]]:
-    """Status and body of a completion over HTTP."""
+    """Return status and body of a completion over HTTP."""
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(ASK).encode())
     request.add_header("Content-Type", "application/json")
     if bearer:
@@ -130,7 +132,7 @@ def test_clients_refuse_a_server_that_another_authority_signed(locked: Locked) -
 
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_the_service_ports_refuse_whom_the_authority_does_not_know(locked: Locked, side: str) -> None:
-    """Certificates of clients count for nothing there; nor does a good one without the launch's token."""
+    """Certificates of clients do not count there, nor does a good one without the launch's token."""
     address = locked.stack.services[side][0]
     refused = {
         "plain text": None,
@@ -157,22 +159,13 @@ def test_the_log_has_an_object_a_line_and_neither_key_nor_text(locked: Locked) -
 
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_a_launch_makes_a_token_for_what_it_starts(stack: Stack, side: str) -> None:
-    """Without any flag: others on the machine do not enter its services."""
+    """Other users of the machine cannot use the services of a launch without flags."""
     for bearer in ("", "guess"):
         assert call(stack.services[side][0], side, bearer) is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_draft_without_the_token_says_so(stack: Stack) -> None:
-    model = (
-        "--model",
-        "specahead/models/tiny-draft",
-        "--plan",
-        "specahead/models/tiny-plan.json",
-        "--kv-tokens",
-        "1000",
-        "--port",
-        "0",
-    )
+    model = ("--model", str(DRAFT), "--plan", str(PLAN), "--kv-tokens", "1000", "--port", "0")
     draft, address = start_service("-m", "draft_service", *model, "--target", stack.services["target"][0])
     try:
         with grpc.insecure_channel(address) as channel:

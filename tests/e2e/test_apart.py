@@ -1,7 +1,7 @@
-"""Services that were started one by one, without Ray, and find each other by addresses and a token.
+"""Services that are started one by one, without Ray, and find each other by addresses and a token.
 
-Draft and target speak over lines: as far apart as two machines, so that what each says is still under way while the
-other speaks, or with frames repeated, delayed, reordered and said again late. The target records what it reads.
+Proxies stand between draft and target. They delay messages as between two machines, so that both sides' messages cross,
+or they repeat, delay and reorder frames. The target records the blocks that it reads.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from tests.stack import Services, Stack, start_gateway, start_services
 
 ONE_WAY = 0.02  # seconds; a round of the bundled pair takes less
 TEXT = " ".join(f"It was the year {1800 + i}, and in the town nothing had changed." for i in range(60))
-# It waits for its draft on a busy machine, too: a plain round would be in no recording.
+# The target waits for its draft on a busy machine, too, because recordings have no plain rounds.
 TARGET = (
     "import sys; from target_service.__main__ import main; "
     "sys.argv += ['--draft-timeout', '60', '--record-reads', sys.argv.pop(1)]; main()"
@@ -36,7 +36,7 @@ TARGET = (
 
 @dataclass(frozen=True)
 class Apart:
-    """slow, faulty: the lines between draft and target. recording: where the target writes, once it is stopped."""
+    """slow, faulty: the proxies between draft and target. recording: the file that the target writes when it stops."""
 
     services: Services
     gateway: Stack
@@ -78,7 +78,7 @@ def test_services_of_one_token_find_each_other(apart: Apart) -> None:
 
 
 def test_processes_listen_where_they_say_and_nowhere_else(apart: Apart) -> None:
-    """So that the ports whose intruders are refused (test_access.py) are all that there are, beside what Ray opens."""
+    """The ports that test_access.py covers are all that exist, except Ray's."""
     gateway, services = apart.gateway, apart.services
     processes = [psutil.Process(process.pid) for process in (gateway.process, *services.processes)]
     addresses = [found.laddr for process in processes for found in process.net_connections() if is_open(found)]
@@ -92,7 +92,8 @@ def is_open(connection: Any) -> bool:
 
 
 def test_announcements_and_verdicts_that_cross_lose_nothing(apart: Apart, books: list[str], tokenizer: Any) -> None:
-    """The draft announces rounds against selections whose verdict it does not know yet; the target knows them all."""
+    """The draft codes announcements against selections whose verdict it does not know yet; the target knows them
+    all."""
     prompts = [tokenizer.encode(book[5000:35_000])[:1500] for book in books[:2]]
     cases = [(prompt, exactness) for exactness in (EXACT, APPROXIMATE) for prompt in prompts]
 
@@ -101,8 +102,8 @@ def test_announcements_and_verdicts_that_cross_lose_nothing(apart: Apart, books:
 
     near = [run(case) for case in cases[:2]]
     before = {name: apart.events(name) for name in ("foreseen_rounds", "stale_frames")}
-    unseen = set(before)  # said while the verdict was under way: what met it, and what did not
-    for _ in range(5):  # what crosses is the machine's choice
+    unseen = set(before)  # counters of messages that crossed a verdict: some foresaw it, some did not
+    for _ in range(5):  # timing decides which messages cross
         apart.slow.delay = ONE_WAY
         with ThreadPoolExecutor(len(cases)) as pool:
             results = list(pool.map(run, cases))
@@ -115,7 +116,7 @@ def test_announcements_and_verdicts_that_cross_lose_nothing(apart: Apart, books:
         unseen = {name for name in unseen if apart.events(name) == before[name]}
         if not unseen:
             break
-    assert not unseen, "nothing of these crossed a verdict"
+    assert not unseen, "no message crossed a verdict"
     assert apart.events("refused_frames") == 0, "the target knows each selection that an announcement is made against"
     assert apart.events("rejected_events") == 0
     wait_until_idle(apart.gateway.http)
@@ -128,7 +129,7 @@ def test_a_faulty_line_changes_nothing_but_counters(apart: Apart, books: list[st
         exactness = EXACT if i % 3 else APPROXIMATE
         cases.append((prompt, {"max_tokens": 60, "ignore_eos": True, "exactness": exactness}))
     stub = apart.gateway.stub()
-    # A round that the line delayed for too long is decoded plainly, so densely: approximate may then differ.
+    # A round that the proxy delayed for too long is decoded plainly, so `approximate` may differ.
     exact = [i for i, (_, fields) in enumerate(cases) if fields["exactness"] == EXACT]
     clean = [generate(stub, cases[i][0], **cases[i][1]).tokens for i in exact]
     names = [("target", "repeated_frames"), ("target", "stale_frames"), ("draft", "repeated_verdicts")]
@@ -147,8 +148,8 @@ def test_a_faulty_line_changes_nothing_but_counters(apart: Apart, books: list[st
 
 
 def test_a_recording_agrees_with_its_sessions_summaries(apart: Apart) -> None:
-    """Of a method whose blocks are known before a pass, and of one whose pass shares out a budget. Stops the services,
-    by which the target writes it."""
+    """`pillar` knows its blocks before a pass; a pass of `ahead` shares out a budget. Stopping the services makes the
+    target write the recording."""
     stub = apart.gateway.stub()
     generate(stub, TEXT, max_tokens=8, exactness=EXACT, request_id="exact")  # not recorded
     summaries = {}

@@ -1,6 +1,6 @@
-"""What a tenth of the blocks is enough for, and where all of them are read.
+"""`approximate` requests: what they recall from a tenth of the blocks, and which texts they read wholly.
 
-That an `approximate` request that reads all of them is `exact` again is in test_exact_greedy.py.
+test_exact_greedy.py shows that an `approximate` request which reads all blocks equals `exact`.
 """
 
 import random
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.books import read_passages, spread
 from tests.client import APPROXIMATE, generate, read_by_rounds
 from tests.leads import LARGEST_LEAD, changed_tokens
 from tests.stack import Stack
@@ -16,13 +17,13 @@ from tests.stack import Stack
 
 @pytest.fixture(scope="module")
 def served(launch: Callable[..., Stack]) -> Stack:
-    """A launch that reads as its users' do: by the bundled plan as it is."""
+    """A launch with the bundled plan unchanged, as users have it."""
     return launch("--draft-timeout", "60")
 
 
 @pytest.mark.parametrize("case", range(3))
 def test_recall_at_a_tenth_of_the_blocks(case: int, stack: Stack, books: list[str], tokenizer: Any) -> None:
-    """A fact hidden at a random depth of a book of 3,000 tokens and asked for at the end."""
+    """A fact is hidden at a random depth of 3,000 tokens of a book, and the end of the prompt asks for it."""
     chosen = random.Random(case)
     key = str(chosen.randrange(10_000, 99_999))
     text = books[case % len(books)]
@@ -32,7 +33,7 @@ def test_recall_at_a_tenth_of_the_blocks(case: int, stack: Stack, books: list[st
     fact = tokenizer.encode(f"\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n")
     question = tokenizer.encode("\n\nWhat is the pass key? The pass key is")
     prompt = book[:at] + fact + book[at:] + question
-    for _ in range(5):  # on a busy machine a draft may be late, and what is decoded without it is read wholly
+    for _ in range(5):  # on a busy machine a draft may be late, and a round without it reads everything
         result = generate(stack.stub(), prompt, max_tokens=12, exactness=APPROXIMATE)
         assert key in result.text.replace(" ", "")
         if not result.speculation.plain_rounds:
@@ -41,14 +42,7 @@ def test_recall_at_a_tenth_of_the_blocks(case: int, stack: Stack, books: list[st
 
 
 def prompts_of(books: list[str], tokenizer: Any, count: int, shortest: int, longest: int) -> list[list[int]]:
-    """Return passages of the books, their lengths in tokens spread evenly on a logarithmic scale."""
-    chosen, prompts = random.Random(count), []
-    for i in range(count):
-        length = round(shortest * (longest / shortest) ** (i / (count - 1)))
-        text = books[i % len(books)]
-        start = chosen.randrange(len(text) - 10 * length)
-        prompts.append(tokenizer.encode(text[start : start + 10 * length])[:length])
-    return prompts
+    return read_passages(books, tokenizer, spread(count, shortest, longest), count)
 
 
 def test_short_texts_keep_every_token_that_dense_attention_is_sure_of(

@@ -1,7 +1,6 @@
-"""Greedy `exact` in bfloat16: not float32's tokens, but nearly; on a GPU, identical whatever runs beside it."""
+"""Greedy `exact` in bfloat16 nearly equals float32. On a GPU, deterministic tokens do not depend on the batch."""
 
 import importlib.util
-import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,27 +9,22 @@ import torch
 
 from specahead.engine.loading.model import load_module
 from specahead.models import TARGET
+from tests.books import read_passages
 from tests.client import generate
 from tests.stack import Services, start_gateway, start_services
 
 NEW_TOKENS = 48
-# Of float32's two highest logits. Between them bfloat16, with 8 bits of precision, may choose otherwise.
+# Between two float32 logits that are closer than this, bfloat16 with its 8 bits of precision may choose differently.
 MARGIN = 0.25
 
 
 @pytest.fixture(scope="module")
 def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
-    chosen = random.Random(3)
-    prompts = []
-    for i, length in enumerate((20, 150, 300, 700, 1200)):
-        book = books[i % len(books)]
-        start = chosen.randrange(len(book) - 20_000)
-        prompts.append(tokenizer.encode(book[start : start + 20_000])[:length])
-    return prompts
+    return read_passages(books, tokenizer, (20, 150, 300, 700, 1200), 3, 20_000)
 
 
 def run(services: Services, prompts: list[list[int]], at_once: int, drafted: bool = True) -> list[list[int]]:
-    """The services end with it."""
+    """Return the tokens of all prompts, and end the services. drafted: whether the draft stays alive."""
     try:
         stack = start_gateway(services)
         if not drafted:
@@ -69,7 +63,7 @@ def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         for row, token in zip(logits, tokens, strict=True):
             best = row.topk(2)
-            if token != int(best.indices[0]):  # from here on float32 would have seen other tokens
+            if token != int(best.indices[0]):  # float32 would have seen other tokens from here on
                 assert float(best.values[0] - best.values[1]) < MARGIN
                 break
             followed += 1

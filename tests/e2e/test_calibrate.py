@@ -1,4 +1,4 @@
-"""`specahead calibrate` makes a plan that says where it comes from and that a pair can be launched with."""
+"""`specahead calibrate` makes a plan with its provenance, with which a pair can be launched."""
 
 import subprocess
 import sys
@@ -13,22 +13,8 @@ from tests.stack import ROOT
 def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     command = ["calibrate", "--target", str(models.TARGET), "--draft", str(models.DRAFT), "--text", str(DEMO_TEXT)]
-    options = [
-        "--out",
-        str(out),
-        "--context",
-        "1024",
-        "--skipped",
-        "384",
-        "--plots",
-        str(tmp_path / "plots"),
-        "--passages",
-        "2",
-        "--budget",
-        "0.2",
-        "--dense-layers",
-        "0",
-    ]
+    options = ["--out", str(out), "--plots", str(tmp_path / "plots")]
+    options += ["--context", "1024", "--skipped", "384", "--passages", "2", "--budget", "0.2", "--dense-layers", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "specahead.cli", *command, *options], cwd=ROOT, capture_output=True, text=True
     )
@@ -39,7 +25,7 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     assert (plan.budget, plan.dense_layers) == (0.2, (0,))
     assert plan.provenance["files"] == [DEMO_TEXT.name]
     assert plan.provenance["texts"] == 2
-    # Chance would give a quarter: a mapped draft head must know much more of what its target head reads.
+    # Chance would give a quarter: a mapped draft head must predict the blocks of its target head much better.
     assert 0.4 < plan.provenance["mean_overlap"]["0.25"] <= 1
     assert list(plan.layer_map) == sorted(plan.layer_map)
     assert all(weight > 0 for blend in plan.blends for _, _, weight in blend)

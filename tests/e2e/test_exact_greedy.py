@@ -13,6 +13,7 @@ from openai import NotFoundError, OpenAI
 from protos import inference_pb2
 from specahead.engine.loading.model import load_module
 from specahead.models import DRAFT, TARGET
+from tests.books import read_passages, spread
 from tests.client import APPROXIMATE, EXACT, generate, metric, read_by_rounds
 from tests.plans import sparse_plan_file
 from tests.stack import Stack
@@ -22,16 +23,8 @@ NEW_TOKENS, PROMPTS, AT_ONCE = 64, 12, 8
 
 @pytest.fixture(scope="module")
 def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
-    """Prompts of 16 to 6,000 tokens from all books, their lengths spread evenly on a logarithmic scale."""
-    chosen = random.Random(7)
-    lengths = [round(16 * (6000 / 16) ** (i / (PROMPTS - 1))) for i in range(PROMPTS)]
-    prompts = []
-    for i, length in enumerate(lengths):
-        book = books[i % len(books)]
-        start = chosen.randrange(len(book) - 60_000)
-        prompts.append(tokenizer.encode(book[start : start + 60_000])[:length])
-    assert [len(prompt) for prompt in prompts] == lengths
-    return prompts
+    """Prompts of 16 to 6,000 tokens from all books."""
+    return read_passages(books, tokenizer, spread(PROMPTS, 16, 6000), 7, 60_000)
 
 
 Proof = Callable[[list[int], list[int]], bool]
@@ -39,10 +32,10 @@ Proof = Callable[[list[int], list[int]], bool]
 
 @pytest.fixture(scope="module")
 def greedy() -> Proof:
-    """Whether tokens are what transformers generates in float32 after a prompt.
+    """Return a function that says whether tokens are what transformers generates in float32 after a prompt.
 
-    Each must be the likeliest by transformers' logits after the prompt and the tokens before it, which makes them, one
-    after the other, those of its greedy `generate`; one pass says it of all.
+    Each token must be the likeliest by transformers' logits after the prompt and the tokens before it. They are then,
+    by induction, those of its greedy `generate`. One pass shows it for all tokens.
     """
     model: Any = load_module(str(TARGET), torch.float32, "cpu", "sdpa")
     proven: dict[tuple[int, ...], list[int]] = {}
@@ -60,8 +53,8 @@ def greedy() -> Proof:
 
 
 def check_steps_behind_rounds(stack: Stack, prompts: list[list[int]]) -> None:
-    """The draft in the target's process is asked by steps that begin behind its rounds, and the reverse; what it found
-    second likeliest is right now and then.
+    """Steps of the target begin behind rounds of the draft in its process, and the reverse. The draft's second choice
+    is right now and then.
     """
     for name, least in {"steps_behind_rounds": 10, "rounds_behind_steps": 10, "accepted_alternatives": 3}.items():
         assert metric(stack.http, "service_events_total", name=name) > least
@@ -74,7 +67,7 @@ def check_whole_budget(stack: Stack, prompts: list[list[int]]) -> None:
         prompt, exactness = case
         result = generate(stack.stub(), prompt, max_tokens=32, exactness=exactness, ignore_eos=True)
         assert result.speculation.kv_read_fraction == 1
-        assert result.speculation.announced_bytes == 0  # nobody has to choose
+        assert result.speculation.announced_bytes == 0  # there is nothing to choose
         return result.tokens
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -84,14 +77,14 @@ def check_whole_budget(stack: Stack, prompts: list[list[int]]) -> None:
 
 
 def copied() -> list[int]:
-    """A prompt that says 90 tokens three times, which the target goes on with."""
+    """Return a prompt of 90 tokens three times over; the target continues the repetition."""
     chosen = random.Random(1)
     return [chosen.randrange(4, 4096) for _ in range(90)] * 3
 
 
 def check_default_method(stack: Stack, prompts: list[list[int]]) -> None:
-    """Approximate requests that name no method have the launch's; target and draft agree on it. And what is copied was
-    guessed before the draft was asked.
+    """Approximate requests that name no method use the launch's method, in target and draft. Copied text was looked up
+    before the draft was asked.
     """
     assert metric(stack.http, "service_events_total", name="ngram_accepted_tokens") > 30
     prompt = prompts[-1][:900]
@@ -104,8 +97,8 @@ def check_default_method(stack: Stack, prompts: list[list[int]]) -> None:
     assert generate(stub, prompt, sparsity="sts", **fields).speculation.announced_bytes > 0
 
 
-# Half of the prompts with the setting that is served most, a quarter with others, of several books each. share: of the
-# drafted tokens at least so many are accepted; measured 0.82, 0.47 and 0.48. also: what else is asked of the launch.
+# Each setting gets prompts of several books. share: the least share of drafted tokens that is accepted; measured are
+# 0.82, 0.47 and 0.48. also: a further check of the launch.
 @pytest.mark.parametrize(
     ("flags", "share", "every", "also"),
     [
@@ -159,8 +152,8 @@ models:
 def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     launch: Callable[..., Stack], tmp_path: Path, prompts: list[list[int]], greedy: Proof
 ) -> None:
-    """One has a draft and three levels. Of the others, which propose by prompt lookup, with three levels as well, or
-    draft for themselves, there is one service.
+    """One model has a draft and holds tokens back. The others, a service each, propose by prompt lookup with held
+    tokens or draft for themselves.
     """
     file = tmp_path / "models.yaml"
     file.write_text(MODELS)
@@ -185,7 +178,7 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
 
 
 def check_confirmed(stack: Stack, model: str, least: int) -> None:
-    """Sparse attention has screened twice as many tokens of a model's requests, and most of these were confirmed."""
+    """Sparse attention screened at least twice `least` tokens of a model's requests, and most were confirmed."""
     names = "confirmed_tokens", "screened_tokens"
     confirmed, screened = (
         metric(stack.http, "service_events_total", service=f"target@{model}", name=name) for name in names
@@ -194,7 +187,7 @@ def check_confirmed(stack: Stack, model: str, least: int) -> None:
 
 
 def check(stack: Stack, model: str, prompts: list[list[int]], greedy: Proof) -> tuple[int, int]:
-    """Compare the tokens of all prompts; return how many were drafted and how many accepted."""
+    """Compare the tokens of all prompts. Return how many tokens were drafted and how many were accepted."""
     stub = stack.stub()
 
     def run(prompt: list[int]) -> tuple[list[int], inference_pb2.SpeculationSummary]:

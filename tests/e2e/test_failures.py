@@ -1,7 +1,7 @@
-"""Draft or target killed, or hanging instead of dying, and a Ray that dies: noticed in 10 s, replaced in 30, no wrong
-token, no repeated token, and speculation comes back.
+"""A draft or target that is killed or hangs, and a Ray that dies: noticed in 10 s, replaced in 30, no token wrong or
+repeated, and speculation comes back.
 
-One launch on a Ray of its own is for all tests but the last: of its start, of what it survives, and of its end.
+All tests but the last share one launch on a Ray of its own: its start, the faults that it survives, and its end.
 """
 
 import os
@@ -10,8 +10,6 @@ import signal
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,10 @@ import grpc
 import psutil
 import pytest
 
-from tests.client import generate, make_request, metric, service_state, wait_for, wait_until_idle
+from tests.client import generate, make_request, metric, service_state, status_of, wait_for, wait_until_idle
 from tests.stack import Stack, start_stack
 
-# Seconds on a quiet machine; `Stack.patience` says how many they are on this one.
+# Seconds on a quiet machine; `Stack.patience` scales them to this one.
 NEXT_TOKEN, NOTICED, REPLACED, PLACED_ANEW = 2, 10, 30, 60
 TOKENS = 400
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -31,7 +29,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """The launch's folder for temporary files; its name is short, since sockets lie in it."""
+    """The launch's temporary folder. Its name is short because it holds sockets."""
     folder = Path(tempfile.mkdtemp(prefix="t-"))
     yield folder
     shutil.rmtree(folder)
@@ -39,7 +37,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def mortal(folder: Path) -> Iterator[Stack]:
-    """A launch with a Ray of its own, whose processes get killed and stopped."""
+    """A launch with a Ray of its own. The tests kill and stop its processes."""
     flags = ("--ray-address", "auto", "--shutdown-grace", "6", "--resume-timeout", "120")
     stack = start_stack(*flags, environment={"RAY_ADDRESS": "", "TMPDIR": str(folder)})
     yield stack
@@ -53,12 +51,12 @@ def prompt(books: list[str], tokenizer: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected(mortal: Stack, prompt: list[int]) -> list[int]:
-    """What every request here gets."""
+    """The tokens that every request here must get."""
     return generate(mortal.stub(), prompt, max_tokens=TOKENS, ignore_eos=True).tokens
 
 
 class Request:
-    """A greedy request that runs in a thread of its own, from its first token on."""
+    """A greedy request that has its first token and continues in a thread."""
 
     def __init__(self, stack: Stack, prompt: list[int]) -> None:
         self.tokens: list[int] = []
@@ -78,15 +76,11 @@ class Request:
 
 
 def is_healthy(stack: Stack) -> bool:
-    try:
-        with urllib.request.urlopen(f"{stack.http}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except urllib.error.HTTPError:
-        return False
+    return status_of(f"{stack.http}/health") == 200
 
 
 def pid_of(stack: Stack, service: str) -> int:
-    """The process id of a service, 0 where it does not answer."""
+    """Return the process id of a service, 0 if it does not answer."""
     return int(service_state(stack.http, service, "pid"))
 
 
@@ -99,12 +93,12 @@ def wait_for_another(stack: Stack, service: str, pid: int, seconds: float) -> No
 
 
 def test_everything_binds_to_loopback(mortal: Stack) -> None:
-    """No Ray runs: launch starts one, and nothing of it listens elsewhere either."""
+    """No Ray runs, so the launch starts one. Its processes listen on loopback only as well."""
     assert "started one" in mortal.output.read_text()
     processes = _below(mortal.process.pid)
     assert {mortal.target_pid, mortal.draft_pid} <= set(processes)
     nice = [os.getpriority(os.PRIO_PROCESS, pid) for pid in (mortal.process.pid, mortal.target_pid, mortal.draft_pid)]
-    assert len(set(nice)) == 1, nice  # Ray's own choice is to let everything else go first
+    assert len(set(nice)) == 1, nice  # Ray by default gives its processes a low priority
     sockets: dict[str, str] = {}
     for pid in processes:
         sockets |= _listening(pid)
@@ -113,7 +107,7 @@ def test_everything_binds_to_loopback(mortal: Stack) -> None:
 
 
 def test_draft_killed(mortal: Stack, prompt: list[int], expected: list[int]) -> None:
-    """Its sessions are decoded plainly. One that outlives it is taken up by the next draft in mid-stream."""
+    """Its sessions are decoded plainly. The next draft takes up a session that outlives it in mid-stream."""
     lasting = mortal.stub().Generate(make_request("The old man", temperature=0, max_tokens=20_000, ignore_eos=True))
     next(lasting)
     pid = pid_of(mortal, "draft")
@@ -176,8 +170,8 @@ def test_services_are_placed_anew_when_ray_dies(mortal: Stack, prompt: list[int]
 
 
 def test_sigterm_ends_all_and_leaves_nothing(mortal: Stack, folder: Path) -> None:
-    """A short request finishes, a long one is told why it ends. That Ray was started again changes nothing of it, but
-    that two agents of Ray's own end by themselves, within a minute."""
+    """A short request finishes, and a long one ends with the reason. No process is left, except two agents of the Ray
+    that was started again, which end by themselves within a minute."""
     processes = {pid for pid in _below(mortal.process.pid) if not _name_of(pid).endswith("Agent")}
     assert {mortal.process.pid, pid_of(mortal, "target"), pid_of(mortal, "draft")} <= processes
     stub = mortal.stub()
@@ -203,16 +197,17 @@ def test_sigterm_ends_all_and_leaves_nothing(mortal: Stack, folder: Path) -> Non
 def test_an_orphaned_launch_outlives_its_raylet_and_ends_without_a_word_of_ray(
     prompt: list[int], tmp_path: Path
 ) -> None:
-    """Under nohup or systemd and in a container its parent is process 1, which Ray takes for the death of its raylet.
+    """Under nohup, systemd and in a container the launch's parent is process 1, which Ray's client takes for a dead
+    raylet.
 
-    At the end each of Ray's processes is told to end as well, as systemd and a process group do it.
+    At the end each of Ray's processes gets SIGTERM as well, as from systemd or a process group.
     """
     small = ("--draft", "none", "--target-kv-tokens", "4000", "--shutdown-grace", "1")
-    environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": str(tmp_path)}  # where no other Ray is found
+    environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": str(tmp_path)}  # where Ray finds no other instance
     stack = start_stack("--ray-address", "auto", *small, environment=environment, orphaned=True)
     try:
         if (parent := psutil.Process(stack.process.pid).ppid()) != 1:
-            pytest.skip(f"process {parent} takes up the orphans of this session, where process 1 is to do it")
+            pytest.skip(f"process {parent} adopts the orphans of this session; this test needs process 1")
         expected = generate(stack.stub(), prompt, max_tokens=TOKENS, ignore_eos=True).tokens
         request = Request(stack, prompt)
         os.kill(_raylet_of(stack), signal.SIGKILL)
@@ -236,7 +231,8 @@ def test_an_orphaned_launch_outlives_its_raylet_and_ends_without_a_word_of_ray(
 
 
 def _stream(stack: Stack, prompt: list[int], kill_after: int, pid: int) -> tuple[list[int], float]:
-    """Tokens of a greedy stream during which `pid` dies; the longest pause between messages after that."""
+    """Return the tokens of a greedy stream during which `pid` is killed, and the longest pause between later
+    messages."""
     tokens: list[int] = []
     pause, killed, last = 0.0, False, time.monotonic()
     request = make_request(prompt, temperature=0, max_tokens=TOKENS, ignore_eos=True)
@@ -258,7 +254,7 @@ def _raylet_of(stack: Stack) -> int:
 
 
 def _below(pid: int) -> list[int]:
-    """The process and all below it."""
+    """Return a process and all its descendants."""
     found = [pid]
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
@@ -267,12 +263,12 @@ def _below(pid: int) -> list[int]:
 
 
 def _name_of(pid: int) -> str:
-    """What a process calls itself."""
+    """Return the name that a process gave itself."""
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].strip()
 
 
 def _listening(pid: int) -> dict[str, str]:
-    """Local address (hex) of each listening socket of a process, by inode."""
+    """Return the local address (hex) of each listening socket of a process, by inode."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:

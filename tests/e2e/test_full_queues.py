@@ -1,4 +1,4 @@
-"""Two targets with few places behind two gateways, a target is killed: what was accepted is kept by the other."""
+"""Two gateways over two targets with few places; one target is killed, and the other keeps all accepted requests."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ FLAGS = ("--draft", "none", "--kv-tokens", "40000", "--max-sessions", f"{PLACES}
 
 @dataclass(frozen=True)
 class Cluster:
-    """gateways: over both targets. pid: of the second target's process."""
+    """Two gateways over both targets, and the process id of the second target."""
 
     gateways: list[Stack]
     pid: int
@@ -46,7 +46,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_no_request_that_was_accepted_is_refused_when_a_target_is_killed(cluster: Cluster) -> None:
-    """Of ten, six wait. At the target that is left eight wait then, twice as many as it takes of new ones."""
+    """Six of ten requests wait. After the loss eight wait at the other target, twice as many as it takes of new
+    ones."""
     stubs = [gateway.stub() for gateway in cluster.gateways]
     expected = generate(stubs[0], PROMPT, max_tokens=TOKENS, ignore_eos=True).tokens
     with ThreadPoolExecutor(2 * REQUESTS) as pool:
@@ -61,4 +62,4 @@ def test_no_request_that_was_accepted_is_refused_when_a_target_is_killed(cluster
         )
         os.kill(cluster.pid, signal.SIGKILL)
         assert all(request.result(240).tokens == expected for request in asked)
-    assert cluster.routed("target-1") > 2 * REQUESTS - PLACES, "those that waited went there, too"
+    assert cluster.routed("target-1") > 2 * REQUESTS - PLACES, "the waiting requests went there, too"

@@ -17,16 +17,7 @@ from protos import control_pb2, inference_pb2
 from specahead.models import DRAFT, PLAN
 from specahead.sparsity.methods import METHODS as SPARSITY
 from specahead.sparsity.plan import load_plan
-from tests.client import (
-    APPROXIMATE,
-    generate,
-    make_request,
-    metric,
-    read_by_rounds,
-    service_state,
-    wait_for,
-    wait_until_idle,
-)
+from tests.client import APPROXIMATE, generate, make_request, read_by_rounds, service_state, wait_for_sessions
 from tests.stack import Stack
 
 PROMPT = "The old man looked at the sea and"
@@ -48,20 +39,6 @@ def refused(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
         run()
     error: Any = caught.value
     return error.code(), error.details()
-
-
-def wait_for_sessions(stack: Stack, count: int) -> None:
-    """Both services answer, and each holds that many sessions."""
-
-    def holds(service: str) -> bool:
-        up = metric(stack.http, "service_up", service=service)
-        return up == 1 and service_state(stack.http, service, "sessions") == count
-
-    for service in ("target", "draft"):
-        wait_for(lambda s=service: holds(s), 60, f"{service} holds {count} sessions")
-    if count == 0:
-        wait_until_idle(stack.http)
-        assert metric(stack.http, "num_requests_running") == 0
 
 
 # What is served.
@@ -206,7 +183,7 @@ def test_abort(stack: Stack) -> None:
     assert last.finish_reason == control_pb2.FINISH_REASON_ABORT
     assert last.usage.completion_tokens > 0
     assert len(generate(stub, PROMPT, max_tokens=3, request_id="to-abort").tokens) == 3, "free at once"
-    wait_for_sessions(stack, 0)
+    wait_for_sessions(stack.http, 0)
     code, details = refused(lambda: stub.Abort(abort))
     assert code is NOT_FOUND
     assert "to-abort" in details
@@ -221,22 +198,22 @@ def test_abort_ends_a_request_that_came_over_http(stack: Stack) -> None:
         events = [line.removeprefix(b"data: ") for line in response if line.strip()]
     assert events[-1].strip() == b"[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
-    wait_for_sessions(stack, 0)
+    wait_for_sessions(stack.http, 0)
 
 
 def test_a_deadline_ends_the_session_on_both_services(stack: Stack) -> None:
     call = stack.stub().Generate(make_request(PROMPT, **ENDLESS), timeout=5)
     assert next(call).token_ids
     assert refused(lambda: call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
-    wait_for_sessions(stack, 0)
+    wait_for_sessions(stack.http, 0)
 
 
 def test_cancelling_ends_the_session_on_both_services(stack: Stack) -> None:
     call = stack.stub().Generate(make_request(PROMPT, **ENDLESS))
     next(call)
-    wait_for_sessions(stack, 1)
+    wait_for_sessions(stack.http, 1)
     call.cancel()
-    wait_for_sessions(stack, 0)
+    wait_for_sessions(stack.http, 0)
 
 
 def test_a_channel_that_closes_ends_its_sessions(stack: Stack) -> None:
@@ -245,8 +222,8 @@ def test_a_channel_that_closes_ends_its_sessions(stack: Stack) -> None:
         calls = [ask(make_request(PROMPT, **ENDLESS).SerializeToString()) for _ in range(2)]
         for call in calls:
             next(call)
-        wait_for_sessions(stack, 2)
-    wait_for_sessions(stack, 0)
+        wait_for_sessions(stack.http, 2)
+    wait_for_sessions(stack.http, 0)
 
 
 # So long that it is beyond the context, which its size does not tell: it has to be tokenized.
@@ -404,4 +381,4 @@ def test_bad_requests_do_no_harm_to_others(stack: Stack) -> None:
     assert all(" orchestrator.sessions.observer: request " in line for line in lines), (
         lines
     )  # nothing but the requests' own
-    wait_for_sessions(stack, 0)
+    wait_for_sessions(stack.http, 0)

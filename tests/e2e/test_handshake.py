@@ -1,4 +1,4 @@
-"""Draft and target that do not fit refuse each other, naming both sides; the target lives on."""
+"""A draft and a target that do not fit refuse each other and name both sides; the target continues."""
 
 import asyncio
 import shutil
@@ -44,7 +44,7 @@ from tests.stack import start_service, start_stack
 
 
 def start_draft(target: str, *flags: str) -> tuple[subprocess.Popen[str], str]:
-    """Run a real draft that dials a target."""
+    """Start a real draft that dials a target."""
     own = ("--model", str(DRAFT), "--plan", str(PLAN), "--port", "0", "--kv-tokens", "1000")
     return start_service("-m", "draft_service", *own, "--target", target, *flags)
 
@@ -101,7 +101,7 @@ async def test_a_fitting_hello_is_welcome(bare_target: str, hello: Hello) -> Non
 
 
 def test_a_real_draft_reports_its_refusal(bare_target: str) -> None:
-    """Another γ: the draft process says why it was refused, the target goes on."""
+    """A draft with another γ reports why it was refused; the target continues."""
     draft, address = start_draft(bare_target, "--gamma", "7")
     try:
         with grpc.insecure_channel(address) as channel:
@@ -121,7 +121,7 @@ def test_a_real_draft_reports_its_refusal(bare_target: str) -> None:
         draft.wait()
 
 
-# What a hostile or broken draft may send once it is attached. Each must end the drafting of its session, and only that.
+# Events that a hostile or broken draft may send. Each must end the drafting of its session, and nothing else.
 PROMPT = list(range(300, 364))
 
 
@@ -161,7 +161,7 @@ BAD_EVENTS = {
 
 @pytest.mark.parametrize("what", BAD_EVENTS)
 async def test_a_broken_draft_loses_its_session_and_no_token(hello: Hello, bare_target: str, what: str) -> None:
-    """A session of a draft that misbehaves is decoded plainly to its end; the target lives, and so does the stream."""
+    """A session of a draft that misbehaves is decoded plainly to its end; the target and the stream survive."""
     async with grpc.aio.insecure_channel(bare_target) as channel:
         draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
         await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(hello)))
@@ -188,7 +188,7 @@ async def test_a_broken_draft_loses_its_session_and_no_token(hello: Hello, bare_
                 assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
                 assert refused.value.details()
             else:
-                # Those of others, which the draft of a case before has left, may end beside it.
+                # Sessions that the draft of an earlier case left may end in between.
                 while (await _next(draft, End)).session != name:
                     pass
                 await serve.write(convert.serve_request_to_pb(replace(opening, session=f"another-{what}")))
@@ -197,7 +197,7 @@ async def test_a_broken_draft_loses_its_session_and_no_token(hello: Hello, bare_
 
 
 async def _next(draft: Any, kind: type) -> Any:
-    """The first event of this kind that comes, beside beats and verdicts."""
+    """Return the next event of this kind, past beats and verdicts."""
     while True:
         events = map(convert.target_event_from_pb, (await draft.read()).batch.events)
         for event in events:
@@ -232,7 +232,7 @@ async def test_the_target_refuses_what_it_cannot_run(bare_target: str, change: d
 
 
 def test_a_pair_without_a_plan_serves_and_says_so(tmp_path: Path) -> None:
-    """Started apart, each by the other's config: exact needs no plan, approximate reads everything, and says so."""
+    """Each service knows the other's model. `exact` needs no plan; `approximate` reads everything and reports that."""
     for name, model in (("target", TARGET), ("draft", DRAFT)):
         shutil.copytree(model, tmp_path / name)
     target, draft = str(tmp_path / "target"), str(tmp_path / "draft")
@@ -256,7 +256,7 @@ def test_a_pair_without_a_plan_serves_and_says_so(tmp_path: Path) -> None:
 
 
 def test_the_target_still_works(bare_target: str) -> None:
-    """After all that was refused above."""
+    """A good draft is still accepted after all the refusals above."""
     draft, address = start_draft(bare_target)
     try:
         gateway = start_stack("--target-address", bare_target, "--draft-address", address)

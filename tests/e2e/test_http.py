@@ -1,4 +1,4 @@
-"""OpenAI-style HTTP through the real `openai` package, and through raw requests what no package would send."""
+"""OpenAI-style HTTP, through the real `openai` package and through raw requests that no package would send."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from openai import OpenAI
 from specahead.models import PLAN
 from specahead.sparsity.methods import METHODS, methods_of
 from specahead.sparsity.plan import load_plan
-from tests.client import metric, service_state, wait_for, wait_until_idle
+from tests.client import metric, service_state, wait_for_sessions
 from tests.stack import Stack
 
 MODEL = "tiny-target"
@@ -47,17 +47,6 @@ def chat(client: OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES, "temperature": 0} | fields))
 
 
-def wait_for_sessions(stack: Stack, count: int) -> None:
-    """Both services answer, and each holds that many sessions."""
-
-    def holds(service: str) -> bool:
-        up = metric(stack.http, "service_up", service=service)
-        return up == 1 and service_state(stack.http, service, "sessions") == count
-
-    for service in ("target", "draft"):
-        wait_for(lambda s=service: holds(s), 60, f"{service} holds {count} sessions")
-
-
 # What is served.
 
 
@@ -74,7 +63,7 @@ def test_completion(client: OpenAI, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95, "seed": 11}])
 def test_streamed_text_equals_plain_text(client: OpenAI, sampling: dict[str, Any]) -> None:
-    """In several pieces, the reason in the last; then, if asked for, a chunk of usage without choices."""
+    """The text comes in pieces, the reason in the last; a chunk with usage and no choices follows on request."""
     plain = complete(client, **sampling)
     *chunks, last = complete(client, **sampling, stream=True, stream_options={"include_usage": True})
     assert len(chunks) > 3
@@ -115,7 +104,7 @@ def test_a_seed_makes_sampling_reproducible(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_is_cut_off_and_never_shown(client: OpenAI, stream: bool) -> None:
-    """The one that comes first counts, also if it spans several tokens."""
+    """The stop string that comes first counts, also if it spans several tokens."""
     plain = complete(client, max_tokens=48).choices[0].text
     stop, later = plain[20:29], plain[60:66]
     assert plain.index(stop) < plain.index(later)
@@ -134,7 +123,7 @@ def test_approximate(client: OpenAI) -> None:
         complete(client, prompt=prompt, extra_body={"exactness": name}) for name in ("exact", "approximate")
     )
     assert approximate.usage.total_tokens == exact.usage.total_tokens
-    assert approximate.usage.prompt_tokens_details.cached_tokens > 700  # whose KV the first request left
+    assert approximate.usage.prompt_tokens_details.cached_tokens > 700  # the first request left their KV
     assert exact.speculation["kv_read_fraction"] == 1
     assert approximate.speculation["kv_read_fraction"] < 0.7
     assert approximate.speculation["announced_bytes"] > 0
@@ -151,7 +140,7 @@ def test_every_method_that_the_plan_allows(client: OpenAI, method: str) -> None:
 
 
 def test_chat(client: OpenAI, tokenizer: Any) -> None:
-    """The answer is the completion of the rendered template; in a stream, the role comes first and once."""
+    """The answer is the completion of the rendered template. In a stream the role comes first, and once."""
     plain = chat(client, max_completion_tokens=20)
     (choice,) = plain.choices
     assert (plain.object, choice.message.role, choice.finish_reason) == ("chat.completion", "assistant", "length")
@@ -299,7 +288,7 @@ BAD_CHATS = {
 
 
 async def assert_refused(response: aiohttp.ClientResponse, reason: str, status: int = 400) -> None:
-    """With OpenAI's error body, which says why."""
+    """The body is OpenAI's error object, and its message has the reason."""
     assert response.status == status
     error = (await response.json())["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -359,7 +348,7 @@ async def test_health(raw: aiohttp.ClientSession) -> None:
 
 
 def test_metrics_count_speculation(client: OpenAI, stack: Stack) -> None:
-    """They grow by what the answer itself reports."""
+    """The counters grow by the figures that the answer itself reports."""
     names = ("drafts", "draft_tokens", "accepted_tokens")
 
     def read() -> tuple[list[float], list[float]]:
@@ -379,16 +368,14 @@ def test_metrics_count_speculation(client: OpenAI, stack: Stack) -> None:
 def test_a_client_that_leaves_its_stream_ends_the_request(client: OpenAI, stack: Stack) -> None:
     stream = complete(client, stream=True, **ENDLESS)
     next(iter(stream))
-    wait_for_sessions(stack, 1)
+    wait_for_sessions(stack.http, 1)
     assert metric(stack.http, "num_requests_running") == 1
     stream.close()
-    wait_for(lambda: metric(stack.http, "num_requests_running") == 0, 60, "the request ends")
-    wait_for_sessions(stack, 0)
-    wait_until_idle(stack.http)
+    wait_for_sessions(stack.http, 0)
 
 
 async def test_clients_that_leave_without_an_answer_end_their_requests(stack: Stack) -> None:
-    """One by closing its connection, one by resetting it."""
+    """One closes its connection, one resets it."""
     host, port = stack.http.removeprefix("http://").split(":")
     data = body(max_tokens=20_000, ignore_eos=True)
     writers = []
@@ -398,18 +385,16 @@ async def test_clients_that_leave_without_an_answer_end_their_requests(stack: St
         writer.write(head.format(COMPLETIONS, len(data)).encode())
         writer.write(data)
         writers.append(writer)
-    await asyncio.to_thread(wait_for_sessions, stack, 2)
+    await asyncio.to_thread(wait_for_sessions, stack.http, 2)
     linger = bytes([1, 0, 0, 0, 0, 0, 0, 0])  # on, 0 s: closing resets
     writers[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     for writer in writers:
         writer.close()
-    await asyncio.to_thread(wait_for_sessions, stack, 0)
-    await asyncio.to_thread(wait_until_idle, stack.http)
-    assert metric(stack.http, "num_requests_running") == 0
+    await asyncio.to_thread(wait_for_sessions, stack.http, 0)
 
 
 async def test_bad_requests_do_no_harm_to_others(client: OpenAI, raw: aiohttp.ClientSession, stack: Stack) -> None:
-    """A stream goes on as if alone while all of the above, and the strangest that is allowed, arrive."""
+    """A request gets its text while all bad bodies above, and the strangest valid ones, arrive."""
     fields: dict[str, Any] = {"max_tokens": 300, "extra_body": {"ignore_eos": True}}
     expected = (await asyncio.to_thread(complete, client, **fields)).choices[0].text
     names = [("target", "pid"), ("draft", "pid")]
@@ -421,7 +406,7 @@ async def test_bad_requests_do_no_harm_to_others(client: OpenAI, raw: aiohttp.Cl
         async with raw.post(COMPLETIONS, data=data) as response:
             assert response.status == 400
     for strange in (
-        # A float32, as it travels to the target, has no room for it.
+        # Too small for the float32 in which it travels to the target.
         body(top_p=1e-300),
         body(temperature=1e-300),
         body(seed=2**64 - 1),
@@ -434,11 +419,11 @@ async def test_bad_requests_do_no_harm_to_others(client: OpenAI, raw: aiohttp.Cl
     assert [service_state(stack.http, *name) for name in names] == before
     lines = stack.output.read_text()[said:].splitlines()
     others = [line for line in lines if " orchestrator.sessions.observer: request " not in line]
-    assert not others, "something beside the requests' own lines is logged"
+    assert not others, "the log has only the lines of the requests"
 
 
 async def test_the_dashboard_tells_of_a_session_while_it_runs(raw: aiohttp.ClientSession) -> None:
-    """Its rounds, and which blocks one of them read: of a sparse one, fewer than there are."""
+    """The dashboard shows the session's rounds, and that a sparse round read fewer blocks than there are."""
     ask = {"model": MODEL, "prompt": PROMPT * 60, "max_tokens": 150, "exactness": "approximate", "ignore_eos": True}
     shares: list[float] = []
     watched = asyncio.Event()
@@ -456,7 +441,7 @@ async def test_the_dashboard_tells_of_a_session_while_it_runs(raw: aiohttp.Clien
         tokens, looking = 0, None
         async for line in events.content:
             event = json.loads(line[6:]) if line.startswith(b"data: ") else {"type": ""}
-            if event["type"] == "snapshot":  # of what ran before: from now on all is told
+            if event["type"] == "snapshot":  # the present state; every later event follows
                 watched.set()
             if event["type"] == "rounds":
                 tokens += event["sums"]["tokens"]

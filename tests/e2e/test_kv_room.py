@@ -1,4 +1,4 @@
-"""Chats that may all go on to the end of the context, in a target and a draft whose KV has no room for that."""
+"""Chats that all continue to the end of the context, in a target and a draft whose KV has no room for that."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def running() -> Iterator[Stack]:
 
 
 def chats(stack: Stack, **fields: int) -> list[Any]:
-    """The answers to all chats at once, none of which ends before the context does, or as `fields` say."""
+    """Return the answers to all chats at once. No chat ends before the context does, unless `fields` limit it."""
 
     def ask(topic: str) -> Any:
         with OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=400) as client:
@@ -44,16 +44,16 @@ def chats(stack: Stack, **fields: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def wanted(stack: Stack) -> list[str]:
-    """What they answer, and more, where all find room."""
+    """Their answers, and more text behind them, from a target with room for all."""
     answers = chats(stack, max_tokens=CONTEXT)
     assert sum(answer.speculation["preemptions"] for answer in answers) == 0
     return [answer.choices[0].message.content for answer in answers]
 
 
 def test_every_chat_gets_its_tokens_from_a_pool_that_is_too_small(wanted: list[str]) -> None:
-    """Some give way, in the target and in the draft, and none is refused or answers otherwise.
+    """Some sessions give way in target and draft; none is refused or gets another answer.
 
-    Where host memory is what is too small: test_offload.py.
+    test_offload.py does the same with too little host memory.
     """
     with running() as stack:
         assert service_state(stack.http, "target", "kv_pages") == 38

@@ -1,30 +1,29 @@
-"""A launch whose services are not there yet. Its start and end where they are: test_failures.py."""
+"""A launch whose services cannot start yet. test_failures.py has the start and end of a whole one."""
 
 import json
 import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
+from tests.client import status_of
 from tests.conftest import RAY_ENVIRONMENT
 from tests.stack import ROOT, START_SECONDS, free_port
 
 
 def test_a_start_that_waits_for_its_services_answers_probes_and_stops_when_told() -> None:
-    """As in a cluster, where a target may load for minutes: alive, not ready, and gone at once at SIGTERM."""
+    """In a cluster a target may load for minutes. The launch is alive, not ready, and ends at once at SIGTERM."""
     port = free_port()
     flags = ["--target-address", f"127.0.0.1:{free_port()}", "--connect-timeout", "0", "--http-port", str(port)]
     command = [sys.executable, "-m", "orchestrator.launch", "--grpc-port", "0", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + START_SECONDS
-        while _status_of(f"http://127.0.0.1:{port}/live") != 200:
+        while status_of(f"http://127.0.0.1:{port}/live") != 200:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.2)
-        assert _status_of(f"http://127.0.0.1:{port}/ready") == 503
+        assert status_of(f"http://127.0.0.1:{port}/ready") == 503
         process.terminate()
         assert process.wait(60) == 0
     finally:
@@ -34,7 +33,7 @@ def test_a_start_that_waits_for_its_services_answers_probes_and_stops_when_told(
 
 
 def test_a_start_that_waits_for_room_in_a_joined_ray_stops_when_told(ray_address: str) -> None:
-    """A GPU may come with a node that joins; until then SIGTERM ends the launch, without a stack of Ray's."""
+    """A node with a GPU may join later. Until then SIGTERM ends the launch without a traceback of Ray's."""
     process = _launch_on_gpu(*("--namespace", "waiting"), **RAY_ENVIRONMENT, RAY_ADDRESS=ray_address)
     said = ""
     try:
@@ -52,7 +51,7 @@ def test_a_start_that_waits_for_room_in_a_joined_ray_stops_when_told(ray_address
 
 
 def test_a_start_that_its_own_ray_can_never_serve_is_refused(tmp_path: Path) -> None:
-    """It waited for ever. One GPU is as good as none for two services; Ray is made to believe that there is one."""
+    """A Ray that the launch started gets no more nodes: two services that need a GPU each cannot share its one."""
     own = {"RAY_ADDRESS": "", "RAY_TMPDIR": str(tmp_path), "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 1})}
     process = _launch_on_gpu("--ray-address", "auto", **own)
     try:
@@ -71,14 +70,3 @@ def _launch_on_gpu(*flags: str, **environment: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     variables = os.environ | environment
     return subprocess.Popen([*command, *flags], cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=variables)
-
-
-def _status_of(url: str) -> int:
-    """Return the status that an address answers with, 0 if nobody listens."""
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return 0

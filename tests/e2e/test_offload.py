@@ -1,4 +1,4 @@
-"""KV offload in real services: the same tokens whatever lies on the device, and a host whose memory is full."""
+"""KV in host memory, in real services: the same tokens wherever KV lies, also when the host memory is full."""
 
 import json
 import urllib.error
@@ -15,22 +15,22 @@ from tests.client import APPROXIMATE, EXACT, generate, make_request, metric, ser
 from tests.plans import sparse_plan_file
 from tests.stack import Stack
 
-MOST = 1280  # tokens, of a context and at home
+MOST = 1280  # tokens of a context, and of KV in host memory
 SIZES = ("--max-context", str(MOST), "--target-kv-tokens", "800")
-# A round that a slow machine decodes without the draft is read wholly, which changes what `approximate` answers.
+# A round that a slow machine decodes without the draft reads everything, which changes `approximate` answers.
 FLAGS = ("--max-sessions", "8", "--prefill-chunk", "128", "--draft-timeout", "60", *SIZES)
-# GiB that hold them: keys and values, layers, heads, dimensions, float32.
+# GiB of host memory: tokens, keys and values, layers, heads, dimensions, bytes of a float32.
 MEMORY = MOST * 2 * 10 * 4 * 64 * 4 / 2**30
 
 
 @pytest.fixture(scope="module")
 def small(launch: Callable[..., Stack]) -> Stack:
-    """A launch whose target has fifty pages on the device and eighty at home."""
+    """A launch whose target has fifty pages on the device and eighty in host memory."""
     return launch(*FLAGS, "--plan", sparse_plan_file(), "--host-kv-memory", str(MEMORY))
 
 
 def answers(stack: Stack, cases: list[tuple[int, list[int]]], at_once: int, tokens: int = 24) -> list[list[int]]:
-    """To each prompt, exact or approximate."""
+    """Return the tokens of each case, a pair of exactness and prompt."""
     stub = stack.stub()
 
     def run(case: tuple[int, list[int]]) -> list[int]:
@@ -48,8 +48,8 @@ def count(stack: Stack, name: str, service: str = "target") -> float:
 def test_from_fifty_pages_the_answers_are_the_same(
     small: Stack, stack: Stack, books: list[str], tokenizer: Any
 ) -> None:
-    """One after the other and all at once; what has become of the KV is in /metrics."""
-    lengths = (60, 200, 840)  # one is longer than the device holds, and at home there is room for all three
+    """Requests run one after the other and all at once; /metrics shows where their KV went."""
+    lengths = (60, 200, 840)  # one exceeds the device, and host memory holds all three
     prompts = [tokenizer.encode(book[5000:25_000])[:length] for book, length in zip(books, lengths, strict=False)]
     exact, approximate = ([(exactness, prompt) for prompt in prompts] for exactness in (EXACT, APPROXIMATE))
     wanted = answers(stack, exact + approximate, 1)
@@ -66,7 +66,7 @@ def test_from_fifty_pages_the_answers_are_the_same(
 
 
 def test_a_full_host_is_shared_by_many(small: Stack, stack: Stack, books: list[str], tokenizer: Any) -> None:
-    """Together they need more than it has: some give way, and none is refused or answers otherwise."""
+    """Together the sessions need more than there is: some give way, none is refused or gets another answer."""
     tokens = tokenizer.encode(books[3][5000:35_000])
     cases = [(EXACT, tokens[150 * i : 150 * (i + 1)]) for i in range(6)]
     before = count(small, "preemptions")

@@ -1,4 +1,4 @@
-"""Where Ray runs the services of a launch, on several nodes on this machine, and what happens when one is lost."""
+"""A launch on a Ray of several nodes on this machine: where its services run, and the loss of a node or the head."""
 
 import contextlib
 import json
@@ -17,17 +17,15 @@ from tests.stack import ROOT, Stack, start_stack
 
 TOKENS = 500
 PROMPT = "The old man looked at the sea"
-# Ray takes 15 s or more to give a node up otherwise.
+# With its own settings Ray takes 15 s or more to give up a node.
 IMPATIENT = {"health_check_period_ms": 500, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 3}
-
-
-DRIVER = "127.0.0.5"  # where the launch is that outlives its head
+DRIVER = "127.0.0.5"  # the node of the launch that outlives the head
 
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """A Ray whose head has address 127.0.0.1 and the resource `small`. It believes to have a GPU, as all its nodes do
-    but that of the driver, so that each runs one service."""
+    """A Ray whose head has the address 127.0.0.1 and the resource `small`. All nodes but the driver's claim one GPU, so
+    that each runs one service."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in RAY_ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -43,13 +41,13 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def nodes(cluster: Any) -> dict[str, Any]:
-    """The nodes for targets, by address."""
+    """Two nodes for targets, by address."""
     return {host: add_target_node(cluster, host) for host in ("127.0.0.2", "127.0.0.3")}
 
 
 @contextlib.contextmanager
 def launched_at(host: str, cluster: Any) -> Iterator[Stack]:
-    """A launch whose driver is on this node."""
+    """Yield a launch whose driver runs on this node."""
     stack = start_stack(
         *("--ray-address", cluster.address, "--targets", "2"),
         *("--target-resource", "large", "--draft-resource", "small"),
@@ -63,7 +61,7 @@ def launched_at(host: str, cluster: Any) -> Iterator[Stack]:
 
 
 def add_node(cluster: Any, host: str, attempts: int = 3, **options: Any) -> Any:
-    """A raylet now and then does not register within the 30 s that Ray gives it; another one is started then."""
+    """Add a node. A raylet sometimes fails to register within the 30 s that Ray gives it; then another one is tried."""
     try:
         return cluster.add_node(num_cpus=1, node_ip_address=host, **options)
     except Exception as error:  # Ray raises no narrower class
@@ -85,7 +83,7 @@ def parent_of(pid: int) -> int:
 
 
 def running_target(stack: Stack) -> str:
-    """Wait until a request runs; return where."""
+    """Wait until a request runs, and return the name of its target."""
     runs = lambda name: service_state(stack.http, name, "sessions") == 1  # noqa: E731
     wait_for(lambda: runs("target-1") or runs("target-2"), 60, "the request runs")
     return "target-1" if runs("target-1") else "target-2"
@@ -94,7 +92,7 @@ def running_target(stack: Stack) -> str:
 def test_streams_go_on_when_a_node_is_lost_and_its_target_starts_on_one_that_joins(
     cluster: Any, nodes: dict[str, Any]
 ) -> None:
-    """Services run on nodes that have what they need, and listen there. A node is lost with raylet and all."""
+    """Services run on nodes that have their resources, and listen there. Then a node is lost with its raylet."""
     with launched_at("127.0.0.1", cluster) as stack:
         hosts = {name: address.partition(":")[0] for name, (address, _) in stack.services.items()}
         assert hosts["draft"] == "127.0.0.1" and {hosts["target-1"], hosts["target-2"]} == set(nodes)
@@ -120,9 +118,9 @@ def test_streams_go_on_when_a_node_is_lost_and_its_target_starts_on_one_that_joi
 def test_streams_go_on_when_the_head_is_lost_and_the_launch_ends_with_an_error(
     cluster: Any, nodes: dict[str, Any]
 ) -> None:
-    """The head takes the draft with it; targets and driver are on other nodes. No other head comes.
+    """The draft dies with the head; targets and driver are on other nodes, and no new head comes.
 
-    The launch goes on for a minute: what is asked for is little enough for a busy machine.
+    The launch continues for a minute, in which even a busy machine can serve the few tokens that are asked for.
     """
     add_node(cluster, DRIVER)
     with launched_at(DRIVER, cluster) as stack:

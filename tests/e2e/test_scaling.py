@@ -1,6 +1,6 @@
-"""A Ray whose autoscaler adds nodes and takes them away: targets come and go by load, and no stream ends with one.
+"""A Ray whose autoscaler adds and removes nodes: targets come and go by load, and no stream ends with one.
 
-Beside the launch that places them runs a gateway that has joined them; it is killed in the end.
+Beside the launch that places the services runs a gateway that has joined them; the test kills it in the end.
 """
 
 import contextlib
@@ -23,13 +23,14 @@ from tests.conftest import RAY_ENVIRONMENT
 from tests.stack import free_port, start_stack
 
 TOKENS = 1000
-PATIENCE = 180  # seconds, of which a quiet machine takes ten at most
+PATIENCE = 180  # seconds; a quiet machine takes ten at most
 PROMPT = "The old man looked at the sea"
 _HEAD = "f" * 51 + "00000"  # the node id that Ray's fake provider of nodes has for the head
 
 
 def autoscaling(port: int) -> dict[str, Any]:
-    """What Ray's autoscaler is told. Nodes are processes here, and believe to have GPUs, so that one runs a target."""
+    """Return the configuration of Ray's autoscaler. Nodes are processes here and claim a GPU, so that each runs a
+    target."""
     provider = {
         "type": "external",
         "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
@@ -63,7 +64,7 @@ def autoscaling(port: int) -> dict[str, Any]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[str]:
-    """The address of a Ray that has no node for a target yet."""
+    """Yield the address of a Ray that has no node for a target yet."""
     port = free_port()
     config, folder = tmp_path / "autoscaling.json", f"/tmp/ray-{port}"
     config.write_text(json.dumps(autoscaling(port)))
@@ -83,7 +84,7 @@ def cluster(tmp_path: Path) -> Iterator[str]:
     finally:
         head.terminate()
         head.wait(30)
-        for process in psutil.process_iter(["cmdline"]):  # what its nodes leave behind
+        for process in psutil.process_iter(["cmdline"]):  # processes that its nodes leave behind
             if any(folder in part or address in part for part in process.info["cmdline"] or []):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -152,7 +153,7 @@ def test_targets_come_and_go_by_load_and_no_stream_ends(cluster: str) -> None:
 
 
 def wait_for_nodes(address: str, count: int) -> None:
-    """Wait until a Ray has so many nodes, its head included: in a process of its own, which Ray's driver has to be."""
+    """Wait until a Ray has this number of nodes, its head included. Ray's driver needs a process of its own."""
     code = f"""
 import ray, time
 ray.init('{address}', log_to_driver=False)

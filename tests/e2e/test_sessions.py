@@ -1,4 +1,4 @@
-"""Many sessions side by side: each as if it were alone, and nothing left behind."""
+"""Many sessions side by side: each gets the tokens that it would get alone, and nothing is left behind."""
 
 import random
 import threading
@@ -27,7 +27,7 @@ def test_sixteen_sessions_started_and_aborted_at_random(stack: Stack, books: lis
         cases.append((prompt, fields, chosen.random() * 0.5, abort_after))
 
     def run(case: tuple[list[int], dict[str, Any], float, int | None]) -> list[int] | None:
-        """The tokens of a request that finished; None if it was aborted."""
+        """Return the tokens of a request that finished, None if it was aborted."""
         prompt, fields, delay, abort_after = case
         time.sleep(delay)
         call = stub.Generate(make_request(prompt, **fields))
@@ -49,14 +49,14 @@ def test_sixteen_sessions_started_and_aborted_at_random(stack: Stack, books: lis
     finished = [(case, tokens) for case, tokens in zip(cases, together, strict=True) if tokens is not None]
     assert len(finished) >= SESSIONS // 2
     for (prompt, fields, _, _), tokens in finished:
-        if fields["temperature"] == 0:  # of sampled ones a seed does not promise it under load
+        if fields["temperature"] == 0:  # under load a seed does not promise the same sampled tokens
             assert generate(stub, prompt, **fields).tokens == tokens
     wait_until_idle(stack.http)
     assert metric(stack.http, "num_requests_running") == 0
 
 
 def test_a_long_prefill_does_not_hold_others_up(stack: Stack, books: list[str], tokenizer: Any) -> None:
-    """While a 5,000-token prompt is read, a short request starts and finishes."""
+    """A short request starts and finishes while a prompt of 5,000 tokens is read."""
     stub = stack.stub()
     long_prompt = tokenizer.encode(books[3][:60_000])[:5000]
     order: list[str] = []
@@ -75,7 +75,7 @@ def test_a_long_prefill_does_not_hold_others_up(stack: Stack, books: list[str], 
 
 
 def test_approximate_reads_less_and_a_prompt_is_reused(stack: Stack, books: list[str], tokenizer: Any) -> None:
-    """A second turn over the same text finds its KV again, and the answer is the same."""
+    """A second request with the same text finds its KV again and gets the same answer."""
     stub = stack.stub()
     prompt = tokenizer.encode(books[2][:40_000])[:2500]
     first = generate(stub, prompt, max_tokens=24, exactness=APPROXIMATE)

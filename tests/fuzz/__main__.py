@@ -1,10 +1,10 @@
-"""Give strangers' inputs to everything that reads them: `make fuzz N=…`.
+"""Give strange inputs to all code that reads bytes of others: `make fuzz N=…`.
 
 python -m tests.fuzz [--inputs N] [--seed S] [--jobs J] [--keep] [TARGET…]
 
-Inputs are changed seeds, and those kept in tests/fuzz/corpus because they were taken in a way that none before was. No
-input may raise anything but a refusal, take MOST_SECONDS of processor time, or need more memory than MOST_MEMORY; one
-that does is written to a file that is named. The same seed gives the same inputs.
+Inputs are mutated seeds and mutated inputs of tests/fuzz/corpus, each of which was once taken in a new way. An input
+may raise only refusals; 100 inputs may take MOST_SECONDS of processor time, and none MOST_MEMORY. An input that fails
+is written to a file, whose name is printed. The same seed gives the same inputs.
 """
 
 import argparse
@@ -29,21 +29,21 @@ from tests.fuzz.targets import Target, all_targets
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
 MOST_SECONDS = 5.0
-MOST_MEMORY = 256 << 20  # bytes, beyond what the process has when it begins
-PART = 50_000  # inputs that a process tries at a time; of a slow target, its share of them
-MOST_KEPT = 1024  # bytes of an input that is kept
+MOST_MEMORY = 256 << 20  # bytes beyond the memory that the process has at first
+PART = 50_000  # inputs that a process tries at a time; slow targets get a share
+MOST_KEPT = 1024  # bytes; longer inputs are not kept
 
 
 class TooLong(Exception):
-    """An input takes more than MOST_SECONDS."""
+    """Inputs took more than MOST_SECONDS."""
 
 
 class Reported(Exception):
-    """An input failed, and that has been printed."""
+    """An input failed, and the failure has been printed."""
 
 
 def read_corpus(target: Target) -> list[bytes]:
-    """Return what is kept for a target: an input a line, in base64."""
+    """Return the inputs kept for a target. Its file has an input a line, in base64."""
     file = CORPUS / target.name
     return [base64.b64decode(line) for line in file.read_text().split()] if file.exists() else []
 
@@ -61,7 +61,7 @@ def report(target: Target, data: bytes, error: BaseException) -> NoReturn:
 
 
 def fuzz(target: Target, inputs: int, seed: str) -> dict[str, bytes]:
-    """Try so many inputs. Returns those that were taken in a way that no seed and none before was, by that way."""
+    """Try inputs, and return those that were taken in a new way, by that way."""
     rng = random.Random(f"{target.name} {seed}")
     pool = [*target.seeds, *read_corpus(target)]
     seen = {how(target.take(data)) for data in pool}
@@ -85,7 +85,7 @@ def fuzz(target: Target, inputs: int, seed: str) -> dict[str, bytes]:
 
 
 def limit_resources() -> None:
-    """Let what takes too long or too much memory raise."""
+    """Make inputs raise that take too long or too much memory."""
 
     def alarm(*_: Any) -> None:
         raise TooLong(f"100 inputs took {MOST_SECONDS:g} s of processor time")
@@ -97,8 +97,8 @@ def limit_resources() -> None:
 
 @cache
 def prepared() -> dict[str, Target]:
-    """Return this process's targets by name. What they load at the first use counts for no input: limits begin then."""
-    logging.disable(logging.ERROR)  # a refusal is logged
+    """Return this process's targets by name, after their first use, whose loading no limit may count."""
+    logging.disable(logging.ERROR)  # refusals are logged
     targets = {target.name: target for target in all_targets()}
     for target in targets.values():
         for data in target.seeds:
@@ -109,7 +109,7 @@ def prepared() -> dict[str, Target]:
 
 @dataclass(frozen=True)
 class Part:
-    """What one process tries at a time."""
+    """The inputs that a process tries at a time."""
 
     name: str
     inputs: int
@@ -117,7 +117,7 @@ class Part:
 
 
 def parts(names: list[str], inputs: int, seed: int) -> list[Part]:
-    """Return the parts of a run, those of each target one after the other, the slowest targets first."""
+    """Return the parts of a run, target by target, the slowest targets first."""
     found = []
     for target in sorted(all_targets(), key=lambda target: target.share):
         if not names or target.name in names:
@@ -128,22 +128,22 @@ def parts(names: list[str], inputs: int, seed: int) -> list[Part]:
 
 
 def run(part: Part) -> dict[str, bytes] | None:
-    """Try a part in this process; None if an input failed, which has been reported."""
+    """Try a part in this process. Return None if an input failed; that has been printed."""
     try:
         return fuzz(prepared()[part.name], part.inputs, part.seed)
     except Reported:
         return None
-    except BaseException:  # of the run itself, between two inputs
+    except BaseException:  # an error of the run itself, between two inputs
         print(f"{part}: {traceback.format_exc()}", flush=True)
         return None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
-    parser.add_argument("targets", nargs="*", help="all, if none is named")
-    parser.add_argument("--inputs", type=int, default=100_000, help="of each target; the slow ones get a part of it")
+    parser.add_argument("targets", nargs="*", help="all targets by default")
+    parser.add_argument("--inputs", type=int, default=100_000, help="inputs of each target; slow targets get a share")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     parser.add_argument("--keep", action="store_true", help="add inputs that were taken in a new way to the corpus")
     flags = parser.parse_args()
     started, failed = time.monotonic(), 0

@@ -1,4 +1,4 @@
-"""Let atheris choose the inputs of one target, by the lines of the product that they reach.
+"""Let atheris choose the inputs of one target by the lines of the product that they reach.
 
 python -m tests.fuzz.by_coverage TARGET INPUTS
 """
@@ -18,7 +18,7 @@ with atheris.instrument_imports(
 
 
 def main(name: str, inputs: str) -> None:
-    """Begin with the target's seeds and what is kept for it. What fails is written to the present folder."""
+    """Begin with the target's seeds and its kept inputs. An input that fails is written to the present folder."""
     logging.disable(logging.ERROR)
     target = next(target for target in all_targets() if target.name == name)
 

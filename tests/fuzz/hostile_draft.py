@@ -1,4 +1,4 @@
-"""A target whose draft writes what it likes: its sessions' tokens are the model's own all the same."""
+"""A target whose draft sends anything: the tokens of exact sessions stay the model's own."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ NAMES = {"exact": m.Exactness.EXACT, "approximate": m.Exactness.APPROXIMATE}
 
 
 def seeds() -> list[bytes]:
-    """Return frames of an honest draft for both sessions, which stand at their first round."""
+    """Return frames of an honest draft for both sessions, at their first round."""
     heads, blocks = BY_DRAFT_HEAD.rows(PLAN), PLAN.num_blocks(len(PROMPT))
     selection = encode_selection(BlockSelection.from_lists([[0]] * heads, blocks))
     support = Support(np.array([EXPECTED[0], 3]), np.array([0.75, 0.25], dtype=np.float32))
@@ -47,13 +47,13 @@ def seeds() -> list[bytes]:
 
 
 def take(data: bytes) -> str:
-    """Give a frame to a target that runs two sessions, and run them to their end.
+    """Give a frame to a target with two sessions, and run them to their end.
 
-    Raises AssertionError for other tokens than the model's in the exact session, and for sessions and pages that stay.
+    Raises AssertionError if the exact session has other tokens than the model's, or if sessions or pages are left.
     """
     try:
         frame = speculation_pb2.DraftFrame.FromString(data)
-    except Exception:  # what this refuses is another target's affair
+    except Exception:  # the target of draft frames tests such refusals
         return "no message"
     runner = FakeRunner(MODEL.target, True, LAYERS, 1, 40)
     verifier = Verifier(runner, PLAN, target_settings(gamma=4, max_context=100, draft_timeout=1e-9))
@@ -85,7 +85,7 @@ def _step(verifier: Verifier) -> None:
 
 
 def _receive(verifier: Verifier, peer: DraftPeer, pb: speculation_pb2.DraftEvent) -> None:
-    """Do as the servicer does."""
+    """Pass an event to the protocol, as the servicer does."""
     try:
         event = convert.draft_event_from_pb(pb)
         if not isinstance(event, m.Beat):

@@ -1,4 +1,4 @@
-"""Changes of an input, by chance: of its bytes, of a protobuf message's fields, of a JSON value."""
+"""Random changes of an input: of its bytes, of the fields of a protobuf message, of a JSON value."""
 
 import json
 import random
@@ -9,30 +9,14 @@ from google.protobuf.message import DecodeError, Message
 
 MOST_BYTES = 1 << 16
 _BYTES = [b"\x00", b"\xff", b"\x7f", b"\x80", b"\xff" * 8, b"\xff\xff\xff\xff\x0f", b"{", b'"', b"[" * 50, b"\\ud800"]
-_INTEGERS = [
-    0,
-    1,
-    -1,
-    2,
-    127,
-    128,
-    255,
-    2**15,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**53,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
-    -(2**63),
-]
+_POWERS = [2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]
+_INTEGERS = [0, 1, -1, 2, 127, 128, 255, *_POWERS]
 _FLOATS = [0.0, -0.0, 1.0, -1.0, 1e-40, 1e38, 0.5, 2.0, float("nan"), float("inf"), float("-inf")]
 _TEXTS = ["", "a", "\x00", "é", "🙂", "a" * 129, "x" * 3000, "exact", "user", "<|endoftext|>", "{{ 1 }}", "\ud800"]
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Return the input with some bytes changed, left out, put in, repeated or moved."""
+    """Return the input with some bytes changed, removed, inserted or repeated."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
         at, end = sorted((rng.randint(0, len(changed)), rng.randint(0, len(changed))))
@@ -53,7 +37,7 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def mutate_message(data: bytes, kind: type[Message], rng: random.Random) -> bytes:
-    """Return a serialized message with one of its fields, or of those within, set to something else."""
+    """Return a serialized message with one field changed, its own or that of a message within."""
     message = kind()
     try:
         message.ParseFromString(data)
@@ -64,7 +48,7 @@ def mutate_message(data: bytes, kind: type[Message], rng: random.Random) -> byte
 
 
 def _mutate_field(message: Message, rng: random.Random) -> None:
-    """Change a field of a message, most often one within a message that it holds."""
+    """Change a field of a message, mostly one of a message within it."""
     fields = message.DESCRIPTOR.fields
     if not fields:
         return

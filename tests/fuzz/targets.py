@@ -1,6 +1,6 @@
-"""What is fuzzed: everything that reads what a stranger wrote. Each target takes bytes and returns how they were taken.
+"""The targets of fuzzing: all code that reads bytes of strangers. Each takes bytes and returns how they were taken.
 
-A target may raise nothing: what it refuses it does by the errors that callers expect, and that is what it returns.
+A target raises nothing. It returns the errors by which callers expect refusals.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ TAKEN = "taken"
 
 @dataclass(frozen=True)
 class Target:
-    """share: of the inputs that a run gives each target; less than 1 for those that take long."""
+    """A target. share: its part of the inputs that a run gives each target; less than 1 if inputs take long."""
 
     name: str
     seeds: list[bytes]
@@ -157,7 +157,7 @@ def messages() -> list[Target]:
 
 
 def announcement() -> Target:
-    """Return a target that takes announcements, against two earlier selections of other lengths."""
+    """Return a target that reads announcements, with two earlier selections of different lengths as references."""
     rng = np.random.default_rng(0)
 
     def selection(blocks: int) -> BlockSelection:
@@ -220,15 +220,8 @@ def _body(name: str, read: Callable[[Any], Any], *seeds: dict[str, Any]) -> Targ
     return Target(name, [json.dumps(seed).encode() for seed in seeds], take, mutate, 0.5)
 
 
-COMPLETION = {
-    "model": MODEL,
-    "prompt": "The sea",
-    "max_tokens": 5,
-    "temperature": 0.5,
-    "stop": ["a"],
-    "n": 2,
-    "seed": 1,
-}
+SAMPLING = {"max_tokens": 5, "temperature": 0.5, "stop": ["a"], "n": 2, "seed": 1}
+COMPLETION = {"model": MODEL, "prompt": "The sea", **SAMPLING}
 FUNCTION = {"name": "sum", "description": "adds", "parameters": {"type": "object", "properties": {"a": {}}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "sum", "arguments": '{"a": 1}'}}
 CHAT = {
@@ -282,7 +275,7 @@ def path_of(data: bytes) -> str:
 
 
 def gateway() -> Target:
-    """Return a target that gives bodies to the whole HTTP application; their first byte chooses the path."""
+    """Return a target that gives bodies to the whole HTTP application. Their first byte chooses the path."""
     router = ScriptedRouter(_tokenizer())
     observer = Observer(Metrics(MODEL), _tokenizer())
     limits = replace(LIMITS, max_context=256)

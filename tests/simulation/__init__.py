@@ -1,7 +1,7 @@
-"""The control path in one process, on virtual time, over a network and processes that fail as a seed says.
+"""The control path in one process, on virtual time, over a network and processes that fail as a seed decides.
 
-What runs is the product: gateway, router, ledger, target service, draft service, supervision, and every message as its
-real bytes. What is replaced lies below it: the clock and the event loop (loop.py), processes (process.py), gRPC's
-channels and servers (network.py, channels.py, servers.py), Ray (cluster.py) and the models (model.py). world.py puts a
-run together, faults.py says what goes wrong in it, oracle.py what must hold; `make simulate` runs seeds.
+Gateway, router, ledger, target service, draft service and supervision are the product's, and each message travels as
+its real bytes. Replaced are the clock and the event loop (loop.py), processes (process.py), gRPC's channels and servers
+(network.py, channels.py, servers.py), Ray (cluster.py) and the models (model.py). world.py assembles a run, faults.py
+lets things go wrong, and oracle.py checks it; `make simulate` runs seeds.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation`: run seeds and say what came up; run one again to see what led to its violation."""
+"""`python -m tests.simulation`: run seeds and report; or run one seed again to see what led to its violation."""
 
 import argparse
 import signal
@@ -14,15 +14,15 @@ _PROGRESS_SECONDS = 60
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--seed", type=int, help="run this one alone, and show its log")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
+    parser.add_argument("--seed", type=int, help="run this seed alone and show its log")
     parser.add_argument("--crowd", action="store_true", help="2 to 4 targets and 50 sessions in each run")
     flags = parser.parse_args()
     if flags.seed is not None:
         sys.exit(show(flags.seed, flags.crowd))
     result, started, told = Result(crowd=flags.crowd), time.monotonic(), time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended, as interrupted, it says what it has done
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends it with a report, as Ctrl-C
     seeds = range(flags.first, flags.first + flags.seeds)
     try:
         for part in run_in_processes(seeds, flags.jobs, flags.crowd):
@@ -31,7 +31,7 @@ def main() -> None:
                 told = time.monotonic()
                 print(f"{result.seeds} seeds, {len(result.violations)} violations", flush=True)
     except KeyboardInterrupt:
-        print("interrupted: this is what was run")
+        print("interrupted; the seeds so far:")
     print("\n".join(result.table()))
     print(f"{time.monotonic() - started:.0f} s", flush=True)
     sys.exit(bool(result.violations))

@@ -1,4 +1,4 @@
-"""The client's end of simulated gRPC: what `grpc.aio.insecure_channel` returns, as far as it is used."""
+"""The client's end of simulated gRPC: the part of `grpc.aio.insecure_channel` that the product uses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator
@@ -14,7 +14,7 @@ EXPIRED: Status = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 class Channel:
-    """To an address. Stubs ask it for callables by the kind of a method."""
+    """A channel to an address. Stubs ask it for callables by the kind of a method."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network, self._address = network, address
@@ -64,7 +64,7 @@ class Channel:
 
 
 class Call:
-    """A call of any kind: it is written to, read from, iterated over, or awaited for its only response."""
+    """A call of any kind: callers write to it, read from it, iterate over it, or await its only response."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Call:
             raise
 
     async def read(self) -> Any:
-        """Return the next message, EOF at the end. Raises AioRpcError for a status that is an error."""
+        """Return the next message, or EOF at the end. Raises AioRpcError if the status is an error."""
         try:
             data = None if self._own_status is not None else await self._line.to_client.receive()
         except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""Clients of a run: what each asks for, how it behaves, and whether what it got is what the script says."""
+"""Clients of a run: what each asks for, how it behaves, and whether it got the tokens of the script."""
 
 import asyncio
 from collections import Counter
@@ -23,12 +23,7 @@ _REASONS = {control_pb2.FINISH_REASON_STOP: "stop", control_pb2.FINISH_REASON_LE
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks for, of which gateway and when.
-
-    leaves_after, aborts_after: tokens after which it cancels its call, or asks for an abort; -1: never. pause: seconds
-    that it takes to read a message. timeout: its deadline in seconds; None: none. again: the gateway that it asks for
-    the same if the first one is unavailable; None: it gives up.
-    """
+    """What a client asks for, which gateway it asks, and when."""
 
     name: str
     gateway: int
@@ -41,10 +36,15 @@ class Request:
     choices: int
     stop: list[int]
     leaves_after: int = -1
+    """Tokens after which the client cancels its call; -1: never."""
     aborts_after: int = -1
+    """Tokens after which the client asks for an abort; -1: never."""
     pause: float = 0.0
+    """Seconds that the client takes to read a message."""
     timeout: float | None = None
+    """The deadline in seconds; None: none."""
     again: int | None = None
+    """The gateway that the client asks again if the first one is unavailable; None: it gives up."""
 
     def to_pb(self) -> inference_pb2.GenerateRequest:
         return inference_pb2.GenerateRequest(
@@ -61,7 +61,7 @@ class Request:
 
 
 def make_requests(scenario: Scenario) -> list[Request]:
-    """Return what the clients of a run ask for; many prompts begin alike, and names are used again."""
+    """Return the requests of a run. Many prompts begin alike, and some names are used twice."""
     random = Random(scenario.seed + 1)
     common = [random.randrange(1, VOCAB) for _ in range(80)]
     requests = list[Request]()
@@ -93,11 +93,11 @@ def make_requests(scenario: Scenario) -> list[Request]:
 
 
 class Client:
-    """One client. outcome: how its request ended, empty before; details: of an error. violations: what was wrong.
-    paused: seconds that it has taken to read its messages.
-    gateway: that it asked last, of so many attempts; got: what came of that one, by choice.
+    """One client.
 
-    aborted: the names of requests that any client has asked to be aborted.
+    outcome: how its request ended, empty until then; details: of an error. violations: descriptions of what was wrong.
+    paused: seconds that it spent reading. gateway: the one that it asked last; attempts: how often it asked. got: the
+    tokens of the last attempt, by choice. aborted: names of all requests whose abort any client has asked for.
     """
 
     def __init__(self, request: Request, aborted: set[str]) -> None:
@@ -113,7 +113,7 @@ class Client:
         self._asked = False
 
     async def run(self) -> None:
-        """Ask and read to the end; of one that is unavailable, perhaps the same of another gateway, or once more."""
+        """Ask and read to the end. If the gateway is unavailable, perhaps ask again, there or at another one."""
         loop, request = asyncio.get_running_loop(), self.request
         await asyncio.sleep(request.at)
         self.started = loop.time()
@@ -161,7 +161,7 @@ class Client:
             self._check(error.code() in known, f"Abort: {error.code().name} {error.details()}")
 
     def _take(self, response: inference_pb2.GenerateResponse) -> None:
-        """Check a message: it continues what the script says."""
+        """Check that a message continues the script."""
         got, new = self.got[response.choice], list(response.token_ids)
         rest = self._expected[len(got) :]
         self._check(new == rest[: len(new)], f"choice {response.choice}: got {new} behind {got}, expected {rest}")
@@ -173,7 +173,7 @@ class Client:
             self._check(usage == len(got), f"usage says {usage} tokens, {len(got)} came")
 
     def _finish(self) -> str:
-        """Check a request that ended without an error; returns how it ended."""
+        """Check a request that ended without an error, and return how it ended."""
         reasons = [self._reasons.get(choice, 0) for choice in self.got]
         self._check(all(reasons), f"ended without a finish reason: {self._reasons}")
         expected = "stop" if self._expected[-1] in self._stop else "length"
@@ -192,5 +192,5 @@ class Client:
 
 
 def outcomes(clients: list[Client]) -> Counter[str]:
-    """Return how the clients' requests ended, by number."""
+    """Count how the requests of the clients ended."""
     return Counter(client.outcome or "none" for client in clients)

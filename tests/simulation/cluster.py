@@ -1,4 +1,4 @@
-"""What Ray is to the services of a launch: it starts them, and those that die again, as long as it lives itself."""
+"""A stand-in for Ray: it starts the services of a launch, and starts them again when they die, while it lives."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -11,10 +11,10 @@ Main = Callable[[], Coroutine[object, object, None]]
 
 
 class Cluster:
-    """Owns processes by name. Implements supervision's Placement for those who watch it.
+    """Owns processes by name. Implements supervision's Placement.
 
-    processes: those that were started last. is_up: whether it starts the dead anew. report: told of a process that
-    ended with an error that no fault explains. losses: asked whether what a dying process has sent is lost.
+    processes: the last process of each name. is_up: whether dead processes are started again. report: called for a
+    process that ended with an error. is_lost: asked whether the frames that a dying process has sent are lost.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Cluster:
         self.is_up = True
 
     def place(self, name: str, main: Main) -> None:
-        """Start a process, and keep it."""
+        """Start a process, and start it again whenever it dies."""
         self._mains[name] = main
         self._start(name)
 
@@ -53,17 +53,17 @@ class Cluster:
         self._loop.call_outside(self._loop.time() + delay, self._start, process.name)
 
     def lose(self) -> None:
-        """Let Ray die: the services end themselves within a second, and nobody starts them."""
+        """Let Ray die: the services end within a second, and nobody starts them again."""
         self.is_up = False
         for process in self.processes.values():
             self._loop.call_outside(self._loop.time() + self._loop.random.random(), process.end)
 
-    # What supervision asks for, in a thread.
+    # The interface that supervision uses, from a thread.
 
     owns_ray = True
 
     def locate(self, name: str) -> str:
-        return ""  # where it always was
+        return ""  # services never move
 
     def replace(self, name: str) -> None:
         self.processes[name].end()
@@ -80,7 +80,7 @@ class Cluster:
 
 
 async def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
-    """Wait until something holds; returns whether it did in time."""
+    """Wait until a condition holds, and return whether it did in time."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while not holds():

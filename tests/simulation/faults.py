@@ -1,4 +1,4 @@
-"""What goes wrong in a run: faults at moments that the seed gives, between any two callbacks or at any time."""
+"""Faults of a run, at moments that the seed chooses: between two callbacks, or at a virtual time."""
 
 import asyncio
 from collections import Counter
@@ -14,12 +14,12 @@ from tests.simulation.scenario import Scenario
 
 
 class InjectedError(Exception):
-    """What a model's step raises where the scenario wants it."""
+    """Raised by a model's step if the scenario wants it to fail."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What has happened to which processes, when."""
+    """A fault that has happened: its time, its kind, and the processes that it hit."""
 
     at: float
     kind: str
@@ -27,10 +27,11 @@ class Fault:
 
 
 class Faults:
-    """Lets the faults of a scenario happen. clusters: set once there are processes. on_stop: told of a process that is
-    stopped. on_drain: told of a target that drains from now on, or no longer.
+    """Lets the faults of a scenario happen.
 
-    happened: in their order. slow, failing, hanging, sick: by process, how many of its next steps are so.
+    clusters: set once there are processes. on_stop: called with a process that is stopped. on_drain: called with a
+    target that begins or ends to drain. happened: the faults so far, in order. The private counters say, by process,
+    how many of its next steps are slow, failing, hanging or without finite logits.
     """
 
     def __init__(self, scenario: Scenario, loop: VirtualLoop, network: Network) -> None:
@@ -84,7 +85,7 @@ class Faults:
     # What.
 
     def _pick(self, side: str) -> Process | None:
-        """Return one of the living processes of a side."""
+        """Return a random living process of a side."""
         processes = [process for cluster in self.clusters for process in cluster.processes.values()]
         living = [process for process in processes if process.alive and process.name.startswith(side)]
         return self._random.choice(living) if living else None
@@ -155,7 +156,7 @@ class Faults:
         cluster.lose()
         return tuple(cluster.processes)
 
-    # What a model's steps do.
+    # Steps of models.
 
     def _trouble(self, kind: str) -> tuple[str, ...]:
         side = next((side for side in ("target", "draft") if side in kind), self._random.choice(("target", "draft")))
@@ -174,7 +175,7 @@ class Faults:
         return (name,)
 
     def thread_seconds(self, is_step: bool) -> float | None:
-        """Return how long a call in a thread takes in the present process, None for ever."""
+        """Return how many seconds a call in a thread of the present process takes; None: it never ends."""
         process, random = current_process(), self._loop.random
         name = "" if process is None else process.name
         if is_step and _take_one(self._hanging, name):
@@ -184,23 +185,23 @@ class Faults:
         return 0.002 + (self._scenario.step_seconds if is_step else 0.02) * random.random()
 
     def before_step(self, name: str) -> None:
-        """Raise InjectedError if the step of a process is to fail."""
+        """Raise InjectedError if the step of a process shall fail."""
         if _take_one(self._failing, name):
             raise InjectedError(f"a step of {name} fails")
 
     def is_sick(self, name: str) -> bool:
-        """Return whether the logits of a session in a step of a process are no numbers."""
+        """Return whether the next output of a process has no finite logits."""
         return _take_one(self._sick, name)
 
     # What the oracle asks.
 
     def concerning(self, names: set[str], since: float, until: float, kinds: str = "") -> list[Fault]:
-        """Return the faults that concerned any of these processes in a time, of kinds whose names hold a word."""
+        """Return the faults of a period that hit any of these processes. kinds: a word that the kind must contain."""
         in_time = [fault for fault in self.happened if since <= fault.at <= until]
         return [fault for fault in in_time if names & set(fault.names) and kinds in fault.kind]
 
     def count(self, names: set[str], since: float, until: float, kinds: str = "") -> int:
-        """Return how many faults concerned any of these processes in a time, of kinds whose names hold a word."""
+        """Count the faults of a period that hit any of these processes. kinds: a word that the kind must contain."""
         return len(self.concerning(names, since, until, kinds))
 
 

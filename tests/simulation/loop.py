@@ -1,6 +1,6 @@
-"""An event loop on virtual time: it runs what is due, and where nothing is, the clock jumps to what comes next.
+"""An event loop on virtual time: it runs the callbacks that are due, and otherwise the clock jumps to the next one.
 
-Nothing but the order of calls and the seeded choices of its users decides what happens when, so that a run repeats.
+Only the order of calls and the seeded choices of its users decide what happens when, so a run can be repeated.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ from tests.simulation.process import Exited, Process, process_of
 
 
 class Handle:
-    """Something that is to be called; asyncio.Handle as far as asyncio needs it. number: of those made before it."""
+    """A pending callback, with the part of asyncio.Handle that asyncio uses. number: its place in the order of
+    calls."""
 
     __slots__ = ("args", "callback", "context", "is_cancelled", "number", "time")
 
@@ -39,7 +40,7 @@ class Handle:
 
 
 class Task(asyncio.Task):
-    """A task whose place in a set follows from its number, not from its address."""
+    """A task that hashes by its number, so that the order of sets does not depend on addresses."""
 
     def __init__(self, number: int, coro: Coroutine[Any, Any, Any], **options: Any) -> None:
         self._number = number
@@ -53,7 +54,7 @@ class Task(asyncio.Task):
 
 
 class Log:
-    """What has happened, as a checksum of all of it and, where `keep` is set, as lines."""
+    """The events of a run, as a checksum and, if `keep` is set, as lines."""
 
     def __init__(self, keep: bool = False) -> None:
         self.checksum, self.length = 0, 0
@@ -66,13 +67,12 @@ class Log:
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """events: how many callbacks have run. errors: what nobody has caught, in a process that is alive.
+    """Runs callbacks in the order of their times, and those of one time in the order in which they were requested.
 
-    Callbacks run in the order of their times, those of the same time in the order in which they were asked for. What is
-    due at once waits apart from what is due later, since most callbacks are.
-    strokes: what is to happen between two callbacks, with the number of the one before which it does.
-    thread_seconds: asked how long a call in a thread takes, which is told whether it is a model's step; None: for ever.
-    It runs at once or at its end.
+    events: number of callbacks that have run. errors: exceptions that nobody caught in a living process. strokes: a
+    heap of (number, act): `act` happens before the callback of that number. thread_seconds: returns how long a call in
+    a thread takes, None if it never ends; its argument says whether the call is a model's step. Such a call runs at the
+    beginning or at the end of that time. Callbacks that are due at once wait in a queue of their own, since most are.
     """
 
     def __init__(self, seed: int, log: Log) -> None:
@@ -90,7 +90,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # Running.
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
-        """Run until `main` ends, and return what it returns."""
+        """Run until `main` ends, and return its result."""
         events._set_running_loop(self)
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=lambda agen: None, finalizer=self._close_generator)
@@ -123,7 +123,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.call_exception_handler({"message": "a callback failed", "exception": error})
 
     def _take_next(self) -> Handle:
-        """Take what is due next, and let it be its time."""
+        """Take the callback that is due next, and set the clock to its time."""
         ready, later = self._ready, self._later
         if ready and not (later and later[0][0] <= self._now and later[0][1] < ready[0].number):
             return ready.popleft()
@@ -131,11 +131,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def at_event(self, number: int, act: Callable[[], None]) -> None:
-        """Call `act` between two callbacks: before the one of this number."""
+        """Call `act` before the callback of this number."""
         heappush(self.strokes, (number, act))
 
     def resume(self, process: Process) -> None:
-        """Continue a process that was stopped, with all that it has missed."""
+        """Continue a stopped process with all the callbacks that it missed."""
         process.stopped = False
         backlog, process.backlog = process.backlog, []
         for handle in backlog:
@@ -144,12 +144,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _close_generator(self, generator: Any) -> None:
         self.call_soon(self.create_task, generator.aclose())
 
-    # What asyncio asks of a loop.
+    # The interface of asyncio loops.
 
     def time(self) -> float:
         return self._now
 
-    get_debug = staticmethod(bool)  # False; each future asks
+    get_debug = staticmethod(bool)  # returns False; every future asks
 
     def is_running(self) -> bool:
         return True
@@ -178,7 +178,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_outside(self, when: float, callback: Callable[..., Any], *args: Any) -> Any:
-        """Call at a time, in no process: what networks and kernels do."""
+        """Call at a time and in no process, as networks and kernels do."""
         return self.call_at(when, callback, *args, context=self._nobody)
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -196,7 +196,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Run a function as if in a thread: for a time that the simulation gives, at the beginning of it or the end."""
+        """Run a function as if in a thread, at the beginning or the end of a time that the simulation gives."""
         done, seconds = self.create_future(), self.thread_seconds(executor is not None)
         early = self.random.random() < 0.5
 

@@ -1,6 +1,6 @@
-"""Scripted models: the next token is a checksum of all tokens before it, as they are read out of the KV pages.
+"""Scripted models: the next token is a checksum of all tokens before it, read from the KV pages.
 
-So a page that is wrong, stale or another session's gives other tokens than the script, and is reported besides.
+A page that is wrong, stale or another session's gives other tokens than the script, and is reported.
 """
 
 import zlib
@@ -34,12 +34,12 @@ _SUPPORT = np.array([0.75, 0.25], np.float32)
 
 
 def next_token(checksum: int) -> int:
-    """Return the token that follows tokens of this checksum."""
+    """Return the token that follows tokens with this checksum."""
     return (checksum * 2654435761 >> 13) % VOCAB
 
 
 def script(prompt: list[int], max_tokens: int, stop: list[int]) -> list[int]:
-    """Return what a session generates: up to a stop token, or `max_tokens` of them."""
+    """Return the tokens that a session generates, up to a stop token or `max_tokens`."""
     checksum, tokens = zlib.crc32(bytes(prompt)), list[int]()
     while len(tokens) < max_tokens and not (tokens and tokens[-1] in stop):
         tokens.append(next_token(checksum))
@@ -48,8 +48,8 @@ def script(prompt: list[int], max_tokens: int, stop: list[int]) -> list[int]:
 
 
 def guess_by_script(guess: FirstGuess, _: PromptLookup, text: Sequence[int], room: int) -> None:
-    """Guess what follows a text, in place of `FirstGuess.guess`, since scripted texts do not repeat: for an eighth of
-    all texts, half of them with a token that is wrong.
+    """Stand in for `FirstGuess.guess`, since scripted texts do not repeat themselves: guess for an eighth of all texts,
+    and in half of these cases with a wrong token.
     """
     checksum, guess.tokens = zlib.crc32(bytes(text), 1), []
     if checksum % 8 == 0 and room > 0 and len(text) >= guess.begins:
@@ -59,11 +59,11 @@ def guess_by_script(guess: FirstGuess, _: PromptLookup, text: Sequence[int], roo
 
 
 class ScriptedRunner(ChainingRunner):
-    """Cells of pages hold (position, token). Samples as it decodes greedily: its distributions are for show.
+    """A model whose cells of pages hold (position, token). Sampled tokens are the greedy ones; distributions are made
+    up.
 
-    errs: how many of 16 of the tokens that it drafts are wrong, for another model or for itself. report: told what must
-    not be. fault: called before each step; it may raise. is_sick: asked for each output whether its logits are no
-    numbers.
+    errs: number of 16 drafted tokens that are wrong. report: called with a description of what must not happen. fault:
+    called before each step; it may raise. is_sick: returns whether an output's logits are not finite.
     """
 
     def __init__(self, pages: int, errs: int, report: Callable[[str], None], fault: Callable[[], None]) -> None:
@@ -74,13 +74,13 @@ class ScriptedRunner(ChainingRunner):
         self._errs, self._report, self._fault = errs, report, fault
         self._cells = [[-1] * PAGE_SIZE for _ in range(pages)]
         self._rounds: RoundSettings | None = None
-        # Of the step that was launched last: where each sequence goes on, and with which token.
+        # Where each sequence of the last launched step continues, and with which token.
         self._left: list[tuple[int, int]] = []
 
     # KV.
 
     def _write(self, kv: SequenceKV, start: int, tokens: list[int], at: int | None = None) -> None:
-        """Write tokens from `start` on, whose positions begin with `at` if that is another one."""
+        """Write tokens to the cells from `start` on. at: the position of the first one, if it differs from its cell."""
         position = start if at is None else at
         for index, token in enumerate(tokens):
             page, row = divmod(start + index, PAGE_SIZE)
@@ -115,7 +115,7 @@ class ScriptedRunner(ChainingRunner):
             return super().launch(inputs, imposed)
         lengths = [item.kv.length for item in inputs]
         for item in inputs:
-            if item.follows is not None:  # the host has laid it out as if nothing had been accepted
+            if item.follows is not None:  # the host laid it out as if no token had been accepted
                 item.kv.length, item.tokens[0] = self._left[item.follows]
         begins = [item.kv.length for item in inputs]
         try:
@@ -130,7 +130,7 @@ class ScriptedRunner(ChainingRunner):
         return StepAtOnce(outputs)
 
     def _draft_for_itself(self, item: SequenceInput) -> None:
-        """Draft all tokens of a round but the first."""
+        """Draft all tokens of a round except the first."""
         assert item.drafted is not None
         checksum = self._read(item.kv, item.kv.length)
         for index in range(len(item.drafted.tokens)):
@@ -138,7 +138,7 @@ class ScriptedRunner(ChainingRunner):
             item.tokens[index + 1] = item.drafted.tokens[index] = self._drafted_behind(checksum)
 
     def _drafted_behind(self, checksum: int) -> int:
-        """Return what is drafted behind tokens of this checksum: the token that is right, or the next one."""
+        """Return the token that is drafted behind tokens with this checksum: the right one, or the next."""
         return (next_token(checksum) + ((checksum >> 7) % 16 < self._errs)) % VOCAB
 
     def _run(self, item: SequenceInput) -> SequenceOutput:
@@ -152,7 +152,7 @@ class ScriptedRunner(ChainingRunner):
         return output
 
     def _judge(self, checksum: int, drafted: list[int], errs: int) -> tuple[int, int]:
-        """Return how many tokens are right, and the next one. errs: how many of 16 tokens are taken for another."""
+        """Return how many tokens are right, and the token behind them. errs: number of 16 tokens that are misjudged."""
         for accepted, token in enumerate([*drafted, -1]):
             right = (next_token(checksum) + 3 * ((checksum >> 11) % 16 < errs)) % VOCAB
             if token != right:
@@ -221,7 +221,7 @@ class ScriptedRunner(ChainingRunner):
 
 
 def _selection(request: AnnouncementRequest, settings: RoundSettings, base: int, token: int) -> np.ndarray:
-    """Return any blocks of `base` tokens, others from round to round: uint64 [rows, words]."""
+    """Return arbitrary blocks of `base` tokens that change from round to round: uint64 [rows, words]."""
     rows, blocks = len(settings.announcers[request.method].heads), -(-base // PAGE_SIZE)
     bitmap = np.full((rows, row_words(blocks)), token * 0x9E3779B97F4A7C15 % 2**64, np.uint64)
     bitmap[:, -1] &= last_word_mask(blocks)

@@ -1,7 +1,7 @@
-"""The network between simulated processes: lines that carry the frames of a call in order, late, or no more.
+"""The network between simulated processes: a line carries the frames of one call, in order, late, or no longer.
 
-Within a direction of a call frames keep their order, as over HTTP/2; between calls there is none. A line that is cut
-may lose what is on its way. A line that stalls delivers later, as TCP does when a network heals.
+Frames of one direction of a call keep their order, as over HTTP/2; calls are independent. A line that is cut may lose
+the frames on their way. A line that stalls delivers later, as TCP does when a network heals.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _LEAST_DELAY = 0.0002
 
 
 class Listener(Protocol):
-    """What listens at an address: a server of a process."""
+    """A server of a process that listens at an address."""
 
     process: Process
 
@@ -31,10 +31,10 @@ class Listener(Protocol):
 
 
 class Network:
-    """Owns the lines and says who listens where.
+    """Owns the lines, and knows who listens where.
 
-    spread: seconds that the slowest frames take. window: frames that may be on their way or unread in one direction,
-    beyond which a writer waits. repeated: share of the frames of streams between services that arrive twice.
+    spread: seconds that the slowest frames take. window: the most frames of one direction that may be on their way or
+    unread before a writer waits. repeated: share of the frames between services that arrive twice.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -57,12 +57,12 @@ class Network:
             raise OSError(f"cannot listen on {address}: Address already in use")
 
     def close(self, address: str, listener: Listener) -> None:
-        """Let nobody listen at an address any more."""
+        """Stop listening at an address."""
         if self.listeners.get(address) is listener:
             del self.listeners[address]
 
     def dial(self, address: str, method: str, metadata: Any) -> "Line":
-        """Return the line of a new call from the present process."""
+        """Return a line for a new call from the present process."""
         self._numbers += 1
         line = Line(self, self._numbers, current_process(), address, method, metadata)
         self.lines[line.number] = line
@@ -80,12 +80,12 @@ class Network:
             listener.accept(line)
 
     def arrival(self, line: "Line", not_before: float) -> float:
-        """Return when a frame arrives that is sent now."""
+        """Return the time at which a frame that is sent now arrives."""
         at = self.loop.time() + _LEAST_DELAY + self.spread * self.loop.random.random() ** 3
         return max(at, not_before, self._stalls.get(line.ends, 0.0))
 
     def reachable(self, address: str) -> bool:
-        """Return whether the present process could connect to an address now."""
+        """Return whether the present process can connect to an address now."""
         listener, client = self.listeners.get(address), current_process()
         if listener is None or (client is not None and not client.alive):
             return False
@@ -93,11 +93,11 @@ class Network:
         return not listener.process.stopped and self._stalls.get(ends, 0.0) <= self.loop.time()
 
     def stall(self, ends: tuple[str, str], seconds: float) -> None:
-        """Let nothing through between two processes for a while."""
+        """Hold up all frames between two processes for a while."""
         self._stalls[ends] = self.loop.time() + seconds
 
     def drop(self, process: Process, is_lost: Callable[[], bool]) -> None:
-        """Cut all lines of a process that has ended; is_lost: says of each whether what is on its way is lost."""
+        """Cut all lines of a process that has ended. is_lost: returns for each whether frames on their way are lost."""
         for line in [line for line in self.lines.values() if process in (line.client, line.server)]:
             line.cut(is_lost())
 
@@ -107,7 +107,7 @@ def _ends(client: Process | None, address: str) -> tuple[str, str]:
 
 
 class Line:
-    """A call: a pipe each way. server: who serves it, once it has been reached."""
+    """The line of a call, a pipe in each direction. server: the process that serves it, once it is reached."""
 
     def __init__(
         self, network: Network, number: int, client: Process | None, address: str, method: str, metadata: Any
@@ -123,24 +123,24 @@ class Line:
         self.to_client = Pipe(self, "<", repeats)
 
     def forget(self) -> None:
-        """End the line without telling anyone."""
+        """End the line without notice to either end."""
         self.is_open = False
         self.network.lines.pop(self.number, None)
 
     def end(self, status: Status) -> None:
-        """Let the client see the end of the call, behind all that was sent to it."""
+        """Let the client see the end of the call, after all frames that were sent to it."""
         if self.is_open:
             self.forget()
             self.to_client.finish(status)
 
     def cancel(self) -> None:
-        """The client wants no more of the call: let the server see it."""
+        """Let the server see that the client has left the call."""
         if self.is_open:
             self.forget()
             self._let_server_see()
 
     def cut(self, lost: bool) -> None:
-        """Break the line, so that both ends see it. lost: whether what is on its way never arrives."""
+        """Break the line, so that both ends see it. lost: whether frames on their way never arrive."""
         if not self.is_open:
             return
         self.forget()
@@ -150,7 +150,7 @@ class Line:
         self._let_server_see()
 
     def _let_server_see(self) -> None:
-        """A departure is seen as the end of what the client sends, as a cancelled call, or as both."""
+        """Let the server see a departure: as the end of the requests, as a cancelled call, or as both."""
         loop, network = self.network.loop, self.network
         at = network.arrival(self, 0.0)
         if loop.random.random() < 0.5:
@@ -160,7 +160,7 @@ class Line:
 
 
 class Pipe:
-    """One direction of a line. status: how it ended, None before. last: when the frame sent last arrives."""
+    """One direction of a line. status: how it ended, None until then. last: when the last frame arrives."""
 
     def __init__(self, line: Line, direction: str, repeated: float) -> None:
         self._network, self._loop = line.network, line.network.loop
@@ -174,7 +174,7 @@ class Pipe:
         self._writers: deque[asyncio.Future[None]] = deque()
 
     async def send(self, data: bytes) -> None:
-        """Send a frame, as soon as the window has room."""
+        """Send a frame once the window has room."""
         while self._on_way + len(self._inbox) >= self._network.window and self._line.is_open:
             self._network.counters["full windows"] += 1
             room = self._loop.create_future()
@@ -199,12 +199,12 @@ class Pipe:
         if not self._lost and self.status is None:
             self._inbox.append(data)
             self._network.counters["frames"] += 1
-            content = len(data) if self._line.method.endswith("/Status") else data  # maps have no order as bytes
+            content = len(data) if self._line.method.endswith("/Status") else data  # the bytes of maps have no order
             self._loop.log.note(f"{self._loop.time():.6f} {self._name} {content!r}")
             self._wake_reader()
 
     def finish(self, status: Status) -> None:
-        """Let the reader see this status behind all that was sent."""
+        """Let the reader see this status after all frames that were sent."""
         self.last = self._network.arrival(self._line, self.last)
         self._loop.call_outside(self.last, self._end, status)
 
@@ -217,11 +217,11 @@ class Pipe:
             self._wake(self._writers.popleft())
 
     def lose(self) -> None:
-        """Let nothing arrive that is on its way."""
+        """Drop all frames on their way."""
         self._lost = True
 
     async def receive(self) -> bytes | None:
-        """Return the next frame, None at the end."""
+        """Return the next frame, or None at the end."""
         while not self._inbox:
             if self.status is not None:
                 return None

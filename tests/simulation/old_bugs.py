@@ -1,6 +1,6 @@
-"""Bugs that specahead has had or that its tests stand guard against, put back one at a time: the simulator finds each.
+"""Bugs that are put into the product one at a time: the simulator must find each of them.
 
-`python -m tests.simulation.old_bugs` says which seed finds which, and by what.
+`python -m tests.simulation.old_bugs` prints which seed finds which bug, and by which violation.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tests.simulation.runs import run_seed
 
 
 def hung_services_stay() -> AbstractContextManager[Any]:
-    """Who dies is started again, but not who hangs (issue 18, item 1)."""
+    """Services that die are started again, but services that hang are not replaced."""
 
     async def replace(side: str, placement: Any) -> bool:
         return True
@@ -33,12 +33,12 @@ def hung_services_stay() -> AbstractContextManager[Any]:
 
 
 def sessions_of_a_lost_gateway_stay() -> AbstractContextManager[Any]:
-    """A Serve stream breaks, and its sessions run on for nobody."""
+    """When a Serve stream breaks, its sessions continue though nobody reads them."""
     return patch.object(ControlServicer, "_leave", lambda self, account: None)
 
 
 def stopping_targets_fail_requests() -> AbstractContextManager[Any]:
-    """A target that stops says so of each session, and the router tells the clients instead of waiting for it."""
+    """When a target stops, the router fails its requests at once and does not wait for the next target."""
     real = Router.receive
 
     def receive(self: Any, session: Any, event: Any) -> None:
@@ -50,7 +50,7 @@ def stopping_targets_fail_requests() -> AbstractContextManager[Any]:
 
 
 def pages_are_freed_during_steps() -> AbstractContextManager[Any]:
-    """A session that is aborted gives its pages back while the step that writes them is still running."""
+    """An aborted session frees its pages while the step that writes them still runs."""
     real = Admission.close
 
     def close(self: Any, session: TargetSession) -> None:
@@ -61,7 +61,7 @@ def pages_are_freed_during_steps() -> AbstractContextManager[Any]:
 
 
 def repeats_are_written_down_again() -> AbstractContextManager[Any]:
-    """The ledger takes a commit that it has already."""
+    """The ledger applies a commit twice."""
     real = Ledger.apply
 
     def apply(self: Ledger, commit: Commit) -> Record | None:
@@ -74,30 +74,30 @@ def repeats_are_written_down_again() -> AbstractContextManager[Any]:
 
 
 def lost_targets_are_not_resumed_on() -> AbstractContextManager[Any]:
-    """Nothing is opened again when a target is lost."""
+    """Sessions of a lost target are not opened again."""
     return patch.object(Router, "_resume", lambda self, record, views: None)
 
 
 def what_targets_evict_is_remembered() -> AbstractContextManager[Any]:
-    """A router takes prefixes for cached that its target has given up."""
+    """A router believes that its target still holds prefixes which it evicted."""
     real = TargetView.take
     return patch.object(TargetView, "take", lambda self, report: real(self, replace(report, evicted=[])))
 
 
 def other_orchestrators_sessions_have_the_same_names() -> AbstractContextManager[Any]:
-    """Two gateways name their sessions alike, and one of them is told that its session is open already."""
+    """Two gateways give their sessions the same names, and one is told that its session is open already."""
     real = TargetStream.open
     return patch.object(TargetStream, "open", lambda self, record, number: real(_without_origin(self), record, 0))
 
 
 def what_a_lost_target_had_accepted_is_refused() -> AbstractContextManager[Any]:
-    """Its sessions are opened as new ones elsewhere, for which a full queue has no place."""
+    """Sessions of a lost target are opened elsewhere as new ones, for which a full queue has no place."""
     real = Record.to_open
     return patch.object(Record, "to_open", lambda self: replace(real(self), resumed=False))
 
 
 def what_a_lost_target_had_accepted_is_evicted() -> AbstractContextManager[Any]:
-    """They give their places in the queue to another peer's new sessions."""
+    """Sessions of a lost target give their places in the queue to new sessions of another peer."""
     return patch.object(Admission, "_evictable", lambda self: list(self.queue))
 
 
@@ -120,13 +120,12 @@ OLD_BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     )
 }
 
-
-# Found where one of two targets is killed while the other is full (Scenario.full).
+# Scenario.full finds these: one of two targets is killed while the other one is full.
 BUGS_OF_FULL_TARGETS = (what_a_lost_target_had_accepted_is_refused, what_a_lost_target_had_accepted_is_evicted)
 
 
 def find(bug: str, seeds: range) -> tuple[int, str] | None:
-    """Return the first of some seeds that finds a bug, and by what; None if none does."""
+    """Return the first seed that finds a bug, and its violation; None if no seed does."""
     for seed in seeds:
         with OLD_BUGS[bug]():
             world = run_seed(seed)
@@ -137,7 +136,7 @@ def find(bug: str, seeds: range) -> tuple[int, str] | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.old_bugs", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to try for each")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to try for each bug")
     flags = parser.parse_args()
     for bug in OLD_BUGS:
         found = find(bug, range(flags.seeds))

@@ -1,4 +1,4 @@
-"""What must hold of a run: who may get which error, that nothing is left of any request, and that counters add up."""
+"""The checks of a run: who may get which error, that nothing is left of any request, and that counters add up."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +35,7 @@ def is_connected(processes: Iterable[Process], made: Mapping[Process, Any], scen
 
 
 def left_over(process: Process, actor: Any, tasks_at_rest: int) -> Iterator[str]:
-    """Yield what a process still holds of requests, none of which is open any more."""
+    """Yield descriptions of what a process still holds although no request is open."""
     held: dict[str, int] = {}
     if isinstance(actor, Verifier):
         admission = actor.admission
@@ -60,14 +60,14 @@ def left_over(process: Process, actor: Any, tasks_at_rest: int) -> Iterator[str]
 
 
 def _sizes(owner: Any) -> dict[str, int]:
-    """Return how much is in each collection that an object owns, but for those that hold nothing of requests."""
+    """Return the size of each collection of an object that holds requests."""
     collections = {name: value for name, value in vars(owner).items() if hasattr(value, "__len__")}
     others = "_counters", "_methods", "_peers"
     return {name: len(value) for name, value in collections.items() if name not in others}
 
 
 def unowned_sessions(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> list[tuple[str, str]]:
-    """Return the sessions that running targets go on with though the stream that opened them has ended."""
+    """Return the sessions, by target, that run although the stream that opened them has ended."""
     running = [(name, process) for name, process in processes.items() if process.alive and not process.stopped]
     actors = [(name, made.get(process)) for name, process in running]
     targets = [(name, actor) for name, actor in actors if isinstance(actor, Verifier)]
@@ -76,7 +76,7 @@ def unowned_sessions(processes: Mapping[str, Process], made: Mapping[Process, An
 
 
 def wrong_views(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> Iterator[str]:
-    """Yield which routers do not know what their targets hold."""
+    """Yield where a router does not know what its target holds."""
     for name, process in processes.items():
         frontend = made.get(process)
         for stream in frontend.router.targets.values() if isinstance(frontend, Frontend) else ():
@@ -89,9 +89,10 @@ def wrong_views(processes: Mapping[str, Process], made: Mapping[Process, Any]) -
 
 
 def refused_after_all(clients: list[Client], accepted: set[str]) -> Iterator[str]:
-    """Yield which clients were told that there is no place for a request which a target had accepted before.
+    """Yield which clients were refused for lack of a place after a target had accepted their request.
 
-    accepted: names of the sessions that targets had when they ended. Of several choices some may have been refused.
+    accepted: names of the sessions that targets had when they ended. Requests with several choices are left out, since
+    some of the choices may have been refused at first.
     """
     names = Counter(client.request.name for client in clients)
     for client in clients:
@@ -103,7 +104,7 @@ def refused_after_all(clients: list[Client], accepted: set[str]) -> Iterator[str
 
 
 def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) -> Iterator[str]:
-    """Yield which clients got an error that nothing explains."""
+    """Yield which clients got an error that no fault explains."""
     asked = [(client, {client.request.gateway, client.gateway}) for client in clients]
     names = Counter((gateway, client.request.name) for client, gateways in asked for gateway in gateways)
     is_crowded = sum(client.request.choices for client in clients) > scenario.max_queued
@@ -112,7 +113,7 @@ def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) ->
         if not _may_end_so(client, faults, scenario, is_only, is_crowded):
             yield (
                 f"client {client.request.name} of gateway-{client.gateway} got {client.outcome} "
-                f"({client.details}) at {client.ended:.3f} s, for which there is no reason"
+                f"({client.details}) at {client.ended:.3f} s without a reason"
             )
 
 
@@ -138,9 +139,9 @@ def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: boo
 
 
 def _may_be_unavailable(client: Client, faults: Faults, gateway: str, targets: list[str], scenario: Scenario) -> bool:
-    """Return whether faults explain that a client was told so: there must be some of each target.
+    """Return whether faults explain UNAVAILABLE: each target must have had some.
 
-    A Ray that is lost takes several targets with it, one after the other, but does not explain it by itself.
+    A lost Ray takes several targets with it, one after the other, but is no explanation by itself.
     """
     details, end = client.details, client.ended
     if "again and again" in details:
@@ -154,7 +155,7 @@ def _may_be_unavailable(client: Client, faults: Faults, gateway: str, targets: l
 
 
 def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: list[Verifier]) -> Iterator[str]:
-    """Yield what does not add up: tokens that clients got, gateways counted and targets committed."""
+    """Yield where the tokens that clients got, gateways counted and targets committed do not add up."""
     got = sum(len(tokens) for client in clients for tokens in client.got.values())
     counted = sum(_metric(frontend, f"{OURS}generation_tokens_total") for frontend in frontends)
     committed, retold = (
@@ -171,10 +172,10 @@ def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: 
 
 
 def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: Scenario) -> Iterator[str]:
-    """Yield that sessions went without their drafts, though these are mostly right and nothing keeps them from it.
+    """Yield a violation if many rounds were plain although the drafts are mostly right and nothing went wrong.
 
-    Drafts that all targets share may be kept by reading prompts for longer than a target waits for them. Where the
-    services choose γ, plain rounds may be what takes the least time.
+    Shared drafts may read prompts for longer than a target waits for them. Where the services choose γ, plain rounds
+    may be the fastest. Such runs are left out.
     """
     prompts = sum(len(client.request.prompt) * client.request.choices for client in clients)
     readers = scenario.draft_services or scenario.targets

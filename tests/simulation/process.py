@@ -9,14 +9,14 @@ _PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
 
 
 class Exited(BaseException):
-    """Raised where a process has ended itself, so that no more of it runs."""
+    """Raised where a process ends itself, so that its code runs no further."""
 
 
 class Process:
-    """All tasks and callbacks that a process has started, known by the context that they inherit.
+    """All tasks and callbacks that a process has started, recognised by the context that they inherit.
 
-    backlog: what would have run while the process was stopped. at_end: called once when the process ends, with what its
-    main task raised, None if it was killed or just returned.
+    backlog: callbacks that were due while the process was stopped. at_end: called once when the process ends, with the
+    exception of its main task, or None if it was killed or returned.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,7 +40,7 @@ class Process:
         self.end(error)
 
     def own(self, task: asyncio.Task[Any]) -> None:
-        """Take note of a task that this process has started."""
+        """Register a task that this process has started."""
         self._tasks.append(task)
         if len(self._tasks) > 256:
             self._tasks = self.running
@@ -51,9 +51,9 @@ class Process:
         return [task for task in self._tasks if not task.done()]
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the process, as SIGKILL does: the network closes its lines, and nothing that it still does is seen.
+        """End the process, as SIGKILL does: the network closes its lines, and nothing that it still does has an effect.
 
-        Its tasks are cancelled so that Python lets go of them; whatever they say on the way goes nowhere.
+        Its tasks are cancelled only so that Python frees them.
         """
         if not self.alive:
             return
@@ -64,16 +64,16 @@ class Process:
             task.cancel()
 
     def terminate(self) -> bool:
-        """Ask the process to end itself, as SIGTERM does; returns whether it has begun and can be asked."""
+        """Ask the process to end itself, as SIGTERM does. Return whether it has begun and could be asked."""
         return self.alive and self._main is not None and self._main.cancel()
 
     def stop(self) -> None:
-        """Let nothing of the process run, as SIGSTOP does."""
+        """Stop the process, as SIGSTOP does."""
         self.stopped = True
 
 
 def current_process() -> Process | None:
-    """Return the process whose code is running, None for the simulator's own."""
+    """Return the process whose code is running, None if it is the simulator's."""
     return _PROCESS.get()
 
 

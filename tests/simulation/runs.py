@@ -1,4 +1,4 @@
-"""Runs of many seeds, and what is told of them."""
+"""Runs of many seeds, and the report of them."""
 
 import contextlib
 import gc
@@ -15,12 +15,12 @@ from specahead.config.garbage import no_garbage_collected
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import World
 
-_CHUNK = 25  # seeds that a worker runs at a time
+_CHUNK = 25  # seeds that a worker process runs at a time
 
 
 @dataclass
 class Result:
-    """What came of seeds. callbacks: of the loop; seconds: of CPU. violations: by seed, the first of each."""
+    """The outcome of some seeds. callbacks: of the loop. seconds: of CPU. violations: the first one of each seed."""
 
     seeds: int = 0
     callbacks: int = 0
@@ -32,7 +32,7 @@ class Result:
     crowd: bool = False
 
     def add(self, other: "Result") -> None:
-        """Add what came of other seeds."""
+        """Add the outcome of other seeds."""
         self.seeds += other.seeds
         self.callbacks += other.callbacks
         self.virtual_seconds += other.virtual_seconds
@@ -55,7 +55,7 @@ class Result:
 
 
 def run_seed(seed: int, keep_log: bool = False, crowd: bool = False) -> World:
-    """Run a seed and return its world. crowd: as of Scenario.of."""
+    """Run a seed and return its world. crowd: as in Scenario.of."""
     world = World(Scenario.of(seed, crowd), keep_log)
     world.run()
     return world
@@ -63,9 +63,9 @@ def run_seed(seed: int, keep_log: bool = False, crowd: bool = False) -> World:
 
 @contextlib.contextmanager
 def _collected_between_seeds() -> Iterator[Callable[[], None]]:
-    """Yield what collects the garbage of a seed, and let nothing else collect any.
+    """Yield a function that collects the garbage of a seed, and let nothing else collect any.
 
-    So what is left of a world is freed while it is in the processor's caches, and what was imported is not looked at.
+    So the objects of a world are freed while they are in the processor's caches, and imported modules are not scanned.
     """
     with no_garbage_collected():
         gc.freeze()
@@ -88,7 +88,7 @@ def run_seeds(seeds: Iterable[int], crowd: bool = False) -> Result:
 
 
 def _add_seed(result: Result, seed: int, crowd: bool) -> None:
-    """Run a seed and add what came of it."""
+    """Run a seed and add its outcome."""
     world = run_seed(seed, crowd=crowd)
     result.seeds += 1
     result.callbacks += world.loop.events
@@ -100,10 +100,10 @@ def _add_seed(result: Result, seed: int, crowd: bool) -> None:
 
 
 def run_in_processes(seeds: range, jobs: int, crowd: bool = False) -> Iterator[Result]:
-    """Run seeds in several processes; yields what came of each chunk, in order."""
+    """Run seeds in several processes, and yield the outcome of each chunk in order."""
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
     pool = ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield from pool.map(partial(run_seeds, crowd=crowd), chunks)
-    finally:  # whoever interrupts this does not wait for the chunks that run
+    finally:  # an interruption does not wait for running chunks
         pool.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,6 @@
-"""What a seed says of a run: how many processes, of which sizes, and which kinds of faults there are.
+"""The scenario that a seed gives: how many processes, their sizes, and the kinds of faults.
 
-Every kind of fault is in some of the runs (swarm testing), so that each meets others, is absent often, and is alone at
-times.
+Each kind of fault is in some of the runs (swarm testing): it meets others, is often absent, and is sometimes alone.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -21,9 +20,11 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """Of one run. gateways: by the index of each, the targets that it routes to, by the policy `routing`. faults: kinds
-    that may happen, as often as `fault_count` in all, within `seconds`. names: that clients have to choose from for
-    their requests. step_seconds: that a model's step takes at most, unless it is slow.
+    """The scenario of one run.
+
+    gateways: the targets that each gateway routes to by the policy `routing`. names: how many names clients choose from
+    for their requests. faults: the kinds that may happen, `fault_count` times in all within `seconds`. step_seconds:
+    the most that a model's step takes, unless it is slow.
     """
 
     seed: int
@@ -54,7 +55,7 @@ class Scenario:
 
     @staticmethod
     def of(seed: int, crowd: bool = False) -> "Scenario":
-        """Return the scenario of a seed. crowd: it has 2 to 4 targets and 50 sessions, as few have otherwise."""
+        """Return the scenario of a seed. crowd: it has 2 to 4 targets and 50 sessions, which few seeds have."""
         random = Random(seed)
         targets = random.choice((2, 3, 4) if crowd else (1, 1, 1, 2, 2, 3, 4))
         gateways = _gateways(random, targets)
@@ -91,8 +92,8 @@ class Scenario:
 
     @staticmethod
     def full(seed: int) -> "Scenario":
-        """Return a scenario of a seed in which one of two targets is killed, and the other one's queue is full or
-        nearly so."""
+        """Return a scenario of a seed in which one of two targets is killed while the other one's queue is nearly
+        full."""
         return replace(
             Scenario.of(seed),
             targets=2,
@@ -129,7 +130,7 @@ class Scenario:
 
     @property
     def lookup(self) -> bool:
-        """Whether a text proposes before a draft does, by guesses that follow from it (model.guess_by_script)."""
+        """Whether the text proposes before the draft does, by guesses of model.guess_by_script."""
         return self.seed % 4 == 2 and self.draft == DRAFT and self.hold == 0
 
     @property
@@ -139,7 +140,7 @@ class Scenario:
 
     @property
     def draft_in_target(self) -> bool:
-        """Whether each target runs its draft itself, in a fifth of the seeds, and there are no draft services."""
+        """Whether each target runs its draft itself, as in a fifth of the seeds, without draft services."""
         return self.seed % 5 == 4
 
     @property
@@ -149,7 +150,7 @@ class Scenario:
 
     @property
     def draft_services(self) -> int:
-        """How many draft services there are."""
+        """The number of draft services."""
         return self.drafts if self.draft == DRAFT and not self.draft_in_target else 0
 
     def targets_of(self, gateway: int) -> list[str]:

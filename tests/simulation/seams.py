@@ -1,4 +1,4 @@
-"""Where the product meets what the simulator replaces: clocks, gRPC's entry points, ports, process ids and exits."""
+"""The seams at which the simulator replaces parts of the product: clocks, gRPC, ports, process ids and exits."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ from tests.simulation.servers import Server
 
 @contextlib.contextmanager
 def replaced(loop: VirtualLoop, network: Network) -> Iterator[None]:
-    """Let the product run on this loop and network while the context lasts."""
+    """Let the product run on this loop and network within the context."""
     log = _ErrorLog(loop)
     root = logging.getLogger()
     with contextlib.ExitStack() as stack:
@@ -40,7 +40,7 @@ def replaced(loop: VirtualLoop, network: Network) -> Iterator[None]:
         stack.enter_context(patch.object(logging, "shutdown", lambda: None))
         handlers, root.handlers = root.handlers, [log]
         logging.disable(logging.WARNING)
-        stack.enter_context(no_garbage_collected())  # what is collected when is not up to the seed
+        stack.enter_context(no_garbage_collected())  # the moment of a collection does not follow from the seed
         try:
             yield
         finally:
@@ -56,8 +56,7 @@ def _exit(status: int) -> NoReturn:
 
 
 class _ErrorLog(logging.Handler):
-    """Keeps the errors that nobody expected of a living process: those that it has written down with their traceback,
-    and failures of steps that no fault has made."""
+    """Keeps unexpected errors of living processes: those logged with a traceback, and failed steps without a fault."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The server's end of simulated gRPC: what `grpc.aio.server` returns, as far as the product uses it."""
+"""The server's end of simulated gRPC: the part of `grpc.aio.server` that the product uses."""
 
 import asyncio
 import inspect
@@ -15,18 +15,18 @@ UNIMPLEMENTED: Status = (grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
 class Aborted(Exception):
-    """Raised by `abort`, through the method that called it."""
+    """Raised by `abort`, through the method that calls it."""
 
 
 class CallDetails(NamedTuple):
-    """What interceptors see of a call."""
+    """A call as interceptors see it."""
 
     method: str
     invocation_metadata: Any
 
 
 class Server:
-    """Of the process that makes it."""
+    """A server of the process that makes it."""
 
     def __init__(self, network: Network, interceptors: Sequence[Any] = (), **_: Any) -> None:
         process = current_process()
@@ -38,7 +38,7 @@ class Server:
         self._calls: dict[int, asyncio.Task[None]] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """The same handlers come by add_registered_method_handlers."""
+        """Do nothing: add_registered_method_handlers gets the same handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         self._handlers |= {f"/{service}/{method}": handler for method, handler in handlers.items()}
@@ -52,7 +52,7 @@ class Server:
             self._network.listen(self._address, self)
 
     async def stop(self, grace: float | None) -> None:
-        """Take no more calls, and end those that run after `grace` seconds."""
+        """Take no more calls, and end running ones after `grace` seconds."""
         self._network.close(self._address, self)
         if self._calls and grace:
             await asyncio.wait(list(self._calls.values()), timeout=grace)
@@ -94,7 +94,7 @@ class Server:
             line.end(status)
 
     async def _find(self, details: CallDetails) -> Any:
-        """Return the handler of a call, as the interceptors leave it."""
+        """Return the handler of a call, passed through the interceptors."""
 
         async def at(index: int, details: CallDetails) -> Any:
             if index == len(self._interceptors):
@@ -154,7 +154,7 @@ class ServerContext:
         return self._line.metadata
 
     def peer_identities(self) -> None:
-        """Nobody shows a certificate."""
+        """Return None: nobody shows a certificate."""
 
     def peer(self) -> str:
         client = self._line.client

@@ -1,4 +1,4 @@
-"""The processes of a run: each is the product's own main, on scripted models and without HTTP and Ray."""
+"""The processes of a run: each is the product's own main, with scripted models and without HTTP and Ray."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,12 +31,12 @@ PORT = 7000
 
 
 def address_of(name: str) -> str:
-    """Return where a process listens."""
+    """Return the address at which a process listens."""
     return f"{name}:{PORT}"
 
 
 class Tokenizer:
-    """Token ids as text, a character each."""
+    """Turns token ids into text, a character each."""
 
     added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
 
@@ -54,7 +54,7 @@ def _hello(side: str, scenario: Scenario, name: str) -> Hello:
 async def run_target(
     name: str, scenario: Scenario, runner: Runner, draft: Runner | None, keep: Callable[[Drafter], None]
 ) -> None:
-    """draft: the model of a draft in the target, None if there is none. keep: told of its drafter."""
+    """Run a target. draft: the model of a draft in its process, or None. keep: called with that draft's drafter."""
     settings = target_settings(
         host=name,
         port=PORT,

@@ -1,4 +1,4 @@
-"""The simulator itself: seeds that hold, runs that repeat, faults and situations that come up."""
+"""The simulator itself: seeds hold, runs repeat, and all faults and situations occur."""
 
 import os
 import subprocess
@@ -15,18 +15,13 @@ from tests.simulation.scenario import FAULTS, Scenario
 from tests.simulation.world import World
 
 SEEDS = 160
-# Each comes up in these seeds, on one side or another.
+# Each of these must occur in the seeds.
 SITUATIONS = {
     *("client: stop", "client: length", "client: abort", "client: left", "client: INTERNAL", "client: UNAVAILABLE"),
     *("client: DEADLINE_EXCEEDED", "client: RESOURCE_EXHAUSTED", "client: INVALID_ARGUMENT"),
     *("gateway: repeated_commits", "gateway: unknown_session_commits"),
-    *(
-        "target: foreseen_rounds",
-        "target: plain_rounds",
-        "target: steps_ahead",
-        "target: draft_timeouts",
-        "target: drafting_pauses",
-    ),
+    *("target: foreseen_rounds", "target: plain_rounds", "target: steps_ahead"),
+    *("target: draft_timeouts", "target: drafting_pauses"),
     *("target: self_rounds", "target: self_accepted_tokens"),
     *("target: drafting_probes", "target: rounds_gamma_1", "target: rounds_gamma_2", "target: rounds_gamma_4"),
     *("target: stale_frames", "target: repeated_frames", "target: unknown_session_frames"),
@@ -51,7 +46,7 @@ FULL_SEEDS = 24
 
 
 def of_full_targets(seeds: int) -> Iterator[World]:
-    """Yield a world after the other in which a target is lost and the other one has no place, after its run."""
+    """Run worlds in which a target is lost while the other one has no place, and yield each after its run."""
     for seed in range(seeds):
         world = World(Scenario.full(seed))
         world.run()
@@ -61,7 +56,7 @@ def of_full_targets(seeds: int) -> Iterator[World]:
 def test_what_a_lost_target_had_accepted_is_kept_whatever_the_queues_of_others() -> None:
     worlds = list(of_full_targets(FULL_SEEDS))
     assert not [violation for world in worlds for violation in world.violations]
-    assert sum(world.coverage["client: RESOURCE_EXHAUSTED"] for world in worlds) > 0, "new ones are refused"
+    assert sum(world.coverage["client: RESOURCE_EXHAUSTED"] for world in worlds) > 0, "new requests are refused"
     assert sum(len(world.accepted) for world in worlds) > FULL_SEEDS
 
 
@@ -81,7 +76,7 @@ def test_the_situations_of_the_protocol_come_up(result: Result) -> None:
 
 
 def test_a_seed_repeats_in_another_process() -> None:
-    """Neither hashes, addresses, clocks nor what ran before has a say in it: each of two is the first once."""
+    """Hashes, addresses, clocks and earlier seeds have no influence: each of two seeds runs first once."""
     program = (
         "import sys; from tests.simulation.runs import run_seed\n"
         "for seed in sys.argv[1:]:\n"
@@ -100,7 +95,7 @@ def test_a_seed_repeats_in_another_process() -> None:
 
 @pytest.mark.parametrize("bug", OLD_BUGS)
 def test_an_old_bug_is_found(bug: str) -> None:
-    """By one of the first seeds; which one changes with the protocol."""
+    """One of the first seeds finds the bug; which one depends on the protocol."""
     found = find(bug, range(SEEDS))
     assert found is not None
-    assert "find each other" not in found[1], "what is put back is no bug: nothing works with it"
+    assert "find each other" not in found[1], "the change breaks everything, so it is no realistic bug"

@@ -1,4 +1,4 @@
-"""One run: its processes, clients and faults, from the start to the point where nothing may be left of any request."""
+"""One run: its processes, clients and faults, from the start until nothing may be left of any request."""
 
 import asyncio
 from collections import Counter
@@ -22,20 +22,21 @@ from tests.simulation.seams import replaced
 from tests.simulation.services import run_draft, run_gateway, run_target
 
 _START = 30.0  # virtual seconds within which everything must have found each other
-# Within which every request must end, once nothing goes wrong any more, or as long as all take one after the other with
-# a step for each token; what its client pauses does not count.
+# Virtual seconds within which every request must end after the last fault, without the pauses of its client. Longer if
+# all requests one after the other, with a step for each token, take longer.
 _PATIENCE = 120.0
-_NOTICED, _REPLACED = 10.0, 30.0  # within which a service that hangs must be (docs/reliability.md)
-_UNDISTURBED = 5.0  # before that, in which it has begun to serve
-_UNOWNED = 4  # seconds that a target may go on with a session whose stream has ended
-_SETTLING = 40.0  # within which nothing of any request may be left
+_NOTICED, _REPLACED = 10.0, 30.0  # seconds for a service that hangs (docs/reliability.md)
+_UNDISTURBED = 5.0  # seconds before a stop in which nothing else may have happened to the process
+_UNOWNED = 4  # seconds for which a session may run after its stream has ended
+_SETTLING = 40.0  # seconds after which nothing of any request may be left
 
 
 class World:
-    """Owns all that a run is made of. violations: what must not be, in the order in which it was seen.
+    """Owns all parts of a run.
 
-    made: by process, the Verifier, Drafter or Frontend that it has made. accepted: clients' names of the sessions that
-    targets had when they ended, those that waited included. tallies: counters of those that are gone.
+    violations: descriptions, in the order in which they were seen. made: the Verifier, Drafter or Frontend of each
+    process. accepted: names of the sessions that targets had when they ended, waiting ones included. drafters: of
+    targets that run their draft themselves.
     """
 
     def __init__(self, scenario: Scenario, keep_log: bool = False) -> None:
@@ -48,7 +49,7 @@ class World:
         self.violations: list[str] = []
         self.made: dict[Process, Any] = {}
         self.accepted: set[str] = set()
-        self.drafters: dict[Process, Drafter] = {}  # of targets that run their draft themselves
+        self.drafters: dict[Process, Drafter] = {}
         aborted: set[str] = set()
         self.clients = [Client(request, aborted) for request in make_requests(scenario)]
         self.faults = Faults(scenario, self.loop, self.network)
@@ -63,7 +64,7 @@ class World:
         return Cluster(self.loop, self.network, self._report_end, lambda: self.loop.random.random() < 0.5)
 
     def report(self, violation: str) -> None:
-        """Note what must not be."""
+        """Record a violation."""
         if not self.violations:
             self.log.note(f"{self.loop.time():.6f} violation: {violation}")
         self.violations.append(f"event {self.log.length}, at {self.loop.time():.3f} s: {violation}")
@@ -76,12 +77,12 @@ class World:
 
     @property
     def processes(self) -> dict[str, Process]:
-        """All that run or are to run again, by name."""
+        """All processes that run or will be started again, by name."""
         clusters = (self.gateways, *self.launches)
         return {name: process for cluster in clusters for name, process in cluster.processes.items()}
 
     def cluster_of(self, name: str) -> Cluster:
-        """Return what keeps a process."""
+        """Return the cluster that keeps a process running."""
         return next(cluster for cluster in (self.gateways, *self.launches) if name in cluster.processes)
 
     # Starting.
@@ -110,11 +111,11 @@ class World:
         await run_target(name, scenario, target, draft, self._keep_drafter)
 
     def _runner(self, name: str, pages: int, errs: int) -> ScriptedRunner:
-        """Return a model of the process of this name."""
+        """Return a model for the process of this name."""
         runner = ScriptedRunner(pages, errs, self.report, lambda: self.faults.before_step(name))
         runner.is_sick = lambda: self.faults.is_sick(name)
         runner.goes_ahead = runner.chains = self.scenario.goes_ahead
-        runner.beside = 3  # which are always right, where a step runs behind rounds
+        runner.beside = 3  # alternatives, always right, where a step runs behind rounds
         return runner
 
     def _keep_drafter(self, drafter: Drafter) -> None:
@@ -143,7 +144,7 @@ class World:
     # Processes that hang.
 
     def _watch_stopped(self, process: Process) -> None:
-        """See to it that a service which is stopped is noticed and replaced, by whatever nothing else happens to."""
+        """Check later that a stopped service was noticed and replaced by all that no other fault disturbed."""
         side = process.name.partition("-")[0]
         if side == "gateway":
             return
@@ -160,9 +161,7 @@ class World:
             for gateway in filter(is_undisturbed, routers):
                 frontend = self.made[self.gateways.processes[f"gateway-{gateway}"]]
                 if frontend.router.targets[process.name].connected:
-                    self.report(
-                        f"gateway-{gateway} takes {process.name} for connected, which was stopped at {at:.3f} s"
-                    )
+                    self.report(f"gateway-{gateway} believes that {process.name}, stopped at {at:.3f} s, is connected")
 
         def check_replaced() -> None:
             if is_undisturbed(keeper):
@@ -174,7 +173,7 @@ class World:
     # Running.
 
     def run(self) -> None:
-        """Run to the end. Afterwards `violations` says what was wrong."""
+        """Run to the end. `violations` then has what was wrong."""
 
         def keep(kind: Any) -> Any:
             def make(*args: Any, **options: Any) -> Any:
@@ -196,7 +195,7 @@ class World:
         self._check()
 
     def _end(self) -> None:
-        """End all processes, and let Python let go of their tasks."""
+        """End all processes, and let Python free their tasks."""
 
         async def end() -> None:
             for cluster in (self.gateways, *self.launches):
@@ -231,20 +230,20 @@ class World:
         watch.cancel()
 
     async def _watch_sessions(self) -> None:
-        """Report sessions that targets go on with for nobody; a stream takes a second at most to end."""
+        """Report sessions that run without an owner. The end of a stream takes at most a second."""
         seen = Counter[tuple[str, str]]()
         while True:
             await asyncio.sleep(1.0)
             seen = Counter({each: seen[each] + 1 for each in oracle.unowned_sessions(self.processes, self.made)})
             for (target, session), times in seen.items():
                 if times == _UNOWNED:
-                    self.report(f"{target} has gone on with {session} for {times} s, which is nobody's any more")
+                    self.report(f"{target} has run {session} for {times} s after its stream ended")
 
     def _is_connected(self) -> bool:
         return oracle.is_connected(self.processes.values(), self.made, self.scenario)
 
     async def _count_tasks(self) -> dict[str, int]:
-        """Return how many tasks each process has while there are no requests; some come and go."""
+        """Return how many tasks each process has without requests. Some come and go, so the least number counts."""
         counts: list[dict[str, int]] = []
         for _ in range(6):
             counts.append({name: len(process.running) for name, process in self.processes.items()})
@@ -261,7 +260,7 @@ class World:
         return left_over + list(oracle.wrong_views(self.processes, self.made))
 
     def _check(self) -> None:
-        """Report what is wrong with what the run has come to."""
+        """Report what is wrong at the end of the run."""
         verifiers = [made for made in self.made.values() if isinstance(made, Verifier)]
         frontends = [made for made in self.made.values() if isinstance(made, Frontend)]
         for violation in (
@@ -274,11 +273,11 @@ class World:
         ):
             self.report(violation)
 
-    # What is told of it.
+    # The report.
 
     @property
     def coverage(self) -> Counter[str]:
-        """How often each situation of the protocol has come up, by its name."""
+        """How often each situation of the protocol occurred, by name."""
         found = Counter(self.network.counters)
         for process, made in self.made.items():
             counters = made.router.ledger.counters if isinstance(made, Frontend) else made.counters
@@ -290,7 +289,7 @@ class World:
 
 
 async def _wait_for_end(client: Client, task: asyncio.Task[None], patience: float) -> None:
-    """Wait for a client's end, as long as it may take."""
+    """Wait for the end of a client, at most `patience` seconds beyond its own pauses."""
     while patience > 0 and not task.done():
         paused = client.paused
         await asyncio.wait([task], timeout=patience)

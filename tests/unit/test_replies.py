@@ -328,9 +328,7 @@ WRITERS: dict[str, tuple[str, Callable[[list[str], list[str]], str]]] = {
     st.lists(st.tuples(st.sampled_from("fg"), OBJECT), min_size=1, max_size=3),
     st.data(),
 )
-def test_calls_of_json_are_passed_on(
-    writer: str, meant: list[tuple[str, dict[str, Any]]], data: st.DataObject
-) -> None:
+def test_calls_of_json_are_passed_on(writer: str, meant: list[tuple[str, dict[str, Any]]], data: st.DataObject) -> None:
     """With any arguments, keys in any order, other keys beside them, white space: however the text is cut."""
     calls, named, arguments = list[str](), list[str](), list[str]()
     for name, value in meant:

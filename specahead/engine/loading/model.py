@@ -125,9 +125,7 @@ def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Map
         why = str(error)
     if why is None:
         return checkpoint
-    log.info(
-        "the files do not fit the config: transformers reads the weights", extra={"model": model, "why": why}
-    )
+    log.info("the files do not fit the config: transformers reads the weights", extra={"model": model, "why": why})
     # Not to the device, which would hold them beside the decoder.
     weights = dict(load_module(model, dtype, "cpu").named_parameters())
     why = misfit(config, {name: tuple(tensor.shape) for name, tensor in weights.items()})
