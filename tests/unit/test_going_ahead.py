@@ -114,8 +114,8 @@ def target_of(folder: Path, goes_ahead: bool, pages: int = 200, **how: Any) -> T
     loaded = load_model(str(folder), torch.float32, DEVICE)
     runner = make_runner(loaded, pages * PAGE_SIZE, 0, 300, step_queries=5)
     runner.goes_ahead = goes_ahead
-    settings = target_settings(gamma=4, max_context=300, max_sessions=4, draft="none")
-    return Target(Verifier(runner, PLAN, replace(settings, **how)))
+    settings = {"max_context": 300, "max_sessions": 4, "draft": "none"} | how
+    return Target(Verifier(runner, PLAN, target_settings(**settings)))
 
 
 @pytest.fixture(scope="module")
