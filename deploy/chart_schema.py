@@ -7,21 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specahead.config.resolve import NAMES
-from specahead.config.sections import ClientSettings, ClusterSettings, DraftSettings, TargetSettings
-from specahead.config.setting import Setting, declared_in
+from specahead.config.resolve import SETTINGS
+from specahead.config.setting import Setting
 
 FILE = Path(__file__).resolve().parent / "chart" / "values.schema.json"
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
-# What the chart says itself, what is secret, and what is only for Ray.
+# Settings that the chart states itself, secrets, and settings for Ray alone.
 _NOT_OFFERED = {
-    *("target_address", "draft_address", "ray_address", "namespace", "service_token", "service_token_file", "api_key"),
-    *("targets", "drafts", "target_resource", "draft_resource"),
-    *("service_tls_cert", "service_tls_key", "service_tls_ca", "service_tls_name"),
-    *("api_keys_file", "tls_cert", "tls_key"),
+    *("target_address", "draft_address", "base_port", "service_token_file", "service_tls", "api_keys_file", "tls"),
+    *("api_key", "ray_address", "namespace", "targets", "drafts", "node_resources", "autoscaling", "join"),
 }
-_PORTS = ("http_port", "grpc_port", "target_port", "draft_port")
+_PORTS = ("http_port", "grpc_port")
 
 _TEXT: dict[str, Any] = {"type": "string"}
 _ANY: dict[str, Any] = {"type": "object"}
@@ -41,9 +38,11 @@ def _whole(least: int) -> dict[str, Any]:
 
 
 def _setting(item: Setting) -> dict[str, Any]:
-    """Return the schema of one setting."""
-    schema: dict[str, Any] = {"type": _TYPES[item.kind]}
-    limits = {"minimum": item.least, "maximum": item.most, "exclusiveMinimum": item.above}
+    """Return the schema of one setting, or of one key of a setting."""
+    if item.keys:
+        return _object(**{name: _setting(key) for name, key in item.keys.items()})
+    schema: dict[str, Any] = {"type": [_TYPES[item.kind], "null"] if item.optional else _TYPES[item.kind]}
+    limits = {"minimum": item.within.least, "maximum": item.within.most, "exclusiveMinimum": item.within.above}
     schema |= {name: limit for name, limit in limits.items() if limit is not None}
     if item.choices:
         schema["enum"] = list(item.choices)
@@ -53,10 +52,8 @@ def _setting(item: Setting) -> dict[str, Any]:
 
 
 def _settings() -> dict[str, Any]:
-    sections = (TargetSettings, DraftSettings, ClientSettings, ClusterSettings)
-    items = {item.name: item for section in sections for item in declared_in(section)}
-    offered = sorted(NAMES - _NOT_OFFERED - {""})
-    return _object(**{name: _setting(items[name]) for name in offered}) | {"required": list(_PORTS)}
+    offered = sorted(SETTINGS.keys() - _NOT_OFFERED)
+    return _object(**{name: _setting(SETTINGS[name]) for name in offered}) | {"required": list(_PORTS)}
 
 
 def schema() -> dict[str, Any]:

@@ -113,7 +113,7 @@ async def serve(
     ]
     server = await start_server(settings.host, settings.port, services, access.guard())
     await server.set_serving(True)
-    log.info("serving", extra={"address": server.address, "tls": settings.tls_cert != "", "pid": os.getpid()})
+    log.info("serving", extra={"address": server.address, "tls": settings.service_tls.cert != "", "pid": os.getpid()})
     on_ready(server)
     links.set_targets(settings.targets)
     try:
@@ -124,7 +124,7 @@ async def serve(
             drafter.fail_step,
             wake,
             drafter.next_deadline,
-            settings.step_timeout,
+            settings.timeouts.step,
             warm_up_more=lambda: preparation_of([runner], keep_loaded) if drafter.is_idle else None,
         )
     finally:

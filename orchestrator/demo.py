@@ -17,7 +17,7 @@ SHOWN, MAX_TOKENS = 300, 96
 def main() -> None:
     started = time.perf_counter()
     command = [sys.executable, "-m", "orchestrator.launch", "--grpc-port", "0", "--http-port", "0"]
-    command += ["--log-level", "warning"]  # the text is what is to be seen
+    command += ["--logging", '{"level": "warning"}']  # the text is what is to be seen
     launch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         address = _wait_until_ready(launch)

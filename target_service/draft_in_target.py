@@ -1,4 +1,4 @@
-"""A draft that the target runs itself (`--draft-in-target`): the steps of both models, by turns, on one device.
+"""A draft that the target runs itself (`--placement together`): the steps of both models, by turns, on one device.
 
 Both read memory as fast as it goes, so that side by side neither would gain. Draft and target are those of the two
 services, with the same events between them, which are handed over as they are. Where nothing needs the host between

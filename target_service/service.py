@@ -145,7 +145,7 @@ async def serve(
     ]
     server = await start_server(settings.host, settings.port, services, read_peer_access(settings).guard())
     await server.set_serving(True)
-    log.info("serving", extra={"address": server.address, "tls": settings.tls_cert != "", "pid": os.getpid()})
+    log.info("serving", extra={"address": server.address, "tls": settings.service_tls.cert != "", "pid": os.getpid()})
     on_ready(server)
     try:
         await run_step_loop(
@@ -155,7 +155,7 @@ async def serve(
             steps.fail_step,
             wake,
             steps.next_deadline,
-            settings.step_timeout,
+            settings.timeouts.step,
             sends_first=False,  # drafts have drafted ahead
             warm_up_more=partial(_what_to_prepare, verifier, drafter),
         )

@@ -86,7 +86,7 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
         draft = convert.hello_from_pb(first.hello)
         settings = self._verifier.settings
         if not settings.has_draft or settings.draft_in_target:
-            own = " --draft-in-target" if settings.draft_in_target else ""
+            own = " --placement together" if settings.draft_in_target else ""
             raise FailedPrecondition(f"this target takes no draft: it runs with --draft {settings.draft}{own}")
         mismatch = draft.mismatch(self._hello)
         if mismatch:
@@ -106,7 +106,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         self._streams = PeerStreams(MOST_STREAMS)
         self._wake = wake
         self._read_status = read_status
-        self._left = LeftSessions(verifier.settings.resume_timeout)
+        self._left = LeftSessions(verifier.settings.timeouts.resume)
         self._tokens = CallerTokens()
         self._reporters: dict[Reporter, Outbox[ServedEvent | Beat]] = {}  # of the streams that there are
 

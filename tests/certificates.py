@@ -1,5 +1,6 @@
 """Certificates for tests, made where they are used: an authority, and what it signed, mostly for 127.0.0.1."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,9 +19,13 @@ class Files:
     key: str
     ca: str
 
-    def flags(self, prefix: str = "--") -> list[str]:
-        """Command line flags for mutual TLS."""
-        return [f"{prefix}tls-cert", self.cert, f"{prefix}tls-key", self.key, f"{prefix}tls-ca", self.ca]
+    def flags(self) -> list[str]:
+        """Flags of `specahead health` for mutual TLS."""
+        return ["--tls-cert", self.cert, "--tls-key", self.key, "--tls-ca", self.ca]
+
+    def keys(self, *names: str) -> str:
+        """These of its files, as the settings --tls and --service-tls take them."""
+        return json.dumps({name: getattr(self, name) for name in names})
 
 
 def make_certificate(

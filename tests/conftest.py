@@ -21,6 +21,7 @@ import pytest
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.models import TARGET
 from tests import interpreter
+from tests.altered import PATIENT
 from tests.books import read_books
 from tests.plans import sparse_plan_file
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 (hooks)
@@ -76,20 +77,25 @@ def ray_address() -> Iterator[str]:
 def _start(ray_address: str) -> Callable[..., Stack]:
     numbers = itertools.count()
 
-    def start(*flags: str, environment: dict[str, str] | None = None) -> Stack:
+    def start(*flags: str, environment: dict[str, str] | None = None, altered: str = "") -> Stack:
         variables = RAY_ENVIRONMENT | {"RAY_ADDRESS": ray_address} | (environment or {})
-        return start_stack("--namespace", f"test-{next(numbers)}", *flags, environment=variables)
+        module = ("tests.altered", altered, "orchestrator.launch") if altered else ("orchestrator.launch",)
+        flags = ("--namespace", f"test-{next(numbers)}", *flags)
+        return start_stack(*flags, environment=variables, command=("-m", *module))
 
     return start
 
 
 @pytest.fixture(scope="module")
 def launch(_start: Callable[..., Stack]) -> Iterator[Callable[..., Stack]]:
-    """Start a launch on the test run's Ray; whatever is still running at the module's end is stopped."""
+    """Start a launch on the test run's Ray; whatever is still running at the module's end is stopped.
+
+    altered: values of its targets for fields without a flag, as JSON (tests/altered.py).
+    """
     running: list[Stack] = []
 
-    def start(*flags: str, environment: dict[str, str] | None = None) -> Stack:
-        running.append(_start(*flags, environment=environment))
+    def start(*flags: str, **how: Any) -> Stack:
+        running.append(_start(*flags, **how))
         return running[-1]
 
     yield start
@@ -104,6 +110,6 @@ def stack(_start: Callable[..., Stack]) -> Iterator[Stack]:
     Settings are the default ones, but that a busy machine's target waits for its draft, that short texts are read
     sparsely, too, and that calls of tools are found.
     """
-    stack = _start("--plan", sparse_plan_file(), "--draft-timeout", "60", "--tool-call-parser", "hermes")
+    stack = _start("--plan", sparse_plan_file(), "--tool-call-parser", "hermes", altered=PATIENT)
     yield stack
     stack.stop()

@@ -115,8 +115,9 @@ class Services:
 
 
 def start_service(*command: str) -> tuple[subprocess.Popen[str], str]:
-    """Run `python COMMAND…` until it says where it listens."""
-    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    """Run `python COMMAND…` with one thread until it says where it listens."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=variables)
     assert process.stdout is not None
     line = process.stdout.readline()
     match = re.search(r"at (\S+:\d+)", line)
@@ -124,6 +125,11 @@ def start_service(*command: str) -> tuple[subprocess.Popen[str], str]:
         process.kill()
         raise RuntimeError(f"{command} said {line!r}")
     return process, match.group(1)
+
+
+def _stating_gamma(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return flags with a γ of 4 unless they state speculation: rounds then do not depend on a machine's speed."""
+    return flags if "--speculation" in flags else (*flags, "--speculation", '{"gamma": 4}')
 
 
 def start_services(
@@ -135,7 +141,7 @@ def start_services(
 
     `flags` go to both; `dial` may put something between draft and target.
     """
-    shared = ("--plan", sparse_plan_file(), "--kv-tokens", "40000", "--threads", "1", "--port", "0", *flags)
+    shared = ("--plan", sparse_plan_file(), "--kv-tokens", "40000", "--port", "0", *_stating_gamma(flags))
     target, target_address = start_service(*target_command, "--model", str(TARGET), *shared)
     draft, draft_address = start_service(
         "-m", "draft_service", "--model", str(DRAFT), "--target", dial(target_address), *shared
@@ -161,7 +167,7 @@ def start_stack(
     command: what launches. orphaned: whether its parent ends at once, as under nohup, instead of being this process.
     """
     output = Path(tempfile.mkdtemp(prefix="specahead-test-")) / "launch.txt"
-    arguments = [sys.executable, *command, "--grpc-port", "0", "--http-port", "0", *flags]
+    arguments = [sys.executable, *command, "--grpc-port", "0", "--http-port", "0", *_stating_gamma(flags)]
     variables = os.environ | (environment or {})
     process: subprocess.Popen[str] | Orphan
     if orphaned:

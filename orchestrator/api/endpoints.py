@@ -30,7 +30,6 @@ from orchestrator.sessions.router import Router
 from orchestrator.sessions.served_models import ServedModels
 from orchestrator.sessions.tracing import tracing
 from orchestrator.text.replies import find_format
-from orchestrator.text.structured_outputs import WHITE_SPACES
 from protos import inference_pb2_grpc
 from specahead.config import Config, SettingsError
 from specahead.config.garbage import keep_loaded
@@ -80,7 +79,7 @@ async def serve_clients(
     clients = config.clients
     read_addresses = partial(addresses_in, directories)
     async with contextlib.AsyncExitStack() as started:
-        tracer, feed = started.enter_context(tracing(clients.trace_share)), Feed()
+        tracer, feed = started.enter_context(tracing(clients.logging.trace_share)), Feed()
         frontends = [
             _make_frontend(model, _make_router(model, access, where), tracer, feed)
             for model, where in zip(config.by_model, directories, strict=True)
@@ -98,9 +97,9 @@ async def serve_clients(
         longest = max(max_message(frontend.limits) for frontend in frontends)
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, longest)
         started.push_async_callback(server.stop, 1.0)
-        connections = Connections.within_open_files(clients.max_connections, access.proxies)
+        connections = Connections.within_open_files(clients.http.max_connections, access.proxies)
         app = make_app(models, read_status, read_addresses)
-        hosts = hosts_of(clients.host, clients.allowed_hosts)
+        hosts = hosts_of(clients.host, clients.http.allowed_hosts)
         guarded = guard_http(app, access.callers, open_paths(clients), models, access.proxies, hosts)
         http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
@@ -112,14 +111,13 @@ async def serve_clients(
             yield server.address, http_address, models
         finally:
             await server.set_serving(False)
-            await models.drain(clients.shutdown_grace)
+            await models.drain(clients.timeouts.shutdown)
 
 
 def _make_router(config: Config, access: Access, directories: Directories) -> Router:
     clients = config.clients
-    timeouts = clients.resume_timeout, clients.request_timeout
-    count = access.callers.count_elsewhere
-    return Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait, count)
+    times, count = clients.timeouts, access.callers.count_elsewhere
+    return Router(directories["target"], access.peers, times.resume, times.request, clients.routing, times.wait, count)
 
 
 async def _connect(
@@ -131,7 +129,7 @@ async def _connect(
     """
     read_addresses = partial(addresses_in, [directories])
     asks = {name: services[name] for name in read_addresses()}
-    targets = await wait_until_connected(frontend.router, asks, read_addresses, config.cluster.connect_timeout)
+    targets = await wait_until_connected(frontend.router, asks, read_addresses, config.clients.timeouts.connect)
     pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
     room = pages * PAGE_SIZE - config.target.most_drafted - 1
     frontend.limits = replace(frontend.limits, kv_tokens=max(room, 0))
@@ -153,10 +151,9 @@ def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> F
         defaults=default_sampling(defaults),
         uncalibrated=not plan.is_calibrated,
     )
-    observer = Observer(Metrics(limits.model_name), tokenizer, clients.log_requests, tracer, feed)
+    observer = Observer(Metrics(limits.model_name), tokenizer, clients.logging.requests, tracer, feed)
     reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
-    white_space = WHITE_SPACES[clients.json_whitespace]
-    return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format, white_space)
+    return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format)
 
 
 async def run(

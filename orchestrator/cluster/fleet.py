@@ -15,6 +15,7 @@ from ray._private import ray_constants
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from orchestrator.cluster.choice import machine_of, with_choice
 from orchestrator.cluster.connect_ray import check_ray_listens, connect_ray
 from orchestrator.cluster.directory import name_services, side_of
 from orchestrator.cluster.room import check_room, gpus_of, resources_of
@@ -140,10 +141,10 @@ class RayPlacement:
     """
 
     def __init__(self, config: Config) -> None:
-        self._config = config
+        self._folder = connect_ray(config.cluster)
+        self._config = config = with_choice(config, machine_of(ray.cluster_resources()))
         self.fleets = [RayFleet(model, config.label(model)) for model in config.by_model]
         self.services: dict[str, tuple[str, int]] = {}
-        self._folder = connect_ray(config.cluster)
         self._head = ray.get_runtime_context().gcs_address
 
     @property
@@ -276,18 +277,20 @@ def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
 
 
 def placed_settings(config: Config, targets: int = 0, label: str = "") -> list[TargetSettings | DraftSettings]:
-    """Return the settings of each service, with its name and its port where that is given: one more for each service.
+    """Return the settings of each service, with its name, and with its port where one is given: targets count on from
+    it, then drafts.
 
-    targets: how many there are, 0: those that the launch begins with; drafts are in proportion. label: stands in the
-    names. Only targets are deterministic; what a draft says changes no token then.
+    targets: how many there are, 0: as many as the launch begins with; drafts are in proportion. label: stands in the
+    names. Only targets are deterministic: a draft changes no token of theirs.
     """
-    cluster, traces = config.cluster, config.clients.trace_share > 0
+    traces, first_port = config.clients.logging.trace_share > 0, config.target.port
     placed: list[TargetSettings | DraftSettings] = []
-    most = max(cluster.targets, cluster.max_targets)
+    begin = max(1, config.cluster.targets)
+    most = max(begin, config.cluster.autoscaling.max_targets)
     for side in (config.target, config.draft):
-        present, all_names = (_count(config, side.side, count) for count in (targets or cluster.targets, most))
+        present, all_names = (_count(config, side.side, count) for count in (targets or begin, most))
         for index, name in enumerate(name_services(side.side, all_names, label)[:present]):
-            port = side.port + index if side.port else 0
+            port = first_port + index + (most if side.side == "draft" else 0) if first_port else 0
             deterministic = side.deterministic and side.side == "target"
             placed.append(replace(side, name=name, port=port, traces=traces, deterministic=deterministic))
     return placed
@@ -297,7 +300,8 @@ def _count(config: Config, side: str, targets: int) -> int:
     """Return how many services of a side there are beside so many targets."""
     if side == "target":
         return targets
-    return math.ceil(config.cluster.drafts * targets / config.cluster.targets) if config.has_draft else 0
+    cluster = config.cluster
+    return math.ceil(max(1, cluster.drafts) * targets / max(1, cluster.targets)) if config.has_draft else 0
 
 
 def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[TargetSettings | DraftSettings]]:

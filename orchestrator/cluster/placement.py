@@ -33,7 +33,7 @@ def placed_services(config: Config) -> Iterator[tuple[list[Directories], "RayPla
 
         names = [model.model_name for model in config.by_model]
         with joined_services(config.cluster) as joined:
-            there = joined.wait_for(names, config.cluster.connect_timeout)
+            there = joined.wait_for(names, config.clients.timeouts.connect)
             yield [_by_side(services_of(name, there)) for name in names], None, joined.look
         return
     from orchestrator.cluster.fleet import placement_on_ray  # a launch over running services needs no Ray

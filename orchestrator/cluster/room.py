@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
     """What a node must have to run a service, as Ray counts it; a trace, so that one node serves for many."""
-    resource = {"target": cluster.target_resource, "draft": cluster.draft_resource}[side]
+    resource = {"target": cluster.node_resources.target, "draft": cluster.node_resources.draft}[side]
     return {resource: 0.001} if resource else {}
 
 
@@ -26,7 +26,7 @@ def check_room(needs: Sequence[Mapping[str, float]], there: Mapping[str, float])
             advice = {
                 "GPU": "give --device auto, with which services share the GPUs that there are or run on the CPU",
                 "CPU": "place fewer services",
-            }.get(resource, "check --target-resource and --draft-resource")
+            }.get(resource, "check --node-resources")
             raise ClusterError(
                 f"the {len(needs)} services need {wanted:g} {resource}, but the Ray that was started on this machine "
                 f"has {has:g} and gets no more: {advice}, or name a Ray that has it by --ray-address"

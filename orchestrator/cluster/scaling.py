@@ -35,10 +35,10 @@ class Scaling:
 
 def scaling_of(settings: ClusterSettings) -> Scaling | None:
     """Return how a launch scales; None if it always has as many targets as it begins with."""
-    if settings.max_targets <= settings.targets:
+    asked, least = settings.autoscaling, max(1, settings.targets)
+    if asked.max_targets <= least:
         return None
-    delays = settings.scale_out_delay, settings.scale_in_delay
-    return Scaling(settings.targets, settings.max_targets, settings.scale_kv_use, settings.scale_wait, *delays)
+    return Scaling(least, asked.max_targets, asked.kv_use, asked.wait, asked.out_delay, asked.in_delay)
 
 
 def wanted(loads: Sequence[TargetLoad], scaling: Scaling) -> int:

@@ -47,7 +47,7 @@ class ServiceActor:
                 nice,
             )
         self._served_before = ray.get_runtime_context().was_current_actor_reconstructed
-        threads = settings.threads or share_of_cores(neighbours)
+        threads = share_of_cores(neighbours)
         settings = replace(settings, host=settings.host or self._node, threads=threads)
         threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
         threading.Thread(target=self._run, args=(settings,), name="service", daemon=True).start()

@@ -55,14 +55,14 @@ def read_access(config: Config) -> Access:
     return Access(
         read_peer_access(config.target),
         Callers(read_keys(clients)),
-        read_tls(clients.tls_cert, clients.tls_key),
-        Proxies(clients.trusted_proxies),
+        read_tls(clients.tls.cert, clients.tls.key),
+        Proxies(clients.http.trusted_proxies),
     )
 
 
 def open_paths(clients: ClientAccess) -> tuple[str, ...]:
     """Return the paths that are answered without a key."""
-    return (*OPEN, "/metrics") if clients.open_metrics else OPEN
+    return (*OPEN, "/metrics") if clients.http.open_metrics else OPEN
 
 
 def hosts_of(host: str, allowed: str) -> tuple[str, ...] | None:
@@ -87,7 +87,7 @@ def _check_host(headers: list[tuple[str, str]], hosts: Collection[str] | None) -
         if not is_loopback(name) and name not in hosts:
             raise Misdirected(
                 f"the Host header is {given[:80]!r}, and this port on loopback answers to localhost and loopback "
-                "addresses; start the server with --allowed-hosts NAME to allow another name"
+                'addresses; start the server with --http \'{"allowed_hosts": "NAME"}\' to allow another name'
             )
 
 

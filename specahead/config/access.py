@@ -1,93 +1,74 @@
-"""Who may enter a port, and what a process writes to its log: the settings that every process has."""
+"""Who may use a port, and what a process writes to its log: the settings that every process has."""
 
 import ipaddress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
-from specahead.config.setting import Section, SettingsError, setting
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-_logs = partial(setting, group="logs")
-_between = partial(setting, group="access between services")
-_clients = partial(setting, group="access of clients")
+from specahead.config.setting import SECRET, Keyed, Seconds, Section, SettingsError, Within
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessSettings(Section):
-    """What every process of specahead has."""
-
-    log_level: str = _logs(
-        "info", f"least important messages that are written: {', '.join(LOG_LEVELS)}", choices=LOG_LEVELS
-    )
-    log_format: str = _logs("text", "text, or json for one object a line", choices=("text", "json"))
-    insecure: bool = setting(
-        False, "listen beyond this machine although nobody is asked who they are", group="access between services"
-    )
+def split_list(text: str) -> list[str]:
+    """Return the entries of a list that commas separate."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceAccess(ProcessSettings):
-    """How orchestrator, draft and target know one another: by a token that all have, by certificates, or by both."""
+class Logging(Keyed, group="logs"):
+    """What a process tells of its work."""
 
-    service_token: str = _between(
-        "", "token that orchestrator, draft and target share; empty: a launch makes one for what it starts", secret=True
-    )
-    service_token_file: str = _between("", "file that holds the token")
-    tls_cert: str = _between(
-        "", "certificate (PEM, with its chain) of the services and of who dials them", name="service_tls_cert"
-    )
-    tls_key: str = _between("", "its private key (PEM)", name="service_tls_key")
-    tls_ca: str = _between(
-        "", "certificates (PEM) that sign those of the services; each side must then show one", name="service_tls_ca"
-    )
-    tls_name: str = _between(
-        "", "name that certificates of services bear; empty: the address that is dialled", name="service_tls_name"
-    )
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least important messages that are written."""
+    format: Literal["text", "json"] = "text"
+    """json: one object a line."""
+    requests: bool = False
+    """Whether prompts and answers are written to the log."""
+    trace_share: Annotated[float, Within(least=0, most=1)] = 0.0
+    """Share of requests that OpenTelemetry traces; OTEL_EXPORTER_OTLP_ENDPOINT says where spans go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificates(Keyed, group="access of clients"):
+    """The TLS of the client endpoints."""
+
+    cert: str = ""
+    """File of the certificate (PEM, with its chain)."""
+    key: str = ""
+    """File of its private key (PEM)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.service_token and self.service_token_file:
-            raise SettingsError("service_token and service_token_file are both given: give one")
-        check_pair(self.tls_cert, self.tls_key, "service_")
-
-    def read_token(self) -> str:
-        """The shared token; "" if there is none. Raises SettingsError for a file that cannot be read or is empty."""
-        return self.service_token or read_secret(self.service_token_file, "service_token_file")
+        if bool(self.cert) != bool(self.key):
+            given, missing = ("cert", "key") if self.cert else ("key", "cert")
+            raise SettingsError(f"{given} is given without {missing}: TLS needs both")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientAccess(ProcessSettings):
-    """Who may use the client endpoints, and whether what they say can be read on the way."""
+class ServiceCertificates(Certificates, group="access between services"):
+    """The TLS of the services, on both ends of a connection."""
 
-    api_key: str = _clients("", "key that clients must send, as `Authorization: Bearer KEY`", secret=True)
-    api_keys_file: str = _clients("", "file of the names, hashes and limits of keys, one a line (`specahead key`)")
-    open_metrics: bool = _clients(False, "answer /metrics without a key")
-    trusted_proxies: str = _clients(
-        "",
-        "addresses or networks, separated by commas, of proxies in front of the client endpoints: of what comes from "
-        "them X-Forwarded-For says who called",
-    )
-    allowed_hosts: str = _clients(
-        "",
-        "names, separated by commas, that the Host header may have where the endpoints bind loopback, beside localhost "
-        "and loopback addresses; *: any",
-    )
-    tls_cert: str = _clients("", "certificate (PEM, with its chain) of the client endpoints")
-    tls_key: str = _clients("", "its private key (PEM)")
-    log_requests: bool = _logs(False, "write prompts and answers to the log")
-    trace_share: float = setting(
-        0.0,
-        "share of requests that OpenTelemetry traces; where to: OTEL_EXPORTER_OTLP_ENDPOINT",
-        group="traces",
-        least=0,
-        most=1,
-    )
+    ca: str = ""
+    """File of the certificates (PEM) that sign those of the services; each side must then show its own."""
+    name: str = ""
+    """Name in the certificates of services; empty: the address that is dialled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Http(Keyed, group="access of clients"):
+    """Limits of the HTTP endpoint."""
+
+    max_connections: Annotated[int, Within(least=2)] = 1000
+    """Connections at once, half of them from one address."""
+    allowed_hosts: str = ""
+    """Names, separated by commas, that the Host header may have where the endpoint binds loopback, beside localhost and
+    loopback addresses; *: any."""
+    trusted_proxies: str = ""
+    """Addresses or networks, separated by commas, of proxies whose X-Forwarded-For names the caller."""
+    open_metrics: bool = False
+    """Whether /metrics is answered without a key."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_pair(self.tls_cert, self.tls_key, "")
         for each in split_list(self.trusted_proxies):
             try:
                 ipaddress.ip_network(each)
@@ -97,28 +78,80 @@ class ClientAccess(ProcessSettings):
                 ) from None
 
 
-def split_list(text: str) -> list[str]:
-    """Return the entries of a list that commas separate."""
-    return [entry.strip() for entry in text.split(",") if entry.strip()]
+@dataclass(frozen=True, kw_only=True)
+class Timeouts(Keyed, group="client endpoints"):
+    """How long things may take, in seconds."""
+
+    request: Seconds = 3600.0
+    """A request in all; 0: any time."""
+    wait: Seconds = 0.0
+    """The expected wait of a request until its prompt is read, beyond which it is refused; 0: any time."""
+    resume: Seconds = 60.0
+    """How long requests wait for a lost target before they fail, and a target keeps the requests of a lost gateway."""
+    shutdown: Seconds = 10.0
+    """How long requests in flight get to finish at shutdown."""
+    connect: Seconds = 30.0
+    """How long target and draft may take to be found at the start; 0: any time."""
+    step: Annotated[float, Within(above=0)] = 120.0
+    """How long one step of a model may take before its service ends itself as hung."""
 
 
-def check_pair(cert: str, key: str, prefix: str) -> None:
-    """Raises SettingsError if one of certificate and key is given without the other."""
-    if bool(cert) != bool(key):
-        given, missing = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
-        raise SettingsError(f"{prefix}{given} is given without {prefix}{missing}: TLS needs both")
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings(Section, group="every process"):
+    """What every process of specahead has."""
+
+    logging: Logging = Logging()
+    """Log and traces, as JSON or a mapping."""
+    timeouts: Timeouts = Timeouts()
+    """How long things may take, in seconds, as JSON or a mapping."""
+    insecure: bool = False
+    """Listen beyond this machine although nobody is asked who they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ServiceAccess(ProcessSettings, group="access between services"):
+    service_token_file: str = ""
+    """File of the token that orchestrator, draft and target share; empty: a launch makes one for what it starts."""
+    service_tls: ServiceCertificates = ServiceCertificates()
+    """Certificates of the services and of their callers, as JSON or a mapping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceAccess(_ServiceAccess):
+    """How orchestrator, draft and target know one another: by a shared token, by certificates, or by both."""
+
+    service_token: str = field(default="", repr=False)
+    """The token that a launch made."""
+
+    def read_token(self) -> str:
+        """The shared token; "" if there is none. Raises SettingsError for a file that cannot be read or is empty."""
+        return self.service_token or read_secret(self.service_token_file, "service_token_file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientAccess(ProcessSettings, group="access of clients"):
+    """Who may use the client endpoints, and whether others can read what they say."""
+
+    api_key: Annotated[str, SECRET] = field(default="", repr=False)
+    """Key that clients must send, as `Authorization: Bearer KEY`."""
+    api_keys_file: str = ""
+    """File of the names, hashes and limits of keys, one a line (`specahead key`)."""
+    tls: Certificates = Certificates()
+    """Certificate and key of the client endpoints, as JSON or a mapping."""
+    http: Http = Http()
+    """Limits of the HTTP endpoint, as JSON or a mapping."""
 
 
 def check_service_listener(access: ServiceAccess, host: str) -> None:
-    """Raises SettingsError if a service would answer other machines without asking who they are."""
-    asked = access.service_token or access.service_token_file or (access.tls_cert and access.tls_ca)
+    """Raise SettingsError if a service would answer other machines without asking who they are."""
+    asked = access.service_token or access.service_token_file or (access.service_tls.cert and access.service_tls.ca)
     _check_listener(
-        access, host, bool(asked), "--service-token-file FILE, or --tls-cert, --tls-key and --tls-ca for mutual TLS"
+        access, host, bool(asked), "--service-token-file FILE, or --service-tls with cert, key and ca for mutual TLS"
     )
 
 
 def check_client_listener(access: ClientAccess, host: str) -> None:
-    """Raises SettingsError if the client endpoints would answer other machines without asking who they are."""
+    """Raise SettingsError if the client endpoints would answer other machines without asking who they are."""
     asked = access.api_key or access.api_keys_file
     _check_listener(access, host, bool(asked), "--api-keys-file FILE (`specahead key` makes its lines)")
 
@@ -132,7 +165,7 @@ def _check_listener(access: ProcessSettings, host: str, asked: bool, remedy: str
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name counts as reachable from elsewhere, except localhost."""
+    """Return whether only this machine reaches an address. Of names, only localhost counts as loopback."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -140,7 +173,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_secret(path: str, name: str) -> str:
-    """The text of a file without the white space around it; "" if path is "". Raises SettingsError."""
+    """Return the text of a file without the white space around it; "" if path is "". Raises SettingsError."""
     if not path:
         return ""
     try:

@@ -109,10 +109,10 @@ class FrequentWarnings:
 def configure_logs(settings: ProcessSettings) -> None:
     """Write the log of this process to standard error, as its settings say. Warnings of Python code go there too."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if settings.log_format == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter() if settings.logging.format == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.captureWarnings(True)
-    level = settings.log_level.upper()
+    level = settings.logging.level.upper()
     for room in _ROOMS:
         logging.getLogger(room).setLevel(level)
     if level != "DEBUG":  # meant for who writes the code that is called, not for who runs it

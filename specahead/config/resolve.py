@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import json
 import logging
 import re
@@ -14,30 +15,24 @@ from typing import Any, TypeVar, get_origin
 import yaml
 
 from specahead.config.access import check_client_listener, check_service_listener
-from specahead.config.keyed import Keyed
-from specahead.config.sections import (
-    ClientSettings,
-    ClusterSettings,
-    Config,
-    DraftSettings,
-    ServiceSettings,
-    TargetSettings,
-)
-from specahead.config.setting import Section, Setting, SettingsError, declared_in
+from specahead.config.launch import ClientSettings, ClusterSettings, Config
+from specahead.config.services import DraftSettings, ServiceSettings, TargetSettings
+from specahead.config.setting import Keyed, Section, Setting, SettingsError, declared_in
 from specahead.config.version import running_version
 
 log = logging.getLogger(__name__)
 
 Service = TypeVar("Service", bound=ServiceSettings)
+Options = Mapping[str, tuple[Setting, str, Any]]  # by key: a setting, its flag, and its default
 
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
-MODELS = "models"  # of a file: several models of one launch, each with its settings
-NAMES = {
-    item.name
+MODELS = "models"  # key of a file that lists several models of one launch, each with its settings
+SETTINGS = {
+    item.name: item
     for section in (TargetSettings, DraftSettings, ClientSettings, ClusterSettings)
     for item in declared_in(section)
+    if item.name
 }
-_SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +41,7 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_launch(flags: argparse.Namespace, environment: Mapping[str, str]) -> Config:
-    """The settings of a launch whose flags were parsed. Raises SettingsError; exits on --dry-run."""
+    """Return the settings of a launch whose flags were parsed. Raises SettingsError; exits on --dry-run."""
     configs = [
         Config(target=target, draft=draft, clients=clients, cluster=cluster)
         for target, draft, clients, cluster in _read(flags, _sections_of(Config()), environment)
@@ -55,17 +50,12 @@ def read_launch(flags: argparse.Namespace, environment: Mapping[str, str]) -> Co
     check_client_listener(first.clients, first.clients.host)
     if len(configs) == 1:
         return first
-    _check_models(configs)
-    return dataclasses.replace(first, several=tuple(configs))
-
-
-def _check_models(configs: Sequence[Config]) -> None:
-    """Raise SettingsError for models that cannot be served by one launch."""
     for name, count in Counter(config.model_name for config in configs).items():
         if count > 1:
             raise SettingsError(f"{count} of the models are called {name!r}: give each its own served_model_name")
     if len({bool(config.cluster.target_address) for config in configs}) > 1:
         raise SettingsError("models: some have a target_address and some have none; give it to all of them or to none")
+    return dataclasses.replace(first, several=tuple(configs))
 
 
 def _sections_of(config: Config) -> list[Section]:
@@ -75,7 +65,7 @@ def _sections_of(config: Config) -> list[Section]:
 def resolve_service(
     parser: argparse.ArgumentParser, default: Service, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[Service, argparse.Namespace]:
-    """The settings of a service by itself, whose flags have short names, and the parser's other flags.
+    """Return the settings of a service by itself, whose flags have short names, and the parser's other flags.
 
     Raises SettingsError; exits on --help and --dry-run.
     """
@@ -87,23 +77,22 @@ def resolve_service(
 
 
 def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: Mapping[str, str]) -> list[list[Any]]:
-    """The sections with what the sources say, for each model of the file's list; their flags are taken out of `flags`.
+    """Return the sections as the sources fill them, for each model of the file's list. Takes their flags from `flags`.
 
     Settings of the same name in several sections get the same value. Raises SettingsError for an unknown key of the
     file and for a value that is not allowed, naming its source; an unknown variable of the environment is a warning.
     """
     options = _options(defaults)
-    given = {key: vars(flags).pop(item.flag) for key, (item, _) in options.items()}
+    given = {key: vars(flags).pop(flag) for key, (_, flag, _) in options.items()}
     path, (general, models) = flags.config, _from_file(flags.config) if flags.config else ({}, [])
     if models and len(defaults) == 1:
         raise SettingsError(f"{path}: {MODELS} is for a launch; a service by itself runs one model")
-    sources: list[tuple[str, Mapping[str, Any]]] = [
+    values: dict[str, Any] = {}
+    for source, found in (
         (path or "file", general),
         ("environment", _from_environment(environment)),
         ("flag", {key: value for key, value in given.items() if value is not None}),
-    ]
-    values: dict[str, Any] = {}
-    for source, found in sources:
+    ):
         values |= _converted(options, found, values, source)
     if models and "target" in values:
         raise SettingsError(f"a target is given beside the {MODELS} of {path}: give it in that list")
@@ -115,10 +104,8 @@ def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: M
     return filled
 
 
-def _entry(
-    options: Mapping[str, tuple[Setting, Any]], entry: Any, values: Mapping[str, Any], source: str
-) -> dict[str, Any]:
-    """The settings of a model of the file's list, by key. Raises SettingsError."""
+def _entry(options: Options, entry: Any, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the settings of a model of the file's list, by key. Raises SettingsError."""
     if not isinstance(entry, dict) or "target" not in entry:
         raise SettingsError(f"{source}: expected a mapping of settings, with a target at least; got {entry!r}")
     for name in entry:
@@ -128,17 +115,23 @@ def _entry(
     return _converted(options, entry, values, source)
 
 
-def _converted(
-    options: Mapping[str, tuple[Setting, Any]], found: Mapping[str, Any], before: Mapping[str, Any], source: str
-) -> dict[str, Any]:
-    """Return the values that a source gives, by key. before: what sources before it give, of which a setting of several
-    keys keeps those that this source leaves out. Raises SettingsError."""
-    items = {key: options[key] for key in found if key in options}
-    return {key: _convert(item, found[key], source, before.get(key, default)) for key, (item, default) in items.items()}
+def _converted(options: Options, found: Mapping[str, Any], before: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the values that a source gives, by key. Raises SettingsError.
+
+    before: the values of earlier sources; a setting of several keys keeps the keys that this source leaves out.
+    """
+    try:
+        return {
+            key: options[key][0].convert(value, before.get(key, options[key][2]))
+            for key, value in found.items()
+            if key in options
+        }
+    except SettingsError as error:
+        raise SettingsError(f"{source}: {error}") from None
 
 
 def describe(models: Sequence[Sequence[Section]]) -> dict[str, Any]:
-    """The settings by their names, as a file may give them, without those that are secret. models: sections of each."""
+    """Return the settings by their names, as a file may give them, without secrets. models: the sections of each."""
 
     def settings(sections: Iterable[Section], by_model: Collection[bool]) -> dict[str, Any]:
         return {
@@ -158,20 +151,19 @@ def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if isinstance(value, Keyed) else value
 
 
-def _options(defaults: Sequence[Section]) -> dict[str, tuple[Setting, Any]]:
-    """What a command line offers, by key: the setting with the flag that it has there, and its default."""
-    options: dict[str, tuple[Setting, Any]] = {}
+def _options(defaults: Sequence[Section]) -> Options:
+    """Return the settings that a command line offers; a launch calls them by their names."""
+    options: dict[str, tuple[Setting, str, Any]] = {}
     alone = len(defaults) == 1
     for section in defaults:
         for item in declared_in(type(section)):
             if item.name or alone:
-                offered = item if alone else dataclasses.replace(item, flag=item.name)
-                options.setdefault(_key(item), (offered, getattr(section, item.field)))
+                options.setdefault(_key(item), (item, item.flag if alone else item.name, getattr(section, item.field)))
     return options
 
 
 def _key(item: Setting) -> str:
-    """Its name, or what no file and no variable can name."""
+    """Return its name, or a key that no file and no variable can name."""
     return item.name or f"--{item.flag}"
 
 
@@ -181,34 +173,33 @@ def _filled(section: Section, values: Mapping[str, Any]) -> Section:
 
 
 def _add_flags(parser: argparse.ArgumentParser, defaults: Sequence[Section]) -> None:
-    parser.usage = f"{parser.prog} [--help] [SETTING ...]"  # an error is not to be lost below sixty flags
+    parser.usage = f"{parser.prog} [--help] [SETTING ...]"  # so that an error is seen, which follows the usage
     parser.add_argument("--version", action="version", version=f"specahead {running_version()}")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings (keys as of --dry-run)")
     parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
     groups: dict[str, Any] = {}
-    for item, default in _options(defaults).values():
+    for item, flag, default in _options(defaults).values():
         if item.group not in groups:
             groups[item.group] = parser.add_argument_group(item.group)
-        about: dict[str, Any] = {"dest": item.flag, "help": f"{item.help} (default: {_shown(default)})"}
+        about: dict[str, Any] = {"dest": flag, "metavar": "JSON" if item.keys else flag.upper()}
         if item.kind is bool:
-            about |= {"action": argparse.BooleanOptionalAction, "default": None}
-        else:
-            about["metavar"] = "JSON" if isinstance(default, Keyed) else item.flag.upper()
-        if get_origin(item.kind) is tuple:
+            about = {"dest": flag, "action": argparse.BooleanOptionalAction, "default": None}
+        elif get_origin(item.kind) is tuple:
             about["action"] = "append"
-        groups[item.group].add_argument("--" + item.flag.replace("_", "-"), **about)
+        groups[item.group].add_argument("--" + flag.replace("_", "-"), help=_help(item, default), **about)
 
 
-def _shown(default: Any) -> str:
-    return json.dumps(_plain(default)) if isinstance(default, Keyed) else repr(default)
+def _help(item: Setting, default: Any) -> str:
+    keys = "".join(f" [{name}: {key.help} {json.dumps(getattr(default, name))}]" for name, key in item.keys.items())
+    return f"{item.help}{keys}".replace("%", "%%") if keys else f"{item.help} (default: {default!r})".replace("%", "%%")
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Settings by name. What is none, or is Kubernetes', is ignored with a warning."""
+    """Return settings by name. Variables that are no settings, or that Kubernetes sets, are ignored with a warning."""
     ours = {key: value for key, value in environment.items() if key.startswith(ENVIRONMENT_PREFIX)}
     injected = {key for key in ours if _is_injected(key, environment)}
     named = {key: key.removeprefix(ENVIRONMENT_PREFIX).lower() for key in ours if key not in injected}
-    unknown = sorted(key for key, name in named.items() if name not in NAMES)
+    unknown = sorted(key for key, name in named.items() if name not in SETTINGS)
     if unknown:
         log.warning("environment: no such setting, ignored: %s", ", ".join(unknown))
     if injected:
@@ -217,14 +208,14 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
             "--config)",
             ", ".join(sorted(injected)),
         )
-    return {name: ours[key] for key, name in named.items() if name in NAMES}
+    return {name: ours[key] for key, name in named.items() if name in SETTINGS}
 
 
 def _is_injected(key: str, environment: Mapping[str, str]) -> bool:
-    """Whether a variable is one of those that Kubernetes sets in every container for a Service called specahead….
+    """Return whether Kubernetes sets a variable in every container, for a Service called specahead….
 
-    For a Service x these are X_SERVICE_HOST, X_SERVICE_PORT, X_SERVICE_PORT_{NAME}, X_PORT and X_PORT_{…}. The second
-    tells that they are Kubernetes': no setting has its name.
+    For a Service x these are X_SERVICE_HOST, X_SERVICE_PORT, X_SERVICE_PORT_{NAME}, X_PORT and X_PORT_{…}. Where the
+    first two are both there, the variables of that Service are Kubernetes'.
     """
     prefixes = [key[: at.start()] for at in re.finditer(r"_SERVICE_HOST$|_SERVICE_PORT(?=_|$)|_PORT(?=_|$)", key)]
     return any(
@@ -233,7 +224,7 @@ def _is_injected(key: str, environment: Mapping[str, str]) -> bool:
 
 
 def _from_file(path: str) -> tuple[dict[str, Any], list[Any]]:
-    """The settings of a file, and what it lists as models. Raises SettingsError for a file that is no mapping of
+    """Return the settings of a file, and its list of models. Raises SettingsError for a file that is no mapping of
     settings, for unknown keys and for models that are no list."""
     try:
         content = yaml.safe_load(Path(path).read_text()) or {}
@@ -242,7 +233,7 @@ def _from_file(path: str) -> tuple[dict[str, Any], list[Any]]:
     if not isinstance(content, dict):
         raise SettingsError(f"{path}: expected a mapping of settings, got {type(content).__name__}")
     models = content.pop(MODELS, [])
-    unknown = sorted(str(key) for key in content if key not in NAMES)
+    unknown = [_with_hint(str(key)) for key in content if key not in SETTINGS]
     if unknown:
         raise SettingsError(f"{path}: no such setting: {', '.join(unknown)}")
     if not isinstance(models, list):
@@ -250,28 +241,9 @@ def _from_file(path: str) -> tuple[dict[str, Any], list[Any]]:
     return content, models
 
 
-def _convert(item: Setting, value: Any, source: str, before: Any) -> Any:
-    """A value by its spelling, so that 4.5 and true are no integers. Raises SettingsError.
-
-    before: the value that it replaces, whose other keys stay if it has several."""
-    kind, name = item.kind, item.name or item.flag
-    if isinstance(before, Keyed):
-        try:
-            return before.changed(value)
-        except SettingsError as error:
-            raise SettingsError(f"{source}: {name}: {error}") from None
-    try:
-        if get_origin(kind) is tuple:
-            return tuple(value)
-        if kind is bool:
-            converted = value if isinstance(value, bool) else _SWITCHES[str(value).lower()]
-        elif value in item.words:
-            converted = item.words[value]
-        elif isinstance(value, str | int | float):  # a file's may be anything
-            converted = kind(str(value))
-        else:
-            raise TypeError
-    except (ValueError, TypeError, KeyError):
-        raise SettingsError(f"{source}: {name} is {value!r}, expected {kind.__name__}") from None
-    item.check(converted, f"{source}: {name}")
-    return converted
+def _with_hint(name: str) -> str:
+    """Return an unknown name with the setting that was probably meant, or whose key it is."""
+    owners = [item.name for item in SETTINGS.values() if name in item.keys]
+    close = difflib.get_close_matches(name, SETTINGS, 1)
+    hint = f"a key of {owners[0]}" if owners else f"did you mean {close[0]}?" if close else ""
+    return f"{name} ({hint})" if hint else name

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from specahead.config.keyed import Keyed, Share, Within
+from specahead.config.setting import Keyed, Share, Within
 
 QUANTIZATIONS = ("none", "fp8")
 Quantization = Literal["none", "fp8"]
@@ -23,7 +23,7 @@ _GAMMA, _SELF_GAMMA = 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation(Keyed):
+class Speculation(Keyed, group="speculation"):
     """Every choice that a key leaves open (None) is made by the policy, or follows from models and device."""
 
     gamma: Annotated[int, Within(least=1, most=MOST_GAMMA)] | None = None

@@ -93,8 +93,9 @@ def _named(tls_name: str) -> list[tuple[str, Any]]:
 
 def read_peer_access(settings: ServiceAccess) -> PeerAccess:
     """Raises SettingsError for a token file or a certificate that cannot be used."""
-    tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
-    return PeerAccess(settings.read_token(), tls, settings.tls_name)
+    of_services = settings.service_tls
+    tls = read_tls(of_services.cert, of_services.key, of_services.ca)
+    return PeerAccess(settings.read_token(), tls, of_services.name)
 
 
 def peer_of(context: grpc.aio.ServicerContext) -> str:

@@ -22,7 +22,7 @@ def run(pace: Pace, seed: int, clients: int, keep_ray: bool) -> Outcome:
     flags = ("--ray-address", "auto", "--targets", str(EACH), "--drafts", str(EACH), "--tool-call-parser", "hermes")
     with tempfile.TemporaryDirectory(prefix="specahead-chaos-") as nowhere:  # where Ray finds no other instance
         environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": nowhere}
-        room = ("--target-kv-tokens", "40000", "--plan", sparse_plan_file())
+        room = ("--kv-tokens", "40000", "--plan", sparse_plan_file())
         stack = start_stack(*flags, *room, environment=environment, patience=pace.recovery, orphaned=True)
         try:
             return _break(stack, pace, seed, clients, keep_ray)

@@ -17,7 +17,7 @@ from tests.lines import Line, lines
 from tests.plans import sparse_plan_file
 from tests.stack import start_service, start_stack
 
-SHARED = ("--plan", sparse_plan_file(), "--kv-tokens", "40000", "--threads", "1")
+SHARED = ("--plan", sparse_plan_file(), "--kv-tokens", "40000")
 STILL_SECONDS = 1.0, 12.0  # the ends of a line give each other up after 8
 
 

@@ -28,8 +28,8 @@ def main() -> None:
     if unknown:
         sys.exit(f"error: no such environment: {', '.join(unknown)}; there are {', '.join(TESTS)}")
     # The bundled tokenizer's template knows no tools, so a format of calls must be named.
-    flags = ("--namespace", "clients", "--tool-call-parser", "hermes", "--shutdown-grace", "1")
-    stack = start_stack(*flags, "--log-level", "warning")
+    flags = ("--namespace", "clients", "--tool-call-parser", "hermes", "--timeouts", '{"shutdown": 1}')
+    stack = start_stack(*flags, "--logging", '{"level": "warning"}')
     try:
         failed = [name for name in names or TESTS if not _run(Path(folder) / name, TESTS[name], stack.http)]
     finally:

@@ -42,8 +42,8 @@ def test_the_version_is_the_products() -> None:
     ("values", "said"),
     [
         ("settings: {max_contxt: 1}", "max_contxt"),
-        ("settings: {gamma: 65}", "gamma"),
-        ("settings: {service_token: secret}", "service_token"),
+        ("settings: {speculation: {gamma: 65}}", "gamma"),
+        ("settings: {api_key: secret}", "api_key"),
         ("settings: {http_port: 0}", "http_port"),
         ("target: {strategy: Sideways}", "strategy"),
         ("orchestrator: {replicas: 0}", "replicas"),

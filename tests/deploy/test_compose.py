@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specahead.config.sections import ClientSettings
+from specahead.config.launch import ClientSettings
 from tests.deploy.tools import DEPLOY, run_tool, settings_of
 
 COMPOSE = DEPLOY / "compose"
@@ -39,10 +39,10 @@ def test_the_product_takes_the_settings(on_cpu: dict[str, Any]) -> None:
     }
     assert settings["target"]["service_host"] == settings["orchestrator"]["host"] == "0.0.0.0"
     for name in ("target", "draft"):
-        port = settings[name][f"{name}_port"]
+        port = settings[name]["base_port"]
         assert settings["orchestrator"][f"{name}_address"] == f"{name}:{port}"
         assert on_cpu["services"][name]["healthcheck"]["test"][1:] == ["specahead", "health", f"127.0.0.1:{port}"]
-    assert f"--target=target:{settings['target']['target_port']}" in on_cpu["services"]["draft"]["command"]
+    assert f"--target=target:{settings['target']['base_port']}" in on_cpu["services"]["draft"]["command"]
 
 
 def test_the_settings_that_are_commented_out_are_settings() -> None:

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 
-from specahead.config.sections import ClientSettings
+from specahead.config.launch import ClientSettings
 from tests.deploy.tools import DEPLOY, run_checkov, run_tool
 from tests.stack import ROOT
 

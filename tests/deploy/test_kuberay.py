@@ -65,7 +65,7 @@ def test_services_run_where_the_launch_wants_them(objects: list[Object], cluster
     settings = settings_of(command, environment)
     for side in ("target", "draft"):
         parameters = groups(cluster)[side]["rayStartParams"]
-        assert json.loads(json.loads(parameters["resources"])) == {settings[f"{side}_resource"]: 1}
+        assert json.loads(json.loads(parameters["resources"])) == {settings["node_resources"][side]: 1}
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": settings["http_port"], "grpc": settings["grpc_port"]}
     assert (settings["service_host"], settings["host"]) == ("", "0.0.0.0"), "services listen at their pods' addresses"

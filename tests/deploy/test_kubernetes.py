@@ -77,7 +77,7 @@ def test_an_overlay_is_valid(overlay: tuple[str, list[Object]], tmp_path: Path) 
     validate(overlay[1], tmp_path)
 
 
-@pytest.mark.parametrize("settings", [*(f"draft: {name}" for name in WITHOUT_DRAFT), "draft_in_target: true"])
+@pytest.mark.parametrize("settings", [*(f"draft: {name}" for name in WITHOUT_DRAFT), "placement: together"])
 def test_the_chart_deploys_no_draft_where_the_target_needs_none(settings: str, tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(f"settings: {{{settings}}}")
@@ -100,7 +100,7 @@ def test_the_product_takes_the_settings_with_tls(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(
         "tls: {services: s, clients: c}\ntracing: {endpoint: 'http://collector:4318'}\n"
-        "settings: {trace_share: 0.01, max_queued: 1000000, target_port: 6000}"
+        "settings: {logging: {trace_share: 0.01}, max_queued: 1000000}"
     )
     objects = render_chart(values)
     validate(objects, tmp_path)
@@ -142,19 +142,20 @@ def check_product(objects: list[Object]) -> None:
         assert item["spec"]["template"]["spec"]["enableServiceLinks"] is False
         settings = settings_of(container["args"], config["data"])
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        for name, value in settings.items():  # the files that are named lie in what is mounted
+        flat = settings | settings.get("tls", {}) | settings["service_tls"]
+        for name, value in flat.items():  # the files that are named lie in what is mounted
             if isinstance(value, str) and value.startswith("/etc/specahead/"):
                 assert value.rsplit("/", 1)[0] in mounted[side], name
         if side == "orchestrator":
             assert ports == {"http": settings["http_port"], "grpc": settings["grpc_port"]}
-            assert settings["host"] == "0.0.0.0" and settings["connect_timeout"] == 0
+            assert settings["host"] == "0.0.0.0" and settings["timeouts"]["connect"] == 0
             for kind in ("target", "draft"):
                 host, port = settings[f"{kind}_address"].split(":")
                 assert int(port) == services[host]["ports"][0]["port"]
             grace = item["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-            assert grace >= settings["shutdown_grace"] + container["lifecycle"]["preStop"]["sleep"]["seconds"]
+            assert grace >= settings["timeouts"]["shutdown"] + container["lifecycle"]["preStop"]["sleep"]["seconds"]
         else:
-            assert ports == {"grpc": settings[f"{side}_port"]} and settings["service_host"] == "0.0.0.0"
+            assert ports == {"grpc": settings["base_port"]} and settings["service_host"] == "0.0.0.0"
         check_probes(container, ports)
     target = services["specahead-target"]["ports"][0]["port"]
     assert f"--target=specahead-target:{target}" in container_of(deployments(objects)["draft"])["args"]

@@ -17,7 +17,7 @@ from tests.deploy.tools import DEPLOY, run_tool
 from tests.stack import Services, start_gateway, start_service
 
 MONITORING = DEPLOY / "monitoring"
-SETTINGS = ("--plan", str(PLAN), "--threads", "1", "--port", "0", "--max-context", "2048")
+SETTINGS = ("--plan", str(PLAN), "--port", "0", "--max-context", "2048")
 IN_TIERS = ("--kv-tokens", "800", "--host-kv-memory", "0.1", "--max-sessions", "8", "--prefill-chunk", "128")
 
 

@@ -44,8 +44,8 @@ def locked(launch: Callable[..., Stack], tmp_path_factory: pytest.TempPathFactor
     keys = folder / "keys"
     keys.write_text(line)
     stack = launch(
-        "--api-keys-file", str(keys), "--tls-cert", clients.cert, "--tls-key", clients.key,
-        *services.flags("--service-"), "--log-format", "json",
+        "--api-keys-file", str(keys), "--tls", clients.keys("cert", "key"),
+        "--service-tls", services.keys("cert", "key", "ca"), "--logging", '{"format": "json"}',
     )  # fmt: skip
     yield Locked(stack, key, clients, services, make_certificate(folder, "expired", inside, expired=True))
     stack.stop()

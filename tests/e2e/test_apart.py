@@ -20,6 +20,7 @@ from specahead.lab.benchmarks.recording import SessionReads, load_reads
 from specahead.models import PLAN
 from specahead.sparsity.announce import summary_tokens
 from specahead.sparsity.plan import load_plan
+from tests.altered import PATIENT
 from tests.client import APPROXIMATE, EXACT, Result, generate, metric, read_by_rounds, wait_until_idle
 from tests.faulty_line import FaultyLine, faulty_line
 from tests.lines import Line, lines
@@ -28,10 +29,7 @@ from tests.stack import Services, Stack, start_gateway, start_services
 ONE_WAY = 0.02  # seconds; a round of the bundled pair takes less
 TEXT = " ".join(f"It was the year {1800 + i}, and in the town nothing had changed." for i in range(60))
 # The target waits for its draft on a busy machine, too, because recordings have no plain rounds.
-TARGET = (
-    "import sys; from target_service.__main__ import main; "
-    "sys.argv += ['--draft-timeout', '60', '--record-reads', sys.argv.pop(1)]; main()"
-)
+TARGET = ("-m", "tests.altered", PATIENT, "target_service", "--record-reads")
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
             used.append((opened.to(address), faulty))
             return used[0][0].address
 
-        services = start_services(*shown, target_command=("-c", TARGET, str(recording)), dial=dial)
+        services = start_services(*shown, target_command=(*TARGET, str(recording)), dial=dial)
         running = Apart(services, start_gateway(services, *shown), *used[0], recording)
         yield running
         running.stop()

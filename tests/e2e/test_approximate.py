@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.altered import PATIENT
 from tests.books import read_passages, spread
 from tests.client import APPROXIMATE, generate, read_by_rounds
 from tests.leads import LARGEST_LEAD, changed_tokens
@@ -17,6 +18,8 @@ from tests.stack import Stack
 
 @pytest.fixture(scope="module")
 def served(launch: Callable[..., Stack]) -> Stack:
+    """A launch that reads as its users' do: by the bundled plan as it is."""
+    return launch(altered=PATIENT)
     """A launch with the bundled plan unchanged, as users have it."""
     return launch("--draft-timeout", "60")
 

@@ -74,6 +74,6 @@ def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[
 def test_deterministic_tokens_do_not_depend_on_the_batch_nor_on_drafting(prompts: list[list[int]]) -> None:
     flags = ("--dtype", "bfloat16", "--deterministic", "--gpu-memory-utilization", "0.3")
     wanted = run(start_services(*flags), prompts, 1, drafted=False)
-    for levels in ((), ("--confirm-every", "8"), ("--confirm-every", "auto")):
+    for levels in ((), ("--speculation", '{"gamma": 4, "hold": 8}'), ("--speculation", "{}")):
         services = start_services(*flags, target_command=("-m", "target_service", *levels))
         assert run(services, prompts[::-1], 8)[::-1] == wanted, levels

@@ -135,15 +135,15 @@ def test_generate_refuses_in_one_line(stack: Stack, tmp_path: Path) -> None:
 
 def test_dry_run_prints_the_settings() -> None:
     """Resolved from flags and environment; nothing is started."""
-    done = run(*LAUNCH, "--dry-run", "--gamma", "6", SPECAHEAD_GAMMA="5", SPECAHEAD_HTTP_PORT="1234")
+    done = run(*LAUNCH, "--dry-run", "--max-queued", "6", SPECAHEAD_MAX_QUEUED="5", SPECAHEAD_HTTP_PORT="1234")
     assert done.returncode == 0, done.stderr
     settings = json.loads(done.stdout)
-    assert (settings["gamma"], settings["http_port"], settings["grpc_port"]) == (6, 1234, 50051)
+    assert (settings["max_queued"], settings["http_port"], settings["grpc_port"]) == (6, 1234, 50051)
     assert settings["target"] == str(TARGET)
 
 
 def test_launch_refuses_a_bad_value() -> None:
-    assert_refused(run(*LAUNCH, "--gamma", "many"), "flag: gamma is 'many'")
+    assert_refused(run(*LAUNCH, "--speculation", '{"gamma": "many"}'), "flag: speculation: gamma is 'many'")
 
 
 def test_launch_refuses_a_port_that_is_in_use(stack: Stack) -> None:
@@ -177,8 +177,9 @@ def test_launch_refuses_a_plan_for_another_target(ray_address: str, tmp_path: Pa
 
 def test_serve_is_the_launch(stack: Stack) -> None:
     """Settings and refusals are those of `python -m orchestrator.launch`; the port of HTTP is looked at as well."""
-    dry = run(SPECAHEAD, "serve", "--dry-run", "--gamma", "6")
-    assert dry.stdout == run(*LAUNCH, "--dry-run", "--gamma", "6").stdout and json.loads(dry.stdout)["gamma"] == 6
+    dry = run(SPECAHEAD, "serve", "--dry-run", "--max-queued", "6")
+    assert dry.stdout == run(*LAUNCH, "--dry-run", "--max-queued", "6").stdout
+    assert json.loads(dry.stdout)["max_queued"] == 6
     port = stack.http.rsplit(":", 1)[1]
     done = run(SPECAHEAD, "serve", "--http-port", port, "--grpc-port", "0")
     assert_refused(done, f"cannot listen on 127.0.0.1:{port}")

@@ -1,5 +1,6 @@
 """Greedy `exact` output is the target's own, token for token."""
 
+import json
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -100,15 +101,16 @@ def check_default_method(stack: Stack, prompts: list[list[int]]) -> None:
 # Each setting gets prompts of several books. share: the least share of drafted tokens that is accepted; measured are
 # 0.82, 0.47 and 0.48. also: a further check of the launch.
 @pytest.mark.parametrize(
-    ("flags", "share", "every", "also"),
+    ("speculation", "flags", "share", "every", "also"),
     [
-        ("--gamma 1 --budget 1.0", 0.7, slice(0, None, 5), check_whole_budget),
-        ("--gamma 4 --draft-branches 8 --sparsity streaming --lookup-first", 0.4, slice(3, 9), check_default_method),
-        ("--gamma 4 --draft-in-target", 0.4, slice(1, None, 5), check_steps_behind_rounds),
+        ({"gamma": 1}, "--budget 1.0", 0.7, slice(0, None, 5), check_whole_budget),
+        ({"gamma": 4, "branches": 8, "lookup": True}, "--sparsity streaming", 0.4, slice(3, 9), check_default_method),
+        ({"gamma": 4}, "--placement together", 0.4, slice(1, None, 5), check_steps_behind_rounds),
     ],
-    ids=["gamma-1", "draft-branches", "draft-in-target"],
+    ids=["gamma-1", "branches", "together"],
 )
 def test_greedy_exact_equals_transformers(
+    speculation: dict[str, Any],
     flags: str,
     share: float,
     every: slice,
@@ -117,9 +119,9 @@ def test_greedy_exact_equals_transformers(
     prompts: list[list[int]],
     greedy: Proof,
 ) -> None:
-    stack = launch("--plan", sparse_plan_file(), *flags.split())
-    assert ("draft" in stack.services) == ("--draft-in-target" not in flags)
-    drafted, accepted = check(stack, "", prompts[every] + [copied()] * ("--lookup-first" in flags), greedy)
+    stack = launch("--plan", sparse_plan_file(), "--speculation", json.dumps(speculation), *flags.split())
+    assert ("draft" in stack.services) == ("together" not in flags)
+    drafted, accepted = check(stack, "", prompts[every] + [copied()] * ("lookup" in speculation), greedy)
     also(stack, prompts[every])
     stack.stop()
     assert accepted > share * drafted, "fewer drafted tokens were accepted than these books give"
@@ -130,22 +132,15 @@ models:
   - target: {TARGET}
     draft: {DRAFT}
     served_model_name: pair
-    gamma: 8
-    draft_branches: 3
-    draft_waves: 1
-    hold: 12
-    self_read_share: 0.25
+    speculation: {{gamma: 8, branches: 3, hold: 12}}
   - target: {TARGET}
-    draft: ngram
-    hold: 12
-    self_read_share: 0.25
-    served_model_name: ngram
+    draft: lookup
+    speculation: {{gamma: 4, hold: 12}}
+    served_model_name: lookup
   - target: {TARGET}
     draft: self
-    self_from: 0
-    self_read_share: 0.25
     served_model_name: self
-    gamma: 6
+    speculation: {{gamma: 6}}
 """
 
 
@@ -157,8 +152,8 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     """
     file = tmp_path / "models.yaml"
     file.write_text(MODELS)
-    stack = launch("--config", str(file))
-    assert list(stack.services) == ["target@pair", "draft@pair", "target@ngram", "target@self"]
+    stack = launch("--config", str(file), altered='{"self_from": 0, "self_read_share": 0.25}')
+    assert list(stack.services) == ["target@pair", "draft@pair", "target@lookup", "target@self"]
     drafted, accepted = check(stack, "pair", prompts[2::3], greedy)
     assert accepted > 0.3 * drafted, "fewer drafted tokens were accepted than these books give"
     assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name="pair") == accepted

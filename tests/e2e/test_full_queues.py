@@ -15,7 +15,7 @@ from tests.stack import Stack, start_service, start_stack
 
 PLACES, QUEUED, REQUESTS, TOKENS = 2, 4, 5, 400  # of each target; of each gateway; of each request
 PROMPT = "The old man looked at the sea"
-SERVICE = ("-m", "target_service", "--model", str(TARGET), "--plan", str(PLAN), "--port", "0", "--threads", "1")
+SERVICE = ("-m", "target_service", "--model", str(TARGET), "--plan", str(PLAN), "--port", "0")
 FLAGS = ("--draft", "none", "--kv-tokens", "40000", "--max-sessions", f"{PLACES}", "--max-queued", f"{QUEUED}")
 
 

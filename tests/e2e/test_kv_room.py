@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from tests.altered import PATIENT
 from tests.client import metric, service_state, wait_until_idle
 from tests.stack import Stack, start_gateway, start_services
 
 CHATS, CONTEXT = 6, 240
 TOPICS = ["the sea", "a long road in the hills", "the old house", "a ship", "winter in the town", "his brother"]
 SETTINGS = ("--kv-tokens", "600", "--max-context", str(CONTEXT), "--prefill-chunk", "64", "--max-sessions", str(CHATS))
-TARGET = ("-m", "target_service", "--draft-timeout", "60")
+TARGET = ("-m", "tests.altered", PATIENT, "target_service")
 
 
 @contextlib.contextmanager

@@ -50,8 +50,8 @@ def launched_at(host: str, cluster: Any) -> Iterator[Stack]:
     """Yield a launch whose driver runs on this node."""
     stack = start_stack(
         *("--ray-address", cluster.address, "--targets", "2"),
-        *("--target-resource", "large", "--draft-resource", "small"),
-        *("--target-kv-tokens", "4000", "--max-context", "2048"),
+        *("--node-resources", '{"target": "large", "draft": "small"}'),
+        *("--kv-tokens", "4000", "--max-context", "2048"),
         command=("-m", "tests.launch_at_node", host),
     )
     try:

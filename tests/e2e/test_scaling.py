@@ -98,16 +98,18 @@ def listens(port: int) -> bool:
 
 
 @pytest.mark.long
-def test_targets_come_and_go_by_load_and_no_stream_ends(cluster: str) -> None:
-    environment = RAY_ENVIRONMENT | {"SPECAHEAD_SERVICE_TOKEN": "both know it"}
+def test_targets_come_and_go_by_load_and_no_stream_ends(cluster: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("both-know-it")
+    environment = RAY_ENVIRONMENT | {"SPECAHEAD_SERVICE_TOKEN_FILE": str(token)}
     keeper = start_stack(
-        *("--ray-address", cluster, "--target-resource", "large", "--draft-resource", "small"),
-        *("--max-targets", "2", "--scale-kv-use", "0.4", "--scale-out-delay", "0.5", "--scale-in-delay", "2"),
+        *("--ray-address", cluster, "--node-resources", '{"target": "large", "draft": "small"}'),
+        *("--autoscaling", '{"max_targets": 2, "kv_use": 0.4, "out_delay": 0.5, "in_delay": 2}'),
         *("--routing", "least-loaded"),
-        *("--target-kv-tokens", "4000", "--max-context", "2048", "--max-sessions", "8"),
+        *("--kv-tokens", "4000", "--max-context", "2048", "--max-sessions", "8"),
         environment=environment,
     )
-    flags = ("--ray-address", cluster, "--join", "--target-kv-tokens", "4000", "--max-context", "2048")
+    flags = ("--ray-address", cluster, "--join", "--kv-tokens", "4000", "--max-context", "2048")
     joined = start_stack(*flags, environment=environment)
     try:
         stub, other = keeper.stub(), joined.stub()

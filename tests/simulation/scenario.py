@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 
 from specahead import models
-from specahead.config.sections import ROUTING
+from specahead.config.launch import ROUTING
 
 DRAFT = str(models.DRAFT)
 FAULTS = (

@@ -16,6 +16,7 @@ from orchestrator.sessions.observer import Observer
 from orchestrator.sessions.router import Router
 from orchestrator.sessions.served_models import ServedModels
 from protos import inference_pb2_grpc
+from specahead.config.access import Timeouts
 from specahead.engine.steps.runner import Runner
 from specahead.wire.access import OPEN, PeerAccess
 from specahead.wire.messages import Hello
@@ -68,8 +69,8 @@ async def run_target(
         max_queued=scenario.max_queued,
         max_context=CONTEXT,
         prefill_chunk=scenario.prefill_chunk,
-        step_timeout=10.0,
-        draft_in_target=draft is not None,
+        timeouts=Timeouts(step=10.0),
+        placement="auto" if draft is None else "together",
     )
     drafter = None
     if draft is not None:
@@ -91,7 +92,7 @@ async def run_draft(name: str, scenario: Scenario, runner: Runner) -> None:
         max_sessions=scenario.max_sessions,
         max_context=CONTEXT,
         prefill_chunk=scenario.prefill_chunk,
-        step_timeout=10.0,
+        timeouts=Timeouts(step=10.0),
     )
     await draft_service.serve(settings, runner, PLAN, _hello("draft", scenario, name), lambda server: None)
 

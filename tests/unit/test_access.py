@@ -1,6 +1,7 @@
 """Who may call a gRPC port: tokens, certificates, what is refused and in which words."""
 
 import asyncio
+import json
 import ssl
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,15 @@ from orchestrator.requests.access import open_paths, read_access
 from orchestrator.sessions.router import Router
 from protos import control_pb2, control_pb2_grpc
 from specahead.config import SettingsError
-from specahead.config.access import ClientAccess, check_client_listener, check_service_listener, is_loopback
+from specahead.config.access import (
+    Certificates,
+    ClientAccess,
+    Http,
+    ServiceCertificates,
+    check_client_listener,
+    check_service_listener,
+    is_loopback,
+)
 from specahead.wire.access import PeerAccess, bearer_of, check_token, peer_of, read_peer_access
 from specahead.wire.errors import Unauthenticated
 from specahead.wire.server import RunningServer, start_server
@@ -244,11 +253,11 @@ def test_certificates_that_no_peer_would_take_are_refused_at_the_start(files: Fi
     assert read_tls("", "") is None
 
 
-@pytest.mark.parametrize("prefix", ["--", "--service-"])
-def test_an_expired_certificate_ends_a_launch(prefix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--tls", "--service-tls"])
+def test_an_expired_certificate_ends_a_launch(flag: str, tmp_path: Path) -> None:
     """Whichever ports it is for."""
     old = make_certificate(tmp_path, "old", AUTHORITY, expired=True)
-    config = launch_settings([f"{prefix}tls-cert", old.cert, f"{prefix}tls-key", old.key], {})
+    config = launch_settings([flag, old.keys("cert", "key")], {})
     with pytest.raises(SettingsError, match=f"{old.cert}: certificate has expired"):
         read_access(config)
 
@@ -266,38 +275,36 @@ def test_a_token_comes_from_a_file(tmp_path: Path) -> None:
         read_peer_access(target_settings(service_token_file=str(tmp_path / "none")))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"service_token": "a", "service_token_file": "b"},
-        {"tls_cert": "a"},
-        {"tls_key": "a"},
-        {"tls_cert": "", "tls_key": "a", "tls_ca": "b"},
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(given: dict[str, str]) -> None:
-    with pytest.raises(SettingsError, match="service_"):
-        target_settings(**given)
+@pytest.mark.parametrize("given", [{"cert": "a"}, {"key": "a"}, {"cert": "", "key": "a", "ca": "b"}])
+def test_a_certificate_without_its_key_is_refused(given: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match=r"flag: service_tls: .* TLS needs both"):
+        launch_settings(["--service-tls", json.dumps(given)], {})
 
 
 def test_a_listener_off_loopback_asks_who_calls() -> None:
     """A server's own certificate says who answers, not who calls."""
-    pair = {"tls_cert": "a", "tls_key": "b"}
-    for open_one in (target_settings(), target_settings(**pair)):
+    pair, mutual = ServiceCertificates(cert="a", key="b"), ServiceCertificates(cert="a", key="b", ca="c")
+    for open_one in (target_settings(), target_settings(service_tls=pair)):
         with pytest.raises(SettingsError, match=r"host is '0.0.0.0'.*--insecure"):
             check_service_listener(open_one, "0.0.0.0")
         check_service_listener(open_one, "127.0.0.1")
-    for asked in ({"service_token": "a"}, {"service_token_file": "a"}, {**pair, "tls_ca": "c"}, {"insecure": True}):
+    for asked in ({"service_token": "a"}, {"service_token_file": "a"}, {"service_tls": mutual}, {"insecure": True}):
         check_service_listener(target_settings(**asked), "0.0.0.0")
     with pytest.raises(SettingsError, match="--api-keys-file"):
-        check_client_listener(ClientAccess(**pair), "::")
+        check_client_listener(ClientAccess(tls=Certificates(cert="a", key="b")), "::")
     for asked in ({"api_key": "a"}, {"api_keys_file": "a"}, {"insecure": True}):
         check_client_listener(ClientAccess(**asked), "::")
 
 
 def test_metrics_are_behind_the_key_unless_told_otherwise() -> None:
     assert "/metrics" not in open_paths(ClientAccess())
-    assert open_paths(ClientAccess(open_metrics=True)) == ("/live", "/ready", "/health", "/dashboard", "/metrics")
+    assert open_paths(ClientAccess(http=Http(open_metrics=True))) == (
+        "/live",
+        "/ready",
+        "/health",
+        "/dashboard",
+        "/metrics",
+    )
 
 
 @pytest.mark.parametrize(

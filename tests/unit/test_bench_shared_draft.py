@@ -114,6 +114,6 @@ def test_a_draft_in_the_targets_is_no_service(tmp_path: Path, monkeypatch: pytes
     assert len(over.split(",")) == 2
     assert [command[1] for command in started] == ["target", "target"]
     for command in started:
-        assert "--draft-in-target" in command
-        assert command[command.index("--draft-read-share") + 1] == "0.2"
+        assert "together" in command
+        assert json.loads(command[command.index("--speculation") + 1])["draft_read_share"] == 0.2
         assert command[command.index("--draft") + 1].endswith("/draft")

@@ -282,7 +282,7 @@ async def test_on_loopback_another_host_is_refused(router: ScriptedRouter, host:
                 assert answer.status == status
                 if status == 421:
                     error = (await answer.json())["error"]
-                    assert error["code"] == "misdirected_request" and "--allowed-hosts" in error["message"]
+                    assert error["code"] == "misdirected_request" and "allowed_hosts" in error["message"]
 
 
 def test_hosts_are_looked_at_on_loopback_alone() -> None:

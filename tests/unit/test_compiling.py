@@ -119,7 +119,7 @@ def runner_of(shape, **how):
 
 limits = {"gamma": None, "max_sessions": 2, "max_context": 1024}
 settings = target_settings(
-    draft_in_target=True, max_gamma=3, draft_read_share=0.1, hold=None,
+    placement="together", max_gamma=3, draft_read_share=0.1, hold=None,
     screening_quantization="fp8", **limits,
 )
 alone = target_settings(draft="self", max_gamma=8, draft_quantization="fp8", **limits)

@@ -254,7 +254,7 @@ def generate(chain: dict[str, Any], dtype: torch.dtype = torch.float32, draft_mo
     steps: Any = verifier
     if of_target.has_draft:
         draft = make_runner(load_model(str(draft_model), dtype, DEVICE), 16000, max_context=1000)
-        steps = StepsByTurns(verifier, Drafter(draft, PLAN, replace(of_target, draft_in_target=True).own_draft))
+        steps = StepsByTurns(verifier, Drafter(draft, PLAN, replace(of_target, placement="together").own_draft))
     made = Generated([[] for _ in SERVED], counters=verifier.counters)
 
     def emit(event: m.ServedEvent) -> None:

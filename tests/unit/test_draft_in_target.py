@@ -344,7 +344,7 @@ def test_what_a_draft_says_wrongly_ends_the_drafting_of_its_session_alone(clock:
 
 def both(tokens: int = 0, memory: float = 0.0) -> TargetSettings:
     sizes = {"kv_tokens": tokens, "kv_memory": memory, "max_context": 300, "max_sessions": 2}
-    return target_settings(device="cpu", draft_in_target=True, gamma=3, **sizes)  # type: ignore[arg-type]
+    return target_settings(device="cpu", placement="together", gamma=3, **sizes)  # type: ignore[arg-type]
 
 
 def test_both_models_have_room_for_the_same_sessions() -> None:
@@ -367,7 +367,7 @@ def test_they_share_the_memory_for_kv() -> None:
 
 def test_the_draft_in_a_target_drafts_as_the_settings_say() -> None:
     settings = target_settings(
-        draft_in_target=True, draft_read_share=0.2, gamma=6, deterministic=True, name="target-2", device="cuda"
+        placement="together", draft_read_share=0.2, gamma=6, deterministic=True, name="target-2", device="cuda"
     )
     draft = settings.own_draft
     chosen = draft.chosen
@@ -381,4 +381,4 @@ def test_the_draft_in_a_target_drafts_as_the_settings_say() -> None:
 )
 def test_settings_that_do_not_go_with_it_are_refused(change: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=message):
-        target_settings(draft_in_target=True, **change)
+        target_settings(placement="together", **change)

@@ -13,7 +13,7 @@ from orchestrator.requests.proxies import Proxies
 from orchestrator.requests.wrong_keys import WrongKeys
 from specahead.cli.main import main
 from specahead.config import SettingsError
-from specahead.config.access import ClientAccess
+from specahead.config.access import ClientAccess, Http
 from specahead.wire.errors import ResourceExhausted, Unauthenticated
 from specahead.wire.messages import CallerUsage
 from tests.unit.clock import Clock
@@ -290,4 +290,4 @@ def test_where_a_client_calls_from(peer: str, forwarded: str, client: str) -> No
 @pytest.mark.parametrize("proxies", ["*", "proxy.example", "10.0.0.7/8", "10.0.0.7;10.0.0.8"])
 def test_what_is_no_address_of_a_proxy_is_refused(proxies: str) -> None:
     with pytest.raises(SettingsError, match="trusted_proxies"):
-        ClientAccess(trusted_proxies=proxies)
+        Http(trusted_proxies=proxies)

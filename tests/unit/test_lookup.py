@@ -285,7 +285,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bo
     texts = [torch.randint(4, 4096, (length,), generator=generator).tolist() * 3 for length in (20, 90)]
     if screened:
         texts = [text * 2 for text in texts]
-    how: dict[str, Any] = {"draft_in_target": True, "lookup": True} if first else {"draft": "lookup"}
+    how: dict[str, Any] = {"placement": "together", "lookup": True} if first else {"draft": "lookup"}
     if screened:
         how |= {"hold": 12, "self_read_share": 0.25}
     given, plan = target_settings(max_context=1000, max_sessions=2, prefill_chunk=64, **how), bundled_plan()

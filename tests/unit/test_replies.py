@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from orchestrator.text.json_calls import Delta
 from orchestrator.text.replies import TOOL_FORMATS, ReplyFormat, find_format
-from specahead.config.sections import REASONING_PARSERS, TOOL_CALL_PARSERS
+from specahead.config.launch import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.sessions.routing import ANSWER_TOKENS, POLICIES, TargetView, admit, cached_tokens, choose
-from specahead.config.sections import ROUTING
+from specahead.config.launch import ROUTING
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from specahead.engine.kv.pool import PagePool
 from specahead.engine.kv.prefix_hash import prefix_hashes

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from orchestrator.cluster.scaling import Scaler, Scaling, TargetLoad, scaling_of, wanted
 from specahead.config import ClusterSettings
+from specahead.config.launch import Autoscaling
 
 LOADS = st.builds(TargetLoad, st.floats(0, 1), st.floats(0, 100))
 SCALINGS = st.builds(
@@ -96,6 +97,6 @@ def test_nothing_that_serves_asks_for_nothing() -> None:
 
 def test_settings_say_whether_a_launch_scales() -> None:
     assert scaling_of(ClusterSettings(targets=2)) is None
-    assert scaling_of(ClusterSettings(targets=2, max_targets=2)) is None
-    scaling = scaling_of(ClusterSettings(targets=2, max_targets=6, scale_wait=1.5))
+    assert scaling_of(ClusterSettings(targets=2, autoscaling=Autoscaling(max_targets=2))) is None
+    scaling = scaling_of(ClusterSettings(targets=2, autoscaling=Autoscaling(max_targets=6, wait=1.5)))
     assert scaling == Scaling(2, 6, 0.7, 1.5, 30, 600)

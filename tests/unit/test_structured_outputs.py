@@ -27,7 +27,6 @@ from orchestrator.text.lark import Lark
 from orchestrator.text.replies import ReplyFormat
 from orchestrator.text.structural_tags import tag_grammar
 from orchestrator.text.structured_outputs import COMPACT, WHITE_SPACES, Kind, Structure
-from specahead.config.sections import JSON_WHITESPACE
 from specahead.engine.loading.tokenizer import count_token_ids
 from specahead.engine.sampling.grammars import Grammars, unpack_mask
 from specahead.wire.errors import InvalidArgument, ServiceError, Unavailable
@@ -133,7 +132,7 @@ async def test_a_request_becomes_the_grammar_of_its_session(
         assert not any(follows(record.grammar, text, router.tokenizer) for text in bad)
 
 
-@pytest.mark.parametrize("said", JSON_WHITESPACE)
+@pytest.mark.parametrize("said", WHITE_SPACES)
 async def test_the_launch_says_which_white_space_json_has(router: ScriptedRouter, said: str) -> None:
     """In answers, structural tags and the arguments of calls; a request may say otherwise."""
     tags = {

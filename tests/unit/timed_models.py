@@ -261,7 +261,7 @@ class TimedTarget(Timed):
         super().__init__()
         self.clock = clock
         target, draft = _runners([Device(clock)] * 2, sessions, context)
-        settings = _target_settings(sessions, context, acceptance, draft_in_target=True, **others)
+        settings = _target_settings(sessions, context, acceptance, placement="together", **others)
         self.verifier = Verifier(target, PLAN, settings)
         self._steps = StepsByTurns(self.verifier, Drafter(draft, PLAN, settings.own_draft))
 

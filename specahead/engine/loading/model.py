@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specahead.config.sections import LOAD_FORMATS
 from specahead.engine.loading.checkpoint import Checkpoint, RandomWeights, find_files
 from specahead.engine.loading.config import ModelShape, load_config, read_shape
 from specahead.engine.loading.fused import misfit, read_decoder
@@ -24,6 +23,7 @@ from specahead.engine.model.modules import NAME, ModulesDecoder, attend_in_pass
 
 log = logging.getLogger(__name__)
 
+LOAD_FORMATS = ("auto", "dummy")
 SMALL_MODEL = 100_000_000  # parameters; up to it a CPU's passes take as long in bfloat16 as in float32
 
 

@@ -147,7 +147,7 @@ def run(flags: argparse.Namespace) -> None:
     drafting = Speculation(gamma=flags.gamma, hold=0)
     proposers = [PLAIN, LOOKUP]
     if flags.draft:
-        drafts = {"draft": flags.draft, "draft_in_target": True}
+        drafts = {"draft": flags.draft, "placement": "together"}
         both = drafts | {"speculation": replace(drafting, lookup=True)}
         proposers += [Proposer("draft", drafts), Proposer("lookup, draft", both)]
     sizes = {"model": flags.target, "speculation": drafting, "max_context": longest, "max_sessions": most}

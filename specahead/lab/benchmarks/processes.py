@@ -77,7 +77,7 @@ def start_endpoints(start: Start, *flags: str, seconds: float = _START_SECONDS) 
 def launch_endpoints(start: Start, *flags: str) -> "subprocess.Popen[str]":
     """Start the client endpoints, and do not wait for them."""
     ports = ("--grpc-port", "0", "--http-port", "0")
-    return start("orchestrator.launch", "--log-level", "warning", *flags, *ports, stdout=subprocess.PIPE)
+    return start("orchestrator.launch", "--logging", '{"level": "warning"}', *flags, *ports, stdout=subprocess.PIPE)
 
 
 def wait_for_endpoints(process: "subprocess.Popen[str]", seconds: float = _START_SECONDS) -> str:

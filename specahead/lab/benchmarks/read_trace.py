@@ -205,7 +205,7 @@ def _serve(prompts: list[list[int]], budget: float, name: str) -> list[SessionRe
         target, draft = free_addresses(2)
         room = str(2 * AT_ONCE * (PROMPT + GENERATED + 64))  # twice: prompts stay indexed while there is room
         shared = ("--plan", plan_file)
-        limits = ("--kv-tokens", room, "--device", "cpu", "--threads", "1")
+        limits = ("--kv-tokens", room, "--device", "cpu")
         with children() as start:
             for side, model, address, *own in (
                 ("target", models.TARGET, target, "--record-reads", file),

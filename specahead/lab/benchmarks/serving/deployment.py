@@ -132,7 +132,7 @@ class Deployment:
         own += ["--replay"] if self._replayed else []
         own += ["--controls", str(self._controls)]
         if self.pair.draft_in_target:
-            own += ["--draft-in-target", "--draft", self._models["draft"]]
+            own += ["--placement", "together", "--draft", self._models["draft"]]
         targets = {name: self._launch(name, *own, *self.pair.target_flags) for name in self.targets}
         with_service, gpus = with_draft and not self.pair.draft_in_target, self.pair.gpus
         apart = bool(gpus) and with_service and gpus["draft"] not in {gpus[name] for name in targets}
@@ -203,7 +203,7 @@ class Deployment:
 
     def _launch_endpoints(self) -> "list[subprocess.Popen[str]]":
         named = ("--target", self._models["target"], "--draft", self._models["draft"], "--plan", self._plan)
-        limits = ("--max-context", str(self._room.context), "--shutdown-grace", "0", "--connect-timeout", "0")
+        limits = ("--max-context", str(self._room.context), "--timeouts", '{"shutdown": 0, "connect": 0}')
         each = [self._addresses[name] for name in self.targets]
         return [
             launch_endpoints(self._start, *named, *limits, "--target-address", over)
