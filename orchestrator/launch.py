@@ -1,5 +1,4 @@
-"""`specahead serve` and `python -m orchestrator.launch`: place the services, open the client endpoints, run until told
-to stop."""
+"""`specahead serve` and `python -m orchestrator.launch`: place the services, open the client endpoints, serve."""
 
 import argparse
 import importlib
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def with_token(config: Config) -> Config:
-    """Give the services that a launch starts a token of their own if they have none, so that no one else enters."""
+    """Return the settings with a token for the services that this launch starts, so that nobody else calls them."""
     if config.cluster.target_address or config.cluster.join or config.target.read_token():
         return config
     return _with_token(config, secrets.token_urlsafe(32))
@@ -40,13 +39,13 @@ def main() -> None:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Serve as the flags of `add_launch_flags`, the environment and a file say, until told to stop.
+    """Serve by the flags of `add_launch_flags`, the environment and a file, until a signal ends it.
 
     Errors end in one line and status 1.
     """
     collect_seldom()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Of two services that cannot start, one is told of; Ray would print the other one's traceback.
+    # Where two services cannot start we report one; Ray would print the other one's traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray's client ends its process when the raylet dies, unless the raylet's process lives, which it takes to be the
     # parent, dead if that is process 1 (nohup, systemd, a container). We restart Ray instead, so it is given ourselves.
@@ -61,11 +60,11 @@ def run(flags: argparse.Namespace) -> None:
         log.debug("the launch ends", exc_info=error)
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:  # SIGINT, or SIGTERM while services are placed
-        log.info("told to stop before the services were there")
+        log.info("stopped by a signal before the services had started")
 
 
 def _launch(config: Config) -> None:
-    # Imported now, so that --help and what is refused above need neither torch nor Ray.
+    # Imported here, so that --help and refused settings need neither torch nor Ray.
     from orchestrator.requests.access import read_access
 
     access = read_access(config)

@@ -19,7 +19,7 @@ class JoinedServices:
     """Asks Ray for the services that run in a namespace."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, Any] = {}  # what is to say where a service is
+        self._asked: dict[str, Any] = {}  # pending answers of services about their address
         self._addresses: dict[str, str] = {}
 
     def look(self) -> dict[str, str]:

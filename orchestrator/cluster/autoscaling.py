@@ -1,4 +1,4 @@
-"""Keeping as many targets as the load asks for: more are placed, and what is too much is drained and then ended.
+"""Keeping as many targets as the load asks for: more are placed, and surplus ones are drained and then ended.
 
 A target that drains takes no new sessions, from whichever gateway; it is ended when its sessions are over. So no stream
 ends with it.
@@ -29,11 +29,11 @@ _QUIET_BEATS = 3  # that a target is without sessions before it is ended: gatewa
 
 @dataclass(eq=False)
 class Autoscaler:
-    """Owns how many of the placed targets are to stay; those that were added last go first.
+    """Owns the number of placed targets that stay; the latest ones go first.
 
-    fleet: what places them; all but its properties may take long, and runs in a thread. targets: the streams to those
-    that serve. lines: how to call services. directories: where they are, by side. turn: held while what is placed
-    changes.
+    fleet: places the services; its methods may take long and run in a thread. targets: the streams to serving targets.
+    lines: calls services by name. directories: the addresses of services, by side. turn: held while the set of placed
+    services changes.
     """
 
     scaler: Scaler
@@ -83,14 +83,14 @@ class Autoscaler:
                 directory.remove(name)
 
     async def _drain(self, placed: list[str]) -> None:
-        """Tell targets whether they drain that do not say so themselves."""
+        """Tell each target whether it drains, unless it reports so already."""
         for number, name in enumerate(placed):
             stream, draining = self._serving(name), number >= self._staying
             if stream is not None and stream.view.report.draining != draining:
                 try:
                     await self.lines[name].drain(draining)
                 except grpc.aio.AioRpcError:
-                    log.debug("%s could not be told whether it drains", name, exc_info=True)  # it is told again
+                    log.debug("%s did not take whether it drains", name, exc_info=True)  # the next beat tries again
 
     def _is_over(self, name: str) -> bool:
         """Return whether a target that is too many may be ended: it starts still, or has had no sessions for a while.

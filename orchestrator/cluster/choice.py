@@ -67,46 +67,48 @@ def choose(config: Config, machine: Machine, sizes: PairSizes | None, models: in
     """
     cluster, target = config.cluster, config.target
     gpus = machine.gpus // models if target.device != "cpu" else 0
-    scales = cluster.autoscaling.max_targets > 0
-    drafts = cluster.drafts or 1
-
-    def apart(why: str, fills: bool = False) -> Choice:
-        given = cluster.targets or (gpus - _drafts_for(gpus) if fills and not scales else 1)
-        return Choice(False, given, _drafts_for(gpus) if fills and not cluster.drafts else drafts, why)
-
-    alone = cluster.targets or (1 if scales or target.host_kv_memory else max(1, gpus))
+    grows = cluster.autoscaling.max_targets > 0
+    alone = cluster.targets or (1 if grows or target.host_kv_memory else max(1, gpus))
+    together, few = (
+        Choice(True, alone, 0, "as asked"),
+        Choice(False, cluster.targets or 1, cluster.drafts or 1, "as asked"),
+    )
+    # The fewest drafts that keep up with the targets on all other GPUs.
+    drafts = math.ceil(gpus / (_TARGETS_A_DRAFT + 1)) if gpus > 1 else 1
+    filled = 1 if grows or gpus < 2 else gpus - drafts
+    many = Choice(False, cluster.targets or filled, cluster.drafts or drafts, "as asked")
     if sizes is None:
         return Choice(False, alone, 0, "there is no draft model")
     if target.placement != "auto":
-        together = target.placement == "together"
-        return Choice(True, alone, 0, "as asked") if together else apart("as asked", gpus > 1)
-    if gpus == 0:
+        return together if target.placement == "together" else many
+    for why, holds in {
         # On a CPU both shapes cost the same, and two processes use two cores.
-        return apart("no GPU is left for it")
-    for reason, holds in {
+        "no GPU is left for it": gpus == 0,
         "the target's KV lies in host memory": target.host_kv_memory > 0,
         "draft services are asked for": cluster.drafts > 0,
         "nodes for drafts are named": cluster.node_resources.draft != "",
     }.items():
         if holds:
-            return apart(reason)
+            return replace(few, why=why)
     if gpus == 1 or not machine.memory:
-        return Choice(True, alone, 0, "each GPU holds a target and its draft")
+        return replace(together, why="each GPU holds a target and its draft")
+    fits, why = _compare_room(config, machine, sizes, gpus, gpus - drafts)
+    return replace(together if fits else many, why=why)
+
+
+def _compare_room(config: Config, machine: Machine, sizes: PairSizes, gpus: int, beside: int) -> tuple[bool, str]:
+    """Return whether KV has room enough beside both models, and the rooms in words.
+
+    gpus: that hold a target and a draft each, together. beside: that hold a target each, apart.
+    """
+    target = config.target
     usable = target.gpu_memory_utilization * machine.memory
-    room = (usable - sizes.weights - sizes.draft_weights) // (sizes.token + sizes.draft_token)
-    room_apart = (usable - sizes.weights) // sizes.token
-    of_both = (
-        f"{max(0, round(room))} tokens of KV fit beside both models, {max(0, round(room_apart))} beside the target"
-    )
-    beside_each, longest = gpus - _drafts_for(gpus), target.max_context
-    if room >= target.max_sessions * longest or longest <= room and 2 * room * gpus >= room_apart * beside_each:
-        return Choice(True, alone, 0, of_both)
-    return apart(of_both, fills=True)
-
-
-def _drafts_for(gpus: int) -> int:
-    """Return how many of the GPUs run draft services where targets have GPUs of their own."""
-    return math.ceil(gpus / (_TARGETS_A_DRAFT + 1))
+    room = max(0, int((usable - sizes.weights - sizes.draft_weights) // (sizes.token + sizes.draft_token)))
+    alone = max(0, int((usable - sizes.weights) // sizes.token))
+    why = f"{room} tokens of KV fit beside both models, {alone} beside the target alone"
+    whole = room >= target.max_sessions * target.max_context
+    # Together is so much faster that it may take half of the room.
+    return whole or (room >= target.max_context and 2 * room * gpus >= alone * beside), why
 
 
 def with_choice(config: Config, machine: Machine) -> Config:

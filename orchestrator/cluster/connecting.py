@@ -1,4 +1,4 @@
-"""Waiting at the start until target and draft have found each other, and saying what is wrong if they do not."""
+"""Waiting at the start until target and draft have found each other, with an error that names the cause if not."""
 
 import asyncio
 import math
@@ -18,8 +18,8 @@ async def wait_until_connected(
 ) -> list[ServiceStatus]:
     """Wait until a target serves and, if there are drafts, has one, and return the status of each that does.
 
-    services: how each is asked for its status, by name. read_addresses: where they are, for what is said.
-    seconds: how long to wait; 0: as long as it takes. Raises ClusterError with what is wrong.
+    services: asks each for its status, by name. read_addresses: returns their addresses, for the error.
+    seconds: how long to wait; 0: without end. Raises ClusterError, which names the cause.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + (seconds or math.inf)

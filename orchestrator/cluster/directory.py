@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 def name_services(side: str, count: int, model: str = "") -> list[str]:
-    """Return what the services of a side are called: as the side if there is one, else numbered from 1 (`target-1`).
+    """Return the names of the services of a side: the side itself for one service, else numbers from 1 (`target-1`).
 
     model: theirs, where there are several of them (`target-1@llama`).
     """
@@ -25,7 +25,7 @@ def side_of(name: str) -> str:
 
 
 def services_of(model: str, services: Mapping[str, Value]) -> dict[str, Value]:
-    """Return those of some services, by name, that run this model; all of them where no other is served."""
+    """Return the services that run this model, by name; all of them where no other model is served."""
     return {name: value for name, value in services.items() if name.partition("@")[2] in ("", model)}
 
 

@@ -35,7 +35,7 @@ _NEEDED = {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SER
 class RayFleet:
     """Owns the actors that host the services of one model.
 
-    label: what stands in the names of services. actors: those that are placed, by name, those that start included.
+    label: a part of the names of services. actors: the placed services by name, starting ones included.
     """
 
     def __init__(self, config: Config, label: str) -> None:
@@ -44,15 +44,15 @@ class RayFleet:
         self._neighbours = 1  # services of a node, about
         self._groups: dict[tuple[str, ...], Any] = {}  # by the names of the services that are near each other
         self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
-        self._asked: dict[str, Any] = {}  # what is to say where a service is
+        self._asked: dict[str, Any] = {}  # pending answers of services about their address
         self.actors: dict[str, Any] = {}
 
     def settings(self, targets: int = 0) -> list[TargetSettings | DraftSettings]:
-        """Return the settings of each service, for so many targets or those that the launch begins with."""
+        """Return the settings of each service. targets: how many there are; 0: the launch's first number."""
         return placed_settings(self._config, targets, self._label)
 
     def reserve(self, gpus: float, nodes: int, services: int) -> list[dict[str, float]]:
-        """Ask Ray for room; returns what each service needs, by resource.
+        """Ask Ray for room; return the needs of each service, by resource.
 
         gpus, nodes: that Ray has; services: how many of all models share them.
         """
@@ -82,7 +82,7 @@ class RayFleet:
 
     @property
     def names(self) -> list[str]:
-        """All services that are placed, those that start included; targets in the order in which they came."""
+        """All placed services, starting ones included; targets in the order in which they came."""
         return list(self.actors)
 
     def add_target(self) -> None:
@@ -179,7 +179,7 @@ class RayPlacement:
         self._leave()
 
     def _check_head(self) -> None:
-        """Raise ClusterError if the head of a joined Ray is gone: what is asked of it then takes minutes to fail."""
+        """Raise ClusterError if the head of a joined Ray is gone: calls to it then take minutes to fail."""
         if not self.owns_ray:
             check_ray_listens(self._head)
 
@@ -280,8 +280,8 @@ def placed_settings(config: Config, targets: int = 0, label: str = "") -> list[T
     """Return the settings of each service, with its name, and with its port where one is given: targets count on from
     it, then drafts.
 
-    targets: how many there are, 0: as many as the launch begins with; drafts are in proportion. label: stands in the
-    names. Only targets are deterministic: a draft changes no token of theirs.
+    targets: how many there are; 0: the launch's first number; drafts are in proportion. label: a part of the names.
+    Only targets are deterministic: a draft changes no token of theirs.
     """
     traces, first_port = config.clients.logging.trace_share > 0, config.target.port
     placed: list[TargetSettings | DraftSettings] = []
@@ -297,7 +297,7 @@ def placed_settings(config: Config, targets: int = 0, label: str = "") -> list[T
 
 
 def _count(config: Config, side: str, targets: int) -> int:
-    """Return how many services of a side there are beside so many targets."""
+    """Return the number of services of a side for a number of targets."""
     if side == "target":
         return targets
     cluster = config.cluster
@@ -311,5 +311,5 @@ def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[Target
 
 
 def trace_variables(settings: ServiceSettings) -> dict[str, str]:
-    """Return what a service that traces is to know of this process's environment: where OpenTelemetry sends spans."""
+    """Return the variables of this process by which a tracing service finds where OpenTelemetry sends spans."""
     return {name: value for name, value in os.environ.items() if settings.traces and name.startswith("OTEL_")}

@@ -1,4 +1,4 @@
-"""Where the services are: those that run already, or new ones on Ray."""
+"""Where the services are: they run already, or are placed on Ray."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,8 @@ Look = Callable[[], Mapping[str, str]]
 
 @contextlib.contextmanager
 def placed_services(config: Config) -> Iterator[tuple[list[Directories], "RayPlacement | None", Look | None]]:
-    """Yield where the services of each model are, what keeps them (None: it is others' affair, else Ray), and for those
-    of another launch what looks for them."""
+    """Yield the directories of each model's services, the placement on Ray that keeps them (None: nobody here does),
+    and a function that looks for the services of another launch (None: there is none)."""
     if config.cluster.target_address:
         yield [_running(model, config.label(model)) for model in config.by_model], None, None
         return
@@ -54,7 +54,7 @@ async def keep_found(look: Look, models: Mapping[str, Directories]) -> None:
         await asyncio.sleep(BEAT_SECONDS)
         try:
             there = await asyncio.to_thread(look)
-        except Exception:  # Ray is not there for the moment: what is known stays
+        except Exception:  # Ray does not answer for the moment: known services stay
             log.debug("the services could not be looked for", exc_info=True)
             continue
         for model, where in models.items():

@@ -1,7 +1,7 @@
 """How many targets there are to be, by how loaded those are that serve. Pure: the clock is the caller's.
 
-The settings are those of Ray Serve: a least and a most number, what a target is to bear, and how long more or less must
-have been wanted before anything changes.
+The settings are Ray Serve's: a least and a most number, the load of a target, and how long more or fewer must be wanted
+before anything changes.
 """
 
 import math
@@ -53,7 +53,7 @@ def wanted(loads: Sequence[TargetLoad], scaling: Scaling) -> int:
 
 @dataclass
 class Scaler:
-    """Decides from one moment to the next how many targets there are to be; owns what was wanted and since when.
+    """Decides how many targets there should be; owns the number that is wanted, and since when.
 
     Of all numbers above (below) the present one that were wanted during a delay, the nearest to it is chosen.
     """
@@ -66,7 +66,7 @@ class Scaler:
     def decide(self, loads: Sequence[TargetLoad], present: int, now: float) -> int:
         """Return how many targets there are to be from now on.
 
-        loads: of those that serve. present: how many there are, those that start included. now: in seconds.
+        loads: of the serving targets. present: targets, starting ones included. now: in seconds.
         """
         number = wanted(loads, self.scaling) if loads else max(present, self.scaling.least)
         direction = (number > present) - (number < present)

@@ -68,7 +68,7 @@ class ServiceActor:
                 uvloop.run(run_target(settings, on_ready))
         except BaseException as error:
             served = self._listening.done() or self._served_before
-            said = isinstance(error, ValueError | OSError)  # then its text is meant for a person, whom `where` tells
+            said = isinstance(error, ValueError | OSError)  # then its text is meant for a person, and `where` raises it
             if served or not said:
                 log.exception("the %s service failed", settings.name or settings.side)
             if served:  # let Ray start it anew
@@ -80,7 +80,7 @@ class ServiceActor:
         return self._listening.result()
 
     def said(self) -> list[Said]:
-        """Return what the service wrote to its log since it was asked last."""
+        """Return the service's log messages since the last call."""
         return self._said.take()
 
 
@@ -91,7 +91,7 @@ def announced_address(bound: str, node: str) -> str:
 
 
 def share_of_cores(neighbours: int) -> int:
-    """Return how many threads each of so many services on this node gets, so that all its cores are in use."""
+    """Return the threads of each of the services on this node, so that together they use all its cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // neighbours)
 

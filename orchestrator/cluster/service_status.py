@@ -93,7 +93,7 @@ class Asks(Mapping[str, AskStatus]):
 
 
 async def read_statuses(asks: Mapping[str, AskStatus]) -> dict[str, ServiceStatus | None]:
-    """Return what each service says of itself, by name; None for one that does not answer."""
+    """Return the status of each service, by name; None for one that does not answer."""
     asked = dict(asks)  # services may come and go meanwhile
     return dict(zip(asked, await asyncio.gather(*map(_status, asked.values())), strict=True))
 
@@ -130,6 +130,6 @@ async def _tell(draft: ControlLine, targets: Directory) -> None:
     try:
         await draft.set_targets(targets.addresses.values())
     except grpc.aio.AioRpcError:
-        pass  # it is told again in a moment
+        pass  # the next beat tries again
     except Exception:
-        log.exception("a draft could not be told of its targets; it is told again")
+        log.exception("a draft did not take its list of targets; the next beat tries again")

@@ -55,9 +55,9 @@ async def supervise(
 
     services: how each is asked for its status, by name; raises AioRpcError, after BEAT_SECONDS at the latest. Others
     may come and go meanwhile.
-    put: told by name where a service listens that did not answer; it is asked there from then on.
+    put: takes the name and the new address of a service that did not answer.
     after_restart: called after each attempt to restart, for what Ray changes in this process when it is started.
-    turn: held by whoever changes what is placed, so that there is one repair at a time.
+    turn: held while the set of placed services changes, so that there is one repair at a time.
     """
     turn = turn or asyncio.Lock()
     watching = _watch_services(services, placement, put, turn)
@@ -168,7 +168,7 @@ async def _is_watched(placement: Placement) -> bool:
 
 
 async def _is_alive(placement: Placement) -> bool | None:
-    """Return whether the services are watched; None if nobody tells."""
+    """Return whether the services are watched; None if Ray does not answer."""
     try:
         async with asyncio.timeout(RAY_PATIENCE):
             return await asyncio.to_thread(placement.is_alive)

@@ -17,14 +17,14 @@ _NEW = "/new"
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Answer each line of standard input until it ends. Raises ValueError for what the server refuses, OSError if it
+    """Answer each line of standard input until it ends. Raises ValueError for a refusal of the server, OSError if it
     does not answer; at a terminal the conversation goes on after a refusal, without the message that led to it."""
     server, console = Server(flags), Console(highlight=False, soft_wrap=True)
     model = flags.model or server.get("/v1/models")["data"][0]["id"]
     opening = [{"role": "system", "content": flags.system}] if flags.system else []
     messages = list(opening)
     if sys.stdin.isatty():
-        # What a shell's background job starts is told to ignore Ctrl-C; whoever sits at a terminal means it.
+        # A shell has its background jobs ignore Ctrl-C; at a terminal it is meant.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         console.print(Text(f"{model} at {server.url}. {_NEW} begins anew, Ctrl-C ends an answer, Ctrl-D ends.", _ASIDE))
     for line in _lines():

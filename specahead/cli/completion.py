@@ -1,4 +1,4 @@
-"""`specahead completion`: what a shell needs to complete our commands and flags."""
+"""`specahead completion`: a script by which a shell completes our commands and flags."""
 
 import argparse
 
@@ -17,7 +17,7 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def _complete_files(parser: argparse.ArgumentParser) -> None:
-    """Have flags that take a file or a folder completed by those that there are."""
+    """Have flags that take a file or a folder completed by existing ones."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

@@ -1,4 +1,4 @@
-"""The flags of the commands that talk to a running server, and of small ones; what they are for is imported later."""
+"""The flags of the commands that talk to a running server, and of small ones. Their modules are imported later."""
 
 import argparse
 
@@ -22,8 +22,8 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
 def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `chat` takes."""
     _add_server(parser)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="of each answer (default: what the context leaves)")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the conversation")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="of each answer (default: the rest of the context)")
     _add_sampling(parser)
     parser.add_argument("--no-marks", action="store_true", help="show text that was drafted and accepted like the rest")
 

@@ -105,14 +105,14 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one subcommand; an error of the server or of what was given ends in one line and exit status 1."""
+    """Run one subcommand. Errors of the server or of the arguments end in one line and exit status 1."""
     flags = make_parser().parse_args(arguments)
     collect_seldom()
     try:
         import_module(COMMANDS[flags.command].module).run(flags)
     except grpc.RpcError as error:
         sys.exit(_in_words(error))
-    except BrokenPipeError:  # who reads our output has left; what is still to be written goes nowhere
+    except BrokenPipeError:  # the reader of our output has left: the rest is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OSError, ValueError) as error:
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _in_words(error: grpc.RpcError) -> str:
-    """Say what ended a call, and for those that a person can mend how."""
+    """Return the error of a call in words, with the remedy where there is one."""
     code, details = error.code(), error.details()  # type: ignore[attr-defined]
     remedies = {
         grpc.StatusCode.UNAVAILABLE: "; check that a server runs there, the port, and whether it speaks TLS (--tls)",
@@ -132,7 +132,7 @@ def _in_words(error: grpc.RpcError) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; `command` of what it gives is a key of COMMANDS."""
+    """Return the parser of all commands. It sets `command` to a key of COMMANDS."""
     parser = argparse.ArgumentParser(prog="specahead", description="Serve, use and measure speculative decoding.")
     parser.add_argument("--version", action="version", version=f"specahead {running_version()}")
     groups = {"": parser.add_subparsers(metavar="COMMAND", required=True)}

@@ -14,8 +14,8 @@ _PATIENCE = 60.0  # seconds without a byte; a stream says something every five
 
 
 class Server:
-    """What is called with the flags --url, --api-key and --tls-ca. Its methods raise ValueError for what the server
-    refuses, OSError if it does not answer; the message says what to do."""
+    """A running server, by the flags --url, --api-key and --tls-ca. Its methods raise ValueError for a refusal, OSError
+    if the server does not answer; the message says what to do."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
         self.url = flags.url.rstrip("/")
@@ -68,7 +68,7 @@ class Server:
 
 
 def _refusal(error: urllib.error.HTTPError) -> ValueError:
-    """Return what the server says of a request that it refused."""
+    """Return the server's reason for refusing a request."""
     try:
         said = json.loads(error.read())["error"]["message"]
     except (ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""`specahead status`: how a running server and its services are, as its HTTP endpoint tells it."""
+"""`specahead status`: the state of a running server and of its services, read from its HTTP endpoint."""
 
 import argparse
 import json
@@ -16,8 +16,8 @@ _WIDE = 200  # columns where the output is no terminal
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Print tables, or one JSON object; exit with 1 if the server cannot serve now. Raises ValueError for what the
-    server refuses, OSError if it does not answer."""
+    """Print tables, or one JSON object; exit with 1 if the server cannot serve now. Raises ValueError for a
+    refusal of the server, OSError if it does not answer."""
     server = Server(flags)
     status = read_status(server)
     if flags.json:
@@ -29,7 +29,7 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def read_status(server: Server) -> dict[str, Any]:
-    """Return what is known of a server: its models and their requests, its services, and which nodes run which."""
+    """Return the state of a server: its models and their requests, its services, and the services of each node."""
     ready = json.loads(server.read("/ready", refused=True))["status"] == "ok"
     cards = server.get("/v1/models")["data"]
     figures, services = _read_metrics(server.read("/metrics"))
@@ -44,7 +44,7 @@ def read_status(server: Server) -> dict[str, Any]:
 
 
 def _model(card: dict[str, Any], figures: dict[str, float]) -> dict[str, Any]:
-    """Return what is told of a model, by its card and its figures."""
+    """Return the state of a model, by its card and its figures."""
     drafted, accepted = (figures[f"spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted"))
     return {
         "model": card["id"],
@@ -68,7 +68,7 @@ def _nodes(services: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
 
 def _read_metrics(text: str) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
     """Return the figures of each model, and each service's state, by name. `model`, `side`, `address`, `version`,
-    `up` and `attached` (how many peers it has) are there beside what the service tells of itself; whole numbers are
+    `up` and `attached` (how many peers it has) are there beside the service's own state; whole numbers are
     ints."""
     figures: dict[str, dict[str, float]] = {}
     services: dict[str, dict[str, Any]] = {}
@@ -119,7 +119,7 @@ def _show_model(model: dict[str, Any], console: Console) -> None:
 
 
 def _cells(values: dict[str, Any], has_draft: bool) -> list[str]:
-    """Return what a service tells of itself, as the table shows it."""
+    """Return the cells of a service in the table."""
     if not values["up"]:
         return ["does not answer", *[""] * 5]
     held, pages = values["kv_pages_held"], values["kv_pages"]

@@ -1,4 +1,4 @@
-"""Who may use a port, and what a process writes to its log: the settings that every process has."""
+"""The settings that every process has: who may use its ports, its log, its timeouts."""
 
 import ipaddress
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ def split_list(text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Logging(Keyed, group="logs"):
-    """What a process tells of its work."""
+    """The log and the traces of a process."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important messages that are written."""
@@ -111,7 +111,7 @@ class ProcessSettings(Section, group="every process"):
 @dataclass(frozen=True, kw_only=True)
 class _ServiceAccess(ProcessSettings, group="access between services"):
     service_token_file: str = ""
-    """File of the token that orchestrator, draft and target share; empty: a launch makes one for what it starts."""
+    """File of the token that orchestrator, draft and target share; empty: a launch makes one for its services."""
     service_tls: ServiceCertificates = ServiceCertificates()
     """Certificates of the services and of their callers, as JSON or a mapping."""
 
@@ -130,7 +130,7 @@ class ServiceAccess(_ServiceAccess):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientAccess(ProcessSettings, group="access of clients"):
-    """Who may use the client endpoints, and whether others can read what they say."""
+    """Who may use the client endpoints, and their TLS."""
 
     api_key: Annotated[str, SECRET] = field(default="", repr=False)
     """Key that clients must send, as `Authorization: Bearer KEY`."""

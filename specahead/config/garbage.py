@@ -1,4 +1,4 @@
-"""Python's garbage collector, which holds a process up while it looks at all that there is.
+"""Python's garbage collector, which holds a process up while it looks at all objects.
 
 Services make hardly any garbage of its kind (objects that refer to each other), but many objects that live for long:
 models, compiled kernels, captured graphs.
@@ -13,7 +13,7 @@ _YOUNG = 10_000  # new objects that a collection waits for; Python's default of 
 
 
 def collect_seldom() -> None:
-    """Collect after many new objects. Called first of all: importing what a service needs takes a fifth longer else."""
+    """Collect after many new objects only. Call this first: imports of a service then take a fifth less time."""
     gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
 
 
@@ -30,11 +30,11 @@ def no_garbage_collected() -> Iterator[None]:
 
 
 def keep_loaded() -> None:
-    """Keep what is loaded by now out of garbage collections: one that goes through all of it holds a process up for a
-    quarter of a second. Whatever is loaded or captured later needs another call.
+    """Keep all present objects out of garbage collections, since going through them holds a process up for a quarter
+    of a second. Objects that are loaded or captured later need another call.
     """
     collect_seldom()
     gc.collect()
     gc.freeze()
     atexit.unregister(gc.unfreeze)
-    atexit.register(gc.unfreeze)  # else what is left at the end is taken for leaks, and said
+    atexit.register(gc.unfreeze)  # else Python reports the remaining objects as leaks at exit

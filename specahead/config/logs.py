@@ -60,7 +60,7 @@ Said = tuple[int, str, str, dict[str, Any]]
 
 
 class Recorder(logging.Handler):
-    """Keeps what was logged last until it is taken."""
+    """Keeps the latest messages until they are taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Recorder(logging.Handler):
 
 
 class FrequentWarnings:
-    """Writes warnings of which anybody can cause any number: at most one line a second for each message and reason.
+    """Writes warnings that anybody can cause in any number: at most one line a second for each message and reason.
 
     The line after the first is the latest warning of that second; its field `left_out` counts the ones before it. Used
     from one event loop. There must be few reasons: each is remembered.

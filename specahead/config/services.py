@@ -63,7 +63,7 @@ class _MemorySettings(Section, group="KV memory", by_model=True):
 @dataclass(frozen=True, kw_only=True)
 class _SpeculationSettings(Section, group="speculation", by_model=True):
     speculation: Speculation = Speculation()  # noqa: RUF009 (it is frozen)
-    """Overrides for experts and benchmarks, as JSON or a mapping; the service chooses what is left out."""
+    """Overrides for experts and benchmarks, as JSON or a mapping; the service chooses each key that is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunS
     """What the engine needs to open a model and make room for its KV.
 
     `gpu_memory_utilization` never gives more room than `max_sessions` of `max_context` tokens need. With
-    `host_kv_memory` the room for KV is what the device holds at once of the KV in host memory.
+    `host_kv_memory` these settings give the part of the KV in host memory that the device holds at once.
     """
 
     model: str = ""
@@ -290,7 +290,7 @@ class TargetSettings(_ImposedVerdicts):
 
     @property
     def alternatives_share(self) -> float:
-        """How often an alternative to a rejected token is right, where verdicts are imposed."""
+        """How often an alternative to a rejected token is right, with imposed verdicts."""
         given = self.synthetic_alternatives
         return given if given >= 0 else ALTERNATIVES_RIGHT * max(0.0, self.synthetic_acceptance)
 
@@ -339,7 +339,7 @@ class TargetSettings(_ImposedVerdicts):
 
     @property
     def own_draft(self) -> "DraftSettings":
-        """How the draft runs that is part of the target: one round at a time, for the outcome that there is."""
+        """The settings of the draft in the target's process: it drafts one round at a time, behind a known verdict."""
         common = {item.name: getattr(self, item.name) for item in fields(ServiceSettings)}
         return DraftSettings(
             **common
@@ -347,7 +347,7 @@ class TargetSettings(_ImposedVerdicts):
                 "model": self.draft,
                 "target_model": self.model,
                 "kv_tokens": 0,  # room for as many tokens as the target
-                "deterministic": False,  # what a draft says changes no token of a deterministic target
+                "deterministic": False,  # a draft changes no token of a deterministic target
                 "dense_layers": (),
                 "group_size": 0,
                 "speculation": replace(self.speculation, overlap=False),
@@ -356,7 +356,7 @@ class TargetSettings(_ImposedVerdicts):
 
     @property
     def most_unread_tokens(self) -> int:
-        """How many tokens a peer of the target may leave unread: as many as all sessions have, twice, or 2^18."""
+        """Tokens that a peer of the target may leave unread: twice the tokens of all sessions, and 2^18 at least."""
         return max(1 << 18, 2 * self.max_sessions * self.max_context)
 
 

@@ -48,7 +48,7 @@ _SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 
 @dataclass(frozen=True)
 class Setting:
-    """A declared field: where it is, what it is called, and which values it may have."""
+    """A declared field: its place, its names and its allowed values."""
 
     section: "type[Section]"
     field: str

@@ -83,7 +83,7 @@ class Circumstances:
     """Whether the service runs on a GPU."""
 
     in_tiers: bool = False
-    """Whether the target's KV lies in host memory, of which the GPU holds a part."""
+    """Whether the target's KV lies in host memory and the GPU holds a part of it."""
 
     @property
     def has_draft(self) -> bool:
@@ -97,7 +97,7 @@ class Circumstances:
 
 
 def resolve(asked: Speculation, where: Circumstances) -> ResolvedSpeculation:
-    """Return a speculation in which nothing is None but what the policy chooses while it serves."""
+    """Return the speculation with every None resolved, but for gamma and hold where the policy chooses them."""
     max_gamma = asked.gamma or asked.max_gamma or (_SELF_GAMMA if where.drafts_for_itself else _GAMMA)
     branches = asked.branches or (_GPU_BRANCHES if where.on_gpu else 1)
     share = asked.draft_read_share or (_GPU_READ_SHARE if where.on_gpu and where.has_draft else 1.0)
