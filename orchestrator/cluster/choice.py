@@ -5,11 +5,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from specahead.engine.loading.shape import load_shape
+
 from specahead.config import Config
 from specahead.engine.loading.config import load_config
 from specahead.engine.loading.memory import bytes_of_token
 from specahead.engine.loading.model import resolve_dtype
-from specahead.engine.loading.shape import load_shape
 from specahead.engine.model.families import count_parameters
 
 log = logging.getLogger(__name__)

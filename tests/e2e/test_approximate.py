@@ -18,10 +18,8 @@ from tests.stack import Stack
 
 @pytest.fixture(scope="module")
 def served(launch: Callable[..., Stack]) -> Stack:
-    """A launch that reads as its users' do: by the bundled plan as it is."""
-    return launch(altered=PATIENT)
     """A launch with the bundled plan unchanged, as users have it."""
-    return launch("--draft-timeout", "60")
+    return launch(altered=PATIENT)
 
 
 @pytest.mark.parametrize("case", range(3))

@@ -37,13 +37,8 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def mortal(folder: Path) -> Iterator[Stack]:
-<<<<<<< HEAD
     """A launch with a Ray of its own. The tests kill and stop its processes."""
-    flags = ("--ray-address", "auto", "--shutdown-grace", "6", "--resume-timeout", "120")
-=======
-    """A launch with a Ray of its own, whose processes get killed and stopped."""
     flags = ("--ray-address", "auto", "--timeouts", '{"shutdown": 6, "resume": 120}')
->>>>>>> 7409f59 (At most 50 settings, declared with their sentence below; --placement chooses where the draft runs)
     stack = start_stack(*flags, environment={"RAY_ADDRESS": "", "TMPDIR": str(folder)})
     yield stack
     stack.stop()
@@ -207,13 +202,8 @@ def test_an_orphaned_launch_outlives_its_raylet_and_ends_without_a_word_of_ray(
 
     At the end each of Ray's processes gets SIGTERM as well, as from systemd or a process group.
     """
-<<<<<<< HEAD
-    small = ("--draft", "none", "--target-kv-tokens", "4000", "--shutdown-grace", "1")
-    environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": str(tmp_path)}  # where Ray finds no other instance
-=======
     small = ("--draft", "none", "--kv-tokens", "4000", "--timeouts", '{"shutdown": 1}')
-    environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": str(tmp_path)}  # where no other Ray is found
->>>>>>> 7409f59 (At most 50 settings, declared with their sentence below; --placement chooses where the draft runs)
+    environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": str(tmp_path)}  # where Ray finds no other instance
     stack = start_stack("--ray-address", "auto", *small, environment=environment, orphaned=True)
     try:
         if (parent := psutil.Process(stack.process.pid).ppid()) != 1:

@@ -101,13 +101,8 @@ async def test_a_fitting_hello_is_welcome(bare_target: str, hello: Hello) -> Non
 
 
 def test_a_real_draft_reports_its_refusal(bare_target: str) -> None:
-<<<<<<< HEAD
     """A draft with another γ reports why it was refused; the target continues."""
-    draft, address = start_draft(bare_target, "--gamma", "7")
-=======
-    """Another γ: the draft process says why it was refused, the target goes on."""
     draft, address = start_draft(bare_target, "--speculation", '{"gamma": 7}')
->>>>>>> 7409f59 (At most 50 settings, declared with their sentence below; --placement chooses where the draft runs)
     try:
         with grpc.insecure_channel(address) as channel:
             stub = control_pb2_grpc.DraftControlStub(channel)

@@ -16,31 +16,18 @@ from tests.client import APPROXIMATE, EXACT, generate, make_request, metric, ser
 from tests.plans import sparse_plan_file
 from tests.stack import Stack
 
-<<<<<<< HEAD
 MOST = 1280  # tokens of a context, and of KV in host memory
-SIZES = ("--max-context", str(MOST), "--target-kv-tokens", "800")
-# A round that a slow machine decodes without the draft reads everything, which changes `approximate` answers.
-FLAGS = ("--max-sessions", "8", "--prefill-chunk", "128", "--draft-timeout", "60", *SIZES)
-# GiB of host memory: tokens, keys and values, layers, heads, dimensions, bytes of a float32.
-=======
-MOST = 1280  # tokens, of a context and at home
 SIZES = ("--max-context", str(MOST), "--kv-tokens", "800")
-# A round that a slow machine decodes without the draft is read wholly, which changes what `approximate` answers.
+# A round that a slow machine decodes without the draft reads everything, which changes `approximate` answers.
 FLAGS = ("--max-sessions", "8", "--prefill-chunk", "128", *SIZES)
-# GiB that hold them: keys and values, layers, heads, dimensions, float32.
->>>>>>> 7409f59 (At most 50 settings, declared with their sentence below; --placement chooses where the draft runs)
+# GiB of host memory: tokens, keys and values, layers, heads, dimensions, bytes of a float32.
 MEMORY = MOST * 2 * 10 * 4 * 64 * 4 / 2**30
 
 
 @pytest.fixture(scope="module")
 def small(launch: Callable[..., Stack]) -> Stack:
-<<<<<<< HEAD
     """A launch whose target has fifty pages on the device and eighty in host memory."""
-    return launch(*FLAGS, "--plan", sparse_plan_file(), "--host-kv-memory", str(MEMORY))
-=======
-    """A launch whose target has fifty pages on the device and eighty at home."""
     return launch(*FLAGS, "--plan", sparse_plan_file(), "--host-kv-memory", str(MEMORY), altered=PATIENT)
->>>>>>> 7409f59 (At most 50 settings, declared with their sentence below; --placement chooses where the draft runs)
 
 
 def answers(stack: Stack, cases: list[tuple[int, list[int]]], at_once: int, tokens: int = 24) -> list[list[int]]:

@@ -20,7 +20,7 @@ import yaml
 from orchestrator.api.dashboard.routes import router as dashboard
 from orchestrator.api.http_gateway import router
 from specahead.cli.main import COMMANDS
-from specahead.config.resolve import ENVIRONMENT_PREFIX, NAMES
+from specahead.config.resolve import ENVIRONMENT_PREFIX, SETTINGS
 from tests.stack import ROOT
 
 LISTED = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -111,7 +111,8 @@ def missing_names(text: str) -> Iterator[str]:
         name = token.removeprefix("specahead:").removeprefix("vllm:").removesuffix("_total")
         if token.startswith(ENVIRONMENT_PREFIX):
             setting = token.split("=")[0].removeprefix(ENVIRONMENT_PREFIX)
-            if re.fullmatch(r"\w+", setting) and setting.lower() not in NAMES and token.split("=")[0] not in source():
+            known = setting.lower() in SETTINGS or token.split("=")[0] in source()
+            if re.fullmatch(r"\w+", setting) and not known:
                 yield token
         elif re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", name) and not words() & {name, token} and name not in FOREIGN_WORDS:
             yield token
