@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specahead.engine.kv.pages import PAGE_SIZE, pages_for
-from specahead.engine.kv.prefix_hash import prefix_hashes
+from specahead.engine.kv.prefix_index import prefix_hashes
 from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import Report
 

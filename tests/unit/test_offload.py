@@ -12,8 +12,8 @@ from torch import Tensor
 
 from specahead import models
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.counters import TierCounters
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV
+from specahead.engine.kv.tier_memory import TierCounters
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner

@@ -11,8 +11,7 @@ from orchestrator.sessions.routing import ANSWER_TOKENS, POLICIES, TargetView, a
 from specahead.config.launch import ROUTING
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from specahead.engine.kv.pool import PagePool
-from specahead.engine.kv.prefix_hash import prefix_hashes
-from specahead.engine.kv.prefix_index import next_prefix
+from specahead.engine.kv.prefix_index import next_prefix, prefix_hashes
 from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import Report
 

@@ -1,34 +1,51 @@
-"""Which page holds which prefix of a text, so that later sequences need not compute it again.
+"""Which page holds which prefix of a text, so that later sequences need not compute its KV again.
 
-Prefixes are compared by their tokens, not by hashes: no collision can leak the KV of one request to another.
+Prefixes are compared by their tokens: no collision of hashes can show the KV of one request to another. Services tell
+each other by hashes which prefixes they hold, and these are hints only.
 """
 
+import struct
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterator, Sequence, Set
+from hashlib import blake2b
+
+import numpy as np
 
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
-from specahead.engine.kv.prefix_hash import extend_hash
 
-# The serial of the page before (0 at the start), this page's tokens, and whether its KV comes of a sparse read.
+# The serial of the page before (0 at the start), the tokens of this page, and whether its KV was read sparsely.
 Prefix = tuple[int, tuple[int, ...], bool]
+
+
+def extend_hash(before: int, block: Sequence[int]) -> int:
+    """Return the 64-bit hash of a prefix that ends with a block, the same in every process.
+
+    before: the hash of the prefix before the block; 0 if there is none.
+    """
+    data = struct.pack(f"<Q{len(block)}I", before, *block)
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def prefix_hashes(tokens: Sequence[int]) -> Iterator[int]:
+    """Yield the hash of each prefix of whole pages, the shortest first, as `extend_hash` gives it."""
+    data, size, before = np.asarray(tokens, "<u4").tobytes(), 4 * PAGE_SIZE, bytes(8)
+    for start in range(0, len(data) - size + 1, size):  # by bytes: a long text has thousands of pages
+        before = blake2b(before + data[start : start + size], digest_size=8).digest()
+        yield int.from_bytes(before, "little")
 
 
 def next_prefix(sequence: SequenceKV, tokens: list[int]) -> Prefix:
     """Return the prefix that ends with the first page of a sequence that is not indexed yet."""
-    serials = sequence.serials
-    start = len(serials) * PAGE_SIZE
-    block, serial = tuple(tokens[start : start + PAGE_SIZE]), serials[-1] if serials else 0
-    return serial, block, start + PAGE_SIZE > sequence.dense_tokens
+    start = sequence.indexed * PAGE_SIZE
+    return sequence.serial, tuple(tokens[start : start + PAGE_SIZE]), start + PAGE_SIZE > sequence.dense_tokens
 
 
 class PrefixIndex:
-    """Pages by their prefix. Each page in it has a serial, which names its prefix in the prefixes that extend it.
-
-    hashes: of the prefixes in it (specahead.engine.kv.prefix_hash), and how many pages hold each.
-    """
+    """Pages by their prefix. Each page in it has a serial, which names its prefix in the prefixes that extend it."""
 
     def __init__(self) -> None:
         self.hashes: Counter[int] = Counter()
+        """The hashes of the prefixes, and how many pages hold each."""
         self._page_of: dict[Prefix, int] = {}
         self._prefix_of: dict[int, Prefix] = {}
         self._serial_of: dict[int, int] = {}
@@ -59,7 +76,7 @@ class PrefixIndex:
         serial = self._next_serial
         self._page_of[prefix], self._prefix_of[page] = page, prefix
         self._serial_of[page], self._next_serial = serial, serial + 1
-        before = self._hash_of.get(prefix[0])  # none behind a page that was removed: nobody finds the new one
+        before = self._hash_of.get(prefix[0])  # None after a page that was removed: nobody will find the new one
         if before is not None:
             self._hash_of[serial] = extend_hash(before, prefix[1])
             self._count(self._hash_of[serial], 1)
@@ -72,12 +89,12 @@ class PrefixIndex:
             self._count(hash, -1)
 
     def watch(self) -> set[int]:
-        """Return a set to which the hash of each prefix is added that comes or goes; at first it has all there are."""
+        """Return a set of all hashes, to which the hash of every prefix that comes or goes is added from now on."""
         self._watchers.append(set(self.hashes))
         return self._watchers[-1]
 
     def unwatch(self, changed: set[int]) -> None:
-        """Add nothing more to a set that `watch` has returned."""
+        """Stop adding to a set that `watch` has returned."""
         self._watchers = [watcher for watcher in self._watchers if watcher is not changed]
 
     def _count(self, hash: int, change: int) -> None:

@@ -1,4 +1,4 @@
-"""How a pass that reads everything reads KV in tiers: whole sequences are brought together, layer by layer."""
+"""How a dense pass reads KV in tiers: whole sequences are brought together on the GPU, layer by layer."""
 
 from functools import partial
 
@@ -6,18 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specahead.engine.kv.counters import TierCounters
+from specahead.engine.kv.group_means import GroupMeanPool, make_means
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
-from specahead.engine.kv.tier_memory import TierMemory, bring_hits, bring_misses, rows_of, run_beside
+from specahead.engine.kv.tier_memory import TierCounters, TierMemory, bring_hits, bring_misses, rows_of, run_beside
 
 
 class StagedReads:
-    """Whole sequences, brought together from the GPU and the backing store. Always possible, seldom fast.
+    """Whole sequences, brought together from the GPU and the backing store: always possible, seldom fast.
 
-    Layers that are kept on the GPU are read where they lie.
-
-    tables: int32 [pages] of each sequence, where its pages are brought to: its block table in the pass. Misses come a
-    layer ahead, on a side stream; hits when the layer's own KV has been written.
+    Layers that are kept on the GPU are read where they lie. Pages from the backing store come while the layer before
+    runs, on a side stream; pages in cache lines when the layer's own KV has been written. `tables` has the block table
+    of each sequence in the pass, int32 [pages].
     """
 
     def __init__(
@@ -78,3 +77,26 @@ class StagedReads:
         self._arrived[index] = run_beside(memory.link, bring)
         if memory.link is not None:
             lines.record_stream(memory.link)
+
+
+def make_staged_means(
+    memory: TierMemory, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool, counters: TierCounters
+) -> None:
+    """Make the means of groups in the layers in tiers, layer by layer from pages that are brought together.
+
+    pages: int32 [groups, pages of a group]; slots: [groups] int64, where the means go in the pool.
+    """
+    at_once = max(1, memory.staged_pages // pages.shape[1])  # groups
+    missed = torch.zeros((), dtype=torch.int64, device=memory.device)
+    for first in range(0, len(pages), at_once):
+        part = pages[first : first + at_once]
+        staged = np.arange(part.size).reshape(part.shape)
+        rows = rows_of(part.reshape(-1), memory.kv_heads, memory.device)
+        for index, layer in enumerate(memory.layers):
+            lines = memory.tables.line_of[index][rows.long()]  # negative where a row is only in the store
+            bring_hits(memory, index, 0, lines)
+            bring_misses(memory, index, 0, rows, lines)
+            missed += (lines < 0).sum()
+            keys, values = memory.staging[0]
+            make_means([keys], [values], staged, slots[first : first + at_once], pool, layer)
+    counters.staged_pages += int(missed)

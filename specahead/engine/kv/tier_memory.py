@@ -1,22 +1,21 @@
-"""The memory of KV in tiers: what lies on the GPU, the backing store, and how rows get from one to the other.
+"""The memory of KV in tiers: GPU pages, the backing store, and the copies of rows between them.
 
-Layers that lie in tiers are counted among themselves here: `index` is a row of the residency tables. A *row* is a page
-of one KV head: row page * kv_heads + head, on the GPU and in the backing store alike. On the GPU it lies in a cache
-line, GPU page * kv_heads + head.
+Layers in tiers are numbered among themselves here: `index` is a row of the residency tables. A *row* is a page of one
+KV head; its number is page * kv_heads + head, and on the GPU it lies in the cache line GPU page * kv_heads + head.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import Backend
-from specahead.kernels.kv_gather import LayerCopies, gather_blocks
-from specahead.kernels.residency import ResidencyTables
+from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.kv_gather import LayerCopies, gather_blocks, layer_copies
+from specahead.kernels.residency import ResidencyTables, empty_tables
 
-# Programs that fetch: enough for the host's link (docs/performance.md). Attention has room for no more beside it
+# Programs that fetch: enough to fill the host's link. Attention leaves room for no more beside it
 # (specahead.kernels.paged_attention.LEFT_FREE).
 PROGRAMS = 8
 
@@ -25,23 +24,44 @@ Pages = tuple[Tensor, Tensor]  # keys and values of a layer, [pages, kv_heads, P
 
 @dataclass(frozen=True)
 class TierMemory:
-    """Where the KV of the layers in tiers lies.
-
-    layers: their numbers in the model. on_gpu: a pair a layer, GPU pages. stored: a pair a layer, all pages, on the
-    host. staging: two pairs, in which a layer's pages are brought together. tables: which rows are in which cache
-    lines; they say nothing until the offload is active. copies: from `stored` to `on_gpu`, of all layers, as rows.
-    link: the stream that copies from the backing store beside the model; None on a CPU.
-    """
+    """Where the KV of the layers in tiers lies."""
 
     layers: list[int]
+    """Their numbers in the model."""
     on_gpu: list[Pages]
+    """GPU pages, a pair a layer."""
     stored: list[Pages]
+    """All pages, on the host, a pair a layer."""
     staging: list[Pages]
+    """Two pairs, in which the pages of a layer are brought together."""
     tables: ResidencyTables
+    """Which rows are in which cache lines; they mean nothing until the offload is active."""
     copies: LayerCopies
+    """From `stored` to `on_gpu`, of all layers, as rows."""
     link: torch.cuda.Stream | None
+    """The stream that copies from the backing store beside the model; None on a CPU."""
     kv_heads: int
     backend: Backend
+
+    @staticmethod
+    def make(layers: list[int], on_gpu: list[Pages], stored: list[Pages], staged_pages: int) -> "TierMemory":
+        """Return the memory of these layers, at least one, with empty tables and room to stage `staged_pages` pages."""
+        like, all_pages = on_gpu[0][0], stored[0][0]
+        gpu_pages, kv_heads, device = len(like), like.shape[1], like.device
+        staging = [like.new_zeros(staged_pages, *like.shape[1:]) for _ in range(4)]
+        sources = [(head_rows(keys), head_rows(values)) for keys, values in stored]
+        destinations = [(head_rows(keys), head_rows(values)) for keys, values in on_gpu]
+        return TierMemory(
+            layers=layers,
+            on_gpu=on_gpu,
+            stored=stored,
+            staging=[(staging[0], staging[1]), (staging[2], staging[3])],
+            tables=empty_tables(len(layers), len(all_pages) * kv_heads, gpu_pages * kv_heads, device),
+            copies=layer_copies(sources, destinations, device),
+            link=side_stream(device),
+            kv_heads=kv_heads,
+            backend=default_backend(device),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -53,16 +73,48 @@ class TierMemory:
         return self.staging[0][0].shape[0]
 
 
+@dataclass
+class TierCounters:
+    """What KV in tiers has done. A page is one of a layer and KV head, but for stored pages, which are whole pages."""
+
+    hit_pages: int = 0
+    """Pages that a step listed and found in a cache line."""
+    fetched_pages: int = 0
+    """Pages that were brought to cache lines because a step listed them."""
+    overflow_pages: int = 0
+    """Pages that a step listed and that found no cache line, so that the step ran again."""
+    staged_pages: int = 0
+    """Pages that came from the backing store for a dense pass."""
+    stages: int = 0
+    """Passes that brought pages together so."""
+    stored_pages: int = 0
+    """Whole pages that were copied to the backing store."""
+    offloads: int = 0
+    """How often the offload became active."""
+
+    def values(self, page_bytes: int, heads: int) -> dict[str, float]:
+        """Return counts and bytes by name.
+
+        page_bytes: of keys and values of a page of a layer and head. heads: KV heads of all layers together.
+        """
+        counts = {name: float(value) for name, value in asdict(self).items()}
+        counts["bytes_fetched"] = page_bytes * (self.fetched_pages + self.staged_pages)
+        counts["bytes_stored"] = page_bytes * heads * self.stored_pages
+        return counts
+
+
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a stream for what runs beside a model, None on a CPU. It goes before the model, or it would find no room
-    on the multiprocessors."""
+    """Return a stream for work beside a model, None on a CPU.
+
+    It has priority over the model, or it would find no room on the multiprocessors.
+    """
     return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
 def run_beside(stream: torch.cuda.Stream | None, work: Callable[[], object]) -> torch.cuda.Event | None:
-    """Launch work on a side stream, behind what is launched already, and return the event of its end.
+    """Launch work on a side stream, after all that is launched already; return the event of its end.
 
-    Without a stream it is done at once, and there is no event.
+    Without a stream the work is done at once, and there is no event.
     """
     if stream is None:
         work()
@@ -87,12 +139,12 @@ def rows_of(pages: np.ndarray, kv_heads: int, device: torch.device) -> Tensor:
 
 
 def bring_hits(memory: TierMemory, index: int, buffer: int, lines: Tensor) -> None:
-    """Copy what is in cache lines of a layer to the first rows of a staging buffer; negative lines are passed over."""
+    """Copy cache lines of a layer to the first rows of a staging buffer; negative lines are passed over."""
     _bring(memory, memory.copies.destinations[index], buffer, lines)
 
 
 def bring_misses(memory: TierMemory, index: int, buffer: int, rows: Tensor, lines: Tensor) -> None:
-    """Copy the rows of a layer that are in no cache line from the backing store to the same rows of a buffer."""
+    """Copy those rows of a layer that are in no cache line from the backing store to the first rows of a buffer."""
     _bring(memory, memory.copies.sources[index], buffer, rows.masked_fill(lines >= 0, -1))
 
 

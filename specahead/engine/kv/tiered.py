@@ -24,28 +24,25 @@ from torch import Tensor
 
 from specahead.engine.kv.backing_store import BackingStore
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.counters import TierCounters
 from specahead.engine.kv.fetch import FetchPlan, request_listed, start_copies
 from specahead.engine.kv.gpu_pages import GpuPages
 from specahead.engine.kv.group_means import GroupMeanPool, make_means
 from specahead.engine.kv.host_memory import host_zeros
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
-from specahead.engine.kv.staged import StagedReads
-from specahead.engine.kv.tier_memory import Pages, TierMemory, bring_hits, bring_misses, head_rows, rows_of, side_stream
-from specahead.kernels.backends import default_backend
-from specahead.kernels.kv_gather import layer_copies
-from specahead.kernels.residency import clear_tables, drop_pages, empty_tables, mark_stored, pin_gpu_pages
+from specahead.engine.kv.staged import StagedReads, make_staged_means
+from specahead.engine.kv.tier_memory import Pages, TierCounters, TierMemory, rows_of
+from specahead.kernels.residency import clear_tables, drop_pages, mark_stored, pin_gpu_pages
 
-COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied, unless GPU pages are short
-# Once the offload is active, at least 1 / CLOCK_SHARE of the GPU pages are left to the clock, where that can be.
+COPIED_AT_ONCE = 64  # full pages that one copy takes to the store; fewer if GPU pages are short
+# Once the offload is active, the clock gets at least 1 / CLOCK_SHARE of the GPU pages, where that is possible.
 CLOCK_SHARE = 4
 
 
 class TieredKV(KVCache):
     """A KV cache whose page numbers are indices in the backing store.
 
-    counters: what it has done. memory: where everything lies. store: which pages are stored. resident: which GPU page
-    each page has. offload_active: whether the residency tables say where rows are.
+    `memory` is where everything lies, `store` knows which pages are stored, `resident` which GPU page each page has.
+    `offload_active` says whether the residency tables tell where rows are.
     """
 
     offloads = True
@@ -62,10 +59,10 @@ class TieredKV(KVCache):
         device: torch.device | str = "cpu",
         kept_layers: tuple[int, ...] = (),
     ) -> None:
-        """gpu_pages: pages that lie on the GPU at once; pages: in the backing store, in all.
+        """gpu_pages: how many pages lie on the GPU at once. pages: how many the backing store has.
 
-        longest: tokens of a sequence, at most, which staged reads have room for. kept_layers: all of whose pages stay
-        on the GPU, at their numbers.
+        longest: the most tokens of a sequence; staged reads have room for them.
+        kept_layers: layers whose pages all stay on the GPU, at their numbers; not all layers.
         Raises ValueError for sizes that do not fit, MemoryError if the host has no room.
         """
         device = torch.device(device)
@@ -83,43 +80,18 @@ class TieredKV(KVCache):
         self.kept_layers = kept_layers
         layers = [layer for layer in range(num_layers) if layer not in kept_layers]
         stored = self._make_store(len(layers), (pages, kv_heads, PAGE_SIZE, head_dim), dtype)
-        self.memory = self._make_memory(layers, stored, pages_for(longest), gpu_pages)
+        self.memory = TierMemory.make(layers, [self.layer_pages(layer) for layer in layers], stored, pages_for(longest))
         self.store = BackingStore(self.memory.on_gpu, stored, pages, device, self.memory.backend)
         self.resident = GpuPages(gpu_pages, pages)
         self.counters = TierCounters()
         self.offload_active = False
         self._round = 0  # of the residency tables
-        self._fetches = False  # whether the last step fetched what it listed
+        self._fetches = False  # whether the last step fetched its listed pages
         self._away = 0  # pages that are in the store alone
         self._last_work: list[SequenceKV] = []
 
     def _make_store(self, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pages]:
         return [(host_zeros(shape, dtype, self.device), host_zeros(shape, dtype, self.device)) for _ in range(layers)]
-
-    def _make_memory(self, layers: list[int], stored: list[Pages], staged: int, gpu_pages: int) -> TierMemory:
-        on_gpu = [self.layer_pages(layer) for layer in layers]
-        like, device = self.k_pages[0], self.device
-        shape = (staged, *like.shape[1:])
-        staging = [
-            (torch.zeros(shape, dtype=like.dtype, device=device), torch.zeros(shape, dtype=like.dtype, device=device))
-            for _ in range(2)
-        ]
-        rows = self.pool.num_pages * self.kv_heads
-        return TierMemory(
-            layers=layers,
-            on_gpu=on_gpu,
-            stored=stored,
-            staging=staging,
-            tables=empty_tables(max(1, len(layers)), rows, gpu_pages * self.kv_heads, device),
-            copies=layer_copies(
-                [(head_rows(keys), head_rows(values)) for keys, values in stored],
-                [(head_rows(keys), head_rows(values)) for keys, values in on_gpu],
-                device,
-            ),
-            link=side_stream(device),
-            kv_heads=self.kv_heads,
-            backend=default_backend(device),
-        )
 
     @property
     def totals(self) -> dict[str, float]:
@@ -168,7 +140,7 @@ class TieredKV(KVCache):
             self._pin(new)
 
     def _forget_freed(self) -> None:
-        """Keep nothing, on the GPU or in the store, of pages that no sequence holds any more."""
+        """Drop pages that no sequence holds any more from the GPU and from the store."""
         if not self._freed:
             return
         freed = list(dict.fromkeys(self._freed))
@@ -179,18 +151,18 @@ class TieredKV(KVCache):
         self.store.forget(freed)
         self.resident.take_back(freed)
         if self.offload_active and self.pool.held <= self.resident.count and not self._holds_away():
-            # All that is held lies in GPU pages: what the clock has put elsewhere is forgotten.
+            # Every held page lies in a GPU page: what the clock has put elsewhere is forgotten.
             self.offload_active = False
 
     def _holds_away(self) -> bool:
-        """Whether a sequence holds a page that has no GPU page. (Others are kept for their prefix.)"""
+        """Whether a sequence holds a page without a GPU page. Pages kept for their prefix only do not count."""
         away = np.flatnonzero(self.store.holds & (self.resident.of < 0)).tolist()
         return any(self.pool.references[page] for page in away)
 
     def _offer_full_pages(self, work: list[tuple[SequenceKV, int]]) -> None:
-        """Have the store copy what the sequences of this pass and the last one have committed, many pages at a time.
+        """Offer the committed pages of the sequences of this pass and of the last one to the store.
 
-        A page that a later pass may write anew stays on the GPU: it could not be written once it is in the store alone.
+        A page that a later pass may write again stays on the GPU: it could not be written once it is only in the store.
         """
         for sequence in {id(s): s for s in (*self._last_work, *(s for s, _ in work))}.values():
             self._offer(sequence, int(min(sequence.length, sequence.settled)) // PAGE_SIZE)
@@ -208,7 +180,7 @@ class TieredKV(KVCache):
         self.counters.stored_pages += self.store.start_copies(self.resident.of)
 
     def _needs(self, work: list[tuple[SequenceKV, int]]) -> tuple[list[int], bool]:
-        """The pages that need a GPU page to be written to, and whether anything is read that is in the store alone."""
+        """Return the pages that need a GPU page because they are written, and whether pages that have none are read."""
         new: list[int] = []
         reads_stored = False
         for sequence, tokens in work:
@@ -225,7 +197,7 @@ class TieredKV(KVCache):
         self._pin(np.flatnonzero(self.resident.of >= 0).tolist())
 
     def _leave_to_clock(self, wanted: int) -> None:
-        """Have GPU pages to give out, and some left for the clock."""
+        """Take GPU pages from stored pages until there are `wanted` to give out, and some for the clock."""
         floor = wanted + self.resident.count // CLOCK_SHARE
         leaving = self.store.take_movable()
         if self.resident.free + len(leaving) < floor and self.store.is_behind:
@@ -239,7 +211,7 @@ class TieredKV(KVCache):
             self._away += len(leaving)
 
     def _pin(self, pages: list[int]) -> None:
-        """Say to the tables that these pages lie in their GPU pages."""
+        """Enter in the tables that these pages lie in their GPU pages."""
         if pages:
             listed = (self._list(pages), self._list(self.resident.of[pages].tolist()), self._list([self._round]))
             pin_gpu_pages(self.memory.tables, *listed, self.kv_heads, self.memory.backend)
@@ -264,7 +236,7 @@ class TieredKV(KVCache):
         if self.offload_active:
             lines = tables.line_of[:, rows].long()
             brought = lines < 0
-            if self._fetches:  # a line gets its bit when it is a hit, not when its page comes
+            if self._fetches:  # a line gets its bit when it is hit, not when its page comes
                 now = tables.stamps.gather(1, lines.clamp(min=0)) == self._round
                 brought |= now & (tables.referenced.gather(1, lines.clamp(min=0)) == 0)
             by_head = brought.unflatten(1, (len(sequence.pages), self.kv_heads)).transpose(1, 2)
@@ -309,24 +281,7 @@ class TieredKV(KVCache):
             for layer, (keys, values) in zip(self.memory.layers, self.memory.on_gpu, strict=True):
                 make_means([keys], [values], gpu_pages, slots, pool, layer)
             return
-        at_once = max(1, self.memory.staged_pages // pages.shape[1])
-        for first in range(0, len(pages), at_once):
-            self._make_staged_means(pages[first : first + at_once], slots[first : first + at_once], pool)
-
-    def _make_staged_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
-        """Layer by layer, from pages that are brought together."""
-        memory = self.memory
-        staged = np.arange(pages.size).reshape(pages.shape)
-        rows = rows_of(pages.reshape(-1), self.kv_heads, self.device)
-        missed = torch.zeros((), dtype=torch.int64, device=self.device)
-        for index, layer in enumerate(memory.layers):
-            lines = memory.tables.line_of[index][rows.long()]  # negative where a row is in the store alone
-            bring_hits(memory, index, 0, lines)
-            bring_misses(memory, index, 0, rows, lines)
-            missed += (lines < 0).sum()
-            keys, values = memory.staging[0]
-            make_means([keys], [values], staged, slots, pool, layer)
-        self.counters.staged_pages += int(missed)
+        make_staged_means(self.memory, pages, slots, pool, self.counters)
 
     # Checks, and sequences.
 
@@ -338,7 +293,7 @@ class TieredKV(KVCache):
             )
 
     def release(self, sequence: SequenceKV) -> None:
-        """Pages that are kept for their prefix are stored like others: they do not keep their GPU pages."""
+        """Give all pages back. Those that are kept for their prefix are stored, and do not keep their GPU pages."""
         self._offer(sequence, sequence.indexed)
         super().release(sequence)
 

@@ -18,7 +18,7 @@ from orchestrator.text.special_tokens import TextEncoder
 from specahead import models
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
-from specahead.engine.kv.prefix_hash import prefix_hashes
+from specahead.engine.kv.prefix_index import prefix_hashes
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.engine.sampling.distributions import Sampling
 from specahead.lab.evaluation.report import align
