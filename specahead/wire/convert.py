@@ -1,7 +1,8 @@
 """Domain types to protobuf messages and back. What arrives is checked here; a wrong message is InvalidArgument.
 
 Fields have the same names on both sides and are copied, arrays as bytes. A oneof names a message by its type in lower
-case. Range checks against a session (base, indices, vocabulary) are the services': here only what a message says alone.
+case. Only what a message says by itself is checked: the services check it against a session (base, indices,
+vocabulary).
 """
 
 import math
@@ -18,11 +19,11 @@ from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire import messages as m
 from specahead.wire.errors import InvalidArgument
 
-MOST_NAME = 160  # characters of a session's name: an orchestrator makes those of its clients unique
+MOST_NAME = 160  # characters of a session's name, to which an orchestrator adds what makes it unique
 
 
 def _by_name(*kinds: type) -> dict[str, type]:
-    """Return types of messages by the names that they have in a oneof."""
+    """Return types of messages by their names in a oneof."""
     return {kind.__name__.lower(): kind for kind in kinds}
 
 
@@ -70,12 +71,12 @@ def served_events_to_pb(events: Iterable[m.ServedEvent | m.Beat]) -> control.Ser
 
 
 def _named_values(message: Any) -> dict[str, Any]:
-    """Return what a oneof's constructor takes: a message's values by the name of its field there."""
+    """Return the argument of a oneof's constructor: a message's values by the name of its field there."""
     return {_ONEOF[type(message)]: _values(message)}
 
 
 def _values(message: Any) -> dict[str, Any]:
-    """Return a message's values as protobuf's constructors take them, which is faster than to set each."""
+    """Return a message's values as protobuf's constructors take them; setting each would be slower."""
     values = dict(vars(message))
     for name, write in _WRITES[type(message)]:
         values[name] = write(values[name])
@@ -86,7 +87,7 @@ def _all_vars(items: list[Any]) -> list[dict[str, Any]]:
     return [vars(item) for item in items]
 
 
-# How fields are written that are not taken as they are.
+# Fields that are not written as they are.
 _WRITERS: dict[str, Callable[[Any], Any]] = {
     "at": m.At._asdict,
     "expected": m.At._asdict,
@@ -135,7 +136,7 @@ def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent | m.Beat:
 
 
 def session_in(pb: Any, oneof: str) -> str:
-    """Return the session that a message with this oneof names, also where the message is wrong; empty for none."""
+    """Return the session that a message with this oneof names, even if the message is wrong; empty for none."""
     name = pb.WhichOneof(oneof)
     inner = None if name is None else getattr(pb, name)
     session = getattr(getattr(inner, "at", inner), "session", "")
@@ -157,7 +158,7 @@ def _read(kind: Any, pb: Any) -> Any:
     for name, read in reads:
         values[name] = read(values[name])
     message = kind.__new__(kind)
-    vars(message).update(values)  # what __init__ of a frozen class does by one call for each field
+    vars(message).update(values)  # __init__ of a frozen class makes one call for each field
     if kind is m.Proposals:
         _check_proposals(message)
     return message
@@ -203,12 +204,8 @@ def _read_finish_reason(number: int) -> m.FinishReason:
         raise InvalidArgument(f"commit: {number} is no finish reason") from None
 
 
-def _read_logprobs(pbs: Iterable[control.TokenLogprobs]) -> list[TokenLogprobs]:
-    return [_read(TokenLogprobs, pb) for pb in pbs]
-
-
-def _read_usage(pbs: Iterable[control.CallerUsage]) -> list[m.CallerUsage]:
-    return [_read(m.CallerUsage, pb) for pb in pbs]
+def _read_all(kind: type) -> Callable[[Iterable[Any]], list[Any]]:
+    return lambda pbs: [_read(kind, pb) for pb in pbs]
 
 
 def _read_array(dtype: str) -> Callable[[bytes], np.ndarray]:
@@ -226,19 +223,19 @@ _LISTS = (
     *("tokens", "offsets", "assumed_tokens", "counts", "support_counts", "stop_token_ids", "top_ids", "top_logprobs"),
     *("attached", "read", "fetched", "indexed", "evicted", "left", "taken"),
 )
-# How fields are read that are not taken as they are.
+# Fields that are not read as they are.
 _READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(_LISTS, list),
     **dict.fromkeys(("logit_bias", "counters", "gauges"), dict),
     **dict.fromkeys(("at", "expected"), _read_at),
-    **dict.fromkeys(("logprobs", "prompt_logprobs"), _read_logprobs),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), _read_all(TokenLogprobs)),
     "session": _read_session,
     "sampling": _read_sampling,
     "exactness": _read_exactness,
     "finish_reason": _read_finish_reason,
     "support_ids": _read_array("<u4"),
     "support_probs": _read_array("<f4"),
-    "usage": _read_usage,
+    "usage": _read_all(m.CallerUsage),
 }
 
 _READS = {
@@ -247,7 +244,7 @@ _READS = {
 
 
 def _check_proposals(proposals: m.Proposals) -> None:
-    """Raise InvalidArgument for proposals whose numbers do not fit each other, or that name an outcome twice."""
+    """Raise InvalidArgument for proposals whose counts do not fit each other, or that name an outcome twice."""
     offsets, assumed, counts = proposals.offsets, proposals.assumed_tokens, proposals.counts
     if not math.isfinite(proposals.draft_seconds):
         raise InvalidArgument("proposals: draft_seconds is not finite")

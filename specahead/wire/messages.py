@@ -1,4 +1,4 @@
-"""What draft, target and orchestrator say to each other, as plain types. wire/convert.py maps them to protobuf."""
+"""The messages between draft, target and orchestrator, as plain types. wire/convert.py maps them to protobuf."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -35,14 +35,12 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True)
 class Hello:
-    """One side of the handshake. All but `peer` and `model` must agree.
-
-    vocab_size: ids that the side computes logits of: those of its tokenizer, however far its model is padded.
-    """
+    """One side of the handshake. All values but `peer` and `model` must agree."""
 
     peer: str
     model: str
     vocab_size: int
+    """Token ids of the side's tokenizer, however far its model is padded."""
     tokenizer_hash: str
     plan_hash: str
     gamma: int
@@ -50,7 +48,7 @@ class Hello:
     protocol_version: int = PROTOCOL_VERSION
 
     def mismatch(self, other: "Hello") -> str | None:
-        """What differs, naming both sides; None if they fit."""
+        """Return which values differ, naming both sides; None if all agree."""
         names = ("protocol_version", "vocab_size", "tokenizer_hash", "plan_hash", "gamma", "block_size")
         differing = [
             f"{name}: {self.peer} ({self.model}) has {getattr(self, name)!r}, "
@@ -63,51 +61,52 @@ class Hello:
 
 @dataclass(frozen=True)
 class Beat:
-    """Says that its sender lives; every second, in all streams between services (specahead/wire/streams.py)."""
+    """A sign of life, sent every second in all streams between services (specahead/wire/streams.py)."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens for a round behind `assumed_token`, which is the last committed one, or will be if the verdict falls so.
-
-    `supports` has one entry a token, or none if the draft is greedy.
-    """
+    """Tokens proposed for a round."""
 
     at: At
     assumed_token: int
+    """The last committed token before the round; if its verdict is still out, the one that the draft assumes."""
     tokens: list[int]
     supports: list[Support] = field(default_factory=list)
+    """The distribution of each token; none if the draft is greedy."""
     draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
-    """All proposals for a round, one for each outcome of the verdict before it that was drafted for.
-
-    Proposal i begins at position at.base + offsets[i], behind assumed_tokens[i]. It has counts[i] tokens; `tokens` has
-    those of all proposals, one after another. support_counts: entries of the distribution of each token, empty if the
-    draft is greedy; support_ids (uint32) and support_probs (float32) have the entries of all tokens. selection: the
-    announcement, the blocks that the round is to read of those before at.base (wire/selection_codec.py); empty: none.
-    """
+    """All proposals for a round: one for each outcome of the verdict before it that the draft prepared for."""
 
     at: At
     offsets: list[int]
+    """Proposal i begins at position at.base + offsets[i]."""
     assumed_tokens: list[int]
+    """The token before each proposal, as in `Proposal`."""
     counts: list[int]
+    """How many tokens each proposal has."""
     tokens: list[int]
+    """The tokens of all proposals, one after another."""
     support_counts: list[int]
+    """How many entries the distribution of each token has; empty if the draft is greedy."""
     support_ids: np.ndarray
+    """uint32, the entries of all tokens, one after another."""
     support_probs: np.ndarray
+    """float32, like support_ids."""
     draft_seconds: float = 0.0
     selection: bytes = b""
+    """The announcement: which of the blocks before at.base the round reads (wire/selection_codec.py). Empty: none."""
 
     @property
     def outcomes(self) -> list[tuple[int, int]]:
-        """Where each proposal begins, and the token that it assumes before."""
+        """Where each proposal begins, and the token that it assumes before it."""
         return [(self.at.base + offset, token) for offset, token in zip(self.offsets, self.assumed_tokens, strict=True)]
 
     def behind(self, base: int, assumed_token: int) -> Proposal | None:
-        """Return the proposal that begins at position `base` behind that token, None if there is none."""
+        """Return the proposal that begins at position `base` after that token, None if there is none."""
         outcomes = self.outcomes
         if (base, assumed_token) not in outcomes:
             return None
@@ -143,40 +142,42 @@ class Resync:
 
 @dataclass(frozen=True)
 class Load:
-    """How many sessions a draft drafts for other targets than the one that it tells."""
+    """What else a draft has to do."""
 
     other_sessions: int
+    """Sessions that it drafts for targets other than the receiver."""
 
 
 @dataclass(frozen=True)
 class Begin:
-    """gamma: tokens to draft a round; 0: as many as the handshake says. dense: announce nothing for now. draws_own:
-    whether the target keeps the tokens that it draws itself, so that the draft is to draw by the same numbers.
-    """
+    """A session that a draft is to draft for."""
 
     at: At
     tokens: list[int]
     sampling: Sampling
     max_length: int
-    method: str  # whose announcements are wanted; empty: none
+    method: str
+    """The sparsity method whose announcements are wanted; empty: none."""
     prompt_tokens: int = 0
     stop_token_ids: list[int] = field(default_factory=list)
     grammar: str = ""
-    traceparent: str = ""  # W3C; empty: not traced
+    traceparent: str = ""
+    """W3C's; empty: the session is not traced."""
     gamma: int = 0
+    """Tokens to draft a round; 0: as many as the handshake says."""
     dense: bool = False
+    """Whether to announce nothing for now."""
     draws_own: bool = False
+    """Whether the target keeps only tokens that it draws itself, so that the draft draws by the same uniforms."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`at.base` is where `tokens` start, of which those behind it that were committed are taken back; `at.epoch` and
-    `at.round` are the next round's.
-
-    gamma, dense: as of Begin, for rounds that are not drafted yet.
-    """
+    """The outcome of a round, as a draft needs it. `gamma` and `dense` are those of Begin, for rounds to come."""
 
     at: At
+    """`base` is the position of the first of `tokens`; tokens committed from there on are taken back. `epoch` and
+    `round` are those of the next round."""
     accepted: int
     tokens: list[int]
     plain: bool
@@ -195,12 +196,21 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What a session's output has to be or to bring, beside its tokens."""
+
+    wants_logprobs: bool = False
+    wants_prompt_logprobs: bool = False
+    alternatives: int = 0
+    """Likely tokens that are told with each log probability."""
+    grammar: str = ""
+    """The source of a grammar that the generated text must follow (engine.sampling.grammars); empty: none."""
+
+
 @dataclass(frozen=True)
-class Open:
-    """alternatives: likely tokens that are told with each log probability. grammar: the source of one that the
-    generated text must follow (engine.grammars); empty: none. resumed: whether the session was accepted before, here or
-    on a target that is lost; the limit of the queue does not apply to it then.
-    """
+class Open(OutputOptions):
+    """A session that a target is to serve."""
 
     session: str
     tokens: list[int]
@@ -209,16 +219,16 @@ class Open:
     stop_token_ids: list[int]
     sampling: Sampling
     exactness: Exactness
-    sparsity: str = ""  # method of an approximate session; empty: the plan's
-    wants_logprobs: bool = False
-    wants_prompt_logprobs: bool = False
-    alternatives: int = 0
-    grammar: str = ""
-    traceparent: str = ""  # W3C; empty: not traced
+    sparsity: str = ""
+    """The sparsity method of an approximate session; empty: the plan's."""
+    traceparent: str = ""
+    """W3C's; empty: the session is not traced."""
     caller: str = ""
     choice: int = 0
     client: str = ""
     resumed: bool = False
+    """Whether a target accepted the session before, this one or one that is lost. Then the queue's limit does not
+    apply."""
 
 
 @dataclass(frozen=True)
@@ -226,21 +236,10 @@ class Abort:
     session: str
 
 
-@dataclass(frozen=True)
-class Commit:
-    """One round's outcome; `at` is the position before it.
+@dataclass(frozen=True, kw_only=True)
+class RoundFigures:
+    """What a round has read and how long it took; see protos/control.proto."""
 
-    logprobs: of each token, if asked for. prompt_logprobs: in the first, of the prompt's tokens but its first.
-    screening_drafted, screening_accepted: of each round that sparse attention has screened since the last commit.
-    screened: how many tokens of such rounds this round was to confirm, the first of its tokens; confirmed: how many of
-    them it did.
-    """
-
-    at: At
-    tokens: list[int]
-    drafted: int = 0
-    accepted: int = 0
-    finish_reason: FinishReason = FinishReason.NONE
     kv_tokens_read: int = 0
     kv_tokens_total: int = 0
     kv_tokens_fetched: int = 0
@@ -254,16 +253,34 @@ class Commit:
     wait_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Commit(RoundFigures):
+    """The outcome of a round, as the ledger needs it."""
+
+    at: At
+    """The position before the round."""
+    tokens: list[int]
+    drafted: int = 0
+    accepted: int = 0
+    finish_reason: FinishReason = FinishReason.NONE
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token, if they are asked for."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """In the first commit: of the prompt's tokens but its first, if they are asked for."""
     screening_drafted: list[int] = field(default_factory=list)
+    """Tokens drafted in each round that sparse attention has screened since the last commit."""
     screening_accepted: list[int] = field(default_factory=list)
+    """Tokens that the screening accepted in each of these rounds."""
     screened: int = 0
+    """How many of the round's tokens, the first ones, had been screened and waited to be confirmed."""
     confirmed: int = 0
+    """How many of these the round confirmed."""
 
     @property
     def rounds(self) -> list[tuple[int, int]]:
-        """Tokens drafted and accepted in each round that it tells of."""
+        """Tokens drafted and accepted in each round since the last commit."""
         return [*zip(self.screening_drafted, self.screening_accepted, strict=True), (self.drafted, self.accepted)]
 
 
@@ -276,30 +293,38 @@ class Closed:
 
 @dataclass(frozen=True)
 class CallerUsage:
-    """What a caller uses through other orchestrators: requests that run, tokens since it was told last."""
+    """What a caller uses through other orchestrators."""
 
     caller: str
     requests: int
+    """Requests that run."""
     tokens_used: int
+    """Tokens since the last message."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What an orchestrator is told of a target in order to choose among several; see protos/control.proto."""
+@dataclass(frozen=True, kw_only=True)
+class TargetLoad:
+    """How busy a target is; see protos/control.proto."""
 
-    number: int = 0
-    opens: int = 0
     sessions: int = 0
     waiting: int = 0
     free_places: int = 0
     free_kv_pages: int = 0
+    kv_pages: int = 0
     queue_places: int = 0
     unread_tokens: int = 0
     tokens_per_second: float = 0.0
     queue_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(TargetLoad):
+    """What an orchestrator needs to know about a target to choose among several; see protos/control.proto."""
+
+    number: int = 0
+    opens: int = 0
     indexed: list[int] = field(default_factory=list)
     evicted: list[int] = field(default_factory=list)
-    kv_pages: int = 0
     draining: bool = False
     left: list[str] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
@@ -319,19 +344,19 @@ class ServiceStatus:
 
 @dataclass(frozen=True)
 class SessionReads:
-    """Which blocks a round of a session read, by layer; see protos/control.proto.
-
-    read, fetched: [layers * columns]; the latter empty where KV has no tiers. at.base is 0 where no round is known yet.
-    """
+    """Which blocks a round of a session read, by layer; see protos/control.proto."""
 
     at: At
+    """Its base is 0 as long as no round is known."""
     layers: int
     kv_heads: int
     block_size: int
     blocks: int
     blocks_per_column: int
     read: list[int]
+    """[layers * columns]."""
     fetched: list[int]
+    """[layers * columns]; empty where KV has no tiers."""
 
 
 DraftEvent = Proposals | Ready | Decline | Resync | Load

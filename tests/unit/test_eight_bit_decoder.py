@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> str:
 
 def round_weights(decoder: Decoder) -> None:
     """Round, in place, what passes of few rows read in 8 bits."""
-    layers = [weight for layer in decoder.layers for weight in layer.linears.values()]
+    layers = [weight for layer in decoder.layers for weight in layer.linears]
     for weight in (*layers, decoder.lm_head):
         weight.values.copy_(quantize(weight.values).in_order())
 

@@ -73,7 +73,7 @@ class Served:
         assert isinstance(loaded.decoder, Decoder)
         with torch.inference_mode():
             for layer in loaded.decoder.layers:
-                for weight in layer.linears.values():
+                for weight in layer.linears:
                     weight.values.mul_(1 + 0.01 * torch.randn_like(weight.values))
         self.drafter = Drafter(make_runner(loaded, 4000), PLAN, draft_settings(**limits))
         self.to_target: list[m.DraftEvent] = []

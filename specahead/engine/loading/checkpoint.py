@@ -1,4 +1,4 @@
-"""The weights of a model as they lie in its safetensors files, or at random: by name, each read when asked for."""
+"""The weights of a model by name, from its safetensors files or at random. Each is read when it is asked for."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from specahead.engine.model.families import HEAD, weight_shapes
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of safetensors files. device: where they are read to."""
+    """The tensors of safetensors files, read to `device`."""
 
     def __init__(self, files: list[str], device: str) -> None:
         opened = [safe_open(file, framework="pt", device=device) for file in files]
@@ -30,12 +30,12 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By the headers of the files."""
+        """The shapes of all tensors, as the headers of the files say."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Weights of a config's shapes as transformers makes them for training: norms are ones, biases zeros."""
+    """Random weights in the shapes of a config, as transformers initialises them: norms are ones, biases zeros."""
 
     def __init__(self, config: Any, dtype: torch.dtype, device: str) -> None:
         self._how: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -58,7 +58,7 @@ class RandomWeights(Mapping[str, Tensor]):
 
 
 def find_files(model: str) -> list[str]:
-    """Return the safetensors files of a model in a folder or of a Hugging Face id, brought here first if need be.
+    """Return the safetensors files of a model in a folder or of a Hugging Face id, downloaded if need be.
 
     Raises OSError if there are none.
     """

@@ -42,7 +42,7 @@ def is_complete(values: Mapping[str, Any]) -> bool:
         return False
     rotary = values.get("rope_scaling") or values.get("rope_parameters") or {}
     return (
-        all(name in values for name in family.says)
+        all(name in values for name in family.required)
         and not any(values.get(name) for name in ("use_sliding_window", "quantization_config", "per_layer_config"))
         and (rotary.get("rope_theta") or values.get("rope_theta")) is not None
         and rotary.get("rope_type", rotary.get("type", "default")) in _ROTARY

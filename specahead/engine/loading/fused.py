@@ -1,7 +1,4 @@
-"""From the named weights of a model to the fused decoder, whose matrices are filled part by part.
-
-Does not know where the weights come from: files (engine.loading.checkpoint), transformers' modules, or chance.
-"""
+"""Makes the fused decoder from the named weights of a model, wherever these come from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,12 +24,12 @@ from specahead.engine.model.families import (
 )
 from specahead.kernels.linear import LinearWeight
 
-# Computed anew; of a release of transformers that wrote it to checkpoints.
+# Some releases of transformers wrote this to checkpoints; it is computed here.
 _COMPUTED = "rotary_emb.inv_freq"
 
 
 def misfit(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return why weights of these names and shapes are not all and only those of the config's model, or None."""
+    """Return how these names and shapes differ from those of the weights of the config's model; None if they do not."""
     expected = weight_shapes(config)
     optional = {HEAD} if config.tie_word_embeddings else set()
     missing = [name for name in expected if name not in shapes and name not in optional]
@@ -48,11 +45,13 @@ def misfit(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 
 @torch.inference_mode()
 def read_decoder(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: str) -> Decoder:
-    """Return the decoder of a model of one of specahead.engine.model.families.FAMILIES, by copies of its weights.
+    """Return the decoder of a model of one of engine.model.families.FAMILIES, with copies of its weights.
 
-    config: of transformers. tensors: all weights by name, of any dtype and device, each asked for once, so that beside
-    the decoder only one of them need lie on the device. Raises NotImplementedError, naming the feature, for a model
-    that needs more than the fused decoder does; ValueError for weights that are not those of the config's model.
+    config: of transformers.
+    tensors: all weights by name, of any dtype and device. Each is asked for once, so that only one of them need lie on
+        the device beside the decoder.
+    Raises NotImplementedError, naming the feature, for a model that needs more than the fused decoder does; ValueError
+    for a weight of another shape than the config says.
     """
     feature = unbuilt_feature(config, on_gpu=device != "cpu")
     if feature is not None:
@@ -82,7 +81,7 @@ def read_decoder(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype,
 
 @dataclass(frozen=True)
 class _Weights:
-    """The weights of a model, of the given shapes, to be copied to the device in a dtype."""
+    """The weights of a model, copied to the device in a dtype when they are taken."""
 
     tensors: Mapping[str, Tensor]
     shapes: Shapes
@@ -90,18 +89,18 @@ class _Weights:
     device: str
 
     def take(self, *names: str) -> Tensor:
-        """Return these weights below one another, as one tensor. Raises ValueError for one that is of another shape."""
+        """Return these weights below one another, as one tensor; raise ValueError for one of another shape."""
         rows = [self.shapes[name][0] for name in names]
         whole = torch.empty(sum(rows), *self.shapes[names[0]][1:], dtype=self.dtype, device=self.device)
         for name, part in zip(names, whole.split(rows), strict=True):
             tensor = self.tensors[name]
-            if tensor.shape != part.shape:  # which copy_ might take for one to be repeated
+            if tensor.shape != part.shape:  # copy_ might repeat it
                 raise ValueError(f"{name} is {list(tensor.shape)}, and by the config {list(part.shape)}")
             part.copy_(tensor)
         return whole
 
     def find(self, *names: str) -> Tensor | None:
-        """Return what `take` does; None if the model has no such weights."""
+        """Return what `take` returns; None if the model has no such weights."""
         return self.take(*names) if names[0] in self.shapes else None
 
 
@@ -117,7 +116,7 @@ def _read_layer(config: Any, index: int, weights: _Weights, family: Family) -> D
         return LinearWeight(weights.take(*of_rows), weights.find(*biases))
 
     norms = f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"
-    rotating = getattr(config, "no_rope_layers", None)  # which layers rotate, whatever its name says
+    rotating = getattr(config, "no_rope_layers", None)  # true where a layer rotates, in spite of its name
     return DecoderLayer(
         input_norm=norm(family.input_norm),
         qkv=linear(*family.qkv),
@@ -134,8 +133,10 @@ def _read_layer(config: Any, index: int, weights: _Weights, family: Family) -> D
 
 
 def _read_head(config: Any, weights: _Weights, embedding: Tensor) -> Tensor:
-    """Return the head: the embedding itself if the two are tied, unless a checkpoint has another one, as transformers
-    does."""
+    """Return the head: the embedding itself if the two are tied, unless a checkpoint has another head.
+
+    Transformers does the same.
+    """
     if not config.tie_word_embeddings:
         return weights.take(HEAD)
     if HEAD not in weights.tensors:
@@ -145,7 +146,7 @@ def _read_head(config: Any, weights: _Weights, embedding: Tensor) -> Tensor:
 
 
 def _rotary_table(config: Any, device: str) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [positions, turned / 2] float32."""
+    """Return cosines and sines, [positions, rotated / 2] float32 each."""
     rotary = config.rope_parameters
     if rotary["rope_type"] == "default":
         share = rotary.get("partial_rotary_factor", 1.0) if FAMILIES[config.model_type].partly_rotary else 1.0

@@ -1,4 +1,4 @@
-"""A loaded model and its KV, as a runner."""
+"""Makes a runner of a loaded model and its KV."""
 
 from typing import Any
 
@@ -19,9 +19,11 @@ def make_runner(
 ) -> ModelRunner:
     """Return a runner of a loaded model.
 
-    kv_tokens: tokens whose KV the device has room for. backing_tokens: tokens that host memory, as its backing store,
-    has room for; 0: there is none. max_context: tokens of a sequence, at most; 0: kv_tokens. dense_layers: as in
-    ModelSettings. how: the settings of ModelRunner.
+    kv_tokens: tokens whose KV fits on the device.
+    backing_tokens: tokens whose KV fits in the backing store in host memory; 0: there is no such store.
+    max_context: the most tokens of a sequence; 0: kv_tokens.
+    dense_layers: layers that are always read densely; with a backing store their KV stays on the device.
+    how: the settings of ModelRunner.
     """
     max_context = max_context or kv_tokens
     kv = _make_kv(loaded, kv_tokens, backing_tokens, max_context + MAX_OVERHANG, dense_layers)
@@ -32,7 +34,7 @@ def make_runner(
 def _make_kv(
     loaded: LoadedModel, kv_tokens: int, backing_tokens: int, longest: int, dense_layers: tuple[int, ...]
 ) -> KVCache:
-    """Return empty KV of the model's sizes, dtype and device. longest: tokens of a sequence, at most"""
+    """Return empty KV of the model's sizes, dtype and device. longest: the most tokens of a sequence."""
     shape, of_weights = loaded.shape, (loaded.dtype, loaded.device)
     of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim
     pages = pages_for(kv_tokens)

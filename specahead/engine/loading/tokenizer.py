@@ -1,4 +1,4 @@
-"""A model's tokenizer, what identifies it, and the ids that it has."""
+"""A model's tokenizer: its identity, its ids, and the ids that end a text."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ def load_tokenizer(model: str) -> Any:
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     named = get_tokenizer_config(model)
-    # transformers reads the config by itself where the tokenizer's class has to be found by that of the config.
+    # Without a class of its own the tokenizer is found by the config's class, and transformers reads the config itself.
     config = load_config(model) if "tokenizer_class" in named and "auto_map" not in named else None
     return AutoTokenizer.from_pretrained(model, config=config, trust_remote_code=False)
 
@@ -21,7 +21,7 @@ def load_tokenizer(model: str) -> Any:
 def tokenizer_hash(tokenizer: Any) -> str:
     """Return 16 hex digits that are the same for tokenizers that give the same ids.
 
-    They are over the vocabulary, the special tokens and how a few awkward strings encode.
+    They hash the vocabulary, the special tokens and the ids of a few awkward strings.
     """
     probes = ["Hello, world", " naïve café 北京 🙂\n\n", "x = 1\t# tab", "  two spaces"]
     state = [
@@ -33,12 +33,12 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def count_token_ids(tokenizer: Any) -> int:
-    """Return one more than the highest id of a token, added and special ones included."""
+    """Return the highest token id plus one, counting added and special tokens."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def load_generation_config(model: str) -> dict[str, Any]:
-    """Return what a folder's generation_config.json or that of a Hugging Face id says; nothing if there is none."""
+    """Return the generation config in a folder or of a Hugging Face id, as far as it is not the default; {} if none."""
     from transformers import GenerationConfig
 
     try:
@@ -48,7 +48,7 @@ def load_generation_config(model: str) -> dict[str, Any]:
 
 
 def stop_token_ids(config: dict[str, Any], tokenizer: Any) -> list[int]:
-    """Return the end-of-sequence ids of a generation config, the tokenizer's if it has none."""
+    """Return the end-of-sequence ids of a generation config, or the tokenizer's if it has none."""
     found = config.get("eos_token_id")
     if found is None:
         found = tokenizer.eos_token_id

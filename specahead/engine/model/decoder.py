@@ -49,9 +49,9 @@ class DecoderLayer:
     """Whether queries and keys are rotated by their positions (SmolLM3 leaves some layers out)."""
 
     @property
-    def linears(self) -> dict[str, LinearWeight]:
-        """The linear layers by the names of their fields."""
-        return {"qkv": self.qkv, "out": self.out, "gate_up": self.gate_up, "down": self.down}
+    def linears(self) -> tuple[LinearWeight, ...]:
+        """All linear layers."""
+        return self.qkv, self.out, self.gate_up, self.down
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,13 @@ class Decoder:
         if any(norm is None for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm)):
             raise NotImplementedError("8-bit weights are built for layers that norm what attention and the MLP read")
         layers = [
-            replace(layer, **{name: weight.with_eight_bit() for name, weight in layer.linears.items()})
+            replace(
+                layer,
+                qkv=layer.qkv.with_eight_bit(),
+                out=layer.out.with_eight_bit(),
+                gate_up=layer.gate_up.with_eight_bit(),
+                down=layer.down.with_eight_bit(),
+            )
             for layer in self.layers
         ]
         return replace(self, layers=layers, lm_head=self.lm_head.with_eight_bit())

@@ -1,6 +1,6 @@
-"""Which transformers architectures engine.decoder runs: how they name their weights, and of what shapes these are.
+"""The architectures of transformers that the fused decoder runs: the names and shapes of their weights.
 
-A family is a row of a table. All else is read from the model's config. engine.loading.fused reads the weights.
+A family is a row of a table; everything else is in the model's config. engine.loading.fused reads the weights.
 """
 
 from dataclasses import dataclass
@@ -13,34 +13,37 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_he
 
 @dataclass(frozen=True)
 class Family:
-    """How a family names what its layers are made of; a norm that it does not have is None.
-
-    qkv, gate_up: the linear layers whose rows are queries, keys, values, and gate, up; one name if they are fused.
-    bias: of attention: "none"; "qkv", of queries, keys and values; "config", of these and of the output where the
-    config asks for it (attention_bias). normed: what norms of queries and keys are over, if there are any.
-    partly_rotary: whether the config may let only a part of a head's dimensions rotate. says: what a config.json has to
-    say beside what all families say, since the family gives its absence a meaning of its own (engine.loading.config).
-    """
+    """The names of the parts of a family's layers. A norm that the family does not have is None."""
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """The linear layers of queries, keys and values; one name if they are fused."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """The linear layers of gate and up; one name if they are fused."""
     input_norm: str | None = "input_layernorm"
     attention_out_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_out_norm: str | None = None
     bias: Literal["none", "qkv", "config"] = "config"
+    """The biases of attention: none; of queries, keys and values; of these and of the output, if the config asks for
+    them (attention_bias)."""
     normed: Literal["nothing", "each head", "all heads"] = "nothing"
+    """What norms of queries and keys are over."""
     partly_rotary: bool = False
-    says: tuple[str, ...] = ()
+    """Whether the config may have only a part of a head's dimensions rotate."""
+    required: tuple[str, ...] = ()
+    """Keys that a config.json must have beside those of all families, since the family's class gives their absence a
+    meaning of its own (engine.loading.config)."""
 
 
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(bias="none", says=("sliding_window",)),
-    "qwen2": Family(bias="qkv", says=("use_sliding_window",)),
-    "qwen3": Family(normed="each head", says=("use_sliding_window", "head_dim")),
-    "granite": Family(says=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")),
-    "smollm3": Family(says=("use_sliding_window", "no_rope_layers")),
+    "mistral": Family(bias="none", required=("sliding_window",)),
+    "qwen2": Family(bias="qkv", required=("use_sliding_window",)),
+    "qwen3": Family(normed="each head", required=("use_sliding_window", "head_dim")),
+    "granite": Family(
+        required=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    ),
+    "smollm3": Family(required=("use_sliding_window", "no_rope_layers")),
     "phi3": Family(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",), bias="none", partly_rotary=True),
     "olmo2": Family(
         input_norm=None,
@@ -86,7 +89,7 @@ def head_dim(config: Any) -> int:
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return how many tokens back attention reaches, or None if it reaches all that the model's context can hold."""
+    """Return how many tokens back attention reaches, or None if it reaches the whole context of the model."""
     window = getattr(config, "sliding_window", None)
     if not window or not getattr(config, "use_sliding_window", True):
         return None
@@ -113,7 +116,7 @@ def weight_shapes(config: Any) -> Shapes:
 
 
 def count_parameters(config: Any) -> int:
-    """Return how many parameters a model has: exactly for one of FAMILIES, for others about that, by its sizes."""
+    """Return how many parameters a model has: exactly for one of FAMILIES, about that for others."""
     if unbuilt_feature(config) is not None:
         hidden = int(config.hidden_size)
         return 12 * hidden * hidden * config.num_hidden_layers + config.vocab_size * hidden
@@ -124,7 +127,7 @@ def count_parameters(config: Any) -> int:
 
 
 def layer_name(index: int) -> str:
-    """Return what the names of a layer's weights begin with."""
+    """Return the prefix of the names of a layer's weights."""
     return f"model.layers.{index}."
 
 

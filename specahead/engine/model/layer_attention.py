@@ -1,6 +1,6 @@
-"""How the layers of one pass attend, and what weights they leave: the one place that chooses an attention kernel.
+"""The attention of the layers of one pass: the one place that chooses an attention kernel.
 
-A pass makes one `LayerAttention` and calls it once a layer. What all layers share is made once.
+A pass makes one `LayerAttention` and calls it for each layer.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from specahead.kernels.paged_attention import (
 from specahead.kernels.prompt_attention import PromptReads, attend_to_prompts
 from specahead.kernels.sparse_prompt_attention import SparsePromptReads, attend_sparsely
 
-# The keys and values that a layer attends over, once its new ones are written: layer -> [pages, kv_heads, page, dim].
+# The keys and values that a layer attends over, including its new ones: layer -> [pages, kv_heads, page, dim] each.
 LayerPages = Callable[[int], tuple[Tensor, Tensor]]
 # What the sequences of a pass over prompts read in a layer.
 PromptsOfLayer = Callable[[int], PromptReads | SparsePromptReads]
@@ -36,92 +36,88 @@ PromptsOfLayer = Callable[[int], PromptReads | SparsePromptReads]
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention heads of a model. group: query heads of a KV head; dim: of a head; scale: of the scores."""
+    """The attention heads of a model."""
 
     kv: int
+    """KV heads."""
     group: int
+    """Query heads of a KV head."""
     dim: int
+    """Dimensions of a head."""
     scale: float
+    """What products of queries and keys are multiplied by."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The sequences of a pass, as attention takes them.
-
-    starts: [sequences + 1] int32, the first query row of each. lengths: [sequences] int32, tokens with KV, those of
-    the pass included. tables: [sequences, pages] int32. most: queries of one sequence, at most. visible: [rows, 3]
-    int32, what each query sees, where it is not all before it (`specahead.kernels.paged_attention.Batch`).
-    """
+    """The sequences of a pass, as attention takes them."""
 
     starts: Tensor
+    """[sequences + 1] int32, the first query row of each sequence."""
     lengths: Tensor
+    """[sequences] int32, tokens with KV, including those of the pass."""
     tables: Tensor
+    """[sequences, pages] int32."""
     most: int
+    """The most queries of a sequence."""
     visible: Tensor | None = None
+    """[rows, 3] int32, the tokens that each query sees (`specahead.kernels.paged_attention.Batch`); None: all before
+    it."""
 
 
 @dataclass(frozen=True)
 class ListedReads:
-    """The block lists of the layers that do not read everything.
-
-    blocks: lists with a leading dimension for these layers. index: the index of each of them there. work: what Triton
-    derives from the lists (`plan_reads`). means: what stands in for the rest, a layer of the model each. wait: called
-    with its index before a listed layer's pages are read.
-    """
+    """The block lists of the layers that read sparsely."""
 
     blocks: BlockLists
+    """Lists with a leading dimension for these layers."""
     index: dict[int, int]
+    """The place of each layer in that dimension."""
     work: Work | None = None
+    """The plan that Triton makes from the lists (`plan_reads`)."""
     means: list[GroupMeans] | None = None
+    """Stand in for the blocks that are not listed; one for each layer of the model."""
     wait: Callable[[int], None] | None = None
+    """Called with a layer's place before its pages are read."""
 
     def of_layer(self, at: int) -> BlockLists:
-        """Return the lists of the listed layer with index `at`."""
+        """Return the lists of the layer at this place."""
         lines = None if self.blocks.slots is None else self.blocks.slots[at]
         return BlockLists(self.blocks.lists[at], self.blocks.counts[at], self.blocks.block_size, lines)
 
 
 @dataclass
 class Evidence:
-    """Adds `share` of the last `queries` queries' mean weights on blocks to `sums`, in place.
-
-    sums: [sequences, layers, heads, blocks] float32. fresh: whether they hold nothing yet, so that a pass over
-    everything sets them.
-    """
+    """Has a pass add `share` of its mean weights on blocks, over the last `queries` queries, to `sums` in place."""
 
     sums: Tensor
+    """[sequences, layers, heads, blocks] float32."""
     share: float
     block_size: int
     queries: int = 1
     fresh: bool = False
+    """Whether `sums` hold nothing yet: then a dense pass sets them."""
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Has a dense pass remember how much weight each block got (`paged_attention_remembering`).
-
-    memory: [places, rows, blocks] float32; rows are (layer, KV head), for those layers that `index` has a number for.
-    places: [sequences] int32, where each sequence's are. apart: whether the output must be, to the last bit, that of a
-    pass that remembers nothing; then keys are read twice.
-    """
+    """Has a dense pass remember how much weight each block got (`paged_attention_remembering`)."""
 
     memory: Tensor
+    """[places, rows, blocks] float32; a row is a layer of `index` and a KV head."""
     places: Tensor
+    """[sequences] int32, the place of each sequence."""
     index: dict[int, int]
+    """The number of each layer that remembers."""
     decay: float
     block_size: int
     apart: bool = False
+    """Whether the output must equal, to the last bit, that of a pass that remembers nothing; then keys are read twice."""
 
 
 @dataclass
 class LayerAttention:
-    """The attention of one pass: call it with a layer's index and its queries [rows, heads, dim].
-
-    pages: where the layer's keys and values lie. tables_of: the block tables of a layer, where layers differ.
-    weights: what the pass leaves of softmax weights, if anything; a tensor: filled by listed layers with the weight of
-    each listed block, [listed layers, sequences, kv_heads, width]. prompts: what sequences read piece by piece, if so.
-    unread: a layer whose output nothing reads: it does not attend, and gives its queries back.
-    """
+    """The attention of one pass: call it with a layer's index and its queries [rows, heads, dim]."""
 
     heads: Heads
     rows: Rows
@@ -129,10 +125,15 @@ class LayerAttention:
     backend: Backend
     listed: ListedReads | None = None
     weights: Tensor | Evidence | BlockMemory | None = None
+    """Where the pass leaves softmax weights, if anywhere. Layers with lists fill a tensor with the weight of each listed
+    block, [layers with lists, sequences, kv_heads, width]."""
     tables_of: Callable[[int], Tensor] | None = None
+    """The block tables of a layer, where layers differ."""
     prompts: PromptsOfLayer | None = None
+    """What sequences read in a pass over prompts."""
     dense_work: Work | None = None
     unread: int | None = None
+    """A layer whose output nothing reads: it does not attend, and returns its queries."""
     _all_layers: LayersEvidence | None = None
 
     def __call__(self, layer: int, queries: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class LayerAttention:
         return Batch(queries, keys, values, *of_rows)
 
     def _evidence(self, to: Evidence) -> LayersEvidence:
-        """Return what adds the weights of all layers to evidence: all layers read lists, or none does."""
+        """Return what adds the weights of all layers to evidence. Either all layers have lists, or none has."""
         if self._all_layers is None:
             listed = None if self.listed is None else self.listed.blocks
             self._all_layers = LayersEvidence(to.sums, to.share, to.block_size, to.queries, listed, to.fresh)
@@ -209,9 +210,9 @@ def plan_reads(
     blocks: BlockLists | None = None,
     means: list[GroupMeans] | None = None,
 ) -> Work | None:
-    """Make what Triton derives from lengths, or from lists if there are any, once for all layers that read so.
+    """Return the plan that Triton makes from lengths, or from lists if there are any, for all layers that read alike.
 
-    Return None for other backends.
+    Other backends need none: None.
     """
     if backend != "triton":
         return None

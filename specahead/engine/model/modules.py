@@ -1,7 +1,7 @@
-"""A model run by transformers' own modules: any architecture whose layers all use full attention, without graphs.
+"""A model run by transformers' own modules, without graphs: any architecture whose layers all use full attention.
 
-Its attention is registered with transformers as `specahead` (engine.loading.module). Causality is enforced by positions
-in the kernels, so no mask is ever built.
+Its attention is registered with transformers as `specahead` (engine.loading.model). The kernels enforce causality by
+positions, so no mask is ever built.
 """
 
 from dataclasses import dataclass, replace
@@ -14,16 +14,17 @@ from specahead.kernels.kv_write import write_kv
 
 NAME = "specahead"
 
-# Keywords that change nothing here (position ids are applied already) or that we honour by other means.
+# Keywords that change nothing here, since position ids are applied already, or that are honoured elsewhere.
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"}
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """What the attention of one pass needs beside its queries. slots: of all layers, or of each."""
+    """What the attention of one pass needs beside its queries."""
 
     attend: Attend
     slots: Tensor | list[Tensor]
+    """Of all layers, or of each."""
     k_pages: list[Tensor]
     v_pages: list[Tensor]
     scale: float
@@ -31,7 +32,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class ModulesDecoder:
-    """A transformers causal LM that was loaded with the `specahead` attention. vocab: ids that it may give."""
+    """A causal LM of transformers that was loaded with the `specahead` attention."""
 
     model: nn.Module
     num_layers: int
@@ -39,6 +40,7 @@ class ModulesDecoder:
     kv_heads: int
     attention_scale: float
     vocab: int
+    """Token ids that it has logits of."""
     can_capture = False
 
     def run(
@@ -65,7 +67,7 @@ class ModulesDecoder:
         return logits
 
     def with_vocabulary(self, count: int) -> "ModulesDecoder":
-        """Return the decoder with the logits of the ids below `count` alone; the module's head is cut in place."""
+        """Return the decoder with the logits of the ids below `count` only; the module's head is cut in place."""
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
         for name in ("weight", "bias"):
             values = getattr(head, name, None)
@@ -86,9 +88,10 @@ def attend_in_pass(
     running: _Pass | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """The attention that transformers' modules call. Raises NotImplementedError for what they ask of it beside.
+    """The attention that transformers' modules call.
 
-    query [1, heads, tokens, dim]; key, value [1, kv_heads, tokens, dim] -> [1, tokens, heads, dim], None
+    query [1, heads, tokens, dim]; key, value [1, kv_heads, tokens, dim] -> [1, tokens, heads, dim], None.
+    Raises NotImplementedError for masks, dropout, another scale and keywords that are not built.
     """
     if running is None:
         raise RuntimeError("the 'specahead' attention runs within a pass; call the model through a runner")

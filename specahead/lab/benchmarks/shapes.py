@@ -89,5 +89,5 @@ def random_decoder(shape: Shape, positions: int, device: str = "cuda", dtype: to
 
 def weight_bytes(decoder: Decoder) -> int:
     """What a step reads of the weights: all but the embedding, of which it reads a few rows."""
-    layers = [weight for layer in decoder.layers for weight in layer.linears.values()]
+    layers = [weight for layer in decoder.layers for weight in layer.linears]
     return sum(weight.values.nbytes for weight in (*layers, decoder.lm_head))
