@@ -8,7 +8,7 @@ from specahead.kernels.backends import check_backend, follow, jit, overlapping_l
 
 
 def silu_and_multiply(gate_up: Tensor, backend: str = "torch") -> Tensor:
-    """Return silu(gate) * up, [rows, size]. gate_up: [rows, 2 * size], the gates first."""
+    """Return silu(gate) * up, [rows, size]. gate_up: [rows, 2 * size], the gates first in each row."""
     check_backend("silu_and_multiply", backend)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     if backend == "torch":

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, with the residual addition before it."""
+"""RMSNorm (Zhang & Sennrich 2019), with the addition to a residual before it."""
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ def add_rms_norm(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMSNorm (Zhang & Sennrich 2019) of residual + scale * hidden, and that sum, in `weight`'s dtype.
+    """Return the RMSNorm of residual + scale * hidden, and that sum in the weight's dtype: [rows, size] each.
 
-    hidden, residual: [rows, size]; without a residual the sum is `hidden`, not scaled. weight: [size]. hidden may come
-    in parts beside a residual, [parts, rows, size] float32: it is their sum, rounded to the dtype. dtype: that the norm
-    is given in at last; None: the weight's.
-    Statistics are in float32; the normalised row is rounded to the dtype before it is multiplied by the weight, as
-    transformers does it.
+    hidden, residual: [rows, size]; without a residual the sum is `hidden`, not scaled. Beside a residual, hidden may be
+        [parts, rows, size] float32, the sum of which, rounded to the weight's dtype, it is.
+    weight: [size].
+    dtype: of the norm; None: the weight's.
+    Statistics are in float32. As in transformers, the normalised row is rounded to the weight's dtype before it is
+    multiplied by the weight.
     """
     check_backend("add_rms_norm", backend)
     if backend == "torch":

@@ -1,9 +1,9 @@
-"""Linear layers of one or two rows, which are bound by reading their weights: norm, activation and residual included.
+"""Linear layers of one or two rows, whose time is that of reading their weights: norm, activation, residual included.
 
-Triton: a program computes a few outputs of all rows, on plain lanes: tensor cores, which take 16 rows, are faster from
-three rows on . The scale of an RMSNorm is one number a row, so it is
-applied to the sums; the squares are added up beside the products. A launch begins before the one before it has ended
-(programmatic dependent launch) and loads its first weights, which depend on nothing.
+In Triton a program computes a few outputs of all rows on plain lanes: tensor cores, which take 16 rows, are faster from
+three rows on. The scale of an RMSNorm is one number a row, so it is applied to the sums; the squares are added up
+beside the products. A launch begins before the one before it has ended (programmatic dependent launch) and loads its
+first weights, which depend on nothing.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from specahead.kernels.backends import check_backend, jit, overlapping_launch, t
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.rms_norm import add_rms_norm
 
-MAX_ROWS = 2  # beyond it, tensor cores and a launch for the norm are faster (specahead.kernels.few_rows_linear)
+MAX_ROWS = 2  # beyond it, tensor cores and a launch for the norm are faster (kernels.linear.few_rows)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is cut. columns: outputs of a program. depth: inputs that it takes at once; for speed 256 a warp,
-    eight a lane. Both are powers of two.
-    """
+    """How the kernel cuts a layer; columns and depth are powers of two."""
 
     columns: int
+    """Outputs of a program."""
     depth: int
+    """Inputs that a program takes at once; for speed 256 a warp, eight a lane."""
     warps: int
 
 
@@ -42,14 +42,14 @@ def skinny_linear(
     tuning: Tuning | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return a linear layer of x, or of its RMSNorm: [rows, outputs]; gated, or multiplied and a residual added.
+    """Return a linear layer of x, or of its RMSNorm: residual + scale * (x @ weight.T + bias), [rows, outputs].
 
-    x: [rows, inputs]; for Triton up to MAX_ROWS rows of bfloat16 or float16, contiguous
-    weight: [outputs, inputs], or gated: [2 * outputs, inputs], the gates first; bias: [outputs]
-    norm: [inputs], the weight of an RMSNorm of x with `epsilon`; residual: [rows, outputs], added to the result
-    gated: silu(gate) * up of the two halves; scale: what the layer's outputs, bias included, are multiplied by
-    Triton adds in float32 and rounds once, where torch rounds after each part. Raises NotImplementedError for a gated
-    layer with a bias, a residual or a scale, ValueError for an x that the backend does not take.
+    x: [rows, inputs]; for Triton up to MAX_ROWS rows of bfloat16 or float16, contiguous.
+    weight: [outputs, inputs], or gated: [2 * outputs, inputs], the gates first; bias: [outputs].
+    norm: [inputs], the weight of an RMSNorm of x with `epsilon`; None: no norm. residual: [rows, outputs]; None: zeros.
+    gated: return silu(gate) * up of the two halves of the outputs.
+    Triton adds in float32 and rounds once; torch rounds after each part. Raises NotImplementedError for a gated layer
+    with a bias, a residual or a scale, ValueError for an x that the backend does not take.
     """
     check_backend("skinny_linear", backend)
     if gated and (bias is not None or residual is not None or scale != 1.0):
@@ -89,7 +89,7 @@ def is_skinny(x: Tensor) -> bool:
 
 
 def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, normed: bool) -> Tuning:
-    """Return the fastest of those measured on an H200 with the layers of 1B and 8B models (docs/performance.md)."""
+    """Return the fastest cut of those measured on an H200 with the layers of 1B and 8B models."""
     warps = 4 if rows == 1 else 2  # the more rows, the fewer weights that registers hold
     if outputs > 65536:
         return Tuning(4, 256 * warps, warps)
@@ -108,7 +108,7 @@ def _load(ptrs, inside, inputs: tl.constexpr, DEPTH: tl.constexpr):
 
 @jit
 def _eighths(values, shape: tl.constexpr):
-    """Eight tensors that hold every eighth of the values; shape: theirs, the last dimension in three twos."""
+    """Split values in eight by their last dimension; shape: the values', the last dimension as [..., 2, 2, 2]."""
     a, b = tl.split(tl.reshape(values, shape))
     a0, a1 = tl.split(a)
     b0, b1 = tl.split(b)
@@ -133,10 +133,10 @@ def _add_products(
     DEPTH: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Add to `totals` what one stretch of inputs adds: sums, sums of the other half and squares, a tuple of rows each.
+    """Add a stretch of inputs to `totals`: sums, sums of the gated half and squares, a tuple of rows each.
 
-    Of eight neighbours, which one thread holds, each is a chain of multiply-adds: a sum over them would be a tree, of
-    twice as many instructions.
+    Each of the eight neighbours that a thread holds is a chain of multiply-adds of its own: adding them up would be a
+    tree with twice as many instructions.
     """
     sums, up_sums, squares = totals
     weight = _eighths(weights, (COLUMNS, DEPTH // 8, 2, 2, 2))
@@ -186,7 +186,7 @@ def _skinny_linear_kernel(
     here = tl.arange(0, DEPTH)
     weight_at = weight_ptr + (tl.minimum(column, outputs - 1).to(tl.int64) * inputs)[:, None] + here[None, :]
     if PDL:
-        # At once, before its own wait: what may follow, rotation or a layer like this, reads only constants before its.
+        # Before its own wait: the launches that may follow, a rotation or a layer, read only constants before theirs.
         tl.extra.cuda.gdc_launch_dependents()
     weights = _load(weight_at, (here < inputs)[None, :], inputs, DEPTH)
     ups = weights

@@ -129,7 +129,8 @@ def test_what_a_config_leaves_out_is_filled_in_by_its_familys_class(name: str, t
     CONFIGS[name]().save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     whole = json.loads(file.read_text())
-    for key in ("num_key_value_heads", "rope_parameters", "tie_word_embeddings", *FAMILIES[whole["model_type"]].required):
+    own = FAMILIES[whole["model_type"]].required
+    for key in ("num_key_value_heads", "rope_parameters", "tie_word_embeddings", *own):
         file.write_text(json.dumps({said: value for said, value in whole.items() if said != key}))
         config = load_config(str(tmp_path))
         assert type(config) is type(read_by_the_family(tmp_path)) is not FamilyConfig, key

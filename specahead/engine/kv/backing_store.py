@@ -1,6 +1,6 @@
-"""The backing store: host memory that has a copy of every full page, so that the page may leave the GPU.
+"""The backing store: host memory with a copy of every full page, so that the page may leave the GPU.
 
-Only full pages are copied, once: what a round has rolled back is never copied, and partial pages stay on the GPU.
+A page is copied once, when it is full. Tokens that a round has rolled back are never copied.
 """
 
 from collections import deque
@@ -15,30 +15,30 @@ from specahead.kernels.kv_gather import gather_blocks
 
 
 class BackingStore:
-    """Which pages the store has, or will have, and which of these may leave their GPU pages.
+    """Which pages the store has or will have, and which of these may leave their GPU pages.
 
-    holds: bool [pages], whether the store has the page. A full page waits, is copied, and may then leave; pages that
-    are read densely are told apart, because they leave last. All are kept in the order in which they came.
+    A full page waits, is copied, and may then leave. Pages that are read densely leave last. Within these groups pages
+    keep the order in which they came. `holds` says which pages the store has, bool [pages].
     """
 
     def __init__(
         self, on_gpu: list[Pages], stored: list[Pages], pages: int, device: torch.device, backend: Backend
     ) -> None:
-        """on_gpu, stored: from where to where each layer's pages are copied."""
+        """on_gpu, stored: each layer's pages on the GPU and in the store, to which they are copied."""
         self.holds = np.zeros(pages, bool)
         self._layers = list(zip(on_gpu, stored, strict=True))
         self._device, self._backend = device, backend
         self._stream = side_stream(device)
-        self._waiting: dict[int, bool] = {}  # whether the page is read densely
+        self._waiting: dict[int, bool] = {}  # by page, whether it is read densely
         self._copying: dict[int, bool] = {}
-        # Pages on their way, and when they have come; None where copying does not return before it is done.
+        # The pages of each copy, and the event of its end; None where copying returns when it is done.
         self._copies: deque[tuple[list[int], torch.cuda.Event | None]] = deque()
         self._movable: dict[int, None] = {}  # stored, and in a GPU page
         self._movable_dense: dict[int, None] = {}
 
     @property
     def waiting(self) -> int:
-        """Full pages that no copy has been started of."""
+        """Full pages whose copy has not been started."""
         return len(self._waiting)
 
     @property
@@ -47,10 +47,10 @@ class BackingStore:
         return bool(self._waiting or self._copying)
 
     def offer(self, pages: np.ndarray, dense: bool) -> None:
-        """Let full, committed pages wait to be copied, unless they are stored or on their way. int32 [pages]
+        """Have full, committed pages, int32 [pages], wait to be copied, unless they are stored or on their way.
 
-        dense: whether they are read densely. Those of a prefix that are read sparsely now as well leave like others:
-        else the GPU pages that they keep would be missing where the blocks go that are fetched.
+        dense: whether they are read densely. Pages of a shared prefix that are now read sparsely, too, leave like
+        others, or the blocks that sparse steps fetch would lack their GPU pages.
         """
         for page in pages[~self.holds[pages]].tolist():
             if page not in self._copying and page not in self._waiting:
@@ -64,7 +64,7 @@ class BackingStore:
                 self._movable[page] = None
 
     def start_copies(self, gpu_page_of: np.ndarray) -> int:
-        """Copy the pages that wait, on a stream of its own, and return how many. gpu_page_of: int32, by page."""
+        """Start to copy the waiting pages on a stream of its own; return how many. gpu_page_of: int32, by page."""
         pages = list(self._waiting)
         if not pages:
             return 0
@@ -91,7 +91,7 @@ class BackingStore:
             )
 
     def take_up_copies(self, wait: bool) -> None:
-        """Note what has been stored. wait: let the device, not the host, wait for what is on its way."""
+        """Note which copies have ended. wait: have the device, not the host, wait for those that have not."""
         copies = self._copies
         while copies and (wait or (done := copies[0][1]) is None or done.query()):
             pages, done = copies.popleft()
@@ -109,19 +109,19 @@ class BackingStore:
         return pages
 
     def take_movable_dense(self, count: int) -> list[int]:
-        """Return up to so many of those that are read densely, those that came first; each is returned once."""
+        """Return up to `count` pages that may leave and are read densely, the first to come; each is returned once."""
         pages = list(self._movable_dense)[: max(0, count)]
         for page in pages:
             del self._movable_dense[page]
         return pages
 
     def forget(self, pages: list[int]) -> None:
-        """Drop pages that nobody holds any more."""
+        """Drop pages that no sequence holds any more."""
         self.holds[pages] = False
         for page in pages:
             for kept in (self._waiting, self._copying, self._movable, self._movable_dense):
                 kept.pop(page, None)
-            for copied, _ in self._copies:  # a copy of what the page holds next does not count until it is done itself
+            for copied, _ in self._copies:  # what the page holds next counts as copied by its own copy only
                 if page in copied:
                     copied.remove(page)
 

@@ -1,12 +1,13 @@
-"""The KV of a model in pages of its device, and what a runner and the services ask of KV wherever its pages lie.
+"""The KV of a model in pages on its device.
 
-`TieredKV` (engine.kv.tiered) has a backing store in host memory, and only some of the pages on the GPU. Both answer the
-same questions, so that nobody outside asks which of them it has. The order of a pass:
+`TieredKV` (engine.kv.tiered) has a backing store in host memory, and only some of the pages on the GPU. Both classes
+have the same methods, so that runners and services need not know which one they use. The order of a pass:
 
-    begin_pass        pages for the tokens to come, and GPU pages to write them to
-    gpu_pages         where a sequence's pages lie in `k_pages` and `v_pages`, if it is resident
-    can_fetch         otherwise: whether a step fetches what it lists (fetch_plan); else sequences are staged
-    count_step        after a step that fetched: its counters, and whether everything found room
+    begin_pass        allocates pages for the new tokens, and GPU pages to write them to
+    gpu_pages         says where a sequence's pages lie in `k_pages` and `v_pages`, if it is resident
+    can_fetch         otherwise says whether a step fetches the pages that it lists (fetch_plan); if not, sequences are
+                      brought together (stage)
+    count_step        after a step that fetched: counts, and says whether everything found room
 """
 
 import math
@@ -28,14 +29,15 @@ from specahead.kernels.kv_write import page_addresses
 class KVCache:
     """The KV tensors of one model, each page at the index of its number.
 
-    k_pages, v_pages: one tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]: a (page, head) is contiguous.
-    addresses: where these lie, [2, layers] int64 on the device.
-    pool: of page numbers; block tables name these. kept_layers: layers whose pages always lie at their page numbers,
-    while those of the other layers lie where `gpu_pages` says.
+    k_pages, v_pages: of each layer [pages, kv_heads, PAGE_SIZE, head_dim]; a page of one head is contiguous.
+    addresses: of these tensors, [2, layers] int64 on the device.
+    pool: of page numbers, which block tables name.
     """
 
     kept_layers: tuple[int, ...] = ()
-    offloads = False  # whether pages may leave the GPU for a backing store
+    """Layers whose pages lie at their page numbers; pages of the other layers lie where `gpu_pages` says."""
+    offloads = False
+    """Whether pages may leave the GPU for a backing store."""
 
     def __init__(
         self,
@@ -58,10 +60,10 @@ class KVCache:
     # Where pages lie.
 
     def begin_pass(self, work: list[tuple[SequenceKV, int]]) -> None:
-        """Make ready for a pass that adds so many tokens to each sequence: have pages, on the GPU, to write them to.
+        """Allocate pages on the GPU for a pass that adds the given number of tokens to each sequence.
 
-        The tokens that these sequences have are committed from now on. Raises OutOfPages if there is no room; then the
-        sequences are as they were.
+        The tokens that these sequences have count as committed from now on. Raises OutOfPages if there is no room;
+        then the sequences are unchanged.
         """
         if not self._grow_all(work):
             wanted = sum(_missing_pages(*item) for item in work)
@@ -72,7 +74,7 @@ class KVCache:
         return sequence.table()
 
     def is_resident(self, sequence: SequenceKV) -> bool:
-        """Return whether all pages of a sequence lie on the GPU as whole pages, so that a block table can name them."""
+        """Return whether all pages of a sequence have GPU pages, so that a block table can name them."""
         return True
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -80,15 +82,15 @@ class KVCache:
         return self.k_pages[layer], self.v_pages[layer]
 
     def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
-        """Make the means of groups from their pages, int32 [groups, pages of a group], at `slots` of the pool."""
+        """Make the means of groups from their pages, int32 [groups, pages of a group], in `slots` of the pool."""
         make_means(self.k_pages, self.v_pages, pages, slots, pool)
 
     # Reading sequences that are not resident.
 
     def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
-        """Return whether a step can fetch what it lists and is not on the GPU.
+        """Return whether a step can fetch the listed pages that are not on the GPU.
 
-        width: blocks of its lists, at most; 0: it has none. dense_layers: that it reads wholly.
+        width: the most blocks of its lists; 0: it has none. dense_layers: the layers that it reads densely.
         """
         return self.offloads and width > 0 and dense_layers == self.kept_layers and block_size % PAGE_SIZE == 0
 
@@ -99,70 +101,71 @@ class KVCache:
     def fetch_plan(
         self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
     ) -> FetchPlan | None:
-        """Start to fetch what a step lists; None if everything always lies on the GPU. Launches only.
+        """Start to fetch the pages that a step lists; None if all KV always lies on the GPU. Launches only.
 
         The arguments are those of specahead.engine.kv.fetch.request_listed.
         """
         return None
 
     def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
-        """Count what a step fetched; returns whether all that it listed found room. If not, the step is void.
+        """Count the pages that a step fetched; return whether all listed pages found room. If not, the step is void.
 
         results: `listed`, `fetched`, `overflow` [1] and `missed` [sequences] int32 (engine.kv.fetch.FetchPlan).
         """
         return True
 
     def fetched_pages(self, sequence: SequenceKV) -> Tensor | None:
-        """Return which pages of a sequence the last step brought from the host, if it read them: bool [layers,
-        kv_heads, pages] on the CPU. None where everything always lies on the GPU. No step may be running.
+        """Return which pages of a sequence the last step brought from the host: bool [layers, kv_heads, pages], CPU.
+
+        None if all KV always lies on the GPU. No step may be running.
         """
         return None
 
     def stage(self, sequences: list[SequenceKV]) -> Iterator[StagedReads]:
-        """Bring whole sequences together on the GPU, as many neighbours at a time as there is room for.
+        """Bring whole sequences together on the GPU; yield as many neighbours at a time as there is room for.
 
-        Each is to be read before the next is taken. Raises ValueError for a sequence that does not fit alone.
+        Each part must be read before the next is taken. Raises ValueError for a sequence that does not fit alone.
         """
         raise NotImplementedError(f"{type(self).__name__}: every sequence lies on the GPU, nothing is staged")
 
-    # Checks, and what is told of it.
+    # Checks and counters.
 
     def check_dense_layers(self, dense_layers: tuple[int, ...]) -> None:
-        """Raise ValueError for a sparse read that lists blocks of a layer whose KV is kept whole on the GPU."""
+        """Raise ValueError for a sparse read that lists blocks of a layer whose KV is kept on the GPU."""
         if not set(self.kept_layers) <= set(dense_layers):
             raise ValueError(
                 f"layers {self.kept_layers} stay on the GPU to be read wholly; a step reads only {dense_layers} so"
             )
 
     def check_writable(self, pages: int, why: str) -> None:
-        """Raise ValueError if so many pages cannot be written at once. why: who writes them, for the message."""
+        """Raise ValueError if `pages` pages cannot be written at once. why: for the message, who writes them."""
 
     @property
     def totals(self) -> dict[str, float]:
-        """Return counters since the start, by name; those of the tiers, if there are any."""
+        """The tiers' counters since the start, by name; {} without tiers."""
         return {}
 
     @property
     def gauges(self) -> dict[str, float]:
-        """Return how things stand now, by name; of the tiers, if there are any."""
+        """The tiers' present numbers, by name; {} without tiers."""
         return {}
 
     # Group means.
 
     def keep_group_means(self, group_size: int, slots: int | None = None) -> None:
-        """Have room for means of groups of `group_size` tokens, for sequences that are read sparsely.
+        """Allocate means of groups of `group_size` tokens, for sequences that are read sparsely.
 
-        slots: groups over all sequences; as many as fit the pages if None, which is too few for sequences that
-        share pages. No sequence may hold means when this is called.
+        slots: groups of all sequences; None: as many as the pages have, which is too few if sequences share pages.
+        No sequence may hold means when this is called.
         """
         if slots is None:
             slots = self.pool.num_pages * PAGE_SIZE // group_size
         self.means = GroupMeanPool(self.k_pages, group_size, slots)
 
     def extend_group_means(self, sequences: list[SequenceKV], lengths: Sequence[int] | None = None) -> GroupMeanPool:
-        """Make the missing means of complete groups from the pages. Raises ValueError if no room was made for them.
+        """Make the missing means of complete groups; raise ValueError if `keep_group_means` was not called.
 
-        lengths: how many tokens of each are committed; None: all.
+        lengths: how many tokens of each sequence are committed; None: all.
         """
         if self.means is None:
             raise ValueError("no room for group means was made: call keep_group_means first")
@@ -173,14 +176,16 @@ class KVCache:
     # Sequences.
 
     def grow(self, sequence: SequenceKV, length: int) -> None:
-        """Allocate pages so that `length` tokens fit; sequence.length is left to the writer. Raises OutOfPages."""
+        """Allocate pages so that `length` tokens fit; the writer sets sequence.length. Raises OutOfPages."""
         missing = pages_for(length) - len(sequence.pages)
         if missing > 0:
             sequence.pages += self.pool.allocate(missing)
 
     def reserve(self, work: list[tuple[SequenceKV, int]]) -> bool:
-        """Have pages for a pass that adds so many tokens to each sequence. Returns False, and changes nothing, if there
-        are too few, or too few slots for the means of sequences that may be read sparsely.
+        """Allocate pages for a pass that adds the given number of tokens to each sequence; return whether they fit.
+
+        False, and nothing changes, if there are too few pages, or too few slots for the means of sequences that may be
+        read sparsely.
         """
         if self.means is not None:
             sparse = [sequence for sequence, _ in work if sequence.drafts or not sequence.dense]
@@ -189,7 +194,7 @@ class KVCache:
         return self._grow_all(work)
 
     def _grow_all(self, work: list[tuple[SequenceKV, int]]) -> bool:
-        """Have pages as `reserve` says; means are made as they are needed, by passes that read them."""
+        """Allocate pages as `reserve` does; means are made by the passes that read them."""
         if sum(_missing_pages(*item) for item in work) > self.pool.available:
             return False
         for sequence, tokens in work:
@@ -197,9 +202,9 @@ class KVCache:
         return True
 
     def truncate(self, sequence: SequenceKV, length: int) -> None:
-        """Roll back to `length` tokens: free the pages behind it. It copies nothing.
+        """Roll back to `length` tokens: free the pages after them. It copies nothing.
 
-        Raises ValueError for more tokens than there are, or if the last page that stays is indexed, shared or stored.
+        Raises ValueError for more tokens than there are, and if the last page that stays is indexed, shared or stored.
         """
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot truncate {sequence.length} tokens to {length}")
@@ -220,8 +225,9 @@ class KVCache:
             self.means.truncate(sequence)
 
     def take_back(self, sequence: SequenceKV, length: int) -> None:
-        """Let nobody meet what of a page lies behind `length` tokens, so that the sequence may write it anew, also
-        where it was indexed by prefix. Raises ValueError if the page there is shared with another sequence.
+        """Take what lies after `length` tokens out of the prefix index, so that the sequence may write it again.
+
+        Raises ValueError if the page there is shared with another sequence.
         """
         whole, inside = divmod(length, PAGE_SIZE)
         if whole >= sequence.indexed:
@@ -236,7 +242,7 @@ class KVCache:
     def release(self, sequence: SequenceKV) -> None:
         """Give all pages back; the sequence is empty afterwards.
 
-        Where they are kept for their prefix the last page is evicted first, since those behind an evicted one are lost.
+        Of pages that are kept for their prefix the last is evicted first: pages after an evicted one cannot be found.
         """
         self.pool.release(sequence.pages[::-1])
         sequence.drop_pages(0)
@@ -246,9 +252,9 @@ class KVCache:
 
     @torch.inference_mode()
     def scrub(self, sequence: SequenceKV) -> None:
-        """Let nobody meet the KV of a sequence that may hold NaN: its prefixes are forgotten, its own pages zeros.
+        """Zero the pages of a sequence whose KV may hold NaN, and take them out of the prefix index.
 
-        A page that another sequence holds as well keeps its KV. No step may be running.
+        A page that another sequence holds, too, keeps its KV. No step may be running.
         """
         self.pool.forget(sequence.pages)
         own = np.array([self.pool.references[page] == 1 for page in sequence.pages], dtype=bool)
@@ -259,9 +265,9 @@ class KVCache:
                 tensor.index_fill_(0, index, 0.0)
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int], sparse: bool = False) -> int:
-        """Let an empty sequence take over indexed pages that hold a prefix of `tokens`; returns the tokens covered.
+        """Give an empty sequence the indexed pages that hold a prefix of `tokens`; return how many tokens they cover.
 
-        sparse: also pages whose KV comes of a sparse read, behind those whose does not.
+        sparse: whether pages with KV of a sparse pass may follow those with KV of a dense one.
         """
         for start in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
             found = self.pool.match(next_prefix(sequence, tokens))
@@ -278,9 +284,9 @@ class KVCache:
         return sequence.length
 
     def index_prefix(self, sequence: SequenceKV, tokens: list[int], committed: int | None = None) -> None:
-        """Offer full pages to later sequences: of the `committed` first tokens, or of all.
+        """Offer full pages of the first `committed` tokens, or of all tokens, to later sequences.
 
-        Their KV must not come of a sparse read, but for that of a prompt behind its `dense_tokens`.
+        Their KV must come of dense passes, but for that of a prompt after its `dense_tokens`.
         """
         count = len(tokens) if committed is None else committed
         while (sequence.indexed + 1) * PAGE_SIZE <= min(count, sequence.length):
@@ -289,5 +295,5 @@ class KVCache:
 
 
 def _missing_pages(sequence: SequenceKV, tokens: int) -> int:
-    """Return how many pages a sequence lacks for so many tokens more."""
+    """Return how many pages a sequence lacks for `tokens` more tokens."""
     return max(0, pages_for(sequence.length + tokens) - len(sequence.pages))

@@ -1,4 +1,4 @@
-"""How a sparse pass reads KV in tiers: it requests what it lists, and layers wait for their pages alone."""
+"""How a sparse pass reads KV in tiers: it requests the pages that it lists, and each layer waits for its own."""
 
 from dataclasses import dataclass
 
@@ -14,27 +14,25 @@ from specahead.kernels.residency import ListedBlocks, Transfers, count_missing_b
 
 @dataclass
 class FetchPlan:
-    """The lists of one sparse pass, of all layers in tiers. It must be kept until the last layer has waited.
-
-    lines: [layers, sequences, kv_heads, width * pages of a block] int32, the cache lines of the listed pages, once
-        `wait` has returned for the layer
-    overflow: [] int32, listed pages that found no cache line. If there are any, the pass is void.
-    missed: [sequences] int32, listed blocks that were not wholly in cache lines before
-    transfers: what is copied from the backing store
-    done: [layers] int32, how many programs have finished each layer
-    ended: when all copies have; None on a CPU
-    """
+    """The lists of one sparse pass, of all layers in tiers. It must be kept until the last layer has waited."""
 
     lines: Tensor
+    """[layers, sequences, kv_heads, width * pages of a block] int32, the cache lines of the listed pages, which are
+    filled when `wait` has returned for the layer."""
     overflow: Tensor
+    """[] int32, listed pages that found no cache line. If there are any, the pass is void."""
     missed: Tensor
+    """[sequences] int32, listed blocks that were not wholly in cache lines before."""
     transfers: Transfers
+    """The pages that are copied from the backing store."""
     done: Tensor
+    """[layers] int32, how many programs have finished each layer."""
     backend: Backend
     ended: torch.cuda.Event | None = None
+    """The end of all copies; None on a CPU."""
 
     def wait(self, index: int) -> None:
-        """Let the current stream wait until this layer's pages are there; to be called once for each layer."""
+        """Have the current stream wait until this layer's pages are there; to be called once for each layer."""
         wait_for_layer(self.done, index, PROGRAMS, self.backend)
         if self.ended is not None and index + 1 == len(self.done):
             torch.cuda.current_stream().wait_event(self.ended)  # so that nothing of a step outlasts it
@@ -43,13 +41,13 @@ class FetchPlan:
 def request_listed(
     memory: TierMemory, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
 ) -> FetchPlan:
-    """Request all pages that a pass lists; `start_copies` has those copied that are missing.
+    """Request all pages that a pass lists; `start_copies` copies those that are missing.
 
-    lists: [layers, sequences, kv_heads, width] int32 blocks, of the layers that lie in tiers
-    counts: [layers, sequences, kv_heads] int32
-    block_size: tokens of a block, whole pages
-    page_tables: [sequences, max_pages] int32, page numbers
-    round: [1] int32, the number of this step (KVCache.next_round)
+    lists: [layers, sequences, kv_heads, width] int32 blocks, of the layers in tiers.
+    counts: [layers, sequences, kv_heads] int32.
+    block_size: tokens of a block, whole pages.
+    page_tables: [sequences, max_pages] int32, page numbers.
+    round: [1] int32, the number of this step (KVCache.next_round).
     Launches only: works inside a CUDA graph.
     """
     listed = ListedBlocks(lists, counts, page_tables, memory.kv_heads, block_size // PAGE_SIZE)
@@ -63,7 +61,7 @@ def request_listed(
 
 
 def start_copies(memory: TierMemory, plan: FetchPlan) -> FetchPlan:
-    """Copy what is missing, layer by layer beside what the current stream does; returns the plan. Launches only."""
+    """Copy the missing pages layer by layer, beside the current stream; return the plan. Launches only."""
     transfers = plan.transfers
     copying = transfers.pages, transfers.lines, transfers.counts, plan.done, PROGRAMS, memory.backend
     plan.ended = run_beside(memory.link, lambda: gather_layers(memory.copies, *copying))

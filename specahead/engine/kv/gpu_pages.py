@@ -1,4 +1,4 @@
-"""Which GPU page each page lies in."""
+"""Which GPU page each page has."""
 
 from collections import deque
 
@@ -8,8 +8,8 @@ import numpy as np
 class GpuPages:
     """GPU pages 0 … count - 1, each given to one page or free.
 
-    of: int32 [pages], the GPU page of each page, -1 where it has none. Once the offload is active, the cache lines of
-    free GPU pages are the eviction clock's.
+    `of` is the GPU page of each page, int32 [pages], -1 where it has none. Once the offload is active, the cache lines
+    of free GPU pages belong to the eviction clock.
     """
 
     def __init__(self, count: int, pages: int) -> None:
@@ -19,11 +19,11 @@ class GpuPages:
 
     @property
     def free(self) -> int:
-        """How many can be given to pages."""
+        """How many GPU pages can be given out."""
         return len(self._free)
 
     def hold(self, pages: np.ndarray) -> bool:
-        """Whether all of these pages of a sequence, in their order, have a GPU page."""
+        """Whether all of these pages have a GPU page; they are those of a sequence, in order."""
         # The first page is the first to leave.
         return not len(pages) or bool(self.of[pages[0]] >= 0 and (self.of[pages] >= 0).all())
 
@@ -33,7 +33,7 @@ class GpuPages:
             self.of[page] = self._free.popleft()
 
     def take_back(self, pages: list[int]) -> None:
-        """Free the GPU pages of those of these pages that have one."""
+        """Free the GPU pages of these pages; some may have none."""
         given = self.of[pages]
         self._free.extend(given[given >= 0].tolist())
         self.of[pages] = -1

@@ -1,4 +1,4 @@
-"""Means of keys and values over groups of tokens, which stand in for what a sparse read leaves out."""
+"""Means of keys and values over groups of tokens, which stand in for the tokens that a sparse read leaves out."""
 
 from collections.abc import Callable
 
@@ -13,10 +13,10 @@ from specahead.kernels.paged_attention import GroupMeans
 
 
 class GroupMeanPool:
-    """Means of keys and values, and variances of keys, of groups of tokens; slots 0 … n-1, each free or of one
-    sequence's group.
+    """Means of keys and values, and variances of keys, of groups of tokens, in slots 0 … n - 1.
 
-    A group's mean is made once, when all its tokens are committed, and freed with its sequence.
+    Each slot is free or belongs to a group of one sequence. A group's mean is made once, when all its tokens are
+    committed, and freed with its sequence.
     """
 
     def __init__(self, k_pages: list[Tensor], group_size: int, slots: int) -> None:
@@ -31,7 +31,7 @@ class GroupMeanPool:
     def extend(
         self, sequence: SequenceKV, length: int, make: Callable[[np.ndarray, Tensor, "GroupMeanPool"], None]
     ) -> None:
-        """Make the means of groups that are complete within `length` committed tokens, by KVCache.make_means."""
+        """Make the missing means of groups within the first `length` tokens, by `make` (KVCache.make_means)."""
         first, count = len(sequence.groups), self._missing(sequence, length)
         if not count:
             return
@@ -57,7 +57,7 @@ class GroupMeanPool:
         del sequence.groups[keep:]
 
     def over(self, tables: Tensor, counts: Tensor) -> list[GroupMeans]:
-        """Return the means that tables [sequences, max_groups] and counts [sequences] name, a layer each."""
+        """Return the means of each layer, as tables [sequences, max_groups] and counts [sequences] list them."""
         return [
             GroupMeans(*layer, tables, counts, self.group_size)
             for layer in zip(self.k, self.v, self.k_variance, strict=True)
@@ -72,11 +72,11 @@ def make_means(
     pool: GroupMeanPool,
     first_layer: int = 0,
 ) -> None:
-    """Make the means of groups in some neighbouring layers, from the first on that `first_layer` numbers.
+    """Make the means of groups in neighbouring layers, of which `first_layer` is the first.
 
-    k_pages, v_pages: a tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]
-    pages: int32 [groups, pages of a group], indices in these
-    slots: [groups] int64, where the means go in the pool
+    k_pages, v_pages: of each layer [pages, kv_heads, PAGE_SIZE, head_dim].
+    pages: int32 [groups, pages of a group], indices in these.
+    slots: [groups] int64, where the means go in the pool.
     """
     layers = slice(first_layer, first_layer + len(k_pages))
     make_group_means(

@@ -17,10 +17,10 @@ _REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros on the host; for a CUDA device page-locked, and on the NUMA node that the device is attached to.
+    """Return zeros on the host; for a CUDA device page-locked, on the NUMA node that the device is attached to.
 
-    torch's own pinned memory is not used: its allocator rounds sizes up to powers of two. Raises MemoryError if the
-    host refuses.
+    torch's own pinned memory is not used, since its allocator rounds sizes up to powers of two. Raises MemoryError if
+    the host refuses.
     """
     size = math.prod(shape) * dtype.itemsize
     if not size:
@@ -40,7 +40,7 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 class _Memory(mmap.mmap):
-    """Unlocked before it is given back, since its addresses may be given out again."""
+    """Host memory that is unlocked before it is freed, since its addresses may be used again."""
 
     locked_at = 0
 
@@ -59,7 +59,7 @@ def _refusal(size: int, why: str) -> str:
 
 @contextlib.contextmanager
 def _near(device: torch.device) -> Iterator[None]:
-    """Run on CPUs of the device's NUMA node, where the system says which these are."""
+    """Run on the CPUs of the device's NUMA node, if the system names them."""
     before = os.sched_getaffinity(0)
     local = _local_cpus(device) & before
     if local:
@@ -81,7 +81,7 @@ def _local_cpus(device: torch.device) -> set[int]:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """Return the CPUs that Linux names in its notation, as in 0-3,8,10-11."""
+    """Return the CPUs of a list in Linux's notation, such as 0-3,8,10-11."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

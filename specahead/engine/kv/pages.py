@@ -1,4 +1,4 @@
-"""Pages of KV: how many tokens one holds, the block table of a sequence, and how KV tensors are allocated."""
+"""Pages of KV, the block table of a sequence, and the allocation of KV tensors."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 PAGE_SIZE = 16  # tokens
-KEPT_SHARE = 0.01  # of a target's pages; they stay free when a session begins to run beside others
+KEPT_SHARE = 0.01  # of a target's pages, which stay free when a session begins to run beside others
 
 
 class OutOfPages(Exception):
@@ -26,28 +26,28 @@ class SequenceKV:
 
     length: int = 0
     pages: list[int] = field(default_factory=list)
-    serials: list[int] = field(default_factory=list)  # of leading pages that are offered to the prefix index
-    dense_tokens: float = math.inf  # leading tokens at least whose KV does not come of a sparse read
-    stored: int = 0  # leading pages that are in the backing store or on their way there (specahead.engine.kv.tiered)
-    settled: float = math.inf  # leading tokens whose KV stays as it is; that of others may be written anew
-    dense: bool = False  # always read wholly: where KV lies in tiers, its pages leave the GPU last
-    drafts: bool = False  # drafted for by passes that read it sparsely
+    serials: list[int] = field(default_factory=list)  # of its leading pages that the prefix index has
+    dense_tokens: float = math.inf  # at least so many leading tokens have KV of a dense pass
+    stored: int = 0  # leading pages that are in the backing store or on their way there (engine.kv.tiered)
+    settled: float = math.inf  # leading tokens whose KV stays; that of later tokens may be written again
+    dense: bool = False  # always read densely: its pages are the last to leave the GPU
+    drafts: bool = False  # passes that read it sparsely draft for it
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
-    _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` holds already
+    _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` has
 
     @property
     def indexed(self) -> int:
-        """How many leading pages are offered to the prefix index."""
+        """How many leading pages the prefix index has."""
         return len(self.serials)
 
     @property
     def serial(self) -> int:
-        """The serial of the last of these; 0: there is none."""
+        """The serial of the last page that the prefix index has; 0: there is none."""
         return self.serials[-1] if self.serials else 0
 
     def table(self) -> np.ndarray:
-        """`pages` as int32 [pages]; to be read before they change. A long list is not converted anew each step."""
+        """Return `pages` as int32 [pages], valid until they change. Only new pages are converted."""
         count = len(self.pages)
         if count > len(self._table):
             table = np.empty(2 * count, np.int32)
@@ -58,14 +58,14 @@ class SequenceKV:
         return self._table[:count]
 
     def drop_pages(self, keep: int) -> None:
-        """Forget all pages but the first `keep`; who gives them back to the pool is the caller."""
+        """Forget all pages but the first `keep`; the caller gives them back to the pool."""
         del self.pages[keep:]
         self._in_table = min(self._in_table, keep)
         self.stored = min(self.stored, keep)
 
 
 def kv_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return zeros, because what is masked still takes part in 0 * value. On a CPU they take memory when written."""
+    """Return zeros: masked values still take part, as 0 * value. On a CPU they take memory when written."""
     if torch.device(device).type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""The pool of pages with reference counts, and which of them are kept for their prefix.
+"""The pool of pages with reference counts, some of them kept for their prefix.
 
 Who owns which page:
 
@@ -20,8 +20,8 @@ from specahead.engine.kv.prefix_index import Prefix, PrefixIndex
 class PagePool:
     """Page numbers 0 … n-1, each free, referenced by sequences, or unreferenced and kept for its prefix.
 
-    prefixes: which page holds which prefix. freed: pages that went back to the free list, in order, for who keeps
-    anything else of them, sets the list and empties it.
+    `prefixes` is the index of prefixes. Whoever keeps more for each page sets `freed` to a list, to which pages are
+    added in the order in which they become free, and empties it.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -35,7 +35,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that can be allocated, evicting reusable ones where needed."""
+        """Pages that can be allocated, counting reusable ones that would be evicted."""
         return self.free + len(self._reusable)
 
     @property
@@ -49,7 +49,7 @@ class PagePool:
         return self.num_pages - self.available
 
     def allocate(self, count: int) -> list[int]:
-        """Give out pages to one owner. Raises OutOfPages if there are not so many."""
+        """Give `count` pages to one owner; raise OutOfPages if fewer are available."""
         if count > self.available:
             raise OutOfPages(f"{count} pages wanted, {self.available} of {self.num_pages} available")
         while self.free < count:
@@ -60,7 +60,7 @@ class PagePool:
         return pages
 
     def release(self, pages: list[int]) -> None:
-        """Take one reference off each page. Raises ValueError for a page that nobody holds."""
+        """Take one reference off each page; raise ValueError for a page that nobody holds."""
         for page in pages:
             if self.references[page] < 1:
                 raise ValueError(f"page {page} is released more often than it is held")
@@ -72,7 +72,7 @@ class PagePool:
                     self._give_back(page)
 
     def match(self, prefix: Prefix) -> tuple[int, int] | None:
-        """The page that holds `prefix`, referenced once more, and its serial, or None."""
+        """Return the page that holds `prefix`, with one more reference, and its serial; None if no page does."""
         page = self.prefixes.page_of(prefix)
         if page is None:
             return None
@@ -94,7 +94,7 @@ class PagePool:
         return self.prefixes.serial_of(known)
 
     def forget(self, pages: list[int]) -> None:
-        """Offer held pages to nobody from now on."""
+        """Take held pages out of the prefix index."""
         for page in pages:
             if page in self.prefixes:
                 self.prefixes.remove(page)

@@ -112,7 +112,7 @@ class BlockMemory:
     decay: float
     block_size: int
     apart: bool = False
-    """Whether the output must equal, to the last bit, that of a pass that remembers nothing; then keys are read twice."""
+    """Whether the output must equal that of a pass that remembers nothing, bit by bit; then keys are read twice."""
 
 
 @dataclass
@@ -125,8 +125,8 @@ class LayerAttention:
     backend: Backend
     listed: ListedReads | None = None
     weights: Tensor | Evidence | BlockMemory | None = None
-    """Where the pass leaves softmax weights, if anywhere. Layers with lists fill a tensor with the weight of each listed
-    block, [layers with lists, sequences, kv_heads, width]."""
+    """Where the pass leaves softmax weights, if anywhere. Layers with lists fill a tensor with the weight of each
+    listed block, [layers with lists, sequences, kv_heads, width]."""
     tables_of: Callable[[int], Tensor] | None = None
     """The block tables of a layer, where layers differ."""
     prompts: PromptsOfLayer | None = None
