@@ -2,6 +2,7 @@
 
 import os
 
-# gRPC reads this when it is loaded. A gateway that starts Ray again forks while it serves; gRPC's own handlers of forks
-# may kill the child then before it becomes Ray's server, for which Ray waits 30 s with the interpreter's lock held.
+# gRPC reads this when it is loaded. A gateway that starts Ray again forks while it serves. gRPC's handlers of
+# forks may then kill the child before it becomes the server that Ray waits for, 30 s long and holding the lock of the
+# interpreter.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,4 +1,4 @@
-"""Who may call a gRPC port, and how a process shows that it may: a bearer token in the metadata, TLS around it all."""
+"""Who may call a gRPC port, and how a caller proves it: by a bearer token in the metadata, over TLS."""
 
 import contextlib
 import hmac
@@ -19,34 +19,34 @@ from specahead.wire.tls import Tls, read_tls
 
 log = logging.getLogger(__name__)
 
-# Told a call's bearer token ("": it brought none); raises ServiceError to refuse the call.
+# Takes a call's bearer token, "" if it has none; raises ServiceError to refuse the call.
 Authorize = Callable[[str], object]
 Locate = Callable[[grpc.aio.ServicerContext, ServiceError | None], None]
 Metadata = tuple[tuple[str, str], ...]
 
 
 def bearer_of(value: str) -> str:
-    """The token of an `authorization` header or metadatum; "" if it is none of the Bearer scheme."""
+    """Return the token of an `authorization` header or metadatum; "" if its scheme is not Bearer."""
     scheme, _, token = value.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _refusal_log() -> Callable[[ServiceError], None]:
-    """Return what writes down that a call was not let in."""
+    """Return a function that logs a refused call."""
     warnings = FrequentWarnings(log)
     return lambda error: warnings.warn("refused a call", error.code, {"reason": str(error)})
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What a port asks of those who call it. The default asks nothing. refused: told of each call not let in. locate:
-    told of each call where it comes from, with what `authorize` has raised; raises ServiceError to refuse it, too.
-    """
+    """What a port asks of its callers; by default nothing."""
 
     authorize: Authorize | None = None
     tls: Tls | None = None
     locate: Locate | None = None
+    """Takes each call's context, and the error of `authorize` if there was one; raises ServiceError to refuse it."""
     refused: Callable[[ServiceError], None] = field(default_factory=_refusal_log)
+    """Called for each refused call."""
 
 
 OPEN = Guard()
@@ -54,62 +54,57 @@ OPEN = Guard()
 
 @dataclass(frozen=True)
 class PeerAccess:
-    """How the services of one deployment know one another. The default: not at all, on loopback and in tests.
-
-    tls_name: what a service's certificate must be for; empty: for the address that is dialled.
-    """
+    """How the services of one deployment know one another; by default, on loopback and in tests, not at all."""
 
     token: str = field(default="", repr=False)
     tls: Tls | None = None
     tls_name: str = ""
+    """The name that a service's certificate must have; empty: the address that is dialled."""
 
     @property
     def metadata(self) -> Metadata:
-        """What each call to a service carries."""
+        """The metadata of each call to a service."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
     def dial(self, address: str) -> grpc.aio.Channel:
-        """Open a channel to another service of the deployment; its calls are to carry `metadata`."""
+        """Open a channel to another service of the deployment; calls on it must carry `metadata`."""
         if self.tls is None:
             return grpc.aio.insecure_channel(address, options=OPTIONS)
         return grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=_named(self.tls_name))
 
     def guard(self) -> Guard:
-        """What a service asks of its callers."""
+        """Return what a service asks of its callers."""
         return Guard(partial(check_token, self.token) if self.token else None, self.tls)
 
 
 def open_channel(address: str, tls: Tls | None, tls_name: str = "") -> grpc.Channel:
-    """Open a channel for calls that block. tls_name: as of PeerAccess."""
+    """Open a channel for calls that block. tls_name: as in PeerAccess."""
     if tls is None:
         return grpc.insecure_channel(address, OPTIONS)
     return grpc.secure_channel(address, tls.channel_credentials(), _named(tls_name))
 
 
 def _named(tls_name: str) -> list[tuple[str, Any]]:
-    """Return a channel's options, with the name that the certificate must have if it is not the address."""
+    """Return the options of a channel to a peer whose certificate has the name tls_name; "": its address."""
     return [*OPTIONS, *([("grpc.ssl_target_name_override", tls_name)] if tls_name else [])]
 
 
 def read_peer_access(settings: ServiceAccess) -> PeerAccess:
-    """Raises SettingsError for a token file or a certificate that cannot be used."""
+    """Read token and certificates; raise SettingsError for a file that cannot be used."""
     of_services = settings.service_tls
     tls = read_tls(of_services.cert, of_services.key, of_services.ca)
     return PeerAccess(settings.read_token(), tls, of_services.name)
 
 
 def peer_of(context: grpc.aio.ServicerContext) -> str:
-    """Return who calls: what its certificate names if it has shown one, else the address that it calls from."""
+    """Return who calls: the names in its certificate if it has shown one, else its address."""
     if names := context.peer_identities():
         return ", ".join(sorted(name.decode(errors="replace") for name in names))
-    return str(context.peer()).rpartition(":")[0]  # less the port, another one for each connection
+    return str(context.peer()).rpartition(":")[0]  # without the port, which differs for each connection
 
 
 class PeerStreams:
-    """How many streams each peer holds: at most `most`, so that a peer has bounds as its streams have.
-
-    Used from one event loop.
-    """
+    """Counts the streams of each peer, of which it may hold `most`. Used from one event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -128,7 +123,7 @@ class PeerStreams:
 
 
 def check_token(expected: str, given: str) -> None:
-    """Raises Unauthenticated unless the tokens are the same, in a time that says nothing of where they differ."""
+    """Raise Unauthenticated unless the tokens are equal; the time taken does not show where they differ."""
     if not given:
         raise Unauthenticated("this port asks for the token of its deployment (service_token), and none was sent")
     if not hmac.compare_digest(expected.encode(), given.encode()):
@@ -138,8 +133,8 @@ def check_token(expected: str, given: str) -> None:
 class RequireBearer(grpc.aio.ServerInterceptor):
     """Refuses the calls that a guard refuses, before any of their messages is read. Health is open, for probes.
 
-    Where a call comes from is known only when its handler runs. `guard.locate` is asked then: a call with the right
-    token may be refused by it after its first message.
+    Where a call comes from is known only when its handler runs. So `guard.locate` may refuse a call with the right
+    token after its first message.
     """
 
     def __init__(self, guard: Guard) -> None:
@@ -163,7 +158,7 @@ class RequireBearer(grpc.aio.ServerInterceptor):
         return handler if handler is None or self._locate is None else self._locating(handler)
 
     def _locating(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Return a handler that asks first where a call comes from."""
+        """Return a handler that first has `guard.locate` check the call."""
         kind = f"{'stream' if handler.request_streaming else 'unary'}_"
         kind += "stream" if handler.response_streaming else "unary"
         run = getattr(handler, kind)
@@ -183,7 +178,7 @@ class RequireBearer(grpc.aio.ServerInterceptor):
         await self._enter(error, context)
 
     async def _enter(self, refusal: ServiceError | None, context: grpc.aio.ServicerContext) -> None:
-        """End a call that is refused, or from where none is let in."""
+        """End the call if `authorize` or `guard.locate` refuses it."""
         try:
             if self._locate is not None:
                 self._locate(context, refusal)

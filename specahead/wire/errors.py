@@ -4,19 +4,14 @@ import grpc
 
 
 class ServiceError(Exception):
-    """Raised anywhere on a request's way; the servicer or gateway turns it into a status.
-
-    kind, param and code: OpenAI's error.type, the field that is wrong, and the name of what is wrong with it.
-    retry_after: seconds after which it is worth trying again, 0 if that would not help. reported: whether log and
-    metrics have it.
-    """
+    """Raised anywhere on a request's way; the servicer or gateway turns it into a status."""
 
     status: grpc.StatusCode = grpc.StatusCode.INTERNAL
     http_code: int = 500
-    kind: str = "internal_error"
-    code: str = "internal_error"
-    retry_after: int = 0
-    reported: bool = False
+    kind: str = "internal_error"  # OpenAI's error.type
+    code: str = "internal_error"  # OpenAI's error.code; error.param, the wrong field, is an attribute of the instance
+    retry_after: int = 0  # seconds after which trying again may help; 0: it would not help
+    reported: bool = False  # whether log and metrics have it
 
     def __init__(self, message: str, param: str | None = None, code: str = "", retry_after: int = 0) -> None:
         super().__init__(message)
@@ -66,7 +61,7 @@ _BY_CODE = {kind.status.value[0]: kind for kind in ServiceError.__subclasses__()
 
 
 def error_from_code(code: int, message: str) -> ServiceError:
-    """The error that a peer reported by its numeric gRPC status."""
+    """Return the error that a peer reported by its numeric gRPC status."""
     return _BY_CODE.get(code, ServiceError)(message)
 
 

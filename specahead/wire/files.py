@@ -1,4 +1,4 @@
-"""Files that others may change while a process runs."""
+"""Files that may change while a process runs."""
 
 import os
 
@@ -6,7 +6,7 @@ Version = tuple[int, int, int]
 
 
 def version_of(path: str) -> Version | None:
-    """Return what changes with a file's content; None if it is not there."""
+    """Return a value that changes with a file's content; None if there is no such file."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""The Hello by which each side of a pair says what it serves."""
+"""The Hello in which each side of a pair says what it serves."""
 
 from specahead.config import ServiceSettings
 from specahead.sparsity.plan import Plan
@@ -6,7 +6,7 @@ from specahead.wire.messages import Hello
 
 
 def make_hello(settings: ServiceSettings, plan: Plan, vocab_size: int, tokenizer_hash: str) -> Hello:
-    """What both sides must agree on, as the side of these settings sees it."""
+    """Return the Hello of a side with these settings."""
     return Hello(
         peer=settings.name or settings.side,
         model=settings.model,

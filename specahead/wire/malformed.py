@@ -1,4 +1,4 @@
-"""Requests whose bytes are no message (bad UTF-8 in a string, a cut-off field): INVALID_ARGUMENT, as they deserve.
+"""Answers requests whose bytes are no message (bad UTF-8 in a string, a cut-off field) with INVALID_ARGUMENT.
 
 By itself gRPC answers INTERNAL, as if the server were to blame.
 """

@@ -1,4 +1,4 @@
-"""Events waiting to be written to a stream; whatever has gathered goes out as one frame."""
+"""Events that wait to be written to a stream; all that have gathered go out as one frame."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,14 +9,14 @@ from specahead.wire.errors import ResourceExhausted
 Event = TypeVar("Event")
 
 MOST_EVENTS = 1 << 17
-FRAME_TOKENS = 1 << 20  # a message of gRPC's has an end, and all sessions may begin at once
+FRAME_TOKENS = 1 << 20  # gRPC limits the size of a message, and all sessions may begin at once
 
 
 class Outbox(Generic[Event]):
-    """Put from the event loop; iterate once to get the batches. After close() the iteration ends.
+    """Put events from the event loop; iterate once to get them in batches. After close() the iteration ends.
 
-    most_tokens: how many tokens of events may wait, of a peer that need not be honest. A peer that lets more gather, or
-    MOST_EVENTS events, does not read what it is sent; then all of it is dropped.
+    most_tokens: how many tokens may wait in events for a peer, which need not be honest. If more gather, or more than
+    MOST_EVENTS events, the peer does not read its stream, and all of them are dropped.
     """
 
     def __init__(self, most_tokens: float = float("inf")) -> None:
@@ -41,7 +41,7 @@ class Outbox(Generic[Event]):
         self._filled.set()
 
     async def until_overflown(self) -> None:
-        """Run until more has gathered than may, then raise ResourceExhausted."""
+        """Run until more has gathered than is allowed, then raise ResourceExhausted."""
         await self._overflown.wait()
         raise ResourceExhausted(
             f"the peer does not read: at most {self._most_tokens} tokens in {MOST_EVENTS} events may wait for it"
@@ -57,7 +57,7 @@ class Outbox(Generic[Event]):
                 yield self._take_frame()
 
     def _take_frame(self) -> list[Event]:
-        """Take so many of the oldest events that their tokens fit into a message, at least one."""
+        """Take the oldest events, as many as fit into a message by their tokens, and at least one."""
         if self._tokens <= FRAME_TOKENS:
             frame, self._events, self._tokens = self._events, [], 0
             return frame

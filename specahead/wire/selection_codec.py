@@ -1,4 +1,4 @@
-"""Bytes of an announced block selection, in a form that a GPU can make and apply as well.
+"""The bytes of an announced block selection, in a form that a GPU can make and apply, too.
 
     36 bytes  header, little-endian: version, 1 if there is a reference (else 0), heads, blocks, uint32 each; the
               reference's epoch, uint64, and round, uint32; checksum of the selection's words, uint64 (see _checksum)
@@ -6,7 +6,7 @@
     bytes     the bytes of the difference that are not zero, in their order
 
 The difference is BlockSelection.words XOR the words of the reference: an earlier selection of the same heads that both
-sides hold, cut or filled with zeros to as many blocks. Without a reference it is the words themselves.
+sides hold, cut or filled with zeros to the same number of blocks. Without a reference it is the words themselves.
 """
 
 import struct
@@ -43,17 +43,17 @@ def encode_selection(selection: BlockSelection, reference: NamedSelection | None
 
 
 def with_header(body: bytes, checksum: int, heads: int, blocks: int, reference: Reference | None) -> bytes:
-    """Return the bytes of a selection of which all but the header is there, coded against the one named `reference`."""
+    """Return the bytes of a selection from those after its header. reference: the selection they are coded against."""
     return _HEADER.pack(VERSION, reference is not None, heads, blocks, *(reference or (0, 0)), checksum) + body
 
 
 def decode_selection(
     data: bytes, references: Mapping[Reference, BlockSelection], heads: int, blocks: int
 ) -> BlockSelection:
-    """Return the selection of so many heads and blocks that bytes stand for, made against one of `references`.
+    """Return the selection in these bytes, which must have `heads` heads and `blocks` blocks.
 
-    Raises UnknownReference for a reference that is not among them, and InvalidArgument for all else that is wrong.
-    Sizes are checked before anything is allocated.
+    references: selections that the bytes may be coded against. Raises UnknownReference for another one, and
+    InvalidArgument for anything else that is wrong. Sizes are checked before anything is allocated.
     """
     if len(data) < _HEADER.size:
         raise InvalidArgument(f"announcement: {len(data)} bytes, a header has {_HEADER.size}")
@@ -76,12 +76,12 @@ def decode_selection(
 
 def _read_difference(body: np.ndarray, heads: int, width: int) -> np.ndarray:
     """Return the difference, uint64 [heads, width]. Raises InvalidArgument for bytes of another length."""
-    size = heads * width  # bytes of the bitmap, of which each bit stands for a byte of these words
+    size = heads * width  # bytes of the bitmap; each of its bits stands for a byte of these words
     flags, values = body[:size], body[size:]
     (differing,) = np.unpackbits(flags, bitorder="little").view(bool).nonzero()
     if len(flags) < size or len(values) != len(differing):
         raise InvalidArgument(
-            f"announcement: {len(body)} bytes behind the header, its bitmap asks for {size + len(differing)}"
+            f"announcement: {len(body)} bytes after the header, its bitmap asks for {size + len(differing)}"
         )
     difference = np.zeros((heads, width), dtype="<u8")
     difference.view(np.uint8).ravel()[differing] = values
@@ -89,18 +89,18 @@ def _read_difference(body: np.ndarray, heads: int, width: int) -> np.ndarray:
 
 
 def _words_of(held: BlockSelection, heads: int, blocks: int) -> np.ndarray:
-    """Return the words of a reference in a context of so many blocks. Raises InvalidArgument for other heads."""
+    """Return the words of a reference in a context of `blocks` blocks; raise InvalidArgument for other heads."""
     if held.num_heads != heads:
         raise InvalidArgument(f"announcement: a reference of {held.num_heads} heads, not {heads}")
     return held.resized(blocks).words
 
 
 def _checksum(words: np.ndarray) -> int:
-    """A multilinear hash modulo 2^64, which a GPU can sum in any order: in a third of the time of CRC-32."""
+    """Return a multilinear hash modulo 2^64. A GPU can sum it in any order, and it takes a third of CRC-32's time."""
     return int(np.dot(words.ravel(), _weights(words.size)))
 
 
 @lru_cache(maxsize=8)
 def _weights(count: int) -> np.ndarray:
-    """Odd, so that no change of a single word goes unseen."""
+    """Return odd weights, so that every change of a single word changes the hash."""
     return (np.arange(count, dtype="<u8") * np.uint64(_WEIGHT)) | np.uint64(1)

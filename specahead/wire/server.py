@@ -1,4 +1,4 @@
-"""Starting a gRPC server the way every process of specahead does: health, reflection, errors as statuses."""
+"""Starts the gRPC server of any process of specahead: with health, reflection, and errors as statuses."""
 
 import asyncio
 import contextlib
@@ -54,14 +54,13 @@ async def start_server(
     guard: Guard = OPEN,
     most_bytes: int = MOST_BYTES,
 ) -> RunningServer:
-    """Listen on host:port (0: any free one) for those whom `guard` lets in.
+    """Listen on host:port (port 0: any free one) for callers that `guard` admits.
 
-    services: (add_…_to_server, servicer, full name) each. most_bytes: of a message that is received; longer ones are
-    refused with RESOURCE_EXHAUSTED before they are parsed.
-
-    Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
+    services: (add_…_to_server, servicer, full name) each.
+    most_bytes: of a received message; longer ones are refused with RESOURCE_EXHAUSTED before they are parsed.
+    Health says NOT_SERVING until set_serving(True). Raises OSError naming the address if it cannot be bound.
     """
-    # The event loop and the model's thread take turns; a turn of the default 5 ms would hold up a round that long.
+    # The event loop and the model's thread take turns. A turn of 5 ms, the default, would delay a round by as much.
     sys.setswitchinterval(_SWITCH_SECONDS)
     options = dict(OPTIONS) | {"grpc.max_receive_message_length": most_bytes}  # of two of a name gRPC takes the first
     authorizing = [RequireBearer(guard)] if guard.authorize else []
@@ -87,7 +86,7 @@ async def start_server(
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise OSError naming the address if nothing can listen on it now. Asked first, since models take long to load."""
+    """Raise OSError naming the address if nothing can listen on it now; checked before a model is loaded."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, _, _, address = found[0]

@@ -1,11 +1,11 @@
-"""A session's name on a target: its client's name for it, and what makes it differ from all others."""
+"""A session's name on a target: its client's name for it, and a suffix that makes it unique."""
 
 
 def name_on_target(session: str, origin: str, number: int) -> str:
-    """Return the name of a session of a client where an orchestrator opens it. origin: the orchestrator's own."""
+    """Return the name under which an orchestrator opens a client's session. origin: the orchestrator's own name."""
     return f"{session}@{origin}.{number}"
 
 
 def name_of_client(name: str) -> str:
-    """Return what the client calls the session that a target knows by this name; a name without more stays."""
+    """Return the client's name of a session from its name on a target; a name without suffix stays as it is."""
     return name.rpartition("@")[0] or name

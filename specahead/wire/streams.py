@@ -1,8 +1,8 @@
-"""A stream between two services, at either end: what is received, what is sent, and how a peer that hangs shows.
+"""A stream between two services, at either end: it receives, sends, and notices a peer that hangs.
 
-Both ends say Beat every second, from their event loops. A process that is stopped, or whose event loop is blocked, says
-nothing, although its machine still answers for its connections. A model step that hangs blocks no event loop: its own
-process ends it (specahead/engine/steps/step_loop.py).
+Both ends send Beat every second from their event loops. A process that is stopped, or whose event loop is blocked,
+sends nothing, although its machine still answers for its connections. A model step that hangs blocks no event loop: its
+own process ends it (engine/steps/step_loop.py).
 """
 
 import asyncio
@@ -26,9 +26,9 @@ async def exchange(
     write: Callable[[list[Any]], Awaitable[None]],
     peer: str,
 ) -> None:
-    """Hand a peer's frames to `receive` and what is put into the outbox to `write`, until the peer ends its stream.
+    """Pass a peer's frames to `receive` and the outbox's events to `write`, until the peer ends its stream.
 
-    Raises what these raise, Unavailable that names the peer if it hangs, ResourceExhausted if it does not read.
+    Raises what these raise, Unavailable naming the peer if it hangs, and ResourceExhausted if it does not read.
     """
     listener = Listener(peer)
 
@@ -46,7 +46,7 @@ async def exchange(
     try:
         await run_together(read(), sent, beats, listener.until_silent(), outbox.until_overflown())
     finally:
-        # gRPC can end no call properly in the middle of a write: it gets a second to end.
+        # gRPC cannot end a call properly in the middle of a write, which gets a second to finish.
         outbox.close()
         await asyncio.wait([sender], timeout=1.0)
         sender.cancel()
@@ -54,18 +54,18 @@ async def exchange(
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
-    """Wait for a task, and raise what it raises; it is not cancelled with the waiting."""
+    """Wait for a task and raise what it raises; cancelling the wait does not cancel the task."""
     await asyncio.shield(task)
 
 
 async def read_frames(call: grpc.aio.StreamStreamCall) -> AsyncIterator[Any]:
-    """Yield what comes on a call. By read(), since gRPC forbids mixing it with iteration on one call."""
+    """Yield the frames of a call, by read(): gRPC forbids mixing it with iteration on one call."""
     while (frame := await call.read()) is not grpc.aio.EOF:
         yield frame
 
 
 async def run_together(*work: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines side by side until one of them ends, then cancel the others; raises what the first one raised."""
+    """Run coroutines side by side until one ends, then cancel the others; raise what the first one raised."""
     tasks = [asyncio.create_task(item) for item in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -86,9 +86,9 @@ async def send_beats(put: Callable[[Beat], None]) -> None:
 
 
 class Listener:
-    """Knows how long ago a peer was heard. Counts its own seconds, so that a pause of this process is not the peer's.
+    """Knows how long ago a peer was heard, counted in its own beats: a pause of this process is no silence of the peer.
 
-    peer: what the error calls it.
+    peer: its name in the error.
     """
 
     def __init__(self, peer: str) -> None:
@@ -96,11 +96,11 @@ class Listener:
         self._missed = 0
 
     def heard(self) -> None:
-        """Note that something has come from the peer."""
+        """Note that the peer has sent something."""
         self._missed = 0
 
     async def until_silent(self) -> None:
-        """Run until the peer has said nothing for PATIENCE beats, then raise Unavailable."""
+        """Run until the peer has sent nothing for PATIENCE beats, then raise Unavailable."""
         while self._missed < PATIENCE:
             await asyncio.sleep(BEAT_SECONDS)
             self._missed += 1

@@ -1,6 +1,6 @@
-"""Certificates: read, and tried before a port opens, so that a bad one is named at the start and not by each peer.
+"""Certificates. They are tried before a port opens, so that a bad one is named at the start and not by each peer.
 
-Whoever listens looks at each handshake whether their files have changed, so that new ones count without a restart.
+A server checks at each handshake whether their files have changed, so that new ones count without a restart.
 """
 
 import logging
@@ -19,24 +19,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tls:
-    """What a process shows to its peers, and whom it trusts; PEM. ca None: the public authorities.
-
-    files: where certificate, key and authorities come from, "" for none. versions: of these, before they were read.
-    """
+    """The certificate that a process shows to its peers, and the authorities that it trusts, as PEM."""
 
     cert: bytes | None = None
     key: bytes | None = field(default=None, repr=False)
     ca: bytes | None = None
+    """None: the public authorities."""
     files: tuple[str, ...] = ()
+    """The files of certificate, key and authorities; "" for none."""
     versions: tuple[Version | None, ...] = field(default=(), repr=False)
+    """Of these files, before they were read."""
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of one who dials now: the peer's certificate must fit, and our own is shown if there is one."""
+        """Return a client's credentials: it checks the peer's certificate, and shows its own if it has one."""
         tls = Renewal(self).take() or self
         return grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of one who listens: with `ca` each client must show a certificate that it signed."""
+        """Return a server's credentials: with `ca` each client must show a certificate that it signed."""
         renewal = Renewal(self)
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -49,7 +49,7 @@ class Tls:
         return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca)
 
     def server_context(self) -> ssl.SSLContext:
-        """The same for who listens by asyncio, and asks no client for a certificate."""
+        """Return the context of a server on asyncio, which asks no client for a certificate."""
         renewal, newest = Renewal(self), _server_context(*self.files[:2])
 
         def choose(connection: Any, *_: object) -> None:
@@ -70,8 +70,10 @@ class Renewal:
         self._files, self._seen = tls.files, tls.versions
 
     def take(self) -> Tls | None:
-        """Return the certificates if they have changed since the last call, None if not or if they cannot be used: the
-        log tells of that, and those from before still count."""
+        """Return the certificates if they have changed since the last call; else None.
+
+        None, too, if the new ones cannot be used: the log says so, and the old ones still count.
+        """
         versions = tuple(map(version_of, self._files))
         if versions == self._seen:
             return None

@@ -1,8 +1,8 @@
 """OpenTelemetry in a process, and how a trace goes on in the next one.
 
-What is sampled is decided once, where a request comes in. A request that is sampled carries a W3C traceparent to the
-target and from there to the draft; one that is not carries an empty text, and then no service makes a span. Where spans
-go is told by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT). Without traces it is not even imported.
+Whether a request is sampled is decided once, where it comes in. A sampled request carries a W3C traceparent to the
+target and from there to the draft; other requests carry an empty text, and no service makes a span for them. Spans go
+where OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT). Without traces it is not imported.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ NANO = 1_000_000_000
 
 @contextlib.contextmanager
 def open_tracer(process: str, share: float, exporter: "SpanExporter | None" = None) -> "Iterator[Tracer]":
-    """Yield a tracer that samples this share of what has no parent, and all whose parent is sampled; ended at the end.
+    """Yield a tracer that samples this share of spans without a parent, and all whose parent is sampled.
 
-    process: what the collector calls this process. exporter: where spans go if not to an OTLP collector. Raises
+    process: the name of this process at the collector. exporter: where spans go; None: to an OTLP collector. Raises
     SettingsError if OpenTelemetry is not installed.
     """
     try:
@@ -48,7 +48,7 @@ def open_tracer(process: str, share: float, exporter: "SpanExporter | None" = No
 
 
 class Spans:
-    """Makes the spans of a service. tracer: None where the service was not told to trace."""
+    """Makes the spans of a service; none if it has no tracer."""
 
     def __init__(self, tracer: "Tracer | None" = None) -> None:
         self._tracer = tracer
@@ -56,7 +56,7 @@ class Spans:
     def add(
         self, traceparent: str, name: str, seconds: float, ended: float = 0.0, **attributes: float | str | bool
     ) -> None:
-        """Add a span of so many seconds that ended `ended` seconds ago to the trace that a session carries, if any."""
+        """Add a span of `seconds` that ended `ended` seconds ago to the trace of a session, if it has one."""
         if not traceparent or self._tracer is None:
             return
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -73,7 +73,7 @@ NO_SPANS = Spans()
 
 @contextlib.contextmanager
 def service_spans(process: str, traces: bool, exporter: "SpanExporter | None" = None) -> Iterator[Spans]:
-    """Yield what makes a service's spans while the context lasts; it makes none unless `traces`."""
+    """Yield the maker of a service's spans while the context lasts; unless `traces` it makes none."""
     if not traces:
         yield NO_SPANS
         return
@@ -82,7 +82,7 @@ def service_spans(process: str, traces: bool, exporter: "SpanExporter | None" = 
 
 
 def traceparent_of(span: "Span") -> str:
-    """Return how a span is named to other processes; "" if it is not sampled."""
+    """Return the name of a span for other processes; "" if it is not sampled."""
     from opentelemetry.trace import set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

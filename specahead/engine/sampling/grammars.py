@@ -1,7 +1,7 @@
-"""Grammars that a session's text must follow: which tokens may come next. Knows no requests.
+"""Grammars that a session's text must follow, by llguidance. Knows no requests.
 
-The work is llguidance's. A grammar travels as its source, the JSON that llguidance takes; where it is needed it is
-compiled for the model's tokenizer, in a thread, and then asked for the tokens that may follow those so far.
+A grammar is sent as its source, the JSON that llguidance takes. Each service compiles it for the model's tokenizer, in
+a thread, and then asks it which tokens may come next.
 """
 
 from collections import OrderedDict
@@ -18,19 +18,18 @@ from torch import Tensor
 
 from specahead.engine.sampling.logit_rules import Followed
 
-KEPT_GRAMMARS = 64  # that were compiled last; sessions copy them
+KEPT_GRAMMARS = 64  # compiled grammars, the last ones used; sessions copy them
 WORD = 32  # tokens of a word of a mask
 # A mask that would take a step longer than some 15 ms, or a session much memory, ends its session.
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
 class GrammarState:
-    """Where a session stands in its grammar, of this source, as a rule of its logits (engine.logit_rules.LogitRule).
+    """The state of a session in its grammar, as a rule of its logits (engine.sampling.logit_rules.LogitRule).
 
-    It follows the committed tokens behind the first `prompt_tokens`; proposed ones are taken back before a call
-    returns. Behind a token that ends the text everything is allowed, because nothing there is looked at. ready:
-    whether the grammar is compiled, or failed to compile. error: why there is no going on with it, empty as long as
-    there is.
+    It follows the committed tokens after the first `prompt_tokens`; proposed ones are taken back before a call returns.
+    After a token that ends the text everything is allowed, since nothing there is read. `ready` says that the grammar
+    is compiled, or failed to compile; `error` why it cannot be followed any more, empty as long as it can.
     """
 
     def __init__(self, source: str, prompt_tokens: int, ends: Sequence[int], vocab_size: int) -> None:
@@ -42,18 +41,18 @@ class GrammarState:
         self._matcher: LLMatcher | None = None
 
     def open(self, compile_grammar: Callable[[], LLMatcher], committed: Sequence[int]) -> None:
-        """Compile the grammar and go on to the end of the committed tokens; `ready` says when that is done."""
+        """Compile the grammar and follow the committed tokens; then `ready` is true."""
         try:
             self._matcher = compile_grammar()
             self.follow(committed)
-        except BaseException as error:  # the session alone has to do with it; what Rust panics with is no Exception
+        except BaseException as error:  # only this session ends; Rust panics with no Exception
             self.error = f"the grammar does not compile: {error}"
         self.ready = True
 
     def follow(self, committed: Sequence[int], count: int | None = None) -> None:
-        """Go on to the end of the committed tokens, and before that back to where they are those of the last call.
+        """Follow the committed tokens to their end, after going back over those that were taken back.
 
-        count: of the tokens that are committed; None for all.
+        count: how many tokens are committed; None: all.
         """
         end = len(committed) if count is None else count
         gone = self._followed.go_back(committed, end)
@@ -79,10 +78,10 @@ class GrammarState:
         return self._matcher
 
     def masks(self, proposed: Sequence[int]) -> np.ndarray:
-        """Return which tokens may follow the committed ones and the first i proposed ones, int32 [rows, words].
+        """Return which tokens may follow the committed ones and the first i proposed ones, int32 [rows, vocab / 32].
 
-        Each bit is a token, lowest first; words: vocab / 32, rounded up. There is a row for each i from 0 on, up to
-        the first proposed token that is not allowed or ends the text. No token is allowed once there is an error.
+        Each bit is a token, lowest first. There is a row for each i from 0 on, up to the first proposed token that is
+        not allowed or ends the text. No token is allowed once there is an error.
         """
         words = -(-self._vocab_size // WORD)
         if self.error or self._ended:
@@ -105,7 +104,7 @@ class GrammarState:
         return masks[: row + 1]
 
     def mask_behind(self, proposed: Sequence[int]) -> np.ndarray:
-        """Return which tokens may follow the committed ones and all proposed ones, int32 [words]; all if none may."""
+        """Return which tokens may follow the committed and all proposed ones, int32 [vocab / 32]; all if none may."""
         words = -(-self._vocab_size // WORD)
         everything = np.full(words, -1, dtype=np.int32)
         if self.error or self._ended:
@@ -120,15 +119,15 @@ class GrammarState:
         return mask if mask.any() else everything
 
     def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
-        """Change logits in place, as LogitRule says: what the grammar does not allow gets -inf."""
+        """Change logits in place, as LogitRule says: tokens that the grammar does not allow get -inf."""
         self.follow(committed)
         masks = self.masks(proposed)
         allowed = unpack_mask(torch.from_numpy(masks).to(logits.device), logits.shape[1])
         logits[: len(masks)].masked_fill_(~allowed, -torch.inf)
 
     def _consume(self, matcher: LLMatcher, tokens: Sequence[int]) -> int:
-        """Consume tokens up to the first that ends the text or is not allowed; return how many."""
-        # What ends the text is kept from the matcher, which counts it as a token in some states only.
+        """Consume tokens up to the first that ends the text or is not allowed; return how many were consumed."""
+        # The matcher does not get tokens that end the text: it counts them in some states only.
         end = next((i for i, token in enumerate(tokens) if token in self._ends), len(tokens))
         return int(matcher.try_consume_tokens(list(tokens[:end])))
 
@@ -146,8 +145,8 @@ def _reason(matcher: LLMatcher) -> str:
 class Grammars:
     """Compiles grammars for a tokenizer, one after the other in a thread of its own, and keeps the last ones.
 
-    tokenizer: a model's, by transformers. ends: the tokens that end a text; they may come where a grammar is complete.
-    executor: what compiles; None: a thread. on_compiled is called in that thread whenever a session's grammar is ready.
+    tokenizer: a model's, by transformers. ends: the tokens that end a text, which may come where a grammar is complete.
+    executor: runs the compilation; None: a thread. `on_compiled` is called there when a session's grammar is ready.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int], executor: Executor | None = None) -> None:
@@ -159,7 +158,7 @@ class Grammars:
         self._prepared: LLTokenizer | None = None
 
     def start(self, source: str, committed: Sequence[int], prompt_tokens: int) -> GrammarState:
-        """Begin to compile a grammar for a session, and return its state, which stands behind the committed tokens."""
+        """Begin to compile a grammar for a session; return its state, which follows the committed tokens."""
         state = GrammarState(source, prompt_tokens, self._ends, self._vocab_size)
         opening = self._executor.submit(state.open, partial(self._compile, source), list(committed))
         opening.add_done_callback(lambda _: self.on_compiled())

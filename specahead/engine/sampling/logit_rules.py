@@ -1,7 +1,7 @@
-"""What changes a session's logits before its tokens are chosen: penalties, biases, masks. Knows no passes.
+"""Rules that change a session's logits before its tokens are chosen: penalties, biases, masks. Knows no passes.
 
-A session's rules are applied in order to the logits of a round, on the target's side by `engine.ruled_judging`. They
-change the distribution that counts as the target's; which tokens a draft proposes is never of consequence for that.
+The target applies a session's rules in order to the logits of a round (engine.sampling.judging). What they leave counts
+as the target's distribution, whatever a draft proposes.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,25 @@ from specahead.engine.sampling.distributions import Sampling
 
 
 class LogitRule(Protocol):
-    """Changes the logits of one session. It may keep what it has derived from committed tokens, and nothing else.
+    """Changes the logits of one session. Between calls it may keep only what it has derived from committed tokens.
 
-    Proposed tokens may be rejected: a rule that goes through them goes back to the committed ones before it returns.
-    Committed tokens may be taken back as well, where a later pass has yet to confirm them: a rule that keeps what it
+    Proposed tokens may be rejected, so a rule that goes through them must go back to the committed tokens before it
+    returns. Committed tokens may be taken back, too, if a later pass has yet to confirm them: a rule that keeps what it
     has derived from them follows them by `Followed`.
     """
 
     def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
         """Change logits in place, float32 [len(proposed) + 1, vocab].
 
-        Row i is of the token that follows `committed` and the first i proposed tokens. A row behind a proposed token
-        that gets -inf is never looked at, and is left as it is.
+        Row i is for the token that follows `committed` and the first i proposed tokens. Rows after a proposed token
+        that gets -inf are never read, and may stay as they are.
         """
 
 
 class Followed:
-    """How many of a session's committed tokens somebody has followed, and the last of them: by these it is seen that
-    some were taken back meanwhile, and maybe others committed in their place.
+    """How many of a session's committed tokens a rule has followed, and the last of these.
+
+    By the last ones it sees whether tokens were taken back meanwhile, and others perhaps committed in their place.
     """
 
     KEPT = 64  # more than are ever unconfirmed
@@ -41,9 +42,10 @@ class Followed:
         self._last: list[int] = []
 
     def go_back(self, committed: Sequence[int], end: int) -> list[int]:
-        """Return the followed tokens that are none of the first `end` committed ones, and go back to before them.
+        """Go back to before the tokens that were taken back, and return these.
 
-        Raises RuntimeError if more were taken back than are kept.
+        The followed tokens are compared with the first `end` committed ones. Raises RuntimeError if more tokens were
+        taken back than are kept.
         """
         first = self.count - len(self._last)
         stand = list(committed[first : min(self.count, end)])
@@ -59,7 +61,7 @@ class Followed:
         return gone
 
     def go_on(self, committed: Sequence[int], end: int) -> Sequence[int]:
-        """Return the tokens behind those that were followed, up to `end`, which are followed now."""
+        """Follow the committed tokens up to `end`, and return those that are new."""
         new = committed[self.count : end]
         self.count += len(new)
         self._last = [*self._last, *new][-self.KEPT :]
@@ -79,9 +81,9 @@ class Bias:
 
 
 class MinTokens:
-    """Masks the tokens that would end a session of fewer than `length` tokens, its prompt included.
+    """Masks the tokens that end a session, until it has `length` tokens, counting its prompt.
 
-    Where the rules before this one leave nothing else, as a grammar does behind a complete text, they may come.
+    They are allowed where the rules before this one leave no other token, as a grammar does after a complete text.
     """
 
     def __init__(self, stop_token_ids: Sequence[int], length: int) -> None:
@@ -104,9 +106,9 @@ class TokenCounts:
         self._rows = torch.empty(0)
 
     def update(self, committed: Sequence[int], vocab: int, device: torch.device) -> Tensor:
-        """Return the counts of prompt and output, [2, vocab] float32, up to the committed tokens.
+        """Return the counts of the committed tokens in prompt and output, [2, vocab] float32, always the same tensor.
 
-        What is taken back of these is output. The tensor is the same in all calls.
+        Only output is ever taken back.
         """
         if not self._followed.count:
             self._rows = torch.zeros(2, vocab, device=device)
@@ -120,14 +122,14 @@ class TokenCounts:
 
 
 def _count(row: Tensor, tokens: Sequence[int], each: float) -> None:
-    """Add a number to a row for each of these tokens, in place."""
+    """Add `each` to a row for each of these tokens, in place."""
     if tokens:
         at = torch.tensor(tokens, dtype=torch.int64, device=row.device)
         row.index_put_((at,), torch.full(at.shape, each, device=row.device), accumulate=True)
 
 
 class Penalties:
-    """Makes tokens less likely that occur before a position (`penalise`)."""
+    """Makes tokens less likely that occur before their position (`penalise`)."""
 
     def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
         self._penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
@@ -138,7 +140,7 @@ class Penalties:
         in_prompt, in_output = self._counts.update(committed, logits.shape[1], logits.device)
         counts = in_output.repeat(len(logits), 1)
         if proposed:
-            # A proposed token counts from the row behind it on.
+            # A proposed token counts from the row after it on.
             rows, at = torch.tril_indices(len(logits), len(proposed), -1, device=logits.device)
             tokens = torch.tensor(proposed, device=logits.device)[at]
             counts.index_put_((rows, tokens), torch.ones_like(tokens, dtype=counts.dtype), accumulate=True)
@@ -155,10 +157,11 @@ def penalise(
 ) -> Tensor:
     """Return logits with penalties on tokens that occur already, as vLLM and OpenAI define them.
 
-    The repetition penalty divides a positive logit and multiplies any other, of all tokens of prompt and output; then
-    the frequency penalty is subtracted as often as a token occurs in the output, the presence penalty if it does.
+    The repetition penalty divides positive logits and multiplies others, for all tokens of prompt and output. Then the
+    frequency penalty is subtracted once for each time that a token occurs in the output, the presence penalty once.
 
-    logits, in_output: [..., vocab] float32; in_prompt, and penalties that are no numbers: shapes that fit these.
+    logits, in_output: [..., vocab] float32. in_prompt, and penalties that are tensors: of shapes that broadcast to
+    these.
     """
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     penalised = repeated.where((in_output > 0) | (in_prompt > 0), logits)
@@ -166,7 +169,7 @@ def penalise(
 
 
 def rules_of(sampling: Sampling, prompt_tokens: int, stop_token_ids: Sequence[int]) -> tuple[LogitRule, ...]:
-    """Return the rules that a session's sampling asks for, in the order in which they apply; mostly none."""
+    """Return the rules that a session's sampling asks for, in the order in which they apply; most ask for none."""
     rules: list[LogitRule] = []
     if sampling.logit_bias:
         rules.append(Bias(sampling.logit_bias))

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, as clients ask for them: of the model's own distribution, before anything changes it."""
+"""Log probabilities of tokens, as clients ask for them: by the model's own distribution, before rules change it."""
 
 from dataclasses import dataclass, field
 
@@ -15,14 +15,14 @@ class TokenLogprobs:
     top_logprobs: list[float] = field(default_factory=list)
 
     def first(self, count: int) -> "TokenLogprobs":
-        """Return the same with at most so many of the likeliest tokens."""
+        """Return the same with at most `count` of the likeliest tokens."""
         return TokenLogprobs(self.logprob, self.top_ids[:count], self.top_logprobs[:count])
 
 
 def token_logprobs(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogprobs]:
-    """Return the log probabilities of the tokens that follow, and of the `top` likeliest ones at each position.
+    """Return the log probabilities of tokens, and of the `top` likeliest ones at the position of each.
 
-    logits: [len(tokens), vocab], of any floating dtype; row i is of tokens[i].
+    logits: [len(tokens), vocab], of any floating dtype; row i is for tokens[i].
     """
     logits = logits.float()
     total = logits.logsumexp(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Which token comes next, of rows that are drafted: launches only."""
+"""Draws the next token of drafted rows; launches only."""
 
 from torch import Tensor
 
@@ -9,14 +9,15 @@ from specahead.kernels.rejection import race
 def draw_tokens(
     logits: Tensor, best: Tensor, temperature: Tensor, top_p: Tensor, least: Tensor, uniforms: Tensor, support: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a token of each row, from its likeliest ones, by a race (kernels.rejection.race): a target that draws by the
-    same numbers mostly draws the same.
+    """Draw a token for each row from its `support` likeliest ones, by a race (kernels.rejection.race).
 
-    logits: [rows, vocab]. best: [rows] int64, the likeliest token, which is taken where the temperature is 0.
-    temperature, top_p: [rows] float32; uniforms: [rows] float64. least: [rows or 1, n or 1] float32, the share of the
-    likeliest token's probability that the others, in falling order, need to be drawn. support: n, of how many tokens
-    one is drawn; the vocabulary may be smaller.
-    Returns tokens [rows] int64, and what they were drawn from: ids int64 and probabilities float32, [rows, n] each.
+    A target that draws by the same uniforms mostly draws the same token.
+    logits: [rows, vocab].
+    best: [rows] int64, the likeliest token, which is taken where the temperature is 0.
+    temperature, top_p: [rows] float32; uniforms: [rows] float64.
+    least: [rows or 1, n or 1] float32, the share of the likeliest token's probability that each of the n tokens, in
+        falling order, must have to be drawn. n is `support`, or the vocabulary if that is smaller.
+    Returns tokens [rows] int64, and the distributions: ids int64 and probabilities float32, [rows, n] each.
     """
     greedy = temperature == 0
     heat = temperature.where(~greedy, 1.0)[:, None]
