@@ -1,130 +1,85 @@
 """The answer to a chat, whole or in pieces."""
 
-import time
-from dataclasses import dataclass, field, replace
+from typing import Any
 
-from orchestrator.api.answers import Answer, Event, Totals, choice, mark
+from orchestrator.api.answers import ChoicesAnswer, Event, joined, mark
 from orchestrator.api.logprobs import Decode, chat_logprobs, naming
 from orchestrator.requests.chat_request import ChatRequest
 from orchestrator.sessions.generation import Chunk
-from orchestrator.text.json_calls import CalledTool, Delta
+from orchestrator.text.json_calls import Delta
 from orchestrator.text.replies import ReplyParser
 
 
-@dataclass
-class _Message:
-    """A chat's choice in the making. logprobs: None if they are not asked for."""
+class ChatAnswer(ChoicesAnswer):
+    """The answer to a chat."""
 
-    parser: ReplyParser
-    content: str = ""
-    reasoning: str = ""
-    calls: list[CalledTool] = field(default_factory=list)
-    reason: str | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: Event | None = None
-
-
-class ChatAnswer(Answer):
-    """The answer to a chat. prompt: its tokens. parsers: of each choice's text. decode: gives the text of tokens."""
+    whole_object, piece_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self, name: str, model: str, request: ChatRequest, prompt: list[int], parsers: list[ReplyParser], decode: Decode
     ) -> None:
-        super().__init__(Totals(len(parsers)))
-        self._request, self._decode = request, naming(request, decode)
-        self._head = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": model}
+        """prompt: its tokens. parsers: of each choice's text. decode: gives the text of tokens."""
+        super().__init__(f"chatcmpl-{name}", model, request, len(parsers))
+        self._decode, self._parsers = naming(request, decode), parsers
         self._prompt = {"prompt_token_ids": prompt} if request.return_token_ids else {}
-        self._messages = [_Message(parser) for parser in parsers]
+        self._calls = [0] * len(parsers)  # of each choice so far
 
     def opening(self) -> list[Event]:
-        """Return what a stream begins with."""
+        """Return the first events of a stream."""
         delta = {"role": "assistant", "content": ""}
-        pieces = [self._piece(choice(i, {"delta": delta}, None)) for i in range(len(self._messages))]
+        pieces = [self._piece(i, {"delta": delta}) for i in range(len(self._parsers))]
         return [pieces[0] | self._prompt, *pieces[1:]]
 
     def add(self, chunk: Chunk) -> list[Event]:
-        """Take a chunk in, and return what a stream says of it."""
+        """Add a chunk, and return its events."""
         self._totals.add(chunk)
-        message, reason = self._messages[chunk.choice], chunk.reason
-        message.tokens += chunk.tokens
-        deltas = message.parser.feed(chunk.text, reason is not None, reason == "length")
-        parts = [part for delta in deltas if (part := self._take(message, delta))]
-        # What is told of tokens stands in the first piece, whatever part of the text each token is of.
-        told, ids = self._tell_logprobs(message, chunk), self._token_ids(chunk.tokens)
-        if (told is not None or ids) and not parts:
+        choice, reason = chunk.choice, chunk.reason
+        deltas = self._parsers[choice].feed(chunk.text, reason is not None, reason == "length")
+        parts = [part for delta in deltas if (part := self._part(choice, delta))]
+        # The fields of tokens stand in the first piece, whatever part of the text each token has.
+        logprobs, ids = self._logprobs(chunk), self._token_ids(chunk.tokens)
+        if (logprobs is not None or ids) and not parts:
             parts = [{"content": ""}]
-        said = []
+        events = []
         for part in parts:
-            said.append(self._piece(choice(chunk.choice, {"delta": part} | mark(chunk) | ids, None, told)))
-            told, ids = None, {}
+            events.append(self._piece(choice, {"delta": part} | mark(chunk) | ids, logprobs=logprobs))
+            logprobs, ids = None, {}
         if reason is None:
-            return said
-        message.reason = "tool_calls" if message.calls and reason == "stop" else reason
-        return [*said, self._piece(choice(chunk.choice, {"delta": {}}, message.reason))]
+            return events
+        reason = "tool_calls" if self._calls[choice] and reason == "stop" else reason
+        return [*events, self._piece(choice, {"delta": {}}, reason)]
 
-    def _token_ids(self, tokens: list[int]) -> Event:
-        """Return what is said of a choice's tokens, nothing unless it is asked for."""
-        return {"token_ids": tokens} if self._request.return_token_ids else {}
+    def _logprobs(self, chunk: Chunk) -> Event | None:
+        """Return the log probabilities of a chunk's tokens, None if there are none or nobody asked."""
+        entries = chat_logprobs(chunk, self._decode) if self._request.logprobs else []
+        return {"content": entries, "refusal": None} if entries else None
 
-    def _tell_logprobs(self, message: _Message, chunk: Chunk) -> Event | None:
-        """Return what is said of a chunk's log probabilities, and add it to the message's."""
-        if not self._request.logprobs:
-            return None
-        told = chat_logprobs(chunk, self._decode)
-        message.logprobs = {"content": [*(message.logprobs or {"content": []})["content"], *told], "refusal": None}
-        return {"content": told, "refusal": None} if told else None
-
-    def _take(self, message: _Message, delta: Delta) -> Event:
-        """Add a delta to a message, and return it as a stream tells it; empty if it is left out."""
-        if delta.call is not None:
-            message.calls.append(delta.call)
-        elif delta.arguments:
-            last = message.calls[-1]
-            message.calls[-1] = replace(last, arguments=last.arguments + delta.arguments)
-        else:
-            message.content += delta.content
-            message.reasoning += delta.reasoning
-            return {"content": delta.content} if delta.content else {"reasoning_content": delta.reasoning}
-        if self._one_call and len(message.calls) > 1:
+    def _part(self, choice: int, delta: Delta) -> Event:
+        """Return a delta in OpenAI's form; empty for calls after the first if the request wants one alone."""
+        if delta.content:
+            return {"content": delta.content}
+        if delta.reasoning:
+            return {"reasoning_content": delta.reasoning}
+        self._calls[choice] += delta.call is not None
+        if self._request.parallel_tool_calls is False and self._calls[choice] > 1:
             return {}
-        told = _call(delta.call) if delta.call else {"function": {"arguments": delta.arguments}}
-        return {"tool_calls": [{"index": len(message.calls) - 1} | told]}
+        part: Event = {"function": {"arguments": delta.arguments}}
+        if (call := delta.call) is not None:
+            function = {"name": call.name, "arguments": call.arguments}
+            part = {"id": call.id, "type": "function", "function": function}
+        return {"tool_calls": [{"index": self._calls[choice] - 1} | part]}
 
-    def closing(self) -> list[Event]:
-        """Return what a stream says when all choices have ended."""
-        if not self._request.wants_usage:
-            return []
-        last = self._head | {"object": "chat.completion.chunk", "choices": [], "usage": self._totals.usage()}
-        return [last | self._totals.speculation()]
+    def _whole_choice(self, joined_pieces: Event) -> Event:
+        """Return a choice of the whole answer; its content is null beside calls if there is none."""
+        delta, calls = joined_pieces.pop("delta"), dict[int, list[Event]]()
+        for part in delta.pop("tool_calls", []):
+            calls.setdefault(part.pop("index"), []).append(part)
+        message: dict[str, Any] = delta | {"content": delta["content"] or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = [joined(parts) for parts in calls.values()]
+        joined_pieces.pop("accepted", None)
+        return joined_pieces | {"message": message}
 
     def whole(self) -> Event:
-        """Return the answer in one piece."""
-        calls = 1 if self._one_call else None
-        choices = [
-            choice(i, {"message": _message(m, calls)} | self._token_ids(m.tokens), m.reason, m.logprobs)
-            for i, m in enumerate(self._messages)
-        ]
-        body = self._head | {"object": "chat.completion", "choices": choices, "usage": self._totals.usage()}
-        return body | self._prompt | self._totals.speculation()
-
-    @property
-    def _one_call(self) -> bool:
-        """Whether calls after the first are left out."""
-        return self._request.parallel_tool_calls is False
-
-    def _piece(self, choice: Event) -> Event:
-        return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
-
-
-def _message(message: _Message, most_calls: int | None) -> Event:
-    """Return a choice's message; content is null beside calls if there is none."""
-    body: Event = {"role": "assistant", "content": message.content if message.content or not message.calls else None}
-    if message.reasoning:
-        body["reasoning_content"] = message.reasoning
-    if message.calls:
-        body["tool_calls"] = [_call(call) for call in message.calls[:most_calls]]
-    return body
-
-
-def _call(call: CalledTool) -> Event:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        """Return the answer in one piece, after `opening` and all chunks."""
+        return super().whole() | self._prompt

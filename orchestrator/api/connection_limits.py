@@ -1,44 +1,41 @@
-"""Limits on HTTP connections: how many there are, in all and of an address, how long a request takes to come, and how
-long its head is. Where there are too many, those give way on which nothing happens.
+"""Limits on HTTP connections that uvicorn does not have: how many there are in all and from one address, how long a
+request takes to arrive, and how long its head is. At a limit, connections on which nothing happens are closed.
 """
 
 import asyncio
 import logging
 import resource
-import time
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from orchestrator.requests.proxies import Proxies
-
-log = logging.getLogger(__name__)
+from orchestrator.requests.access import Proxies
+from specahead.config.logs import FrequentWarnings
 
 OTHER_FILES = 256  # that the process may want to open beside connections
-LOG_SECONDS = 60.0
 MOST_HEAD = 64 << 10  # bytes of a request's line and headers
 
 
-@dataclass
 class Connections:
-    """The connections that are open. An address may have half of `most`; a request must come within receive_seconds.
+    """The connections that are open.
 
-    A new connection beyond that takes the place of one of its address (where there are `most`: of the address that has
-    the most) on which no request runs, or whose client does not read its answer; of these the one for which this has
-    lasted longest. Only where there is none is the new one closed. proxies: they may have all of `most`, since many
-    clients have their address.
+    A new connection beyond the limits takes the place of the one that has waited longest among those without a request
+    or, if there is none, among those whose client does not read its answer: of the same address, or of the address
+    with the most connections. If there is no such connection either, the new one is closed.
     """
 
-    most: int
-    receive_seconds: float = 30.0
-    proxies: Proxies = field(default_factory=Proxies)
-    by_address: Counter[str] = field(default_factory=Counter)
-    idle: dict[asyncio.Transport, str] = field(default_factory=dict)  # their addresses, as of the next
-    unread: dict[asyncio.Transport, str] = field(default_factory=dict)
-    _last_logged: float = -LOG_SECONDS
-    _refused: int = 0
+    def __init__(self, most: int, receive_seconds: float = 30.0, proxies: Proxies | None = None) -> None:
+        """most: connections in all; one address may have half of them, and a trusted proxy all.
+
+        receive_seconds: in which a request must arrive.
+        """
+        self.most, self.receive_seconds = most, receive_seconds
+        self.by_address: Counter[str] = Counter()
+        self.idle: dict[asyncio.Transport, str] = {}  # without a request, by address
+        self.unread: dict[asyncio.Transport, str] = {}  # whose client does not read
+        self._proxies = proxies or Proxies()
+        self._warnings = FrequentWarnings(logging.getLogger(__name__))
 
     @staticmethod
     def within_open_files(most: int, proxies: Proxies) -> "Connections":
@@ -47,34 +44,26 @@ class Connections:
         return Connections(allowed, proxies=proxies)
 
     def take(self, address: str) -> bool:
-        """Count a connection; False if it is one too many. The log has one line a minute of those that are closed."""
-        too_many = address not in self.proxies and self.by_address[address] >= -(-self.most // 2)
-        if not too_many and self.by_address.total() < self.most:
-            self.by_address[address] += 1
-            return True
-        self._refused += 1
-        self._log_closed(address)
-        if not self._close_one(address if too_many else max(self.by_address, key=self.by_address.__getitem__)):
-            return False
+        """Count a new connection; return False if it has to be closed."""
+        too_many = address not in self._proxies and self.by_address[address] >= -(-self.most // 2)
+        if too_many or self.by_address.total() >= self.most:
+            fields = {"open": self.by_address.total(), "address": address, "from_address": self.by_address[address]}
+            self._warnings.warn("too many HTTP connections are open; one is closed", "", fields)
+            if not self._close_one(address if too_many else max(self.by_address, key=self.by_address.__getitem__)):
+                return False
         self.by_address[address] += 1
         return True
 
     def _close_one(self, address: str) -> bool:
-        """Close a connection of an address that nobody misses; False if there is none."""
+        """Close a waiting connection of an address; return False if there is none."""
         for transports in (self.idle, self.unread):
             found = next((transport for transport, at in transports.items() if at == address), None)
             if found is not None:
                 del transports[found]
-                # What is in our buffer may never be read, and until then it would not be closed.
+                # A close would wait until the client has read what is in our buffer.
                 found.abort() if found.get_write_buffer_size() else found.close()
                 return True
         return False
-
-    def _log_closed(self, address: str) -> None:
-        if time.monotonic() - self._last_logged >= LOG_SECONDS:
-            many = f"{self.by_address.total()} HTTP connections are open, {self.by_address[address]} from {address}"
-            log.warning("%s: %d were closed since the last such message", many, self._refused)
-            self._last_logged, self._refused = time.monotonic(), 0
 
     def give_back(self, transport: asyncio.Transport, address: str) -> None:
         """Count a connection that is closed."""
@@ -86,17 +75,18 @@ class Connections:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's connection, closed at once if it is one too many, and later if its request does not come.
+    """uvicorn's connection within the limits of `Connections`.
 
-    It is closed as well where more than MOST_HEAD bytes come that are no body, which the parser would gather.
+    It is closed when a request takes too long to arrive, and after more than MOST_HEAD bytes that belong to no body,
+    which the parser would gather.
     """
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
         self._counted = connections
         self._address = ""
-        self._patience: asyncio.TimerHandle | None = None
-        self._is_here = False  # whether all of the latest request is
+        self._deadline: asyncio.TimerHandle | None = None
+        self._has_arrived = False  # all of the latest request
         self._head = 0  # bytes since the last one of a body or of a request
 
     def connection_made(self, transport: Any) -> None:
@@ -107,26 +97,26 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._address = address
         self._counted.idle[transport] = address
-        self._expect()
+        self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stop_expecting()
+        self._stop_deadline()
         if self._address:
             self._counted.give_back(self.transport, self._address)
 
     def data_received(self, data: bytes) -> None:
-        self._expect()
+        self._start_deadline()
         self._head += len(data)
         super().data_received(data)
         if self._head > MOST_HEAD:
             self.transport.abort()
-        if self._is_here:
-            self._stop_expecting()
+        if self._has_arrived:
+            self._stop_deadline()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_here = False
+        self._has_arrived = False
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -134,7 +124,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_here, self._head = True, 0
+        self._has_arrived, self._head = True, 0
         self._counted.idle.pop(self.transport, None)
 
     def on_response_complete(self) -> None:
@@ -150,11 +140,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
         self._counted.unread.pop(self.transport, None)
 
-    def _expect(self) -> None:
-        if self._patience is None:
-            self._patience = self.loop.call_later(self._counted.receive_seconds, self.transport.abort)
+    def _start_deadline(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self._counted.receive_seconds, self.transport.abort)
 
-    def _stop_expecting(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

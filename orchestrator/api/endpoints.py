@@ -13,6 +13,7 @@ from orchestrator.api.connection_limits import Connections
 from orchestrator.api.dashboard.feed import Feed
 from orchestrator.api.grpc_gateway import InferenceServicer
 from orchestrator.api.http_gateway import make_app, serve_http
+from orchestrator.api.http_requests import guard_http, hosts_of, open_paths
 from orchestrator.cluster.autoscaling import Autoscaler
 from orchestrator.cluster.connecting import wait_until_connected
 from orchestrator.cluster.directory import side_of
@@ -20,7 +21,7 @@ from orchestrator.cluster.placement import Directories, Look, addresses_in, keep
 from orchestrator.cluster.scaling import Scaler, scaling_of
 from orchestrator.cluster.service_status import Asks, AskStatus, Lines, keep_told, read_statuses
 from orchestrator.cluster.supervision import supervise
-from orchestrator.requests.access import Access, guard_http, hosts_of, open_paths
+from orchestrator.requests.access import Access
 from orchestrator.requests.keys import watch_keys
 from orchestrator.requests.records import Limits, default_sampling, max_message
 from orchestrator.sessions.generation import Frontend

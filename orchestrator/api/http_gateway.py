@@ -24,7 +24,7 @@ from orchestrator.api.completion_answer import CompletionAnswer
 from orchestrator.api.connection_limits import Connections, LimitedProtocol
 from orchestrator.api.dashboard.routes import router as dashboard
 from orchestrator.api.event_stream import open_stream, unless_left
-from orchestrator.api.http_requests import PARSERS, JSONRoute
+from orchestrator.api.http_requests import JSONRoute
 from orchestrator.api.responses_answer import ResponsesAnswer
 from orchestrator.cluster.directory import services_of
 from orchestrator.requests.chat_request import ChatRequest
@@ -62,7 +62,6 @@ def make_app(
     most = max(max_body(frontend.limits) for frontend in models)
     app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
     app.state.models, app.state.read_status, app.state.read_addresses = models, read_status, read_addresses
-    app.state.parsing = asyncio.Semaphore(PARSERS)
     app.include_router(router)
     app.include_router(dashboard)
     for kind in (ServiceError, RequestValidationError, HTTPException, Exception):
@@ -175,6 +174,8 @@ async def _answer(
 
 
 async def _whole(answer: Answer, chunks: AsyncGenerator[Chunk]) -> dict[str, Any]:
+    """Return the answer that a stream of these chunks adds up to."""
+    answer.opening()
     async for chunk in chunks:
         answer.add(chunk)
     return answer.whole()
@@ -290,7 +291,7 @@ async def serve_http(
         log_config=None,
         log_level="error",
         access_log=False,
-        proxy_headers=False,  # who calls is found out by orchestrator.requests.proxies, for gRPC as well
+        proxy_headers=False,  # orchestrator.requests.access finds the client's address, for gRPC as well
         lifespan="off",
         timeout_graceful_shutdown=1,
         timeout_keep_alive=75,

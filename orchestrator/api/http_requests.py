@@ -1,27 +1,130 @@
-"""What every HTTP request goes through: its body is JSON and says so, and it has an id."""
+"""The checks that every HTTP request passes: it gets an id, its host and key are checked, and its body is JSON."""
 
-import marshal
 import secrets
-import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from contextlib import ExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from orchestrator.api import parse_json
+from orchestrator.api.answers import error_body, error_headers
+from orchestrator.requests.access import Proxies
+from orchestrator.requests.callers import Callers
 from orchestrator.requests.requests import MAX_NAME
-from orchestrator.text.child_process import ask_process
+from orchestrator.sessions.served_models import ServedModels
+from specahead.config.access import ClientAccess, is_loopback, split_list
 from specahead.config.garbage import no_garbage_collected
-from specahead.wire.errors import ServiceError
+from specahead.wire.access import bearer_of
+from specahead.wire.errors import InvalidArgument, ServiceError
 
-LARGE = 512 << 10  # bytes of a body that is parsed elsewhere; this process would take some 15 ms
-PARSERS = 2  # at once
+Asgi = Callable[[Any, Any, Any], Awaitable[None]]
+Headers = list[tuple[str, str]]
+
+OPEN = ("/live", "/ready", "/health", "/dashboard")  # the page of the dashboard holds no data itself
+
+
+class Misdirected(InvalidArgument):
+    """A request for another host than this one."""
+
+    http_code, code = 421, "misdirected_request"
+
+
+def open_paths(clients: ClientAccess) -> tuple[str, ...]:
+    """Return the paths that are answered without a key."""
+    return (*OPEN, "/metrics") if clients.http.open_metrics else OPEN
+
+
+def hosts_of(host: str, allowed: str) -> tuple[str, ...] | None:
+    """Return the names, beside loopback's own, by which a port may be called; None if any name may be used.
+
+    On loopback a web page could otherwise read answers in a browser on this machine by pointing its own name here (DNS
+    rebinding). host: the address that the port binds. allowed: the setting `allowed_hosts`.
+    """
+    names = tuple(name.lower() for name in split_list(allowed))
+    return None if "*" in names or not is_loopback(host) else names
+
+
+def _check_host(headers: Headers, hosts: Collection[str] | None) -> None:
+    """Raise Misdirected for a request whose Host header names neither this machine nor one of `hosts`."""
+    for given in [value for name, value in headers if name == "host" and hosts is not None]:
+        try:
+            name = (urlsplit(f"//{given}").hostname or "").rstrip(".")
+        except ValueError:
+            name = ""
+        if not is_loopback(name) and name not in (hosts or ()):
+            raise Misdirected(
+                f"the Host header is {given[:80]!r}, and this port on loopback answers to localhost and loopback "
+                'addresses; start the server with --http \'{"allowed_hosts": "NAME"}\' to allow another name'
+            )
+
+
+def guard_http(
+    app: Asgi,
+    callers: Callers,
+    open_to_all: Collection[str],
+    models: ServedModels,
+    proxies: Proxies,
+    hosts: Collection[str] | None = None,
+) -> Asgi:
+    """Wrap an ASGI application so that paths outside `open_to_all` need a key.
+
+    Requests that generate count against the key's limits. Those that every target would refuse are refused here, before
+    they are parsed, so that many of them cost running requests little. Each request gets an id, from its own header or
+    a new one, which its answer repeats; refusals are answered and reported. hosts: as `hosts_of` returns them.
+    """
+
+    def enter(scope: Any, headers: Headers, entered: ExitStack) -> None:
+        """Count a request until `entered` ends. Raises ServiceError if it is refused."""
+        _check_host(headers, hosts)
+        if scope["path"] in open_to_all:
+            return
+        address = proxies.client_of((scope.get("client") or ("",))[0], headers)
+        try:
+            caller = callers.admit(bearer_of(dict(headers).get("authorization", "")))
+        except ServiceError as error:
+            callers.locate(address, error)
+            raise
+        callers.locate(address)
+        if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+            entered.enter_context(caller.request())
+            models.check_room()
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        name = scope.setdefault("state", {})["request_id"] = _request_id(headers)
+        models.observer.follow(headers)
+
+        async def send_with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = name
+            await send(message)
+
+        with ExitStack() as entered:
+            try:
+                enter(scope, headers, entered)
+            except ServiceError as error:
+                models.observer.report(error, request=name)
+                while (await receive()).get("more_body"):  # a client may read an answer only after sending all
+                    pass
+                response = JSONResponse(error_body(error), error.http_code, error_headers(error))
+                return await response(scope, receive, send_with_id)
+            await app(scope, receive, send_with_id)
+
+    return answer
+
+
+def _request_id(headers: Headers) -> str:
+    given = dict(headers).get("x-request-id", "")[: MAX_NAME - 20]
+    return given if given.isascii() and given.isprintable() and given else secrets.token_hex(12)
 
 
 class _JSONRequest(Request):
@@ -30,26 +133,14 @@ class _JSONRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
         try:
-            if len(body) <= LARGE:
+            with no_garbage_collected():  # which would look at each of a million new objects again and again
                 return from_json(body)
-            async with self.app.state.parsing:
-                return await _parse_elsewhere(body)
         except ValueError as error:
             raise HTTPException(400, f"the body is not valid JSON: {error}") from None
 
 
-async def _parse_elsewhere(body: bytes) -> Any:
-    """Return what JSON says, parsed by another process. Raises ValueError if it is none, ServiceError if that fails."""
-    status, out, errors = await ask_process((sys.executable, "-P", parse_json.__file__), body)
-    if status:
-        reason = errors.decode(errors="replace")
-        raise ValueError(reason) if status == parse_json.INVALID else ServiceError(reason[-500:])
-    with no_garbage_collected():  # which would look at a million new objects again and again
-        return marshal.loads(out)
-
-
 class JSONRoute(APIRoute):
-    """A route that takes bodies of JSON alone, not compressed: any other is refused with 415."""
+    """A route that takes uncompressed bodies of JSON and refuses others with 415."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -65,31 +156,9 @@ class JSONRoute(APIRoute):
                 try:
                     empty = not await request.body()
                 except ClientDisconnect:
-                    return Response(status_code=499)  # which nobody gets
+                    return Response(status_code=499)  # nobody receives it
                 if empty:
                     raise HTTPException(400, "the body is not valid JSON: it is empty")
             return await handle(request)
 
         return handle_json
-
-
-class RequestId:
-    """Gives every request an id, its own header's or a new one, which its answer's headers repeat."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")[: MAX_NAME - 20]
-        name = given if given.isascii() and given.isprintable() and given else secrets.token_hex(12)
-        scope.setdefault("state", {})["request_id"] = name
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = name
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)

@@ -15,11 +15,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from orchestrator.requests.keys import Key, digest_of
-from orchestrator.requests.wrong_keys import WrongKeys
 from specahead.wire.errors import ResourceExhausted, ServiceError, Unauthenticated
 from specahead.wire.messages import CallerUsage
 
 _MOST_ADDRESSES = 256  # that are remembered of a key
+FREE = 10  # wrong keys from an address that cost it nothing
+LONGEST = 60.0  # seconds that an address waits at most
+_FORGOTTEN_AFTER = 600.0  # seconds without a wrong key
+_MOST_WRONG = 10_000  # addresses with wrong keys that are remembered
 
 
 class WrongKey(Unauthenticated):
@@ -90,6 +93,47 @@ class Caller:
         now, rate = self.clock(), self.key.tokens_per_minute
         self.tokens, self.at = min(float(rate), self.tokens + (now - self.at) * rate / 60), now
         return self.tokens
+
+
+@dataclass
+class _Wrong:
+    """The wrong keys of one address."""
+
+    count: int = 0
+    last: float = 0.0
+    until: float = 0.0
+
+
+class WrongKeys:
+    """Counts the wrong keys of each address and makes it wait, longer each time: trying many keys leads nowhere.
+
+    Of more than _MOST_WRONG addresses those are forgotten that sent a wrong key longest ago.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._by_address: OrderedDict[str, _Wrong] = OrderedDict()
+
+    def check(self, address: str) -> None:
+        """Raise ResourceExhausted while an address has to wait."""
+        found = self._by_address.get(address)
+        if found is not None and (left := found.until - self._clock()) > 0:
+            seconds = math.ceil(left)
+            message = f"{found.count} wrong API keys came from this address; try again in {seconds} s"
+            raise ResourceExhausted(message, retry_after=seconds)
+
+    def add(self, address: str) -> None:
+        """Count a wrong key. From the eleventh on the address has to wait: 1 s, 2 s, 4 s and so on, up to LONGEST."""
+        now = self._clock()
+        found = self._by_address.setdefault(address, _Wrong())
+        self._by_address.move_to_end(address)
+        if now - found.last > _FORGOTTEN_AFTER:
+            found.count = 0
+        found.count, found.last = found.count + 1, now
+        if found.count > FREE:
+            found.until = now + min(LONGEST, 2.0 ** min(found.count - FREE - 1, 10))
+        if len(self._by_address) > _MOST_WRONG:
+            self._by_address.popitem(last=False)
 
 
 _ANYONE = Caller(Key("", ""))  # where no key is asked for

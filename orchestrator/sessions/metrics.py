@@ -1,4 +1,4 @@
-"""Prometheus metrics. What vLLM counts too is there under both names, so that its dashboards draw it unchanged."""
+"""Prometheus metrics. Those that vLLM has too are there under both names, so that its dashboards work unchanged."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -13,124 +13,128 @@ from orchestrator.sessions.ledger import Record
 from orchestrator.sessions.router import TargetState
 from specahead.wire.messages import Commit, ServiceStatus
 
+OURS, VLLM = "specahead:", "vllm:"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LENGTHS = (1, 10, 100, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
-OURS, VLLM = "specahead:", "vllm:"
-# What has the same meaning in vLLM, by the name without prefix.
-_AS_VLLM = {
-    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
-    *("prompt_tokens", "generation_tokens", "request_success", "request_prompt_tokens", "request_generation_tokens"),
-    *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
-    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
-    *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
-    *("request_time_per_output_token_seconds", "request_max_num_generation_tokens"),
-    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
-    "spec_decode_num_accepted_tokens_per_pos",
+_GAUGES = {
+    "num_requests_running": "Requests that the target runs",
+    "num_requests_waiting": "Requests that wait for room on the target",
+    "kv_cache_usage_perc": "Share of the target's KV room that is held, 1: all of it",
 }
+_COUNTERS = {
+    "spec_decode_num_drafts": "Rounds with a proposal",
+    "spec_decode_num_draft_tokens": "Tokens proposed",
+    "spec_decode_num_accepted_tokens": "Proposed tokens accepted",
+    "spec_decode_num_stale_rounds": "Proposals dropped as stale",
+    "spec_decode_announced_bytes": "Bytes of block announcements",
+    "kv_tokens_read": "KV read by verification, in (layer, KV head, token) triples",
+    "kv_tokens_dense": "KV that dense verification would have read",
+    "prompt_tokens": "Prompt tokens of requests that got a token",
+    "prefix_cache_queries": "Prompt tokens that were looked up in the KV",
+    "prefix_cache_hits": "Of these, found there",
+    "num_preemptions": "Times that a request gave its KV room to older ones",
+    "generation_tokens": "Tokens committed",
+}
+_COUNTERS_BY_LABEL = {
+    "spec_decode_num_accepted_tokens_per_pos": ("Proposed tokens accepted, by place in the proposal", "position"),
+    "request_success": ("Requests that came to their end, by how", "finished_reason"),
+    "request_failed": ("Requests that broke off after their first token", "reason"),
+    "request_refused": ("Requests that got no token, by what was wrong", "reason"),
+}
+_DURATIONS = {
+    "time_to_first_token_seconds": "From request to first committed token",
+    "inter_token_latency_seconds": "From one token to the next",
+    "e2e_request_latency_seconds": "From request to its end",
+    "request_queue_time_seconds": "Until the target had room for the first time",
+    "request_prefill_time_seconds": "Steps that ran the prompt",
+    "request_decode_time_seconds": "From the first token to the last",
+    "request_time_per_output_token_seconds": "A request's mean from token to token",
+}
+_TOKEN_COUNTS = {
+    "request_prompt_tokens": "Tokens of prompts",
+    "request_generation_tokens": "Tokens of answers",
+    "request_max_num_generation_tokens": "Tokens of answers",  # the same here, since each choice counts as a request
+}
+_OURS_ALONE = {
+    *("spec_decode_num_stale_rounds", "spec_decode_announced_bytes", "kv_tokens_read", "kv_tokens_dense"),
+    *("request_failed", "request_refused"),
+}
+# Metrics of the same meaning in vLLM, by the name without prefix.
+_AS_VLLM = {*_GAUGES, *_COUNTERS, *_COUNTERS_BY_LABEL, *_DURATIONS, *_TOKEN_COUNTS} - _OURS_ALONE
 
 
 class Metrics:
-    """The figures of the client endpoints, and at the time of reading those of the services."""
+    """The metrics of one model: those of its requests, and at the time of reading those of its services."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model_name
-        self._running = self._gauge("num_requests_running", "Requests that the target runs")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for room on the target")
-        self._usage = self._gauge("kv_cache_usage_perc", "Share of the target's KV room that is held, 1: all of it")
-        self._drafts = self._counter("spec_decode_num_drafts", "Rounds with a proposal")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens proposed")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted")
-        accepted_at = self._by(
-            "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted, by place in the proposal", "position"
-        )
+        self._gauge = {name: self._make(Gauge, name, text).labels(model_name) for name, text in _GAUGES.items()}
+        self._counter = {name: self._make(Counter, name, text).labels(model_name) for name, text in _COUNTERS.items()}
+        self._by_label = {
+            name: self._make(Counter, name, text, label) for name, (text, label) in _COUNTERS_BY_LABEL.items()
+        }
+        accepted_at = self._by_label["spec_decode_num_accepted_tokens_per_pos"]
         self._accepted_at = cache(lambda position: accepted_at.labels(model_name, position))
-        self._stale = self._counter("spec_decode_num_stale_rounds", "Proposals dropped as stale")
-        self._announced = self._counter("spec_decode_announced_bytes", "Bytes of block announcements")
-        self._kv_read = self._counter("kv_tokens_read", "KV read by verification, in (layer, KV head, token) triples")
-        self._kv_dense = self._counter("kv_tokens_dense", "KV that dense verification would have read")
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a token")
-        self._looked_up = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the KV")
-        self._found = self._counter("prefix_cache_hits", "Of these, found there")
-        self._preemptions = self._counter("num_preemptions", "Times that a request gave its KV room to older ones")
-        self._generated = self._counter("generation_tokens", "Tokens committed")
-        self._finished = self._by("request_success", "Requests that came to their end, by how", "finished_reason")
-        self._failed = self._by("request_failed", "Requests that broke off after their first token", "reason")
-        self._refused = self._by("request_refused", "Requests that got no token, by what was wrong", "reason")
-        self._first = self._histogram("time_to_first_token_seconds", "From request to first committed token")
-        self._between = self._histogram("inter_token_latency_seconds", "From one token to the next")
-        self._latency = self._histogram("e2e_request_latency_seconds", "From request to its end")
-        self._queued = self._histogram("request_queue_time_seconds", "Until the target had room for the first time")
-        self._prefill = self._histogram("request_prefill_time_seconds", "Steps that ran the prompt")
-        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last")
-        self._pace = self._histogram("request_time_per_output_token_seconds", "A request's mean from token to token")
-        self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of prompts", _LENGTHS)
-        self._lengths = self._histogram("request_generation_tokens", "Tokens of answers", _LENGTHS)
-        # Each choice counts as a request here, so that these are the same.
-        self._longest = self._histogram("request_max_num_generation_tokens", "Tokens of answers", _LENGTHS)
+        self._histogram = {
+            name: self._make(Histogram, name, text, buckets=buckets).labels(model_name)
+            for names, buckets in ((_DURATIONS, _SECONDS), (_TOKEN_COUNTS, _LENGTHS))
+            for name, text in names.items()
+        }
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(OURS + name, text, ["model_name"], registry=self.registry).labels(self._model)
-
-    def _by(self, name: str, text: str, label: str) -> Counter:
-        return Counter(OURS + name, text, ["model_name", label], registry=self.registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(OURS + name, text, ["model_name"], registry=self.registry).labels(self._model)
-
-    def _histogram(self, name: str, text: str, buckets: Iterable[float] = _SECONDS) -> Histogram:
-        histogram = Histogram(OURS + name, text, ["model_name"], registry=self.registry, buckets=tuple(buckets))
-        return histogram.labels(self._model)
+    def _make(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+        return kind(OURS + name, text, ["model_name", *labels], registry=self.registry, **options)
 
     def committed(self, record: Record, commit: Commit, first: bool, seconds: float) -> None:
-        """Count a round. first: whether it is the request's first; seconds: since its last, or since it came."""
-        tokens = len(commit.tokens)
+        """Count a round. first: whether it is the request's first. seconds: since the last one, or the request."""
+        tokens, count = len(commit.tokens), self._counter
         if first:
-            self._first.observe(seconds)
-            self._prompt.inc(record.prompt_tokens)
-            self._looked_up.inc(record.prompt_tokens)
-            self._found.inc(record.cached_tokens)
-            self._queued.observe(commit.queue_seconds)
+            self._histogram["time_to_first_token_seconds"].observe(seconds)
+            self._histogram["request_queue_time_seconds"].observe(commit.queue_seconds)
+            count["prompt_tokens"].inc(record.prompt_tokens)
+            count["prefix_cache_queries"].inc(record.prompt_tokens)
+            count["prefix_cache_hits"].inc(record.cached_tokens)
         else:
             for _ in range(tokens):
-                self._between.observe(seconds / tokens)
-        self._generated.inc(tokens)
-        self._preemptions.inc(commit.preemptions)
+                self._histogram["inter_token_latency_seconds"].observe(seconds / tokens)
+        count["generation_tokens"].inc(tokens)
+        count["num_preemptions"].inc(commit.preemptions)
         for drafted, accepted in commit.rounds:
-            self._drafts.inc(drafted > 0)
-            self._draft_tokens.inc(drafted)
-            self._accepted.inc(accepted)
+            count["spec_decode_num_drafts"].inc(drafted > 0)
+            count["spec_decode_num_draft_tokens"].inc(drafted)
+            count["spec_decode_num_accepted_tokens"].inc(accepted)
             for position in range(accepted):
                 self._accepted_at(position).inc()
 
     def finished(self, record: Record, outcome: str, seconds: float, decode_seconds: float) -> None:
-        """Count a request that came to its end `seconds` after it came, its last token so long after its first."""
-        self._finished.labels(self._model, outcome).inc()
-        self._latency.observe(seconds)
-        self._decode.observe(decode_seconds)
-        self._prefill.observe(record.totals.prefill_seconds)
-        self._prompt_lengths.observe(record.prompt_tokens)
-        self._lengths.observe(len(record.generated))
-        self._longest.observe(len(record.generated))
-        if len(record.generated) > 1:
-            self._pace.observe(decode_seconds / (len(record.generated) - 1))
+        """Count a request that ended after `seconds`, with `decode_seconds` from its first token to its last."""
+        self._by_label["request_success"].labels(self._model, outcome).inc()
+        observed, tokens = self._histogram, len(record.generated)
+        observed["e2e_request_latency_seconds"].observe(seconds)
+        observed["request_decode_time_seconds"].observe(decode_seconds)
+        observed["request_prefill_time_seconds"].observe(record.totals.prefill_seconds)
+        observed["request_prompt_tokens"].observe(record.prompt_tokens)
+        observed["request_generation_tokens"].observe(tokens)
+        observed["request_max_num_generation_tokens"].observe(tokens)
+        if tokens > 1:
+            observed["request_time_per_output_token_seconds"].observe(decode_seconds / (tokens - 1))
 
     def ended(self, record: Record) -> None:
-        """Count what the rounds of a request took, whichever way it ended."""
+        """Count the rounds of a request, however it ended."""
         totals = record.totals
-        self._stale.inc(totals.stale_rounds)
-        self._announced.inc(totals.announced_bytes)
-        self._kv_read.inc(totals.kv_tokens_read)
-        self._kv_dense.inc(totals.kv_tokens_total)
+        self._counter["spec_decode_num_stale_rounds"].inc(totals.stale_rounds)
+        self._counter["spec_decode_announced_bytes"].inc(totals.announced_bytes)
+        self._counter["kv_tokens_read"].inc(totals.kv_tokens_read)
+        self._counter["kv_tokens_dense"].inc(totals.kv_tokens_total)
 
     def failed(self, reason: str) -> None:
         """Count a request that broke off after its first token."""
-        self._failed.labels(self._model, reason).inc()
+        self._by_label["request_failed"].labels(self._model, reason).inc()
 
     def refused(self, reason: str) -> None:
         """Count a request that got no token."""
-        self._refused.labels(self._model, reason).inc()
+        self._by_label["request_refused"].labels(self._model, reason).inc()
 
     def families(
         self,
@@ -139,16 +143,16 @@ class Metrics:
         addresses: Mapping[str, str],
         targets: Mapping[str, TargetState],
     ) -> list[Metric]:
-        """Return all figures of the model.
+        """Return all metrics of the model.
 
-        requests: how many are open. services: their statuses now, by name (None: no answer). addresses: where they are.
-        targets: how each is used.
+        requests: how many are open. services: their statuses now, by name (None: no answer). addresses: of the
+        services, by name. targets: the use of each, by name.
         """
         gauges = gauges_of_targets(services)
         waiting = min(requests, int(gauges.get("queued_sessions", 0)))
-        self._waiting.set(waiting)
-        self._running.set(requests - waiting)
-        self._usage.set(gauges.get("kv_pages_held", 0) / max(1, gauges.get("kv_pages", 0)))
+        self._gauge["num_requests_waiting"].set(waiting)
+        self._gauge["num_requests_running"].set(requests - waiting)
+        self._gauge["kv_cache_usage_perc"].set(gauges.get("kv_pages_held", 0) / max(1, gauges.get("kv_pages", 0)))
         families = [*self.registry.collect(), *_service_families(self._model, services, addresses)]
         families += _target_families(self._model, targets)
         named_twice = (family for family in families if family.name.removeprefix(OURS) in _AS_VLLM)
@@ -156,7 +160,7 @@ class Metrics:
 
 
 def exposition(families: Iterable[Metric]) -> bytes:
-    """Return the text that Prometheus reads; families of the same name, of several models, become one."""
+    """Return the text that Prometheus reads; families of several models with the same name become one."""
     merged: dict[str, Metric] = {}
     for family in families:
         known = merged.setdefault(family.name, family)
@@ -166,7 +170,7 @@ def exposition(families: Iterable[Metric]) -> bytes:
 
 
 class _Families:
-    """What stands in for a registry: families that were collected already."""
+    """Families that were collected already, as generate_latest takes a registry."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -176,7 +180,7 @@ class _Families:
 
 
 def _as_vllm(family: Metric) -> Metric:
-    """The same family by vLLM's name."""
+    """Return the same family with vLLM's name."""
     other = Metric(family.name.replace(OURS, VLLM, 1), family.documentation, family.type)
     other.samples = [sample._replace(name=sample.name.replace(OURS, VLLM, 1)) for sample in family.samples]
     return other
@@ -185,7 +189,7 @@ def _as_vllm(family: Metric) -> Metric:
 def _service_families(
     model: str, services: Mapping[str, ServiceStatus | None], addresses: Mapping[str, str]
 ) -> Iterator[Metric]:
-    """What the services say of themselves; counters begin anew when a service does."""
+    """Yield the metrics of the services; counters restart with their service."""
     labels = ["model_name", "service", "side"]
     info = GaugeMetricFamily(f"{OURS}service_info", "Where a service is", labels=[*labels, "address", "version"])
     up = GaugeMetricFamily(f"{OURS}service_up", "Whether a service answers", labels=labels)
@@ -203,7 +207,7 @@ def _service_families(
 
 
 def _target_families(model: str, targets: Mapping[str, TargetState]) -> Iterator[Metric]:
-    """What the router says of each target."""
+    """Yield the router's metrics of each target."""
     labels = ["model_name", "target"]
     serving = GaugeMetricFamily(f"{OURS}target_serving", "Whether a target takes new requests", labels=labels)
     sessions = GaugeMetricFamily(f"{OURS}target_sessions", "Requests that are open on a target", labels=labels)

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.text.child_process import ask_process
 from orchestrator.text.structured_outputs import COMPACT, Structure, WhiteSpace
 from specahead.wire.errors import InvalidArgument, ServiceError, Unavailable
 
@@ -56,7 +57,7 @@ async def _compile(key: tuple[str, ...], param: str) -> dict[str, str]:
     given |= {"seconds": SECONDS, "bytes": MOST_BYTES}
     command = sys.executable, "-P", str(_PROGRAM)  # not as of its folder, whose modules' names are also those of others
     try:
-        status, out, errors = await ask_process(command, json.dumps(given).encode(), 2 * SECONDS)
+        status, out, errors = await _run(command, json.dumps(given).encode(), 2 * SECONDS)
     except TimeoutError:
         message = f"{param}: it was not compiled within {2 * SECONDS} seconds, since this machine is busy; try again"
         raise Unavailable(message, param) from None
@@ -67,3 +68,19 @@ async def _compile(key: tuple[str, ...], param: str) -> dict[str, str]:
         raise ServiceError(f"grammars cannot be compiled here: {errors.decode(errors='replace')[-500:]}")
     answer: dict[str, str] = json.loads(out)
     return answer
+
+
+async def _run(command: Sequence[str], given: bytes, seconds: float) -> tuple[int, bytes, bytes]:
+    """Run a program with `given` as its input; return its exit status, its output and its errors.
+
+    It is killed if the caller is cancelled, and after `seconds`; then TimeoutError is raised. A thread waits for it,
+    since transports of the event loop fail in several ways where a program ends before it has read all.
+    """
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)  # noqa: ASYNC220 (starts in a moment)
+    try:
+        async with asyncio.timeout(seconds):
+            out, errors = await asyncio.to_thread(process.communicate, given)
+    finally:
+        process.kill()  # does nothing to one that has ended; the thread then ends too
+    return process.returncode, out, errors

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.requests.access import OPEN
+from orchestrator.api.http_requests import OPEN
 from specahead.config.speculation import WITHOUT_DRAFT
 from tests.deploy.tools import (
     DEPLOY,

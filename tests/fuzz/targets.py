@@ -17,10 +17,10 @@ from pydantic_core import from_json
 
 from orchestrator.api.grpc_gateway import _request_from_pb
 from orchestrator.api.http_gateway import make_app
-from orchestrator.requests.access import guard_http
+from orchestrator.api.http_requests import guard_http
+from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.chat_request import ChatRequest
-from orchestrator.requests.proxies import Proxies
 from orchestrator.requests.records import check_tokens, to_records
 from orchestrator.requests.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest, read_request
 from orchestrator.requests.responses_request import ResponsesRequest, to_chat

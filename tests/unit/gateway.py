@@ -7,9 +7,9 @@ from typing import Any
 
 from orchestrator.api.connection_limits import Connections
 from orchestrator.api.http_gateway import make_app, serve_http
-from orchestrator.requests.access import OPEN, guard_http, hosts_of
+from orchestrator.api.http_requests import OPEN, guard_http, hosts_of
+from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
-from orchestrator.requests.proxies import Proxies
 from orchestrator.requests.records import Limits
 from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.ledger import Ledger, Record

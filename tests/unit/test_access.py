@@ -15,9 +15,10 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from orchestrator.api.connection_limits import Connections
 from orchestrator.api.http_gateway import serve_http
+from orchestrator.api.http_requests import open_paths
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.service_status import ControlLine
-from orchestrator.requests.access import open_paths, read_access
+from orchestrator.requests.access import read_access
 from orchestrator.sessions.router import Router
 from protos import control_pb2, control_pb2_grpc
 from specahead.config import SettingsError

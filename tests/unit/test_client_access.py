@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrator.requests.access import hosts_of
+from orchestrator.api.http_requests import hosts_of
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.keys import Key, digest_of
 from specahead.wire.errors import ResourceExhausted

@@ -9,10 +9,9 @@ import grpc
 import pytest
 
 from orchestrator.api.grpc_gateway import InferenceServicer
-from orchestrator.requests.access import Access
+from orchestrator.requests.access import Access, Proxies
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.keys import Key, digest_of
-from orchestrator.requests.proxies import Proxies
 from orchestrator.requests.requests import CompletionRequest
 from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.metrics import Metrics

@@ -11,9 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrator.api import http_requests
 from orchestrator.api.connection_limits import Connections
-from orchestrator.requests.proxies import Proxies
+from orchestrator.requests.access import Proxies
 from orchestrator.text.special_tokens import TextEncoder
 from orchestrator.text.text_pieces import PieceEncoder
 from orchestrator.text.token_bounds import TokenBound
@@ -67,7 +66,7 @@ async def test_connections_of_an_address_are_limited_and_one_line_says_so(
             closed = [await is_closed(reader, 0.3) for reader in readers]
             assert closed == [True] * 6 + [False] * 3
             assert await ask(address) == 200
-        assert len([r for r in caplog.records if "HTTP connections are open" in r.getMessage()]) == 1
+        assert len([r for r in caplog.records if "too many HTTP connections" in r.getMessage()]) == 1
         await asyncio.sleep(0.1)
         assert await ask(address) == 200
     assert not connections.by_address and not connections.idle and not connections.unread
@@ -184,22 +183,6 @@ async def test_a_body_beyond_the_context_is_refused_unread(tokenizer: Any) -> No
         assert time.monotonic() - started < 2
         assert await ask(address, prompt=[1] * LIMITS.max_context) == 400
         assert await ask(address, prompt=[1] * (LIMITS.max_context - 4)) == 200
-
-
-async def test_a_large_body_is_parsed_by_another_process(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says, and what is wrong with it, comes to the same as for a small one."""
-    monkeypatch.setattr(http_requests, "from_json", lambda body: pytest.fail("parsed in the event loop"))
-    monkeypatch.setattr(http_requests, "LARGE", 100)
-    router = ScriptedRouter(tokenizer)
-    async with running_gateway(router) as address:
-        assert await ask(address, prompt=[1, 2, 3] * 100) == 200
-        (record,) = router.opened
-        assert record.tokens[:300] == [1, 2, 3] * 100
-        assert await ask(address, prompt=[1] * LIMITS.max_context) == 400
-        broken = aiohttp.ClientSession(headers={"content-type": "application/json"})
-        async with broken, broken.post(f"{address}/v1/completions", data=b"[" * 500) as answer:
-            assert answer.status == 400
-            assert (await answer.json())["error"]["message"].startswith("the body is not valid JSON: recursion limit")
 
 
 async def test_where_all_is_full_a_request_is_refused_before_it_is_parsed(tokenizer: Any) -> None:

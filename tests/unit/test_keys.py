@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.requests.callers import _CALLER, Caller, Callers, current_caller
+from orchestrator.requests.access import Proxies
+from orchestrator.requests.callers import _CALLER, Caller, Callers, WrongKeys, current_caller
 from orchestrator.requests.keys import PREFIX, Key, digest_of, make_key, read_keys, watch_keys
-from orchestrator.requests.proxies import Proxies
-from orchestrator.requests.wrong_keys import WrongKeys
 from specahead.cli.main import main
 from specahead.config import SettingsError
 from specahead.config.access import ClientAccess, Http

@@ -313,7 +313,7 @@ async def test_what_took_too_long_once_is_tried_again(
             raise ended
         return ended
 
-    monkeypatch.setattr(grammar_compiler, "ask_process", ask)
+    monkeypatch.setattr(grammar_compiler, "_run", ask)
     compiler, structure = GrammarCompiler(), Structure("regex", "a", "guided_regex")
     with pytest.raises(error, match=r"within (5|10) seconds") as failed:
         await compiler.compile(structure)

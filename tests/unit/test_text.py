@@ -1,7 +1,7 @@
 """Text that appears piece by piece is the text that all tokens together have."""
 
-import itertools
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,117 +105,14 @@ def test_an_incomplete_end_is_shown_at_the_end_only(tokenizer: Any) -> None:
     assert detokenizer.finish() == ""
 
 
-class SpacedTokenizer:
-    """A word a token, each with a space before it but the first that is decoded: as SentencePiece does it."""
-
-    def decode(self, tokens: list[int], **_: Any) -> str:
-        return " ".join(["the", "quick", "brown", "fox"][token] for token in tokens)
-
-
-@pytest.mark.parametrize("most", [1, 3])
-def test_a_token_may_look_different_at_the_beginning(most: int) -> None:
-    """Its text is taken with the token before it, so no space is lost between chunks."""
-    chunks = stream(SpacedTokenizer(), cut(random.Random(1), [0, 1, 2, 3, 0, 1], most))
-    assert "".join(chunks) == "the quick brown fox the quick"
-
-
-class ByteTokenizer:
-    """A byte a token, in the two ways that decoders have: `run` replaces all bytes that stand side by side if they are
-    no UTF-8 (SentencePiece's byte fallback), else those alone that are none. Tokens from 256 on have a letter each, and
-    those from 512 on, which are special, have no text. decoded: ids in all.
-    """
-
-    def __init__(self, run: bool = False) -> None:
-        self._run, self.decoded = run, 0
-
-    def decode(self, tokens: list[int], **_: Any) -> str:
-        self.decoded += len(tokens)
-        text, pieces = "", itertools.groupby((t for t in tokens if t < 512), lambda token: token < 256)
-        for are_bytes, piece in pieces:
-            if not are_bytes:
-                text += "".join(chr(ord("a") + token % 26) for token in piece)
-                continue
-            data = bytes(piece)
-            try:
-                text += data.decode()
-            except UnicodeDecodeError:
-                text += REPLACEMENT * len(data) if self._run else data.decode(errors="replace")
-        return text
-
-
-class StraddlingTokenizer(ByteTokenizer):
-    """Tokens from 1024 on are two bytes of two characters, as byte-level BPE has them in Indic scripts."""
-
-    def decode(self, tokens: list[int], **options: Any) -> str:
-        return super().decode([b for t in tokens for b in (divmod(t - 1024, 256) if t >= 1024 else [t])], **options)
-
-
-@pytest.mark.parametrize("run", [True, False])
-@pytest.mark.parametrize("tokens", [[0x80], [0xFF], [0xE4, 0xBD], [512], [0xE4, *[512] * 5], [256, *[0xF0] * 99]])
-def test_the_work_of_text_that_is_never_whole_grows_with_its_tokens_alone(run: bool, tokens: list[int]) -> None:
-    """By ids decoded: 40 a token, however many there are."""
-    tokenizer, many = ByteTokenizer(run), tokens * (4000 // len(tokens))
-    stream(tokenizer, [[token] for token in many])
-    assert tokenizer.decoded <= 40 * len(many)
-    tokenizer.decoded = 0
-    stream(tokenizer, [many])
-    assert tokenizer.decoded <= 40 * len(many)
-
-
-@pytest.mark.parametrize("literal", [REPLACEMENT, "x" + REPLACEMENT])
-def test_many_replacement_characters_that_are_meant_are_shown_before_the_end(literal: str) -> None:
-    tokens = list((literal * 100).encode())
-    detokenizer = Detokenizer(ByteTokenizer())
-    assert len(detokenizer.push(tokens)) >= 0.9 * 100 * len(literal)
-    assert len(detokenizer.finish()) < 10
-
-
-@given(st.lists(st.sampled_from([*range(0, 256, 5), 0xE4, 0xBD, 0xA0, 256, 257, 512]), max_size=150), st.integers(0, 9))
-def test_any_bytes_come_out_as_one_decoding_has_them(tokens: list[int], seed: int) -> None:
-    """Where a decoder replaces only bytes that are wrong, also in runs longer than the window."""
-    tokenizer = ByteTokenizer()
-    assert "".join(stream(tokenizer, cut(random.Random(seed), tokens, 9))) == tokenizer.decode(tokens)
-
-
-@pytest.mark.parametrize("text", [text for text in AWKWARD if len(text) < len(text.encode())])
-@pytest.mark.parametrize("run", [True, False])
-def test_bytes_side_by_side_come_out_whole(text: str, run: bool) -> None:
-    """Character by character, whichever way a decoder takes bytes that are incomplete."""
-    detokenizer, shown = Detokenizer(ByteTokenizer(run)), ""
-    for character in text * 20:
-        shown += detokenizer.push(list(character.encode()))
-        assert shown.endswith(character)
-    assert shown == text * 20 and detokenizer.finish() == ""
-    assert "".join(stream(ByteTokenizer(run), [list((text * 20).encode())])) == text * 20
-
-
-@pytest.mark.parametrize("run", [True, False])
-def test_an_incomplete_character_takes_none_before_it_back(run: bool) -> None:
-    """Although some decoders show a run of bytes as so many replacement characters then."""
-    detokenizer = Detokenizer(ByteTokenizer(run))
-    assert detokenizer.push(list("北".encode())) == "北"
-    assert detokenizer.push([0xE4, 256]) == REPLACEMENT + "w"
-    assert detokenizer.push([*"北".encode(), 0xE4]) + detokenizer.finish() == "北" + REPLACEMENT
-
-
-def test_tokens_that_all_end_inside_a_character_are_shown_meanwhile() -> None:
-    """No token ends where a character does: each character is shown with the token that has its last byte."""
-    text = "\u00e9" * 100
-    data = text.encode()
-    tokens = [data[0], *(1024 + 256 * a + b for a, b in zip(data[1:-1:2], data[2:-1:2], strict=True)), data[-1]]
-    detokenizer = Detokenizer(StraddlingTokenizer())
-    assert [detokenizer.push([token]) for token in tokens] == ["", *text]
-
-
-@given(st.lists(st.sampled_from([0x80, 0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 256, 512]), max_size=80), st.booleans(), st.data())
-def test_text_does_not_depend_on_how_its_tokens_come(tokens: list[int], run: bool, data: st.DataObject) -> None:
-    """Rounds of speculation cut them anyhow."""
-    seed, most = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 20))
-    detokenizers = [Detokenizer(ByteTokenizer(run)) for _ in range(2)]
-    for piece in cut(random.Random(seed), tokens, most):
-        one_by_one = "".join(detokenizers[0].push([token]) for token in piece)
-        assert detokenizers[1].push(piece) == one_by_one
-    assert detokenizers[0].finish() == detokenizers[1].finish()
+def test_the_work_of_text_that_is_never_whole_grows_with_its_tokens_alone(tokenizer: Any) -> None:
+    """Bytes that are no character, as a logit bias can force them: 20,000 take less than a second."""
+    byte = next(i for i in range(260) if tokenizer.decode([i]) == REPLACEMENT)
+    started = time.process_time()
+    detokenizer = Detokenizer(tokenizer)
+    text = "".join(detokenizer.push([byte]) for _ in range(20_000))
+    assert len(text) > 19_900
+    assert time.process_time() - started < 2
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +138,7 @@ def byte_fallback() -> Any:
 @given(
     st.lists(
         st.sampled_from(
-            [[256], [257], [258], [259], [260], [261], [262], [262] * 20, *(list(c.encode()) for c in "é北🙂 ")]
+            [[256], [257], [258], [259], [260], [261], [262], [262] * 20, [0x80], *(list(c.encode()) for c in "é北🙂 ")]
         ),
         max_size=40,
     )
@@ -253,7 +150,10 @@ def test_bytes_and_words_with_spaces_come_out_as_one_decoding_has_them(
     byte_fallback: Any, parts: list[list[int]]
 ) -> None:
     tokens = [token for part in parts for token in part]
-    assert "".join(stream(byte_fallback, [tokens])) == whole(byte_fallback, tokens)
+    one_by_one = "".join(stream(byte_fallback, [[token] for token in tokens]))
+    assert one_by_one == "".join(stream(byte_fallback, [tokens]))
+    if 0x80 not in tokens:  # a decoder of byte runs takes characters back that were shown before a wrong byte
+        assert one_by_one == whole(byte_fallback, tokens)
 
 
 # Stop strings
