@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from orchestrator.api.client import Generation, generate
 from specahead import models
@@ -17,7 +18,7 @@ SHOWN, MAX_TOKENS = 300, 96
 def main() -> None:
     started = time.perf_counter()
     command = [sys.executable, "-m", "orchestrator.launch", "--grpc-port", "0", "--http-port", "0"]
-    command += ["--logging", '{"level": "warning"}']  # the text is what is to be seen
+    command += ["--logging", '{"level": "warning"}']  # so that the text stands out
     launch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         address = _wait_until_ready(launch)
@@ -31,7 +32,7 @@ def main() -> None:
 
 
 def _wait_until_ready(launch: "subprocess.Popen[str]") -> str:
-    """Pass the launch's output on up to `ready`; returns the gRPC address."""
+    """Print the launch's output up to `ready`, and return the gRPC address."""
     address = ""
     assert launch.stdout is not None
     for line in launch.stdout:
@@ -44,7 +45,7 @@ def _wait_until_ready(launch: "subprocess.Popen[str]") -> str:
 
 
 def _continue(address: str, prompt: str, exactness: str) -> tuple[Generation, float, float]:
-    """The result, seconds to the first token and seconds from the first to the last."""
+    """Return the result, the seconds to the first token, and the seconds from the first to the last."""
     print(f"--- {exactness}, greedy: … {prompt[-SHOWN:].strip()}", end=" ▶ ", flush=True)
     first: list[float] = []
 
@@ -59,31 +60,27 @@ def _continue(address: str, prompt: str, exactness: str) -> tuple[Generation, fl
 
 
 def _summarise(results: dict[str, tuple[Generation, float, float]]) -> None:
-    def row(name: str, values: list[str]) -> None:
-        print(f"{name:<34}" + "".join(f"{value:>14}" for value in values))
-
     generations = [result for result, _, _ in results.values()]
-    speculations = [result.speculation for result in generations]
-    row("", list(results))
-    row("prompt tokens", [str(g.prompt_tokens) for g in generations])
-    row("of them found in the KV", [str(g.cached_tokens) for g in generations])
-    row("generated tokens", [str(len(g.token_ids)) for g in generations])
-    row("tokens a second (after the first)", [f"{(len(g.token_ids) - 1) / s:.1f}" for g, _, s in results.values()])
-    row("time to first token, s", [f"{first:.2f}" for _, first, _ in results.values()])
-    row("rounds", [str(s["rounds"]) for s in speculations])
-    row("drafted", [str(s["drafted"]) for s in speculations])
-    row("accepted", [str(s["accepted"]) for s in speculations])
-    row("mean accepted length, a round", [f"{s['accepted'] / max(1, s['rounds']):.2f}" for s in speculations])
-    row("share of the KV read", [f"{s['kv_read_fraction']:.3f}" for s in speculations])
-    row("bytes announced", [str(s["announced_bytes"]) for s in speculations])
-    for phase in ("prefill", "draft", "wait", "verify"):
-        row(f"{phase}, s", [f"{s[phase + '_seconds']:.2f}" for s in speculations])
+    rows: dict[str, Callable[[Generation, float, float], str]] = {
+        "prompt tokens": lambda g, *_: str(g.prompt_tokens),
+        "of them found in the KV": lambda g, *_: str(g.cached_tokens),
+        "generated tokens": lambda g, *_: str(len(g.token_ids)),
+        "tokens a second (after the first)": lambda g, _, seconds: f"{(len(g.token_ids) - 1) / seconds:.1f}",
+        "time to first token, s": lambda g, first, _: f"{first:.2f}",
+        **{name: lambda g, *_, name=name: str(g.speculation[name]) for name in ("rounds", "drafted", "accepted")},
+        "mean accepted length, a round": lambda g, *_: (
+            f"{g.speculation['accepted'] / max(1, g.speculation['rounds']):.2f}"
+        ),
+        "share of the KV read": lambda g, *_: f"{g.speculation['kv_read_fraction']:.3f}",
+    }
+    print(f"{'':<34}" + "".join(f"{exactness:>14}" for exactness in results))
+    for name, value in rows.items():
+        print(f"{name:<34}" + "".join(f"{value(*result):>14}" for result in results.values()))
     last = generations[-1]
     if last.cached_tokens:
         found = f"{last.cached_tokens} of its {last.prompt_tokens} prompt tokens"
-        print(f"\nThe second run found the KV of {found}, which the first had left: their times to")
-        print("the first token and of prefill are not to be compared.")
-    print("wait: the target had nothing to verify yet. draft runs beside it, on the other process.")
+        print(f"\nThe second run found the KV of {found}, from the first run, so that their")
+        print("times to the first token and of prefill cannot be compared.")
 
 
 if __name__ == "__main__":

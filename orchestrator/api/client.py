@@ -1,4 +1,4 @@
-"""A small synchronous gRPC client, as the command line and the demo use it."""
+"""A small synchronous gRPC client, for the command line and the demo."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +11,16 @@ from specahead.wire.tls import Tls
 
 @dataclass
 class Generation:
-    """What a request gave. cached_tokens: of the prompt, whose KV was there already. speculation: how its rounds went,
-    by the names of SpeculationSummary in the .proto."""
+    """The answer to a request."""
 
     text: str
     token_ids: list[int]
     prompt_tokens: int
     finish_reason: str
     speculation: dict[str, Any]
+    """The fields of SpeculationSummary in the .proto, by name."""
     cached_tokens: int = 0
+    """Tokens of the prompt whose KV the target had before."""
 
 
 def generate(
@@ -38,7 +39,10 @@ def generate(
     sparsity: str = "",
     on_text: Callable[[str], None] | None = None,
 ) -> Generation:
-    """Run one request to its end; `on_text` gets each piece as it is committed. Raises grpc.RpcError."""
+    """Run a request to its end and return its answer. Raises grpc.RpcError.
+
+    on_text: called with each piece of text when it is committed.
+    """
     request = inference_pb2.GenerateRequest(
         text=prompt,
         model=model,

@@ -1,4 +1,4 @@
-"""The client endpoints over a running target and draft: what is served, until when."""
+"""The client endpoints over running services: they start, serve until a signal, and stop."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def resolve_context(config: Config) -> Config:
-    """Fill max_context in from the models, and refuse more than they allow."""
+    """Return the settings with max_context from the models. Raises SettingsError for more than these allow."""
     if config.several:
         several = tuple(map(resolve_context, config.several))
         return replace(several[0], several=several)
@@ -70,12 +70,11 @@ def resolve_context(config: Config) -> Config:
 async def serve_clients(
     config: Config, access: Access, directories: Sequence[Directories], services: Mapping[str, AskStatus]
 ) -> AsyncIterator[tuple[str, str, ServedModels]]:
-    """The addresses of the client endpoints over services (gRPC, HTTP) and what they serve; drained and closed at the
-    end.
+    """Serve clients while the context lasts; yield the addresses of gRPC and HTTP, and the models. Requests are drained
+    at the end.
 
-    directories: where the services of each model are, by side. services: how each is asked for its status, by name.
-
-    Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
+    directories: of each model's services, by side. services: ask each service for its status, by name. Raises
+    ClusterError if the services do not find each other, OSError for an address that cannot be bound.
     """
     clients = config.clients
     read_addresses = partial(addresses_in, directories)
@@ -124,10 +123,7 @@ def _make_router(config: Config, access: Access, directories: Directories) -> Ro
 async def _connect(
     config: Config, frontend: Frontend, directories: Directories, services: Mapping[str, AskStatus]
 ) -> None:
-    """Wait until a model's services have found each other, and note how long its requests may be.
-
-    Raises ClusterError.
-    """
+    """Wait until a model's services have found each other, and set the longest request. Raises ClusterError."""
     read_addresses = partial(addresses_in, [directories])
     asks = {name: services[name] for name in read_addresses()}
     targets = await wait_until_connected(frontend.router, asks, read_addresses, config.clients.timeouts.connect)
@@ -137,7 +133,7 @@ async def _connect(
 
 
 def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> Frontend:
-    """Return what both endpoints stand on. Raises what transformers raises for a tokenizer that it cannot load."""
+    """Return the frontend of a model. Raises the errors of transformers for a tokenizer that it cannot load."""
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
     plan = load_served_plan(config.target.plan_file, 0.0, "", *config.target.pair)
@@ -164,11 +160,10 @@ async def run(
     placement: "RayPlacement | None" = None,
     look: Look | None = None,
 ) -> None:
-    """Serve clients over the services of each model's directories until SIGINT or SIGTERM; these end also a start that
-    waits.
+    """Serve clients over the services in the directories until SIGINT or SIGTERM, which also end a start that waits.
 
-    placement: what placed the services and keeps them; None if they are others' affair. look: what looks for services
-    that another launch has placed. Raises ClusterError if they are lost for good, beside what `serve_clients` raises.
+    placement: supervises the services, None if another launch does. look: finds services that another launch has
+    placed. Raises ClusterError if the services are lost for good, and the errors of `serve_clients`.
     """
     stop = asyncio.Event()
     stop_on_signals = partial(_call_on_signals, stop.set)
@@ -203,11 +198,11 @@ async def run(
             if config.clients.api_keys_file:
                 watching.append(watch_keys(config.clients, access.callers.replace))
             await run_together(_wait_for(stop), *watching)
-            print("stopping: requests in flight are given time to finish", flush=True)
+            print("stopping: running requests get time to finish", flush=True)
 
 
 def _put(directories: Sequence[Directories], name: str, address: str) -> None:
-    """Note where a service is that was placed."""
+    """Store the address of a service that was placed."""
     for where in directories:
         if name in where[side_of(name)].addresses:
             where[side_of(name)].put(name, address)
@@ -215,7 +210,7 @@ def _put(directories: Sequence[Directories], name: str, address: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Do work that has no end while the context lasts."""
+    """Run endless work while the context lasts."""
     tasks = [asyncio.create_task(item) for item in work]
     try:
         yield
@@ -226,7 +221,7 @@ async def _meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 def _call_on_signals(stop: Callable[[], object]) -> None:
-    """Have `stop` called at SIGINT and SIGTERM, and nothing else."""
+    """Call `stop` at SIGINT and SIGTERM from now on, and nothing else."""
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
 

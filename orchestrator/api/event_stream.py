@@ -1,4 +1,4 @@
-"""Answers that come in pieces: server-sent events, with comments while nothing comes."""
+"""Answers as server-sent events, with comments while there are no events."""
 
 import asyncio
 import json
@@ -13,20 +13,18 @@ from orchestrator.api.answers import Answer, Event
 from orchestrator.sessions.generation import Chunk
 from specahead.wire.errors import ServiceError
 
-_REFUSAL_SECONDS = 0.25  # the status line waits so long, so that a refusal still has its HTTP code
+_REFUSAL_SECONDS = 0.25  # that the status line waits, so that an early refusal gets its HTTP code
 KEEP_ALIVE_SECONDS = 5.0
 T = TypeVar("T")
 
 
 class EventStream(StreamingResponse):
-    """An answer as server-sent events. first: what gives its first chunk, which is awaited already.
-
-    The request ends with the response, also if the client leaves before an event is sent.
-    """
+    """An answer as server-sent events. The request ends with it, also if the client leaves before the first event."""
 
     media_type = "text/event-stream"
 
     def __init__(self, answer: Answer, first: asyncio.Future[Chunk | None], chunks: AsyncGenerator[Chunk]) -> None:
+        """first: the future of the first chunk. chunks: the others."""
         self._first, self._chunks, self._events = first, chunks, _events(answer, first, chunks)
         super().__init__(self._events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
@@ -41,7 +39,7 @@ class EventStream(StreamingResponse):
 
 
 async def open_stream(answer: Answer, chunks: AsyncGenerator[Chunk]) -> EventStream:
-    """Return the response that tells an answer as it comes. Raises ServiceError if it is refused at once."""
+    """Return the response that streams an answer. Raises ServiceError if the request is refused at once."""
     first = asyncio.ensure_future(anext(chunks, None))
     try:
         await asyncio.wait({first}, timeout=_REFUSAL_SECONDS)
@@ -64,24 +62,24 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 async def _events(
     answer: Answer, pending: asyncio.Future[Chunk | None], chunks: AsyncGenerator[Chunk]
 ) -> AsyncGenerator[str]:
-    """Yield the events of an answer whose first chunk is awaited already, and comments while nothing comes."""
+    """Yield the events of an answer, and comments while there are none. pending: the future of the first chunk."""
     now, opened, chunk = asyncio.get_running_loop().time, False, None
-    due = now()  # when a comment is sent if nothing else is
+    due = now()  # the time of the next comment
     try:
         while chunk is not None or not opened:
             await asyncio.wait({pending}, timeout=max(0.0, due - now()))
-            said: list[Event] = []
+            events: list[Event] = []
             if pending.done():
                 chunk = pending.result()
-                said = [] if opened else answer.opening()
-                said += answer.closing() if chunk is None else answer.add(chunk)
+                events = [] if opened else answer.opening()
+                events += answer.closing() if chunk is None else answer.add(chunk)
                 opened = True
                 pending = asyncio.ensure_future(anext(chunks, None))
-            for event in said:
+            for event in events:
                 yield _event_text(event)
-            if not said and now() >= due:
+            if not events and now() >= due:
                 yield ": nothing to show yet\n\n"
-            if said or now() >= due:
+            if events or now() >= due:
                 due = now() + KEEP_ALIVE_SECONDS
     except ServiceError as error:
         yield _event_text(answer.failure(error))
@@ -96,9 +94,9 @@ def _event_text(data: Event) -> str:
 
 
 async def unless_left(request: Request, work: Awaitable[T]) -> T | None:
-    """Return the outcome of some work; None if the client left meanwhile, and the work is cancelled."""
+    """Return the result of work; if the client leaves, cancel the work and return None."""
     working: asyncio.Future[T] = asyncio.ensure_future(work)
-    leaving: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # what comes after the body: its leaving
+    leaving: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # after the body, only the client's leaving
     tasks: list[asyncio.Future[Any]] = [working, leaving]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

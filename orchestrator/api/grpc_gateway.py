@@ -1,4 +1,4 @@
-"""specahead.v1.Inference for clients."""
+"""The gRPC service specahead.v1.Inference for clients."""
 
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -22,6 +22,8 @@ _EXACTNESS = {control_pb2.EXACTNESS_EXACT: "exact", control_pb2.EXACTNESS_APPROX
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Serves all models."""
+
     def __init__(self, models: ServedModels) -> None:
         self._models = models
 
@@ -40,7 +42,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._models.check_room()
                 frontend = self._models.find(pb.model)
                 observer = frontend.observer
-                check_count(len(pb.token_ids.ids), frontend.limits)  # before they become a list
+                check_count(len(pb.token_ids.ids), frontend.limits)  # before they become a list of Python
                 request = _request_from_pb(pb)
                 special = request.add_special_tokens is not False
                 prompts = [await frontend.encode(prompt, special) for prompt in request.prompts]
@@ -91,7 +93,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def _request_from_pb(pb: inference_pb2.GenerateRequest) -> CompletionRequest:
-    """Return the request in a message, where what is unset counts as left out. Raises InvalidArgument."""
+    """Return a message as a request; fields that are not set count as left out. Raises InvalidArgument."""
     kind = pb.WhichOneof("prompt")
     if kind is None:
         raise InvalidArgument("prompt: set text or token_ids", "prompt")
@@ -104,7 +106,7 @@ def _request_from_pb(pb: inference_pb2.GenerateRequest) -> CompletionRequest:
 
 
 def _plain(value: Any) -> Any:
-    """Return a field's value as a type of Python's own."""
+    """Return a field's value as a built-in type."""
     if isinstance(value, str | int | float):
         return value
     if isinstance(value, Message):

@@ -1,4 +1,4 @@
-"""OpenAI-style HTTP: what is served where, and how it is listened for."""
+"""OpenAI-style HTTP: the paths, and the server that listens."""
 
 import asyncio
 import contextlib
@@ -51,14 +51,14 @@ from specahead.wire.tls import Tls
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 
 
-# Named, so that the schema does not promise FastAPI's own words for what does not fit it.
-router = APIRouter(route_class=JSONRoute, responses={"4XX": {"description": "What is wrong, in OpenAI's words"}})
+# Without this, the OpenAPI schema would promise FastAPI's own form of errors.
+router = APIRouter(route_class=JSONRoute, responses={"4XX": {"description": "An error in OpenAI's form"}})
 
 
 def make_app(
     models: ServedModels, read_status: StatusReader, read_addresses: Callable[[], Mapping[str, str]]
 ) -> FastAPI:
-    """Return the application that serves HTTP clients. read_addresses: tells where the services are, by name."""
+    """Return the application that serves HTTP clients. read_addresses: returns the services' addresses, by name."""
     most = max(max_body(frontend.limits) for frontend in models)
     app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
     app.state.models, app.state.read_status, app.state.read_addresses = models, read_status, read_addresses
@@ -70,7 +70,7 @@ def make_app(
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:
-    """Return OpenAI's account of an error that a handler has raised."""
+    """Return the answer to a request whose handler has raised an error."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         code, headers = error.status_code, dict(error.headers or {})
@@ -87,7 +87,7 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), code, headers)
 
 
-async def _models(request: Request) -> ServedModels:  # else FastAPI would find it in a thread
+async def _models(request: Request) -> ServedModels:  # async, since FastAPI calls others in a thread
     return request.app.state.models
 
 
@@ -95,7 +95,7 @@ Served = Annotated[ServedModels, Depends(_models)]
 
 
 def _find(models: ServedModels, name: str | None, request: Request) -> Frontend:
-    """Return the frontend of the model that a request names; its observer is told of what goes wrong from now on.
+    """Return the frontend of a request's model. From now on its observer reports the request's errors.
 
     Raises ServiceError.
     """
@@ -113,7 +113,7 @@ async def complete(body: CompletionRequest, request: Request, models: Served) ->
     tokens: list[list[int]] = []
     for prompt in body.prompts:
         if tokens:
-            await asyncio.sleep(0)  # between several prompts others have their turn
+            await asyncio.sleep(0)  # lets other requests run between prompts
         tokens.append(await frontend.encode(prompt, special))
     answer = CompletionAnswer(name, frontend.name, body, tokens, frontend.tokenizer.decode)
     return await _answer(request, frontend, body, tokens, answer, await frontend.grammar(body))
@@ -132,7 +132,7 @@ async def chat(body: ChatRequest, request: Request, models: Served) -> Response:
 
 @router.post("/v1/responses")
 async def respond(body: ResponsesRequest, request: Request, models: Served) -> Response:
-    """Give the response to a conversation, which is sent along as a whole."""
+    """Give the response to a conversation, all of which is in the request."""
     frontend = _find(models, body.model, request)
     body_as_chat = to_chat(body)
     name = _name(body_as_chat, request)
@@ -146,12 +146,12 @@ async def respond(body: ResponsesRequest, request: Request, models: Served) -> R
 async def _chat_prompt(body: ChatRequest, frontend: Frontend, request: Request) -> tuple[str, list[int]]:
     """Return the text and the tokens of a conversation's prompt. Raises InvalidArgument."""
     render = partial(render_chat, body, frontend.tokenizer, frontend.reply_format, frontend.encoder)
-    prompt = await work_on_text(render, len(await request.body()))  # which holds its messages, tools and all else
+    prompt = await work_on_text(render, len(await request.body()))  # has messages, tools and everything else
     return prompt, await frontend.encode(prompt, special_tokens=False, rendered=True)
 
 
 def _name(body: GenerationRequest, request: Request) -> str:
-    """Return a request's name, which its sessions have as well: what it asks for, else one that begins as its id."""
+    """Return the name of a request and its sessions: the one that it asks for, else one that begins with its id."""
     body.request_id = body.request_id or f"{request.state.request_id}.{secrets.token_hex(4)}"
     return body.request_id
 
@@ -164,7 +164,7 @@ async def _answer(
     answer: Answer,
     grammar: str,
 ) -> Response:
-    """Return the response of an answer, whole or as a stream. Raises ServiceError."""
+    """Return the HTTP response of an answer, whole or as a stream. Raises ServiceError."""
     chunks = frontend.generate(frontend.prepare(body, prompts, grammar), body)
     if body.stream:
         return await open_stream(answer, chunks)
@@ -193,7 +193,7 @@ async def tokenize(body: TokenizeRequest, request: Request, models: Served) -> R
         tokens = await frontend.encode(text, body.add_special_tokens is True, rendered=True)
     answer = {"count": len(tokens), "max_model_len": frontend.limits.max_context, "tokens": tokens}
     strings = frontend.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-    return JSONResponse(answer | {"token_strs": strings})  # as it is: FastAPI would look at each token first
+    return JSONResponse(answer | {"token_strs": strings})  # not a dict: FastAPI would check each token
 
 
 @router.post("/detokenize")
@@ -238,7 +238,7 @@ async def live() -> dict[str, Any]:
 @router.get("/ready")
 @router.get("/health")
 async def health(models: Served) -> JSONResponse:
-    """Answer 200 while requests for some model can be served: a lost draft only makes them slower."""
+    """Answer 200 while requests for any model can be served. A lost draft only makes them slower."""
     if models.ready:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "unavailable"}, 503, {"Retry-After": "1"})
@@ -252,19 +252,19 @@ async def show_version() -> dict[str, Any]:
 
 @router.get("/metrics")
 async def metrics(request: Request, models: Served) -> Response:
-    """Give Prometheus its figures."""
+    """Give the metrics for Prometheus."""
     state = request.app.state
     statuses, addresses = await state.read_status(), state.read_addresses()
     families: list[Metric] = []
     for each in models:
         services = services_of(each.name, statuses)
-        told = each.router.running, services, addresses, each.router.target_states()
-        families += each.observer.metrics.families(*told)
+        running, targets = each.router.running, each.router.target_states()
+        families += each.observer.metrics.families(running, services, addresses, targets)
     return Response(exposition(families), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """A server inside a running event loop; signals are the launch's."""
+    """A server in a running event loop. The launch handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
@@ -275,11 +275,10 @@ class _EmbeddedServer(uvicorn.Server):
 async def serve_http(
     app: ASGIApp, host: str, port: int, connections: Connections, tls: Tls | None = None
 ) -> AsyncIterator[str]:
-    """Listen on host:port (0: any free one) while the context lasts, and yield the address.
+    """Listen on host:port (0: any free port) while the context lasts, and yield the address.
 
-    connections: their limits. tls: what the port shows; without it, it speaks plain text.
-
-    Raises OSError naming an address that cannot be bound.
+    connections: their limits. tls: the port's certificate, None for plain text. Raises OSError with an address that
+    cannot be bound.
     """
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -287,7 +286,7 @@ async def serve_http(
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     config = uvicorn.Config(
         app,
-        http=partial(LimitedProtocol, connections),  # type: ignore[arg-type]  # whatever makes a protocol will do
+        http=partial(LimitedProtocol, connections),  # type: ignore[arg-type]  # any function that makes a protocol
         log_config=None,
         log_level="error",
         access_log=False,

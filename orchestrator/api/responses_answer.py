@@ -1,4 +1,4 @@
-"""The answer to a request of OpenAI's Responses: items, or events that build them."""
+"""The answer to a request of OpenAI's Responses: items, or the events that build them."""
 
 import secrets
 import time
@@ -13,7 +13,7 @@ from orchestrator.text.json_calls import CalledTool, Delta
 from orchestrator.text.replies import ReplyParser
 from specahead.wire.errors import ServiceError
 
-# What a response repeats of its request.
+# The fields of a request that its response repeats.
 _REPEATED = {
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature"),
     *("tool_choice", "tools", "top_logprobs", "top_p"),
@@ -21,50 +21,51 @@ _REPEATED = {
 
 
 class ResponsesAnswer(Answer):
-    """The answer to a request for a response. parser: of its text. decode: gives the text of tokens."""
+    """The answer to a request for a response."""
 
     final_event = ""
 
     def __init__(self, name: str, model: str, request: ResponsesRequest, parser: ReplyParser, decode: Decode) -> None:
+        """parser: of the text. decode: gives the text of tokens."""
         super().__init__(Totals(1))
         self._name, self._model, self._request, self._parser = name, model, request, parser
         self._created = int(time.time())
         self._items: list[Event] = []
         self._open: Event | None = None  # the item that text is added to
         self._status = "in_progress"
-        self._said = self._calls = self._reasoning_tokens = 0
-        self._untold = 0  # tokens whose text has not come yet
+        self._event_count = self._calls = self._reasoning_tokens = 0
+        self._held = 0  # tokens whose text has not been passed on
         self._decode = decode
-        self._logprobs: list[Event] = []  # of tokens whose text has not come yet
+        self._logprobs: list[Event] = []  # of tokens whose text has not been passed on
 
     def opening(self) -> list[Event]:
-        """Return what a stream begins with."""
+        """Return the first events of a stream."""
         return [self._event(kind, response=self.whole()) for kind in ("response.created", "response.in_progress")]
 
     def add(self, chunk: Chunk) -> list[Event]:
-        """Take a chunk in, and return what a stream says of it."""
+        """Add a chunk, and return its events."""
         self._totals.add(chunk)
         deltas = self._parser.feed(chunk.text, chunk.reason is not None, chunk.reason == "length")
-        self._untold += len(chunk.tokens)
+        self._held += len(chunk.tokens)
         if deltas:
-            self._reasoning_tokens += self._untold if deltas[0].reasoning else 0
-            self._untold = 0
+            self._reasoning_tokens += self._held if deltas[0].reasoning else 0
+            self._held = 0
         if self._request.wanted_logprobs is not None:
             self._logprobs += chat_logprobs(chunk, self._decode)
-            if deltas and not any(delta.content for delta in deltas):  # tokens of what is no message
+            if deltas and not any(delta.content for delta in deltas):  # tokens of an item that is not a message
                 self._logprobs = []
-        said = [event for delta in deltas for event in self._take(delta)]
+        events = [event for delta in deltas for event in self._take(delta)]
         if chunk.reason is not None:
             self._status = "incomplete" if chunk.reason == "length" else "completed"
-            said += self._close()
-        return said
+            events += self._close()
+        return events
 
     def closing(self) -> list[Event]:
-        """Return what a stream says when all has ended."""
+        """Return the events after the end."""
         return [self._event(f"response.{self._status}", response=self.whole())]
 
     def failure(self, error: ServiceError) -> Event:
-        """Return what a stream says of an error."""
+        """Return the event of an error."""
         return self._event("error", message=str(error), code=error.code, param=error.param)
 
     def whole(self) -> Event:
@@ -80,7 +81,7 @@ class ResponsesAnswer(Answer):
             "created_at": self._created,
             "model": self._model,
             "status": self._status,
-            "output": deepcopy(self._items),  # which go on while this is told
+            "output": deepcopy(self._items),  # which change after this
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "previous_response_id": None,
@@ -101,7 +102,7 @@ class ResponsesAnswer(Answer):
         }
 
     def _take(self, delta: Delta) -> list[Event]:
-        """Add a delta to the items, and return the events of it."""
+        """Add a delta to the items, and return its events."""
         if delta.call is not None:
             self._calls += 1
         if (delta.call or delta.arguments) and self._calls > 1 and self._request.parallel_tool_calls is False:
@@ -111,27 +112,27 @@ class ResponsesAnswer(Answer):
         if delta.arguments:
             return self._argue(delta.arguments)
         kind, text = ("message", delta.content) if delta.content else ("reasoning", delta.reasoning)
-        said = []
+        events = []
         if self._open is None or self._open["type"] != kind:
-            said = self._close() + self._begin(kind)
+            events = self._close() + self._begin(kind)
         assert self._open is not None
         part = self._open["content"][0]
         part["text"] += text
-        return [*said, self._part_event(f"response.{part['type']}.delta", delta=text, **self._tell_logprobs(part))]
+        return [*events, self._part_event(f"response.{part['type']}.delta", delta=text, **self._take_logprobs(part))]
 
-    def _tell_logprobs(self, part: Event) -> Event:
-        """Return what is said of the log probabilities that are still to be told, and add them to a message's part.
+    def _take_logprobs(self, part: Event) -> Event:
+        """Add the waiting log probabilities to a part, and return them as the field of its event.
 
-        Events of visible text have a place for them, whether or not they are asked for.
+        Events of visible text have the field, whether or not log probabilities are asked for.
         """
         if part["type"] != "output_text":
             return {}
-        told, self._logprobs = self._logprobs, []
-        part["logprobs"] += told
-        return {"logprobs": told}
+        taken, self._logprobs = self._logprobs, []
+        part["logprobs"] += taken
+        return {"logprobs": taken}
 
     def _begin(self, kind: str) -> list[Event]:
-        """Open a message or a reasoning item with one empty part of text."""
+        """Open a message or a reasoning item with one empty part of text, and return the events."""
         number = secrets.token_hex(12)
         if kind == "message":
             item: Event = {"id": f"msg_{number}", "type": kind, "role": "assistant"}
@@ -141,54 +142,55 @@ class ResponsesAnswer(Answer):
             part = {"type": "reasoning_text", "text": ""}
         self._open = item | {"status": "in_progress", "content": []}
         self._items.append(self._open)
-        added = self._item_event("response.output_item.added", self._open)
+        added = self._state_event("response.output_item.added", self._open)
         self._open["content"].append(part)
         return [added, self._part_event("response.content_part.added", part=dict(part))]
 
     def _close(self) -> list[Event]:
-        """End the item that is open, if there is one."""
+        """End the open item, if there is one, and return the events."""
         if self._open is None:
             return []
         if self._open["type"] == "function_call":
             named = {"name": self._open["name"], "arguments": self._open["arguments"]}
-            said = [self._place_event("response.function_call_arguments.done", **named)]
+            events = [self._item_event("response.function_call_arguments.done", **named)]
         else:
             part = self._open["content"][0]
-            told = {"logprobs": part["logprobs"]} if self._tell_logprobs(part) else {}
-            said = [
-                self._part_event(f"response.{part['type']}.done", text=part["text"], **told),
+            logprobs = {"logprobs": part["logprobs"]} if self._take_logprobs(part) else {}
+            events = [
+                self._part_event(f"response.{part['type']}.done", text=part["text"], **logprobs),
                 self._part_event("response.content_part.done", part=part),
             ]
         self._open["status"] = "incomplete" if self._status == "incomplete" else "completed"
-        said.append(self._item_event("response.output_item.done", self._open))
+        events.append(self._state_event("response.output_item.done", self._open))
         self._open = None
-        return said
+        return events
 
     def _begin_call(self, call: CalledTool) -> list[Event]:
-        """Open an item for a call, with what there is of its arguments."""
+        """Open an item for a call with the arguments so far, and return the events."""
         item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id, "name": call.name}
         self._open = item | {"arguments": "", "status": "in_progress"}
         self._items.append(self._open)
-        return [self._item_event("response.output_item.added", self._open), *self._argue(call.arguments)]
+        return [self._state_event("response.output_item.added", self._open), *self._argue(call.arguments)]
 
     def _argue(self, text: str) -> list[Event]:
-        """Add to the arguments of the call that is open."""
+        """Add to the arguments of the open call, and return the events."""
         assert self._open is not None
         self._open["arguments"] += text
-        return [self._place_event("response.function_call_arguments.delta", delta=text)] if text else []
+        return [self._item_event("response.function_call_arguments.delta", delta=text)] if text else []
 
-    def _item_event(self, kind: str, item: Event) -> Event:
+    def _state_event(self, kind: str, item: Event) -> Event:
+        """Return an event with an item as it is now."""
         return self._event(kind, output_index=len(self._items) - 1, item=deepcopy(item))
 
     def _part_event(self, kind: str, **values: Any) -> Event:
         """Return an event of the open item's part."""
-        return self._place_event(kind, content_index=0, **values)
+        return self._item_event(kind, content_index=0, **values)
 
-    def _place_event(self, kind: str, **values: Any) -> Event:
+    def _item_event(self, kind: str, **values: Any) -> Event:
         """Return an event of the open item."""
         assert self._open is not None
         return self._event(kind, item_id=self._open["id"], output_index=len(self._items) - 1, **values)
 
     def _event(self, kind: str, **values: Any) -> Event:
-        self._said += 1
-        return {"type": kind, "sequence_number": self._said - 1, **values}
+        self._event_count += 1
+        return {"type": kind, "sequence_number": self._event_count - 1, **values}

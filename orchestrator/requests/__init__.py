@@ -1,1 +1,1 @@
-"""What clients may ask for, and who asks: request models, keys and limits."""
+"""Requests and their callers: models of requests, keys and limits."""

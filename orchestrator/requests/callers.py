@@ -1,9 +1,8 @@
-"""Who is calling, and how much of their limits they use. Both gateways ask here; code below them finds its caller.
+"""The callers of both gateways and their use of their limits. Code of a request finds its caller by current_caller.
 
 Requests at once are counted while they run. Tokens a minute are a bucket that holds a minute's worth and fills at a
-steady rate: a request is taken while the bucket is not empty, and pays for its prompt at once and for its tokens as
-they come. What a key is used for through other orchestrators, the targets that they share report
-(target_service/usage.py).
+steady rate: a request is accepted while the bucket is not empty, and takes the tokens of its prompt at once and those
+of its answer as they come. Shared targets report a key's use through other orchestrators (target_service/usage.py).
 """
 
 import contextlib
@@ -26,23 +25,25 @@ _MOST_WRONG = 10_000  # addresses with wrong keys that are remembered
 
 
 class WrongKey(Unauthenticated):
-    """A key was sent, and it is not one of those that are allowed."""
+    """A key was sent that is not allowed."""
 
 
 @dataclass(eq=False)
 class Caller:
-    """The holder of a key. running: requests at the moment, and elsewhere: those of other orchestrators, by target;
-    tokens: what is left in the bucket, as of `at` seconds. allowed: whether the key still counts. addresses: from which
-    it was used lately.
-    """
+    """The holder of a key."""
 
     key: Key
     clock: Callable[[], float] = time.monotonic
     running: int = 0
+    """Requests that run now."""
     elsewhere: dict[str, int] = field(default_factory=dict)
+    """Requests that run through other orchestrators, by target."""
     allowed: bool = True
+    """Whether the key is still allowed."""
     addresses: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """The addresses that used it last."""
     tokens: float = field(init=False)
+    """In the bucket, at the time `at` in seconds."""
     at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +51,7 @@ class Caller:
 
     @property
     def name(self) -> str:
+        """The key's name."""
         return self.key.name
 
     @contextlib.contextmanager
@@ -58,7 +60,7 @@ class Caller:
         key = self.key
         if key.requests and self.running + sum(self.elsewhere.values()) >= key.requests:
             raise ResourceExhausted(
-                f"key {key.name!r} allows {key.requests} requests at once, and so many are running", retry_after=1
+                f"key {key.name!r} allows {key.requests} requests at once, and they are running", retry_after=1
             )
         if key.tokens_per_minute and (left := self._left()) <= 0:
             seconds = max(1, math.ceil((1 - left) * 60 / key.tokens_per_minute))
@@ -74,18 +76,18 @@ class Caller:
             self.running -= 1
 
     def take_limits(self, key: Key) -> None:
-        """Hold other limits from now on, with a full bucket; requests that run go on being counted."""
+        """Use the limits of another version of the key, with a full bucket; running requests stay counted."""
         self.key, self.tokens, self.at = key, float(key.tokens_per_minute), self.clock()
 
     def note_address(self, address: str) -> None:
-        """Remember an address that the key is used from, and forget the one that was used longest ago."""
+        """Remember an address, and forget the one that was used longest ago."""
         self.addresses[address] = None
         self.addresses.move_to_end(address)
         if len(self.addresses) > _MOST_ADDRESSES:
             self.addresses.popitem(last=False)
 
     def pay(self, tokens: int) -> None:
-        """Take tokens from the bucket, which may be in debt after it."""
+        """Take tokens from the bucket, which may become negative."""
         if self.key.tokens_per_minute:
             self.tokens = self._left() - tokens
 
@@ -136,32 +138,32 @@ class WrongKeys:
             self._by_address.popitem(last=False)
 
 
-_ANYONE = Caller(Key("", ""))  # where no key is asked for
+_ANYONE = Caller(Key("", ""))  # where no key is needed
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=_ANYONE)
 _ADDRESS: ContextVar[str] = ContextVar("address", default="")
 
 
 def current_caller() -> Caller:
-    """Return who sent the request that this task works on."""
+    """Return the caller of this task's request."""
     return _CALLER.get()
 
 
 def current_client() -> str:
-    """Return with whom the request that this task works on shares places: others of its key, else of its address."""
+    """Return the name under which this task's request shares places: its key's, else its address."""
     name = _CALLER.get().name
     return f"key {name}" if name else _ADDRESS.get()
 
 
 class Callers:
-    """The holders of the keys that are allowed; without keys everyone may call."""
+    """The holders of all allowed keys; without keys everyone may call."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._by_digest = {key.digest: Caller(key) for key in keys}
         self._wrong_keys = WrongKeys()
-        self._elsewhere: dict[str, list[Caller]] = {}  # who has requests through others, by target
+        self._elsewhere: dict[str, list[Caller]] = {}  # with requests through other orchestrators, by target
 
     def replace(self, keys: Sequence[Key]) -> None:
-        """Let these keys count from now on. Who has the same key and name as before goes on with what was used."""
+        """Allow these keys from now on. A key with the same name as before keeps its usage."""
         before, self._by_digest = self._by_digest, {}
         for key in keys:
             caller = before.get(key.digest)
@@ -175,7 +177,7 @@ class Callers:
             caller.allowed = caller in kept
 
     def count_elsewhere(self, target: str, usage: Sequence[CallerUsage]) -> None:
-        """Count what keys are used for through other orchestrators, as a target tells it; nothing: it is lost."""
+        """Count the use of keys through other orchestrators, as a target reports it; empty if the target is lost."""
         for caller in self._elsewhere.pop(target, []):
             del caller.elsewhere[target]
         by_name = {caller.name: caller for caller in self._by_digest.values()} if usage else {}
@@ -186,27 +188,27 @@ class Callers:
                 self._elsewhere.setdefault(target, []).append(user)
 
     def admit(self, bearer: str) -> Caller:
-        """Find the caller with this key, whose the task's requests are from now on. Raises Unauthenticated.
+        """Return the caller with this key and make it the task's. Raises Unauthenticated.
 
-        Whoever asks this calls `locate` next.
+        `locate` has to be called next, whether or not this raises.
         """
         caller = _ANYONE
         if self._by_digest:
             if not bearer:
                 raise Unauthenticated("no API key was sent; send it as `Authorization: Bearer KEY`")
-            # By the hash: how long the search takes says nothing of how much of a key was right.
+            # A search by hash takes the same time however much of a key was right.
             found = self._by_digest.get(digest_of(bearer))
             if found is None:
-                raise WrongKey("the API key is not one that is allowed here")
+                raise WrongKey("the API key is not allowed here")
             caller = found
         _CALLER.set(caller)
         return caller
 
     def locate(self, address: str, refusal: ServiceError | None = None) -> None:
-        """Take note of the address that the task's requests come from. refusal: what `admit` has raised.
+        """Set the address of the task's requests. refusal: the error that `admit` raised.
 
-        Raises ResourceExhausted, whatever the key, if too many wrong ones came from there; only a key that was used
-        from there before is still let in.
+        Raises ResourceExhausted if too many wrong keys came from the address, also for a right key, unless that key was
+        used from there before.
         """
         _ADDRESS.set(address)
         if isinstance(refusal, WrongKey):

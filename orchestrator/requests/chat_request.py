@@ -38,7 +38,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """A message of a conversation. Fields that are not declared, such as `refusal`, say nothing to a template."""
+    """A message of a conversation. Unknown fields, such as `refusal`, do not reach the template."""
 
     role: str
     content: str | Models[ContentPart] | None = None
@@ -60,16 +60,17 @@ class Message(Strict):
 
 
 class FunctionDefinition(Strict, extra="allow"):
-    """A function that the model may call. parameters: a JSON schema."""
+    """A function that the model may call."""
 
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    """A JSON schema."""
     strict: bool | None = None
 
 
 class Tool(Strict, extra="allow"):
-    """What the model may call."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -94,17 +95,17 @@ class ChatRequest(GenerationRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        """The number of likely tokens beside each token's log probability; None: no log probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is to be calls of tools and nothing else."""
+        """Whether the answer must be calls of tools and nothing else."""
         return self.tool_choice not in (None, "none", "auto")
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that may be called: the one that is named, or all."""
+        """The tools that may be called: the named one, or all."""
         named = self._named_tool()
         return [tool for tool in self.tools or [] if named in (None, tool.function.name)]
 
@@ -118,12 +119,12 @@ class ChatRequest(GenerationRequest):
         choice = self.tool_choice
         if not isinstance(choice, dict) or choice.get("type") != "function":
             return None
-        named = choice.get("function", choice)  # Responses have the name beside the type
+        named = choice.get("function", choice)  # Responses put the name beside the type
         return str(named.get("name") if isinstance(named, dict) else named)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, as they were given."""
+        """The tools in the prompt, as they were given."""
         offered = self.tools if self.tool_choice != "none" else None
         return [tool.model_dump(exclude_unset=True) for tool in offered or []]
 
@@ -139,11 +140,11 @@ class ChatRequest(GenerationRequest):
         return self
 
     def _check_tool_choice(self) -> None:
-        """Raise InvalidArgument for a choice that is none of the known ones, or of a tool that there is not."""
+        """Raise InvalidArgument for an unknown choice, or for a tool that is not in the request."""
         choice = self.tool_choice
         if choice not in (None, "none", "auto", "required") and self._named_tool() is None:
             message = f"tool_choice: expected 'auto', 'none', 'required' or a function's name, got {str(choice)[:80]!r}"
             raise InvalidArgument(message, "tool_choice", "unsupported_value")
         if self.must_call and not self.callable_tools:
             names = ", ".join(repr(tool.function.name) for tool in self.tools or []) or "none"
-            raise InvalidArgument(f"tool_choice: {choice!r}, and of such tools there are {names}", "tool_choice")
+            raise InvalidArgument(f"tool_choice: {choice!r} matches none of the tools: {names}", "tool_choice")

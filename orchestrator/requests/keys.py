@@ -1,7 +1,7 @@
-"""API keys: random words of which only hashes are kept, each with its holder's name and limits.
+"""API keys: random words, of which only hashes are kept, each with its holder's name and limits.
 
-A line of the keys' file: `NAME sha256:HEX [requests=N] [tokens_per_minute=N]`. Empty lines and those that begin with #
-are left out. A key has 256 random bits, so that a plain hash of it cannot be searched.
+A line of the keys' file: `NAME sha256:HEX [requests=N] [tokens_per_minute=N]`. Empty lines and lines that begin with #
+are ignored. A key has 256 random bits, so that no search can find it by its hash.
 """
 
 import asyncio
@@ -28,16 +28,18 @@ _LINE = re.compile(
 
 @dataclass(frozen=True)
 class Key:
-    """Whose key it is, its hash, and what it allows: requests at once and tokens a minute (0: any number)."""
+    """A key and its limits."""
 
     name: str
     digest: str
     requests: int = 0
+    """The most requests at once; 0: any number."""
     tokens_per_minute: int = 0
+    """0: any number."""
 
 
 def digest_of(key: str) -> str:
-    """Return the hash by which a key is known, in hexadecimal digits."""
+    """Return the hash of a key, in hexadecimal digits."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -53,9 +55,9 @@ def make_key(name: str, requests: int = 0, tokens_per_minute: int = 0) -> tuple[
 
 
 def read_keys(access: ClientAccess) -> list[Key]:
-    """Return the keys that clients may use: the one that is given itself, and those of the file.
+    """Return the keys that clients may use: the one in the settings, and those of the file.
 
-    Raises SettingsError for a file that cannot be read, that holds no key, or one name or key twice.
+    Raises SettingsError for a file that cannot be read, has no key, or has a name or key twice.
     """
     keys = [Key("api_key", digest_of(access.api_key))] if access.api_key else []
     if access.api_keys_file:
@@ -63,14 +65,14 @@ def read_keys(access: ClientAccess) -> list[Key]:
     for what, values in (("name", [key.name for key in keys]), ("key", [key.digest for key in keys])):
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
-            raise SettingsError(f"api_keys_file {access.api_keys_file}: the {what} {twice} is there twice")
+            raise SettingsError(f"api_keys_file {access.api_keys_file}: the {what} {twice} occurs twice")
     return keys
 
 
 async def watch_keys(access: ClientAccess, take: Callable[[Sequence[Key]], None], every: float = 1.0) -> None:
-    """Hand the keys over to `take` whenever their file has changed; looks every so many seconds, until cancelled.
+    """Call `take` with the keys whenever their file has changed. Looks each `every` seconds until cancelled.
 
-    A file that `read_keys` refuses is told of in the log, and the keys that were there before go on counting.
+    If `read_keys` refuses the file, that is logged, and the former keys stay allowed.
     """
     seen = await asyncio.to_thread(version_of, access.api_keys_file)
     while True:
@@ -82,10 +84,10 @@ async def watch_keys(access: ClientAccess, take: Callable[[Sequence[Key]], None]
         try:
             keys = await asyncio.to_thread(read_keys, access)
         except SettingsError as error:
-            log.error("the keys' file has changed and cannot be used; the keys from before still count: %s", error)
+            log.error("the keys' file has changed and cannot be used; the former keys stay allowed: %s", error)
             continue
         take(keys)
-        log.info("the keys' file has changed and is read again", extra={"keys": len(keys)})
+        log.info("the keys' file has changed and was read again", extra={"keys": len(keys)})
 
 
 def _read_file(path: str) -> Sequence[Key]:
@@ -100,7 +102,7 @@ def _read_file(path: str) -> Sequence[Key]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         found = _LINE.fullmatch(line.strip())
-        if found is None:  # the line itself is not shown: it may hold a key instead of its hash
+        if found is None:  # the message does not show the line, which may have a key in place of its hash
             raise SettingsError(
                 f"api_keys_file {path}, line {number}: expected NAME sha256:HEX [requests=N] [tokens_per_minute=N], "
                 "as `specahead key NAME` makes it"
@@ -108,5 +110,5 @@ def _read_file(path: str) -> Sequence[Key]:
         requests, tokens = (int(found[limit] or 0) for limit in ("requests", "tokens_per_minute"))
         keys.append(Key(found["name"], found["digest"], requests, tokens))
     if not keys:
-        raise SettingsError(f"api_keys_file {path} holds no key; `specahead key NAME >> {path}` adds one")
+        raise SettingsError(f"api_keys_file {path} has no key; `specahead key NAME >> {path}` adds one")
     return keys

@@ -1,7 +1,7 @@
-"""Types of fields that may be as long as a body, so that no body holds the event loop up for long.
+"""Types of fields that may be as long as a body.
 
-Their check ends soon after the first fault: pydantic would describe each of a million, which takes half a minute and
-gigabytes, and one is told to the client.
+Their check ends soon after the first fault. Otherwise pydantic would describe each of a million faults, which holds the
+event loop up for half a minute and takes gigabytes, and a client gets one of them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ V = TypeVar("V")
 
 
 def _check_in_parts(value: Any, check: Callable[[Any], dict[Any, Any]]) -> dict[Any, Any]:
-    """Return an object whose entries are checked some at a time. Raises what `check` raises for the first of these."""
+    """Return an object whose entries are checked _PART at a time. Raises the error of the first wrong part."""
     if not isinstance(value, dict):
         return check(value)
     entries, checked = iter(value.items()), check({})

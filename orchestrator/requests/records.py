@@ -1,4 +1,4 @@
-"""What a checked request becomes in the ledger, within what the served models allow."""
+"""From a checked request to the ledger's records, within the limits of the served model."""
 
 import secrets
 from dataclasses import dataclass, field, fields, replace
@@ -13,66 +13,64 @@ from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Exactness
 from specahead.wire.server import MOST_BYTES
 
-MOST_CHARACTERS = 64  # of a token: no tokenizer packs more, on average
+MOST_CHARACTERS = 32  # a token's mean in a text as long as a context: words have 5, only runs of spaces have more
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the served models allow. methods: of sparsity, that the plan allows. kv_tokens: the longest session for
-    which KV has room, 0 as long as that is not known. defaults: how tokens are chosen in a request that does not say.
-    uncalibrated: whether approximate requests are read by a plan that nobody calibrated.
-    """
+    """The limits and defaults of a served model."""
 
     model_name: str
     vocab_size: int
     max_context: int
     stop_token_ids: list[int]
     methods: tuple[str, ...] = ()
+    """Methods of sparsity that the plan allows."""
     kv_tokens: int = 0
+    """The longest session for which KV has room; 0 until that is known."""
     defaults: Sampling = field(default_factory=Sampling)
+    """The sampling of requests that do not state their own."""
     uncalibrated: bool = False
+    """Whether approximate requests use a plan that was not calibrated."""
 
     @property
     def longest(self) -> int:
-        """The tokens of a prompt and its answer, at most: those of a context, unless KV has room for fewer."""
+        """The most tokens of a prompt and its answer: a context's, unless KV has room for fewer."""
         return min(self.max_context, self.kv_tokens or self.max_context)
 
 
 def max_body(limits: Limits) -> int:
-    """Return how many bytes a request over HTTP may have, so that none takes long to read: 64 a token of the context.
+    """Return the most bytes of a request over HTTP: 64 for each token of the context.
 
-    That is room for several prompts of the usual 4 to 8 bytes a token, whether text or ids.
+    That is room for several prompts of the usual 4 to 8 bytes a token, as text or ids, and no body takes long to read.
     """
     return (64 << 10) + 64 * limits.max_context
 
 
 def max_message(limits: Limits) -> int:
-    """Return how many bytes a message over gRPC may have: those of the longest text that is looked at."""
+    """Return the most bytes of a message over gRPC: those of the longest text that is not refused by its length."""
     return min(MOST_BYTES, (64 << 10) + 4 * MOST_CHARACTERS * limits.max_context)
 
 
 def encode_text(
     text: str, encoder: TextEncoder, limits: Limits, special_tokens: bool = True, rendered: bool = False
 ) -> list[int]:
-    """Return the token ids of a text that may be a prompt. Raises InvalidArgument if the context has not as many.
+    """Return the token ids of a prompt's text. Raises InvalidArgument if it is longer than the context.
 
-    A text that is far too long is refused before it is encoded, which would take long and much memory.
-    special_tokens: whether the model's own are put around it. rendered: whether a chat template has made it, and with
-    it all special tokens.
+    A text that is far too long is refused before it is encoded, which would take much time and memory.
+    special_tokens: whether the model's own are put around it. rendered: whether a chat template has made the text, with
+    all special tokens.
     """
-    if len(text) > MOST_CHARACTERS * limits.max_context:  # do not even try
+    if len(text) > MOST_CHARACTERS * limits.max_context:
         raise _beyond_context(limits, f"your prompt has {len(text)} characters")
-    least = encoder.bound.least_tokens(text)
-    if least > limits.max_context:
-        raise _beyond_context(limits, f"your prompt has at least {least}")
     tokens = encoder.encode_rendered(text) if rendered else encoder.encode(text, special_tokens)
     check_count(len(tokens), limits)
     return tokens
 
 
 def check_tokens(tokens: list[int], limits: Limits) -> list[int]:
-    """Return the tokens of a prompt as they are. Raises InvalidArgument for more of them than the model's context has,
-    and for one that is no token of the model."""
+    """Return the tokens of a prompt as they are. Raises InvalidArgument for more than the context has, and for one that
+    is not in the vocabulary."""
     check_count(len(tokens), limits)
     outside = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
     if outside is not None:
@@ -81,7 +79,7 @@ def check_tokens(tokens: list[int], limits: Limits) -> list[int]:
 
 
 def check_count(tokens: int, limits: Limits) -> None:
-    """Raise InvalidArgument if a prompt of so many tokens is longer than the context."""
+    """Raise InvalidArgument if a prompt of `tokens` tokens is longer than the context."""
     if tokens > limits.max_context:
         raise _beyond_context(limits, f"your prompt has {tokens}")
 
@@ -92,12 +90,11 @@ def _beyond_context(limits: Limits, what: str) -> InvalidArgument:
 
 
 def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Limits, grammar: str = "") -> list[Record]:
-    """Return the ledger's records of a request: n for each prompt, one after the other. Raises ServiceError.
+    """Return the ledger's records of a request: n for each prompt, prompt by prompt. Raises ServiceError.
 
-    grammar: the source of what their texts must follow, which end where it is complete; empty: they are free.
-
-    Where there are several, their names are the request's with their numbers. The choices of a prompt have seeds that
-    follow each other if the request has one, as vLLM's do; else each is drawn by itself.
+    grammar: the source of the grammar of the answers, which end where it is complete; empty for free text. Several
+    records are named after the request with their numbers. As in vLLM, the choices of a prompt have consecutive seeds
+    if the request has a seed, and random ones otherwise.
     """
     if request.sparsity and request.sparsity not in limits.methods:
         message = f"sparsity must be one of {', '.join(limits.methods)}; got {request.sparsity!r}"
@@ -134,12 +131,12 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
 
 
 def _seed(request: GenerationRequest, choice: int) -> int:
-    """Return the seed of a prompt's choice."""
+    """Return the seed of a choice. choice: its number among those of its prompt."""
     return secrets.randbits(64) if request.seed is None else (request.seed + choice) % 2**64
 
 
 def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) -> int:
-    """Return how many tokens may follow a prompt. Raises InvalidArgument for more than the context has room for."""
+    """Return the most tokens of an answer. Raises InvalidArgument for more than the context has room for."""
     if prompt_tokens == 0:
         raise InvalidArgument("the prompt is empty", "prompt")
     max_tokens = request.default_max_tokens if request.max_tokens is None else max(1, request.max_tokens)
@@ -153,7 +150,7 @@ def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) 
 
 
 def _sampling(request: GenerationRequest, limits: Limits, seed: int) -> Sampling:
-    """Return how a request's tokens are chosen. Raises InvalidArgument for a bias on what is no token of the model."""
+    """Return a request's sampling. Raises InvalidArgument for a bias on a token that is not in the vocabulary."""
     given = {each.name: getattr(request, each.name) for each in fields(Sampling) if each.name != "seed"}
     sampling = replace(
         limits.defaults, seed=seed, **{name: value for name, value in given.items() if value is not None}
@@ -168,13 +165,13 @@ def _sampling(request: GenerationRequest, limits: Limits, seed: int) -> Sampling
     return replace(
         sampling,
         temperature=temperature,
-        top_p=max(sampling.top_p, 1e-6),  # it travels as a float32; only the likeliest token is left long before
+        top_p=max(sampling.top_p, 1e-6),  # sent as a float32; only the likeliest token is left long before
         top_k=max(sampling.top_k, 0),
         logit_bias={token: min(max(bias, -100.0), 100.0) for token, bias in biases.items()},
     )
 
 
 def default_sampling(generation_config: dict[str, Any]) -> Sampling:
-    """Return how tokens are chosen by a model's generation config, where a request does not say."""
+    """Return the sampling in a model's generation config, for requests that do not state their own."""
     names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
     return Sampling(**{name: value for name in names if (value := generation_config.get(name)) is not None})

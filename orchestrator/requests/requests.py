@@ -1,4 +1,4 @@
-"""What clients may ask for: the one model of a request, for HTTP and gRPC alike. A chat's is in chat_request.py."""
+"""Models of requests, for HTTP and gRPC. Those of chats are in chat_request.py."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from specahead.wire.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
-# Fields that would change the answer and are not built, with the values at which they would not: any other is refused.
+# Fields that are not supported, with the values at which they would change nothing; any other value is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "echo"), (False,)),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
@@ -31,12 +31,12 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-MAX_LOGPROBS = 20  # likely tokens that are told beside a token
+MAX_LOGPROBS = 20  # likely tokens that are reported beside a token
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
 MAX_CHOICES = 1024  # of one request
 _ignored: set[str] = set()  # fields that were logged already
 
-TokenIds = Items[int]  # which are checked where the vocabulary is known
+TokenIds = Items[int]  # checked where the vocabulary is known
 Several = Field(min_length=1, max_length=MAX_CHOICES)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 BiasedToken = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # the keys of a JSON object are strings
@@ -45,21 +45,20 @@ StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class StreamOptions(Strict):
-    """include_usage: whether a last event tells the tokens of the whole request."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
+    """Whether a last event has the usage of the whole request."""
 
 
 class GenerationRequest(StructuredRequest):
-    """The fields of every request that generates. None stands for a field that was left out.
+    """The fields of every request that generates. None means that a field was left out.
 
-    Of our own are exactness, sparsity (the method of an approximate request), request_id and mark_accepted (events of a
-    stream say whether their text was drafted and accepted); those below them are vLLM's, and all others OpenAI's.
-    Fields that are not declared are accepted, unless they ask for what is not built.
+    Unknown fields are ignored, except those of `_NOT_BUILT`.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
-    default_max_tokens: ClassVar[int | None] = None  # None: what is left of the context
+    default_max_tokens: ClassVar[int | None] = None  # None: the rest of the context
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -73,10 +72,14 @@ class GenerationRequest(StructuredRequest):
     stop: StopString | Annotated[Items[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # Fields of specahead alone.
     exactness: Literal["exact", "approximate"] | None = None
     sparsity: str | None = None
+    """The method of an approximate request."""
     request_id: str | None = Field(None, max_length=MAX_NAME)
     mark_accepted: bool | None = None
+    """Whether events of a stream state that their text was drafted and accepted."""
+    # Fields of vLLM.
     ignore_eos: bool | None = None
     stop_token_ids: Items[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
@@ -88,17 +91,17 @@ class GenerationRequest(StructuredRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        """The number of likely tokens beside each token's log probability; None: no log probabilities."""
         return None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's tokens get log probabilities, too."""
+        """Whether the prompt's tokens get log probabilities too."""
         return False
 
     @property
     def only_echoes(self) -> bool:
-        """Whether nothing that is generated is told."""
+        """Whether the answer has the prompt alone."""
         return self.max_tokens == 0
 
     @property
@@ -108,7 +111,7 @@ class GenerationRequest(StructuredRequest):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the tokens of the whole request."""
+        """Whether a stream ends with the usage of the whole request."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @model_validator(mode="after")
@@ -118,7 +121,7 @@ class GenerationRequest(StructuredRequest):
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options: only with stream", "stream_options")
         if self.sparsity and self.exactness != "approximate":
-            reason = f"sparsity {self.sparsity!r} is for requests with exactness 'approximate'"
+            reason = f"sparsity {self.sparsity!r} needs exactness 'approximate'"
             raise InvalidArgument(reason, "sparsity")
         for name, value in (self.model_extra or {}).items():
             if name in _NOT_BUILT:
@@ -130,8 +133,8 @@ class GenerationRequest(StructuredRequest):
 
 
 def _check_neutral(name: str, value: Any) -> None:
-    """Raise InvalidArgument if a field that is not built asks for something."""
-    # A truth value is no number: `logprobs: 0` asks for something, false does not.
+    """Raise InvalidArgument if a field that is not supported has a value that would change something."""
+    # `logprobs: 0` would change something, false would not, and the two are equal in Python.
     same = (value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NOT_BUILT[name])
     if value is not None and not any(same):
         message = f"{name}: this field is not supported (value {str(value)[:80]!r})"
@@ -153,16 +156,16 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        """The number of likely tokens beside each token's log probability; None: no log probabilities."""
         return None if self.logprobs is False else self.logprobs
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's tokens get log probabilities, too."""
+        """Whether the prompt's tokens get log probabilities too."""
         return bool(self.echo) and self.wanted_logprobs is not None
 
     def echoes(self, decode: Callable[[list[int]], str]) -> list[str]:
-        """Return the texts that the choices of each prompt begin with. decode: gives the text of tokens."""
+        """Return the echo of each prompt, empty without `echo`. decode: gives the text of tokens."""
         if not self.echo:
             return [""] * len(self.prompts)
         return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in self.prompts]
@@ -181,7 +184,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(Strict, extra="allow"):
-    """A text or a conversation to be made into tokens; other fields are those of a chat."""
+    """A text or a conversation to tokenize; other fields are those of a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -191,7 +194,7 @@ class TokenizeRequest(Strict, extra="allow"):
 
 
 class DetokenizeRequest(Strict):
-    """Tokens to be made into text."""
+    """Tokens to make text of."""
 
     model: str | None = None
     tokens: TokenIds
@@ -201,7 +204,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def read_request(model: type[R], values: Mapping[str, Any]) -> R:
-    """Return the request that has these values. Raises InvalidArgument for values that it cannot have."""
+    """Return the request with these values. Raises InvalidArgument for values that it cannot have."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -209,10 +212,10 @@ def read_request(model: type[R], values: Mapping[str, Any]) -> R:
 
 
 def invalid_argument(errors: Sequence[Mapping[str, Any]]) -> InvalidArgument:
-    """Return the refusal for what pydantic found wrong: of the first field, with all that it might have been."""
+    """Return an error for the first field that pydantic refused, with all the types that it might have had."""
     first = errors[0]["loc"][:1]
     of_field = [error for error in errors if error["loc"][:1] == first]
-    # Below a field that may have several types, the places name the types.
+    # Within a field of several types, pydantic's locations name the types.
     steps = zip(*(error["loc"] for error in of_field), strict=False)
     place = [step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps)]
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
@@ -222,7 +225,7 @@ def invalid_argument(errors: Sequence[Mapping[str, Any]]) -> InvalidArgument:
 
 
 def _shown(value: Any) -> str:
-    """Return the beginning of what was given, or how long it is: the text of a long list would take long to make."""
+    """Return the beginning of a value, or its length: the text of a long list would take long to make."""
     if isinstance(value, list | dict) and len(value) > 80:
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     return repr(str(value)[:80])

@@ -1,4 +1,4 @@
-"""A request of OpenAI's Responses, and the chat that it stands for."""
+"""Requests of OpenAI's Responses, which are served as chats."""
 
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ class InputCall(Strict):
 
 
 class InputCallOutput(Strict):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -45,42 +45,43 @@ class InputCallOutput(Strict):
 
 
 class InputReasoning(Strict):
-    """What an earlier response reasoned."""
+    """The reasoning of an earlier response."""
 
     type: Literal["reasoning"]
     content: Models[ContentPart] | None = None
 
 
 class ResponseTool(FunctionDefinition):
-    """What the model may call, as Responses word it."""
+    """A tool that the model may call, in the form of Responses."""
 
     type: Literal["function"]
 
 
 class Reasoning(Strict, extra="allow"):
-    """effort: what the chat template gets as reasoning_effort."""
+    """Options of reasoning."""
 
     effort: str | None = None
+    """The chat template's reasoning_effort."""
 
 
 InputItem = InputCall | InputCallOutput | InputReasoning | InputMessage
 
 
 class TextFormat(SchemaFormat):
-    """What ResponseFormat is elsewhere, in one piece."""
+    """ResponseFormat in the form of Responses."""
 
     type: Literal["text", "json_object", "json_schema"]
 
 
 class TextOptions(Strict, extra="allow"):
-    """How the text of a response is to be."""
+    """Options of a response's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ResponsesRequest(GenerationRequest):
-    """A request for a response to a text or to items, which are all of the conversation: nothing is stored."""
+    """A request for a response to a text or to items. They are the whole conversation, since nothing is stored."""
 
     input: str | Annotated[Models[InputItem], Field(min_length=1)]
     instructions: str | None = None
@@ -97,12 +98,12 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        """The number of likely tokens beside each token's log probability; None: no log probabilities."""
         return self.top_logprobs or 0 if "message.output_text.logprobs" in (self.include or []) else None
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """Return the chat that a request for a response stands for. Raises InvalidArgument as a chat does."""
+    """Return a request for a response as a chat. Raises InvalidArgument as a chat does."""
     fields = request.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True, by_alias=True)
     if request.text is not None and request.text.format is not None:
         form = request.text.format.model_dump(exclude_none=True, by_alias=True)
@@ -122,12 +123,12 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 def _messages(request: ResponsesRequest) -> list[Message]:
-    """Return the input as messages: what belongs to one turn of the assistant in one."""
+    """Return the input as messages. Items of one turn of the assistant become one message."""
     messages = [Message(role="system", content=request.instructions)] if request.instructions else []
     items = request.input
     if isinstance(items, str):
         return [*messages, Message(role="user", content=items)]
-    turn: Message | None = None  # the assistant's, as long as it may go on
+    turn: Message | None = None  # the assistant's message, while items may belong to it
     for item in items:
         if isinstance(item, InputMessage) and item.role != "assistant":
             turn = None

@@ -1,4 +1,4 @@
-"""One client request from its check to its last piece of text. Both gateways stream what `Frontend` yields."""
+"""A client's request from its check to its last text. Both gateways stream the chunks that `Frontend` yields."""
 
 import asyncio
 import time
@@ -31,11 +31,7 @@ from specahead.wire.messages import Commit, FinishReason
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one message to the client adds to a choice. The choice's last one has a finish reason, and counts.
-
-    accepted: whether its tokens were drafted and accepted; None unless the request asks for it.
-    logprobs: of each token, if asked for. prompt_logprobs: in the first one, of the prompt's tokens but its first.
-    """
+    """One message's addition to a choice. The last chunk of a choice has a finish reason and the counts of tokens."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -46,8 +42,11 @@ class Chunk:
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     choice: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token, if asked for."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """In the first chunk: of the prompt's tokens from the second on."""
     accepted: bool | None = None
+    """Whether the tokens were drafted and accepted; None unless the request asks for it."""
 
     @property
     def reason(self) -> str | None:
@@ -56,10 +55,7 @@ class Chunk:
 
 
 class Frontend:
-    """What both gateways stand on, of one model. reply_format: how the model writes tool calls and its reasoning.
-
-    white_space: what JSON that must follow a schema may have, where a request does not say.
-    """
+    """Serves the requests of one model for both gateways."""
 
     def __init__(
         self,
@@ -71,6 +67,9 @@ class Frontend:
         reply_format: ReplyFormat | None = None,
         white_space: WhiteSpace = COMPACT,
     ) -> None:
+        """reply_format: how the model writes tool calls and reasoning. white_space: allowed in JSON that must follow a
+        schema, unless the request states its own.
+        """
         self.router = router
         self.tokenizer = tokenizer
         self.encoder = TextEncoder(tokenizer)
@@ -83,11 +82,11 @@ class Frontend:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         return self.limits.model_name
 
     async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
-        """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument.
+        """Return the token ids of a prompt; a long text is encoded in a thread. Raises InvalidArgument.
 
         special_tokens: whether the model's own are put around it. rendered: whether a chat template has made it.
         """
@@ -97,16 +96,16 @@ class Frontend:
         return await work_on_text(encode, len(prompt))
 
     def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser:
-        """Return what splits the text that follows a chat's prompt."""
+        """Return a parser of the answer to a chat. prompt: the chat's text."""
         parser = self.reply_format.parser(prompt, request.offered_tools, request.must_call)
-        if parser.splits:  # what opens and closes a tool call may be a special token
+        if parser.splits:  # the marks of a tool call may be special tokens
             request.skip_special_tokens = False
         return parser
 
     async def grammar(self, request: GenerationRequest, prompt: str = "") -> str:
-        """Return the source of what a request's text must follow, empty if it is free. Raises InvalidArgument.
+        """Return the source of the grammar that a request's answer must follow, empty if it is free text.
 
-        prompt: the text of a chat's.
+        prompt: the text of a chat. Raises InvalidArgument.
         """
         structure, main, white_space = request.structure, "", request.white_space or self.white_space
         if structure is None and not (isinstance(request, ChatRequest) and request.tools):
@@ -121,7 +120,7 @@ class Frontend:
         return await self._grammars.compile(structure, main, white_space) if main or structure else ""
 
     def prepare(self, request: GenerationRequest, prompts: list[list[int]], grammar: str = "") -> list[Record]:
-        """Return the records of a request, n for each of its prompts. Raises ServiceError; nothing is started."""
+        """Return the sessions of a request, n for each prompt, without starting them. Raises ServiceError."""
         if not self.accepting:
             raise Unavailable("the server is shutting down")
         records = to_records(request, prompts, self.limits, grammar)
@@ -131,11 +130,11 @@ class Frontend:
         return records
 
     def generate(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
-        """Run prepared records beside each other. Closing the iterator early aborts them; so does `abort`.
+        """Run prepared sessions at the same time. Closing the iterator early aborts them, and so does `abort`.
 
         Raises ServiceError as soon as one of them fails.
         """
-        if len(records) == 1 and not request.only_echoes:  # without a task and a queue between it and its client
+        if len(records) == 1 and not request.only_echoes:  # needs no task and no queue
             return self._generate(records[0], request, 0)
         return self._generate_together(records, request)
 
@@ -147,7 +146,7 @@ class Frontend:
                 async with aclosing(self._generate(record, request, choice)) as chunks:
                     async for chunk in chunks:
                         arrived.put_nowait(chunk)
-            except Exception as error:  # raised below, where someone listens
+            except Exception as error:  # raised below, in the caller's task
                 arrived.put_nowait(error)
 
         tasks = [asyncio.create_task(run(record, choice)) for choice, record in enumerate(records)]
@@ -170,7 +169,7 @@ class Frontend:
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
         last: Chunk | None = None
-        told = 0  # tokens; the record may be ahead of what is told
+        sent = 0  # tokens; the record may hold more
         try:
             async with aclosing(self.router.stream(record)) as rounds:
                 async for item in rounds:
@@ -180,7 +179,7 @@ class Frontend:
                     texts, item = shown.push(item)
                     watch.round(item)
                     for part, text, accepted in _parts(item, texts, marked):
-                        told += len(part.tokens)
+                        sent += len(part.tokens)
                         chunk = Chunk(
                             text,
                             part.tokens,
@@ -199,7 +198,7 @@ class Frontend:
                         break
             if last is not None:  # the session has ended, also on its target
                 outcome = last.finish_reason.name.lower()
-                yield _last(last, record, told)
+                yield _last(last, record, sent)
         except ServiceError as error:
             outcome = error
             raise
@@ -207,13 +206,13 @@ class Frontend:
             outcome = "abort"
             raise
         finally:
-            del record.tokens[record.prompt_tokens + told :]
+            del record.tokens[record.prompt_tokens + sent :]
             watch.end(outcome)
 
     def abort(self, request_id: str) -> bool:
-        """End a running request of the current caller, all of its choices; False if there is none of that id.
+        """End a running request of the current caller; return False if there is none with this id.
 
-        A choice by itself goes by the name of its session.
+        request_id: the request's, which ends all its choices, or the name of one choice's session.
         """
         caller = current_caller().name
         mine = [record for record in self.router.ledger.records.values() if record.caller == caller]
@@ -221,7 +220,7 @@ class Frontend:
         return sum(map(self.router.abort, sessions)) > 0
 
     async def drain(self, grace: float) -> None:
-        """Take no more requests, let the running ones finish for `grace` seconds, then fail the rest."""
+        """Refuse new requests, let running ones finish for `grace` seconds, then fail the rest."""
         self.accepting = False
         deadline = time.monotonic() + grace
         while self.router.running and time.monotonic() < deadline:
@@ -230,23 +229,25 @@ class Frontend:
 
 
 class _ShownText:
-    """The text of a choice, as much of it as may be shown.
-
-    min_tokens: among the first ones no stop string ends. by_token: whether it is known which text is of which token.
-    """
+    """Makes the text of a choice from its tokens, up to its stop string."""
 
     def __init__(self, tokenizer: Any, request: GenerationRequest, min_tokens: int, by_token: bool) -> None:
+        """min_tokens: the first tokens, within which no stop string ends. by_token: whether to find each token's text
+        by itself, as stop strings and marks need it.
+        """
         self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens is not False)
         self._with_stop = bool(request.include_stop_str_in_output)
         self._finder = StopFinder(request.stops, self._with_stop)
         self._tokens, self._min_tokens, self._by_token = 0, min_tokens, by_token
 
     def push(self, commit: Commit) -> tuple[list[str], Commit]:
-        """Return the text that may be shown with each token of a round (or, if not `by_token`, with all), and the round
-        as far as the client is told of it: its last token is the one that completes a stop string, if there is one."""
+        """Return the texts of a round's tokens, one for each token if `by_token`, else one for all, and the round.
+
+        The round ends with the token that completes a stop string, if there is one.
+        """
         tokens, texts = commit.tokens, list[str]()
         ended = commit.finish_reason is not FinishReason.NONE
-        hidden = commit.finish_reason is FinishReason.STOP and not self._with_stop  # the token that ends the text
+        hidden = commit.finish_reason is FinishReason.STOP and not self._with_stop  # the last token
         shown = tokens[:-1] if hidden else tokens
         if not self._by_token:
             text = self._detokenizer.push(shown)
@@ -268,8 +269,11 @@ class _ShownText:
 
 
 def _parts(commit: Commit, texts: list[str], marked: bool) -> list[tuple[Commit, str, bool | None]]:
-    """Return a round with its text and None or, if `marked`, what of it was drafted and what is the target's own apart,
-    with whether it was drafted. The last part has the finish reason. texts: of each token."""
+    """Return the parts of a round: each a round, its text, and whether it was drafted and accepted.
+
+    A round that is not `marked` is one part, with None. Otherwise accepted tokens and the target's own tokens are two
+    parts, of which the last has the finish reason. texts: of the tokens.
+    """
     if not marked:
         return [(commit, "".join(texts), None)]
     cut = commit.confirmed + commit.accepted
@@ -281,12 +285,12 @@ def _parts(commit: Commit, texts: list[str], marked: bool) -> list[tuple[Commit,
     return [(drafted, "".join(texts[:cut]), True), (own, "".join(texts[cut:]), False)]
 
 
-def _last(chunk: Chunk, record: Record, told: int) -> Chunk:
-    """Return a choice's last chunk, behind which the client has been told so many tokens."""
+def _last(chunk: Chunk, record: Record, sent: int) -> Chunk:
+    """Return a choice's last chunk with the counts of tokens. sent: tokens of the answer, this chunk's included."""
     return replace(
         chunk,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,
-        completion_tokens=told,
+        completion_tokens=sent,
         totals=record.totals,
     )

@@ -1,6 +1,6 @@
-"""The record of every open session: what was committed, round by round, each round exactly once.
+"""The records of all open sessions: their committed rounds, each exactly once.
 
-Pure bookkeeping. The ledger outlives the target: what it holds is enough to open a session again elsewhere.
+Pure bookkeeping. The ledger outlives the target, and holds enough to open a session again on another one.
 """
 
 from collections import Counter, deque
@@ -11,28 +11,26 @@ from typing import Any
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire.messages import Commit, Exactness, FinishReason, Open
 
-LATEST_ROUNDS = 64  # of a session: long ones would have more objects than a garbage collection should look at
+LATEST_ROUNDS = 64  # kept of a session: more would make garbage collections long
 
 
 class LedgerError(Exception):
-    """A commit that does not continue what the ledger holds."""
+    """A commit that does not continue the session's record."""
 
 
 @dataclass
 class SpeculationTotals:
-    """Sums over a session's rounds, as a client sees them. rounds: with a proposal; plain_rounds: without.
-
-    rounds_by_gamma: rounds that drafted 0, 1, 2 ... tokens. screening_rounds: those that sparse attention has screened.
-    uncalibrated: whether what was read was chosen by a plan that nobody calibrated for the pair.
-    Fields that a commit has as well are sums of those, drafted and accepted with those of screening rounds.
-    """
+    """Sums over a session's rounds, as clients see them. Fields with a name of `Commit` are sums of that field."""
 
     rounds: int = 0
+    """With a proposal."""
     plain_rounds: int = 0
+    """Without a proposal."""
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     rounds_by_gamma: list[int] = field(default_factory=list)
+    """Rounds that drafted 0, 1, 2 ... tokens."""
     stale_rounds: int = 0
     announced_bytes: int = 0
     kv_tokens_read: int = 0
@@ -49,18 +47,20 @@ class SpeculationTotals:
     screened: int = 0
     confirmed: int = 0
     uncalibrated: bool = False
+    """Whether the KV to read was selected by a plan that was not calibrated for the pair."""
 
     @property
     def kv_read_fraction(self) -> float:
+        """The share of KV that verification read, 1 without any."""
         return self.kv_tokens_read / self.kv_tokens_total if self.kv_tokens_total else 1.0
 
     @property
     def kv_fetched_fraction(self) -> float:
-        """Of the KV that was read: what had to come from host memory."""
+        """The share of the KV read that came from host memory."""
         return self.kv_tokens_fetched / self.kv_tokens_read if self.kv_tokens_read else 0.0
 
     def summary(self) -> dict[str, Any]:
-        """All sums and fractions by name."""
+        """Return all sums and fractions by name."""
         fractions = {"kv_read_fraction": self.kv_read_fraction, "kv_fetched_fraction": self.kv_fetched_fraction}
         return asdict(self) | fractions
 
@@ -75,6 +75,7 @@ class SpeculationTotals:
         return SpeculationTotals(**sums)
 
     def add(self, commit: Commit) -> None:
+        """Add the rounds of a commit, screening rounds included."""
         for drafted, accepted in commit.rounds:
             self.rounds += drafted > 0
             self.plain_rounds += drafted == 0
@@ -95,16 +96,11 @@ _SUMMED = {each.name for each in fields(SpeculationTotals)} & {each.name for eac
 
 @dataclass
 class Record:
-    """A session. tokens: the prompt, then what is committed; latest: the last LATEST_ROUNDS of its rounds, each once.
-
-    Of a round's drafted tokens those beyond the accepted ones were rejected, and their KV was rolled back.
-    logprobs: how many likely tokens are told beside each token with its log probability, None if there are no log
-    probabilities. caller: the name of the key that it was opened with, empty where no key is asked for. request: the id
-    of the client's request, of which it is choice number `choice`. refused_by: the targets that had no place for it.
-    """
+    """A session: one choice of a client's request."""
 
     session: str
     tokens: list[int]
+    """The prompt, then the committed tokens."""
     prompt_tokens: int
     max_tokens: int
     stop_token_ids: list[int]
@@ -112,31 +108,42 @@ class Record:
     exactness: Exactness
     sparsity: str = ""
     logprobs: int | None = None
+    """The number of likely tokens reported beside each token's log probability; None: no log probabilities."""
     wants_prompt_logprobs: bool = False
     grammar: str = ""
-    traceparent: str = ""  # W3C, of its request's span; empty if that is not sampled
+    traceparent: str = ""
+    """W3C, of the request's span; empty if that is not sampled."""
     caller: str = ""
-    client: str = ""  # with whose other requests it shares places
+    """The name of the key; empty where none is needed."""
+    client: str = ""
+    """Who shares places on the target with this session: requests of the same key or address."""
     request: str = ""
+    """The id of the client's request."""
     choice: int = 0
+    """The number of this choice in the request."""
     latest: deque[Commit] = field(default_factory=lambda: deque(maxlen=LATEST_ROUNDS))
+    """The last LATEST_ROUNDS rounds."""
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
-    cached_tokens: int = 0  # of the prompt, whose KV the target had already
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV the target had before."""
     refused_by: set[str] = field(default_factory=set)
-    resumptions: int = 0  # times it was opened on another target since it last got a token
+    """The targets that had no place for it."""
+    resumptions: int = 0
+    """Times that it was opened on another target since its last token."""
 
     @property
     def generated(self) -> list[int]:
+        """The committed tokens after the prompt."""
         return self.tokens[self.prompt_tokens :]
 
     @property
     def resumed(self) -> bool:
-        """Whether a target had accepted it before the one that it is opened on next."""
+        """Whether another target has run it before."""
         return self.resumptions > 0 or len(self.tokens) > self.prompt_tokens
 
     def to_open(self) -> Open:
-        """The request that opens this session on a target, at its start or where it stands."""
+        """Return the request that opens the session on a target, at its start or where it stands."""
         return Open(
             session=self.session,
             tokens=list(self.tokens),
@@ -159,19 +166,22 @@ class Record:
 
 
 class Ledger:
+    """The records of all open sessions, by name."""
+
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
         self.counters: Counter[str] = Counter()
 
     def open(self, record: Record) -> None:
+        """Add a record. Raises LedgerError if there is one of the same name."""
         if record.session in self.records:
             raise LedgerError(f"session {record.session} is in the ledger already")
         self.records[record.session] = record
 
     def apply(self, commit: Commit) -> Record | None:
-        """Write a round down; None if it is a repeat or of a session that is closed.
+        """Add a round to its session and return the record; None for a repeat, or if the session is closed.
 
-        Raises LedgerError for a gap, or for a repeat that says something else than the first time.
+        Raises LedgerError for a gap, and for a repeat with other tokens than the first time.
         """
         record = self.records.get(commit.at.session)
         if record is None:
@@ -195,4 +205,5 @@ class Ledger:
         return record
 
     def close(self, session: str) -> Record | None:
+        """Remove a record and return it, None if there is none."""
         return self.records.pop(session, None)

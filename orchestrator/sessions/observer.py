@@ -1,7 +1,7 @@
-"""What becomes of requests, as metrics count it and the log tells it: ids, names of keys and times, but no text.
+"""Reports requests to metrics, log, traces and dashboard: ids, names of keys and times.
 
-Prompts and answers are written to the log only where `log_text` asks for it. The words of InvalidArgument are left out
-then too, since they may quote what a client sent.
+The log has prompts and answers only if `log_text` is set. Without it, the messages of InvalidArgument are left out too,
+since they may quote a client's text.
 """
 
 import logging
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Writes down what requests come to. tracer: makes spans of those that are sampled. feed: what the page is told;
-    None: it gets one of its own."""
+    """Reports the requests of one model."""
 
     def __init__(
         self, metrics: Metrics, tokenizer: Any, log_text: bool = False, tracer: Any = None, feed: Feed | None = None
     ) -> None:
+        """tracer: makes spans, None for no traces. feed: the dashboard's, None for a new one."""
         self.metrics = metrics
         self.feed = feed or Feed()
         self._tracer = tracer
@@ -36,22 +36,22 @@ class Observer:
         self._refusals = FrequentWarnings(log)
 
     def start(self, record: Record) -> "Watch":
-        """Begin to watch a request, whose prompt its caller pays for."""
+        """Begin to watch a request. Its prompt is taken from its caller's tokens."""
         caller = current_caller()
         caller.pay(record.prompt_tokens)
         if self._log_text:
             fields = {"request": record.session, "key": caller.name, "prompt": self._tokenizer.decode(record.tokens)}
-            log.info("request taken", extra=fields)
+            log.info("request accepted", extra=fields)
         trace = RequestTrace(self._tracer, record, caller.name) if self._tracer is not None else None
         return Watch(record, self, trace)
 
     def follow(self, headers: Iterable[tuple[Any, Any]]) -> None:
-        """Make this task's requests part of the trace that their caller's headers name."""
+        """Make this task's requests part of the trace in their headers."""
         if self._tracer is not None:
             follow(dict(headers))
 
     def end(self, watch: "Watch", outcome: str) -> None:
-        """Write down how a request ended that came to its end or was aborted."""
+        """Report a request that came to its end or was aborted."""
         record, totals = watch.record, watch.record.totals
         self.metrics.finished(record, outcome, watch.seconds, watch.decode_seconds)
         fields = {
@@ -75,10 +75,10 @@ class Observer:
         log.info("request done", extra=fields)
 
     def report(self, error: ServiceError, record: Record | None = None, request: str | None = None) -> None:
-        """Write down, once, that a request is refused or, after its first token, that it breaks off.
+        """Report once that a request is refused, or that it breaks off after its first token.
 
-        Anybody can have any number of requests refused: for each code the log has at most one line a second.
-        request: its id, if it has no record yet.
+        Since anybody can cause many refusals, the log has at most one line a second for each code. request: the id of a
+        request without a record.
         """
         if error.reported:
             return
@@ -101,28 +101,28 @@ class Observer:
 
 
 class Watch:
-    """One request's times. first_seconds: from its start to its first round, 0 before it."""
+    """The times of one request."""
 
     def __init__(self, record: Record, observer: Observer, trace: RequestTrace | None) -> None:
         self.record = record
         self._trace = trace
-        self.first_seconds = 0.0
+        self.first_seconds = 0.0  # from the start to the first round, 0 before it
         self._observer = observer
         self._watched = observer.feed.open(record)
         self._start = self._last = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """The seconds since the start."""
         return time.perf_counter() - self._start
 
     @property
     def decode_seconds(self) -> float:
-        """From the first round to the last."""
+        """The seconds from the first round to the last."""
         return self._last - self._start - self.first_seconds
 
     def round(self, commit: Commit) -> None:
-        """Write down that a round came, whose tokens the caller pays for."""
+        """Report a round. Its tokens are taken from the caller's."""
         now, tokens = time.perf_counter(), len(commit.tokens)
         first, seconds = not self.first_seconds, now - self._last
         self.first_seconds = self.first_seconds or now - self._start
@@ -134,7 +134,7 @@ class Watch:
         current_caller().pay(tokens)
 
     def end(self, outcome: str | ServiceError) -> None:
-        """Write down how it ended: the name of its finish reason, or what broke it off."""
+        """Report the end: the name of the finish reason, or the error that broke the request off."""
         self._observer.metrics.ended(self.record)
         self._observer.feed.end(self._watched, outcome.code if isinstance(outcome, ServiceError) else outcome)
         if self._trace is not None:

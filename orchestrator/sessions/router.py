@@ -1,8 +1,8 @@
-"""From a validated request to a stream of committed tokens: ledger, the choice of a target, resumption.
+"""From a checked request to a stream of committed tokens: ledger, choice of a target, resumption.
 
-Every client request is one session of the ledger, open on one target. When that is lost, its sessions are opened again
-from the ledger on another one as soon as that speaks, which it does every second; if there is none they wait, and a
-client sees a pause. After `resume_timeout` they fail.
+Every choice of a request is one session of the ledger, open on one target. When the target is lost, its sessions are
+opened again from the ledger on another target, as soon as that has sent a message, as each does every second. Without
+another target they wait, and clients see a pause. After `resume_timeout` they fail.
 """
 
 import asyncio
@@ -34,28 +34,25 @@ from specahead.wire.messages import At, CallerUsage, Closed, Commit, FinishReaso
 
 log = logging.getLogger(__name__)
 
-# A session that is there each time its target is lost, without a token in between, may be what kills it.
+# A session that loses several targets without a token in between may be the cause.
 _MAX_RESUMPTIONS = 2
-# What is said later than this after a loss was not on its way before it.
+# A message that comes later than this after a loss was sent after it.
 _SETTLING_SECONDS = 0.2
 
 
 class TargetState(NamedTuple):
-    """How a target is used. serving: whether it takes new sessions. sessions: open on it. routed: so far."""
+    """The use of a target."""
 
     serving: bool
+    """Whether it takes new sessions."""
     sessions: int
+    """Open on it."""
     routed: int
+    """Sessions that were opened on it so far."""
 
 
 class Router:
-    """Owns the ledger, the streams to the targets of a directory, and which session is open on which of them.
-
-    resume_timeout: seconds that requests wait where there is no target. request_timeout: seconds that a request may
-    take in all; 0: as long as it takes. policy: one of `routing.POLICIES`. max_wait: seconds that a request may be
-    expected to wait before its prompt is read; 0: any time. on_usage: told by each target what callers use of it
-    through other orchestrators. routed: how often sessions were opened on each target.
-    """
+    """Owns the ledger, the streams to the targets of a directory, and the places of sessions on them."""
 
     def __init__(
         self,
@@ -67,15 +64,20 @@ class Router:
         max_wait: float = 0.0,
         on_usage: Callable[[str, Sequence[CallerUsage]], None] = lambda target, usage: None,
     ) -> None:
+        """resume_timeout: seconds that requests wait for a target. request_timeout: seconds that a request may take in
+        all; 0: any time. policy: one of `routing.POLICIES`. max_wait: seconds that a request may be expected to wait
+        until its prompt is read; 0: any time. on_usage: called with each target's use by callers through other
+        orchestrators.
+        """
         self.ledger = Ledger()
         self.used = on_usage
-        self.routed: Counter[str] = Counter()
+        self.routed: Counter[str] = Counter()  # sessions that were opened on each target
         self._directory, self._access = targets, access
         self._resume_timeout, self._request_timeout = resume_timeout, request_timeout
         self._policy, self._max_wait = policy, max_wait
         self._origin = secrets.token_hex(4)
         self._streams: dict[str, TargetStream] = {}
-        self._places: dict[str, TargetStream] = {}  # of open sessions; those that wait for a target have none
+        self._places: dict[str, TargetStream] = {}  # of open sessions; a session that waits for a target has none
         self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
         self._following: asyncio.Task[None] | None = None
         self._leaving = False
@@ -86,7 +88,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def connected_to_targets(self) -> AsyncIterator[None]:
-        """Keep streams to the targets while the context lasts, dialling again when one is lost."""
+        """Keep streams to the targets while the context lasts."""
         self._following = asyncio.create_task(self._follow_directory())
         try:
             yield
@@ -97,11 +99,11 @@ class Router:
 
     @property
     def targets(self) -> Mapping[str, TargetStream]:
-        """The streams to all targets that there are, by name."""
+        """The streams to all targets, by name."""
         return MappingProxyType(self._streams)
 
     def target_states(self) -> dict[str, TargetState]:
-        """Return how each target is used, by name."""
+        """Return the use of each target, by name."""
         usable = self._usable()
         return {
             name: TargetState(name in usable, stream.sessions, self.routed[name])
@@ -114,13 +116,13 @@ class Router:
         return bool(self._usable())
 
     async def _follow_directory(self) -> None:
-        """Keep a stream to each target that there is, where it is now. Runs until cancelled."""
+        """Keep a stream to each target of the directory at its present address. Runs until cancelled."""
         tasks: dict[TargetStream, asyncio.Task[None]] = {}
         try:
             while True:
                 there = self._directory.addresses
                 for name, stream in list(self._streams.items()):
-                    if there.get(name) != stream.address:  # its sessions are told lost when it has ended
+                    if there.get(name) != stream.address:  # its sessions are lost when the stream has ended
                         del self._streams[name]
                         tasks[stream].cancel()
                 for name in [name for name in there if name not in self._streams]:
@@ -145,13 +147,13 @@ class Router:
 
     @property
     def running(self) -> int:
-        """How many requests are open."""
+        """The number of open sessions."""
         return len(self._readers)
 
     async def stream(self, record: Record) -> AsyncGenerator[Commit]:
-        """Open the session and yield its rounds up to the last. Leaving early aborts it.
+        """Open a session and yield its rounds up to the last. Leaving early aborts it.
 
-        Raises ServiceError as a target or the loss of it demands, and where no target takes it.
+        Raises ServiceError if no target takes it, if a target refuses or ends it, or if its target is lost for good.
         """
         usable = self._usable()
         if not usable:
@@ -186,9 +188,9 @@ class Router:
                 place.close(record.session, self._leaving or record.finish_reason is not FinishReason.NONE)
 
     def why_full(self) -> ResourceExhausted | None:
-        """Return why every request would be refused now, however short it is; None if some request might be taken."""
+        """Return why even the shortest request would be refused now; None if it might be accepted."""
         views = [stream.view for stream in self._usable().values()]
-        if not views or any(view.left for view in views):  # what was left may be gone on with
+        if not views or any(view.left for view in views):  # sessions left there may go on
             return None
         try:
             routing.admit(views, 1, self._max_wait)
@@ -197,21 +199,22 @@ class Router:
         return None
 
     def is_open(self, session: str) -> bool:
+        """Return whether a session of this name is open."""
         return session in self._readers
 
     def abort(self, session: str) -> bool:
-        """Let a session's reader see its end now; False if it is not open."""
+        """End a session for its reader now; return False if it is not open."""
         return self._tell(session, Commit(At(session, 0, 0, 0), [], finish_reason=FinishReason.ABORT))
 
     def _tell(self, session: str, item: Commit | ServiceError) -> bool:
-        """Hand something to a session's reader; False if it is not open."""
+        """Pass a round or an error to a session's reader; return False if it is not open."""
         queue = self._readers.get(session)
         if queue is not None:
             queue.put_nowait(item)
         return queue is not None
 
     def leave(self, error: ServiceError) -> None:
-        """Leave the targets, which keep what sessions have come to, and tell all readers why."""
+        """Leave the targets, which keep their sessions, and fail all readers with the error."""
         self._leaving = True  # nothing is aborted
         self._streams.clear()  # nor opened again
         if self._following is not None:
@@ -220,7 +223,7 @@ class Router:
             self._tell(session, error)
 
     async def reads(self, session: str) -> SessionReads:
-        """Ask its target which blocks a round of a session read. Raises ServiceError."""
+        """Return which blocks a round of a session read. Raises ServiceError."""
         place = self._places.get(session)
         if place is None:
             raise NotFound(f"no session {session!r} is open on a target")
@@ -229,16 +232,16 @@ class Router:
     # Places of sessions.
 
     def _place(self, record: Record, views: list[routing.TargetView]) -> None:
-        """Open a session on one of some targets."""
+        """Open a session on one of these targets."""
         view = routing.choose(self._policy, views, record.tokens)
         self._places[record.session] = stream = self._streams[view.name]
         self.routed[view.name] += 1
         stream.open(record, self.routed.total())
 
     def _place_elsewhere(self, session: str) -> bool:
-        """Open a session that its target has no place for on one that has not refused it either.
+        """Open a session that its target has no place for on another target; return False if all have refused it.
 
-        Returns whether there is one. A session that was accepted before goes there whatever queues its targets report.
+        A session that ran before goes there however long the reported queues are.
         """
         record, place = self.ledger.records.get(session), self._places.get(session)
         if record is None or place is None:
@@ -254,7 +257,7 @@ class Router:
         return True
 
     def _resume(self, record: Record, views: list[routing.TargetView]) -> None:
-        """Open a session again whose target is lost, on one of these."""
+        """Open a session whose target is lost on one of these targets."""
         if record.resumptions >= _MAX_RESUMPTIONS:
             self._abandon(record, "the target was lost again and again while it ran this request")
             return
@@ -262,17 +265,17 @@ class Router:
         self._place(record, views)
 
     def _abandon(self, record: Record, reason: str) -> None:
-        """Open a session no more, and tell its reader."""
+        """Give a session up, and fail its reader."""
         record.resumptions = _MAX_RESUMPTIONS + 1
         self._tell(record.session, Unavailable(reason))
 
     def _waiting(self) -> list[Record]:
-        """Return the sessions that are open on no target, and are neither at their end nor abandoned."""
+        """Return the sessions that wait for a target."""
         placeless = [item for name, item in self.ledger.records.items() if name not in self._places]
         return [item for item in placeless if not item.finish_reason and item.resumptions <= _MAX_RESUMPTIONS]
 
     def _resume_waiting(self) -> None:
-        """Open the sessions that wait on targets that live, or have a clock run until they are given up."""
+        """Open waiting sessions on living targets; if no target is usable, start the clock after which they fail."""
         usable = self._usable().values()
         living = [stream.view for stream in usable if self._lives(stream)]
         for record in self._waiting() if living else []:
@@ -284,27 +287,27 @@ class Router:
             self._giving_up = loop.call_later(self._resume_timeout, self._give_up)
 
     def _lives(self, stream: TargetStream) -> bool:
-        """Return whether a target has spoken since one was lost: whatever cut that off, it still stands."""
+        """Return whether a target has sent a message since one was lost, and so did not fail with it."""
         return stream.found_at > self._lost_at or stream.heard_at > self._lost_at + _SETTLING_SECONDS
 
     def heard(self) -> None:
-        """Open sessions that wait for a target which lives."""
+        """Open waiting sessions if there are any: a target has sent a message."""
         if len(self._places) < len(self._readers):
             self._resume_waiting()
 
     def lost(self, sessions: list[str]) -> None:
-        """Let these sessions wait for another target."""
+        """Let the sessions of a lost target wait for another one."""
         self._lost_at = asyncio.get_running_loop().time()
         for session in sessions:
             del self._places[session]
         self._resume_waiting()
 
     def receive(self, session: str | None, event: Commit | Closed) -> None:
-        """Write a round down and tell its reader; or tell it why its session has ended."""
+        """Add a round to the ledger and pass it on, or pass on why a session has ended."""
         if session is None:
             self.ledger.counters["unknown_session_commits"] += 1
         elif isinstance(event, Closed):
-            # A target that stops is a target lost: its stream ends next, and its sessions go elsewhere.
+            # The stream of a target that stops ends next, and then its sessions go elsewhere.
             no_place = event.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
             if event.code != grpc.StatusCode.UNAVAILABLE.value[0] and not (no_place and self._place_elsewhere(session)):
                 self._tell(session, error_from_code(event.code, event.message))
@@ -322,7 +325,7 @@ class Router:
             self._giving_up = None
 
     def _give_up(self) -> None:
-        """Tell the sessions that wait that no target has come."""
+        """Fail the sessions that still wait."""
         self._giving_up = None
         for record in self._waiting():
             self._abandon(record, "the target was lost and did not come back, nor is there another one")

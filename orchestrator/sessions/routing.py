@@ -1,7 +1,7 @@
-"""Which target a session goes to: the policies, over what targets report of themselves.
+"""Chooses the target of a session by the reports of targets.
 
-Pure: no streams, no clock. Targets report their load and which prefixes they hold (target_service/reporting.py), so
-that several orchestrators over the same targets see the same. What a prefix is known by is in engine/kv/prefix_hash.py.
+Pure: no streams, no clock. Targets report their load and the prefixes in their KV (target_service/reporting.py), so
+that several orchestrators over the same targets see the same. Prefixes are known by hashes (engine/kv/prefix_hash.py).
 """
 
 import math
@@ -15,40 +15,41 @@ from specahead.engine.kv.prefix_index import prefix_hashes
 from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import Report
 
-# Of each session's answer: how many prompt tokens it delays a new session by, about.
-ANSWER_TOKENS = 128
+ANSWER_TOKENS = 128  # prompt tokens that take about as long as the answer of a session delays a new one
 _MOST_RETRY_SECONDS = 60
-# Of a target that has said nothing yet: whatever is asked of it, it answers itself.
+# A target without a report has room for everything; it decides itself.
 _UNKNOWN = Report(free_places=1 << 31, free_kv_pages=1 << 31, queue_places=1 << 31)
 
 
 class Asked(NamedTuple):
-    """A session that a target was asked for. tokens: with which it begins; unread: those of them without KV there, as
-    far as that is known."""
+    """A session that was opened on a target."""
 
     tokens: int
+    """At its beginning."""
     unread: int
+    """Tokens of these that the target has no KV of, as far as its reports say."""
 
 
 @dataclass(eq=False)
 class TargetView:
-    """What an orchestrator knows of a target.
-
-    report: its last one. prefixes: hashes of those that it holds. left: clients' names of sessions that a lost
-    orchestrator has left there. opens: sessions that it was asked for on the present stream; unreported: the last of
-    them, which the report does not count. turn: when it was chosen last, as a number that grows.
-    """
+    """An orchestrator's knowledge of a target."""
 
     name: str
     report: Report = _UNKNOWN
+    """The latest."""
     prefixes: set[int] = field(default_factory=set)
+    """Hashes of the prefixes whose KV it holds."""
     left: set[str] = field(default_factory=set)
+    """Clients' names of its sessions without an orchestrator."""
     opens: int = 0
+    """Sessions that were opened on the present stream."""
     unreported: deque[Asked] = field(default_factory=deque)
+    """The last of these, which the report does not count yet."""
     turn: int = 0
+    """Grows each time that any target is chosen, and is set in the chosen one."""
 
     def take(self, report: Report) -> None:
-        """Go by a report from now on, unless a later one has come before it."""
+        """Use a report from now on, unless a later one came before it."""
         if report.number <= self.report.number:
             return
         self.report = report
@@ -60,29 +61,29 @@ class TargetView:
             self.unreported.popleft()
 
     def count_open(self, tokens: int, cached: int = 0) -> None:
-        """Count a session of so many tokens that the target is asked for, which has KV of the `cached` first ones."""
+        """Count a session that is opened on the target. tokens: of it. cached: of these, tokens with KV there."""
         self.opens += 1
         self.unreported.append(Asked(tokens, tokens - cached))
 
     def forget(self) -> None:
-        """Know nothing any more of a target whose stream has ended."""
+        """Forget the reports of a target whose stream has ended."""
         self.report, self.opens = _UNKNOWN, 0
         for each in (self.prefixes, self.left, self.unreported):
             each.clear()
 
     @property
     def sessions(self) -> int:
-        """Return how many sessions it has, of all orchestrators, as far as that is known."""
+        """The number of its sessions, of all orchestrators, as far as its reports say."""
         return self.report.sessions + len(self.unreported)
 
     @property
     def expected_tokens(self) -> int:
-        """Return the tokens that its sessions are expected to take still."""
+        """The work of its sessions, in prompt tokens."""
         return self._unread_tokens + ANSWER_TOKENS * self.sessions
 
     @property
     def expected_wait(self) -> float:
-        """Return the seconds that a new session would wait before its prompt is read, as far as that is known."""
+        """The seconds that a new session would wait until its prompt is read."""
         rate = self.report.tokens_per_second
         return max(self.report.queue_seconds, self._unread_tokens / rate if rate else 0.0)
 
@@ -91,15 +92,15 @@ class TargetView:
         return self.report.unread_tokens + sum(asked.unread for asked in self.unreported)
 
     def has_room(self, tokens: int) -> bool:
-        """Return whether a session of so many tokens would run at once."""
+        """Return whether a session of `tokens` tokens would run at once."""
         pages = sum(_pages(asked.tokens) for asked in self.unreported) + _pages(tokens)
         places = self.report.free_places > len(self.unreported)
         return not self.report.waiting and places and pages <= self.report.free_kv_pages
 
     def is_full(self, tokens: int) -> bool:
-        """Return whether the target would refuse a new session of so many tokens."""
+        """Return whether the target would refuse a new session of `tokens` tokens."""
         places, pages = self.report.free_places, self.report.free_kv_pages
-        queued = 0  # of the sessions that it has not reported yet, and the new one: behind one that waits, all do
+        queued = 0  # of the unreported sessions and the new one; after one that waits, all wait
         for needed in map(_pages, (*(asked.tokens for asked in self.unreported), tokens)):
             runs = not self.report.waiting and not queued and places > 0 and needed <= pages
             places, pages, queued = places - runs, pages - needed * runs, queued + (not runs)
@@ -107,17 +108,16 @@ class TargetView:
 
 
 def _pages(tokens: int) -> int:
-    """Return the KV pages of a session of so many tokens, at least: a target needs room for a round beyond them."""
+    """Return the least KV pages of a session of `tokens` tokens: a target needs room for a round after them."""
     return pages_for(tokens + 2)
 
 
-# Of one or more targets the one that a session with these tokens goes to, and how many of them it has KV of, 0 where
-# that makes no difference.
+# Returns the target of a session with these tokens, and how many of them it has KV of (0 if the policy ignores that).
 Policy = Callable[[Sequence[TargetView], Sequence[int]], tuple[TargetView, int]]
 
 
 def choose(policy: str, views: Sequence[TargetView], tokens: Sequence[int]) -> TargetView:
-    """Return the target, of one or more, that a session with these tokens goes to, and count it there."""
+    """Return the target, of at least one, for a session with these tokens, and count the session there."""
     chosen, cached = views[0], 0
     if len(views) > 1:  # a long prompt takes milliseconds to hash
         chosen, cached = POLICIES[policy](views, tokens)
@@ -127,9 +127,9 @@ def choose(policy: str, views: Sequence[TargetView], tokens: Sequence[int]) -> T
 
 
 def admit(views: Iterable[TargetView], tokens: int, max_wait: float) -> list[TargetView]:
-    """Return the targets that a new session of so many tokens may go to.
+    """Return the targets on which a new session of `tokens` tokens may be opened.
 
-    max_wait: seconds that it may be expected to wait; 0: any time. Raises ResourceExhausted if that leaves none.
+    max_wait: seconds that it may be expected to wait; 0: any time. Raises ResourceExhausted if there is no such target.
     """
     open_to_it = [view for view in views if not view.is_full(tokens)]
     if not open_to_it:
@@ -144,7 +144,7 @@ def admit(views: Iterable[TargetView], tokens: int, max_wait: float) -> list[Tar
 
 
 def cached_tokens(views: Sequence[TargetView], tokens: Sequence[int]) -> list[int]:
-    """Return how many of the first tokens each target has KV of."""
+    """Return, for each target, how many of the first tokens it has KV of."""
     cached, following = [0] * len(views), set(range(len(views)))
     for count, hash in enumerate(prefix_hashes(tokens), 1):
         following = {index for index in following if hash in views[index].prefixes}
@@ -156,8 +156,8 @@ def cached_tokens(views: Sequence[TargetView], tokens: Sequence[int]) -> list[in
 
 
 def _by_prefix(views: Sequence[TargetView], tokens: Sequence[int]) -> tuple[TargetView, int]:
-    """Return where a session's first token is to be expected after the fewest tokens: those that are ahead of it, and
-    those of its own prompt that are not cached."""
+    """Return the target with the least work before the session's first token: that of other sessions, and the tokens of
+    its own prompt without KV."""
     cached = cached_tokens(views, tokens)
     return min(zip(views, cached, strict=True), key=lambda pair: _load(pair[0], len(tokens), pair[1]))
 

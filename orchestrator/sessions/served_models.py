@@ -1,4 +1,4 @@
-"""The models that the client endpoints serve, each with a frontend of its own, found by a request's `model`."""
+"""The served models, each with a frontend of its own, found by a request's `model`."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from specahead.wire.errors import InvalidArgument, NotFound
 
 
 class ServedModels:
-    """Owns the frontends of all models, whose names differ and whose observers have one feed."""
+    """The frontends of all models. Their names differ, and their observers share one feed."""
 
     def __init__(self, frontends: Sequence[Frontend]) -> None:
         self._by_name = {frontend.name: frontend for frontend in frontends}
@@ -20,12 +20,12 @@ class ServedModels:
         return iter(self._by_name.values())
 
     def find(self, name: str | None) -> Frontend:
-        """Return the frontend of a model. Raises NotFound for one that is not served, and InvalidArgument for a request
-        that names none where there are several."""
+        """Return the frontend of a model. Raises NotFound for a model that is not served, and InvalidArgument for no
+        name where several are."""
         served = ", ".join(self._by_name)
         if not name:
             if len(self._by_name) > 1:
-                raise InvalidArgument(f"model: name one of those that are served: {served}", "model")
+                raise InvalidArgument(f"model: name one of the models served here: {served}", "model")
             return self.first
         if name not in self._by_name:
             raise NotFound(f"The model `{name}` does not exist. Served here: {served}", "model", "model_not_found")
@@ -38,12 +38,12 @@ class ServedModels:
 
     @property
     def observer(self) -> Observer:
-        """Who is told of requests that are refused before their model is known: that of the first model."""
+        """The observer of requests that are refused before their model is known: the first model's."""
         return self.first.observer
 
     @property
     def feed(self) -> Feed:
-        """What dashboards follow."""
+        """The feed of dashboards."""
         return self.observer.feed
 
     @property
@@ -52,9 +52,9 @@ class ServedModels:
         return any(frontend.accepting and frontend.router.connected for frontend in self)
 
     def check_room(self) -> None:
-        """Raise ResourceExhausted if every request would be refused now, whatever it asks of whichever model.
+        """Raise ResourceExhausted if every request to every model would be refused now.
 
-        It is asked before a request is parsed, so that refusing many costs those that run little.
+        Called before a request is parsed, so that refusing many requests costs the running ones little.
         """
         reasons = [reason for frontend in self if (reason := frontend.router.why_full()) is not None]
         if len(reasons) == len(self._by_name):
@@ -68,9 +68,9 @@ class ServedModels:
         raise NotFound(f"session {record.session!r} has ended")
 
     def abort(self, request_id: str) -> bool:
-        """End the running requests of that id of the current caller; False if there is none."""
+        """End the current caller's running requests with this id; return False if there is none."""
         return sum(frontend.abort(request_id) for frontend in self) > 0
 
     async def drain(self, grace: float) -> None:
-        """Take no more requests, let the running ones finish for `grace` seconds, then fail the rest."""
+        """Refuse new requests, let running ones finish for `grace` seconds, then fail the rest."""
         await asyncio.gather(*(frontend.drain(grace) for frontend in self))

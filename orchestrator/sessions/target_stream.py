@@ -1,4 +1,4 @@
-"""The orchestrator's end of the Serve stream to one target: dialled again when it is lost, with what is open on it."""
+"""The orchestrator's end of the Serve stream to one target, which is dialled again when it is lost."""
 
 import asyncio
 import logging
@@ -35,32 +35,32 @@ _REDIAL_SECONDS = 0.1
 
 
 class Owner(Protocol):
-    """Who is told of a stream."""
+    """Receives the events of a stream."""
 
     def heard(self) -> None:
-        """Something has come from the target."""
+        """A message has come from the target."""
 
     def lost(self, sessions: list[str]) -> None:
         """The stream has ended, and with it these sessions on the target."""
 
     def used(self, target: str, usage: Sequence[CallerUsage]) -> None:
-        """A target says what callers use of it through other orchestrators; nothing: it is lost."""
+        """A target reports its use by callers through other orchestrators; empty when the target is lost."""
 
     def receive(self, session: str | None, event: Commit | Closed) -> None:
-        """Something came of a session; None if it is not open on this stream any more."""
+        """An event of a session has come; None for a session that is no longer open on this stream."""
 
 
 class TargetStream:
-    """One target as an orchestrator uses it. view: what is known of it. connected: whether it can be sent to; found_at
-    and heard_at: since when, and when something came from it last, on the event loop's clock.
+    """One target, with the sessions that this orchestrator has open on it.
 
-    A session has another name on each target that it is opened on, so that neither those of other orchestrators nor
-    one that lingers there stand in its way. origin: begins the part that is added to names, differs everywhere.
+    Each time a session is opened on a target it gets a new name there, so that it never meets sessions of other
+    orchestrators or an earlier one of its own.
     """
 
     def __init__(self, name: str, address: str, access: PeerAccess, origin: str, owner: Owner) -> None:
+        """origin: part of the sessions' names on the target; each orchestrator has another one."""
         self.view, self.address = TargetView(name), address
-        self.found_at = self.heard_at = 0.0
+        self.found_at = self.heard_at = 0.0  # the loop's time when it was connected, and of its last message
         self._access, self._origin, self._owner = access, origin, owner
         self._outbox: Outbox[ServeRequest | Beat] | None = None
         self._control: control_pb2_grpc.TargetControlStub | None = None
@@ -69,19 +69,20 @@ class TargetStream:
 
     @property
     def connected(self) -> bool:
+        """Whether the target can be sent to."""
         return self._outbox is not None
 
     @property
     def sessions(self) -> int:
-        """How many are open on it."""
+        """The number of sessions that are open on it."""
         return len(self._names)
 
     # Sessions.
 
     def open(self, record: Record, number: int) -> None:
-        """Open a session on the target, which must be connected and has it counted (routing.choose).
+        """Open a session on the target, which must be connected and must have been chosen by routing.choose.
 
-        number: of all that were opened from here.
+        number: counts all sessions that were opened from here.
         """
         assert self._outbox is not None
         name = name_on_target(record.session, self._origin, number)
@@ -89,14 +90,14 @@ class TargetStream:
         self._outbox.put(replace(record.to_open(), session=name))
 
     def close(self, session: str, finished: bool) -> None:
-        """Forget a session that is open here. finished: whether the target has ended it; else it is aborted there."""
+        """Forget an open session. finished: whether the target has ended it; else it is aborted there."""
         name = self._names.pop(session)
         del self._sessions[name]
         if not finished and self._outbox is not None:
             self._outbox.put(Abort(name))
 
     async def reads(self, session: str) -> SessionReads:
-        """Ask the target which blocks a round of a session read that is open here. Raises ServiceError."""
+        """Return which blocks a round of an open session read. Raises ServiceError."""
         assert self._control is not None
         asked = control_pb2.ReadsRequest(session=self._names[session])
         try:
@@ -108,10 +109,10 @@ class TargetStream:
     # The stream.
 
     async def keep(self) -> None:
-        """Serve over one stream after the other, whatever ends it. Runs until cancelled."""
+        """Keep a stream open, dialling again whenever it ends. Runs until cancelled."""
         while True:
             try:
-                async with self._access.dial(self.address) as channel:  # with the certificates that there are now
+                async with self._access.dial(self.address) as channel:  # with the current certificates
                     self._control = control_pb2_grpc.TargetControlStub(channel)
                     await self._serve(channel, self._control)
             except TimeoutError:
@@ -128,7 +129,7 @@ class TargetStream:
         return f"{self.view.name} at {self.address}"
 
     async def _serve(self, channel: grpc.aio.Channel, control: control_pb2_grpc.TargetControlStub) -> None:
-        """Serve until the stream ends. Raises what ended it; TimeoutError if the target cannot be reached."""
+        """Serve until the stream ends. Raises the error that ended it; TimeoutError if the target cannot be reached."""
         async with asyncio.timeout(1.0):
             await channel.channel_ready()
         call = control.Serve(metadata=self._access.metadata)
@@ -164,7 +165,7 @@ class TargetStream:
             self._owner.receive(session, known)
 
     def _end(self) -> None:
-        """Forget what was open on a stream that has ended."""
+        """Forget the sessions of a stream that has ended."""
         if self._outbox is None:
             return
         self._outbox, sessions = None, list(self._names)

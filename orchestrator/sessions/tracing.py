@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Tracer
 
-# Of a commit, what a round's span says.
-_TOLD = (
+# The fields of a commit that are attributes of a round's span.
+_ATTRIBUTES = (
     *("drafted", "accepted", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
     *("prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
 )
@@ -26,9 +26,9 @@ _TOLD = (
 
 @contextlib.contextmanager
 def tracing(share: float, exporter: "SpanExporter | None" = None) -> "Iterator[Tracer | None]":
-    """Trace this share of the requests, and those whose callers trace them, while the context lasts; 0: none at all.
+    """Trace requests while the context lasts: this share of them, and those with a trace of their caller; 0: none.
 
-    exporter: where spans go if not to an OTLP collector. Raises SettingsError if OpenTelemetry is not installed.
+    exporter: receives the spans, None for an OTLP collector. Raises SettingsError if OpenTelemetry is not installed.
     """
     if not share:
         yield None
@@ -38,14 +38,14 @@ def tracing(share: float, exporter: "SpanExporter | None" = None) -> "Iterator[T
 
 
 def follow(headers: Mapping[str, Any]) -> None:
-    """Make the spans of this task part of the trace that a caller's headers name (W3C traceparent), if there is one."""
+    """Make the spans of this task part of the trace in a request's headers (W3C traceparent), if there is one."""
     from opentelemetry import context, propagate
 
     context.attach(propagate.extract({name.lower(): str(value) for name, value in headers.items()}))
 
 
 class RequestTrace:
-    """One request's spans; none if it is not sampled. If it is, its record carries the trace to the services."""
+    """The spans of one request, if it is sampled. Its record carries the trace to the services."""
 
     def __init__(self, tracer: "Tracer", record: Record, key: str) -> None:
         attributes = {
@@ -59,19 +59,19 @@ class RequestTrace:
         record.traceparent = traceparent_of(self._span)
 
     def round(self, commit: Commit, seconds: float) -> None:
-        """Add a round that is over now and began so many seconds ago."""
+        """Add the span of a round that ends now and took `seconds`."""
         if not self._span.is_recording():
             return
         from opentelemetry.trace import set_span_in_context
 
         end = time.time_ns()
-        told = {f"specahead.{name}": getattr(commit, name) for name in _TOLD}
-        told |= {"specahead.round": commit.at.round, "specahead.tokens": len(commit.tokens)}
+        attributes = {f"specahead.{name}": getattr(commit, name) for name in _ATTRIBUTES}
+        attributes |= {"specahead.round": commit.at.round, "specahead.tokens": len(commit.tokens)}
         inside, start = set_span_in_context(self._span), end - int(seconds * NANO)
-        self._tracer.start_span("round", context=inside, start_time=start, attributes=told).end(end)
+        self._tracer.start_span("round", context=inside, start_time=start, attributes=attributes).end(end)
 
     def end(self, record: Record, outcome: str | ServiceError) -> None:
-        """End the request's span: by the name of its finish reason, or by what broke it off."""
+        """End the request's span with the name of the finish reason, or with the error that broke it off."""
         from opentelemetry.trace import StatusCode
 
         self._span.set_attribute("gen_ai.usage.output_tokens", len(record.generated))

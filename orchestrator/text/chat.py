@@ -10,10 +10,10 @@ from specahead.wire.errors import InvalidArgument
 
 
 def render_chat(request: ChatRequest, tokenizer: Any, reply_format: ReplyFormat, encoder: TextEncoder) -> str:
-    """Return the prompt's text, in which the encoder's marks stand for special tokens of users.
+    """Return the prompt's text, with the encoder's marks in place of special tokens that users wrote.
 
-    Raises InvalidArgument for a conversation that the template does not take, and for tools whose calls could not be
-    told from text.
+    Raises InvalidArgument for a conversation that the template refuses, and for tools if the model's format of calls is
+    not known.
     """
     if not tokenizer.chat_template:
         raise InvalidArgument("messages: the model has no chat template; use /v1/completions", "messages")
@@ -36,16 +36,16 @@ def render_chat(request: ChatRequest, tokenizer: Any, reply_format: ReplyFormat,
     ]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # a template raises what it likes for messages that it does not take
+    except Exception as error:  # templates raise any error for messages that they refuse
         raise InvalidArgument(f"messages: the model's chat template refuses them: {error}", "messages") from error
 
 
-# Arguments of apply_chat_template that are no variables of a template.
+# Arguments of apply_chat_template that are not variables of a template.
 _OURS = frozenset({"conversation", "chat_template", "tokenize", "return_dict", "return_tensors", "tools", "padding"})
 
 
 def _template_message(index: int, message: Message, knows_developers: bool) -> dict[str, Any]:
-    """Return a message as templates take it: its content one text, the arguments of its calls values."""
+    """Return a message in the form of templates: its content as one text, the arguments of its calls as values."""
     role = "system" if message.role == "developer" and not knows_developers else message.role
     plain: dict[str, Any] = {"role": role, "content": message.text}
     plain |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)

@@ -1,8 +1,8 @@
-"""A process that makes a grammar's source for the services and tries whether it compiles.
+"""A process that makes a grammar's source for the services and checks that it compiles.
 
-Run by `orchestrator.text.grammar_compiler`, for some grammars take minutes or gigabytes to compile: this process can be
-ended. It imports llguidance alone, so that it starts in 50 ms. It reads a JSON object {kind, text, white_space, main}
-and writes {source} or {error}.
+`orchestrator.text.grammar_compiler` runs it and can end it, since some grammars take minutes or gigabytes to compile.
+It imports llguidance alone, so that it starts in 50 ms. It reads a JSON object {kind, text, white_space, main} and
+writes {source} or {error}.
 """
 
 import json
@@ -14,15 +14,14 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-MOST_IN_A_ROW = 10_000  # characters that leave no choice: each mask within them takes time by their number
-MOST_LEAST = 100_000  # characters or items that a JSON schema requires
+MOST_IN_A_ROW = 10_000  # prescribed characters: each mask takes time in proportion to them
 
 
 def make_source(kind: str, text: str, white_space: dict[str, Any], main: str) -> str:
-    """Return the source of a grammar, as llguidance takes it: JSON.
+    """Return the source of a grammar in llguidance's JSON. Raises ValueError.
 
-    kind, text, white_space: as of structured_outputs; an empty kind is none. main: a Lark grammar that
-    goes before it and refers to it as @body; if it is empty, the structure is all that there is. Raises ValueError.
+    kind, text, white_space: as in structured_outputs; an empty kind is no structure. main: a Lark grammar that refers
+    to the structure as @body; if it is empty, the structure is the whole grammar.
     """
     grammars: list[dict[str, Any]] = [{"lark_grammar": main}] if main else []
     if kind:
@@ -47,7 +46,7 @@ def _grammar(kind: str, text: str, white_space: dict[str, Any]) -> dict[str, Any
 
 
 def find_error(source: str) -> str:
-    """Return why a grammar does not compile, empty if it does. Its tokens are bytes here: a model's may be more."""
+    """Return why a grammar does not compile, empty if it does. Tokens of the model are replaced by a byte."""
     by_byte = re.sub(r"<\[[0-9]+\]>", "<[1]>", source)
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), by_byte, log_level=0)
     if not matcher.is_error():
@@ -55,22 +54,20 @@ def find_error(source: str) -> str:
     return str(matcher.get_error()).strip()
 
 
-# How large a grammar is: a repetition counts as often as it has to come. Upper limits cost llguidance nothing.
+# The size of a grammar: repetitions count by their lower bounds. Upper bounds cost llguidance nothing.
 
 
 def find_excess(source: str) -> str:
-    """Return in which way a grammar asks for too much, empty if it does not."""
+    """Return how a grammar is too large, empty if it is not."""
     for grammar in json.loads(source)["grammars"]:
         schema = grammar.get("json_schema") or {}
         in_a_row = max(_row_of_json(schema), _row_of_lark(grammar.get("lark_grammar") or ""))
         if in_a_row > MOST_IN_A_ROW:
             return f"it prescribes {in_a_row} characters in a row; at most {MOST_IN_A_ROW} may be"
-        if (least := _least_of_json(schema)) > MOST_LEAST:
-            return f"it requires {least} characters or items; at most {MOST_LEAST} may be"
     return ""
 
 
-_Part = tuple[str, Any]  # "open", "close", "or"; "times" and how often; "size" and characters; "name" and of which rule
+_Part = tuple[str, Any]  # open, close, or; times with a count; size with characters; name with a rule's
 _COUNT = r"\{\s*(?P<times>\d+)\s*(?:,\s*\d*\s*)?\}|~\s*(?P<times_too>\d+)"
 _REGEX = re.compile(
     rf"(?P<open>\((?:\?(?:P?<\w+>|[\w-]*:))?)|(?P<close>\))|(?P<or>\|)|{_COUNT}|[*+?]"
@@ -95,9 +92,9 @@ def _part(found: re.Match[str]) -> _Part:
 
 
 def _row(parts: Iterable[_Part], known: dict[str, int]) -> int:
-    """Return the most characters that have to come in a row. known: of the rules that are referred to."""
-    outer = list[tuple[int, int]]()  # the first two of what follows, at each open group
-    most = row = last = 0  # of the alternatives so far, of this one, of its last part
+    """Return the most characters that parts prescribe in a row. known: those of rules, by name."""
+    outer = list[tuple[int, int]]()  # `most` and `row` before each open group
+    most = row = last = 0  # of all alternatives, of this one, of its last part
     for kind, value in parts:
         if kind == "open":
             outer.append((most, row))
@@ -122,7 +119,7 @@ def _row_of_lark(text: str) -> int:
     known, opened = dict[str, int](), set[str]()
     for name in rules:
         waiting = [name]
-        while waiting:  # a rule after those that it refers to; one within itself counts once
+        while waiting:  # a rule comes after the rules in it; within itself it counts once
             rule = waiting[-1]
             opened.add(rule)
             others = [value for kind, value in rules[rule] if kind == "name" and value in rules and value not in opened]
@@ -159,7 +156,7 @@ _NO_SCHEMAS = ("default", "examples", "description", "title", "$comment", "x-gui
 
 
 def _row_of_json(schema: Any) -> int:
-    """Return the longest text that a schema prescribes: a constant, a name, or a pattern's."""
+    """Return the length of the longest text that a schema prescribes: a constant, a name, or a pattern's."""
     if isinstance(schema, list):
         return max(map(_row_of_json, schema), default=0)
     rows = [0]
@@ -173,18 +170,6 @@ def _row_of_json(schema: Any) -> int:
     return max(rows)
 
 
-def _least_of_json(schema: Any) -> int:
-    """Return how many characters or items a schema requires, those of its largest part within another's."""
-    if isinstance(schema, list):
-        return max(map(_least_of_json, schema), default=1)
-    if not isinstance(schema, dict):
-        return 1
-    least = [value for key, value in schema.items() if key in ("minItems", "minProperties", "minLength")]
-    count = max((each for each in least if isinstance(each, int)), default=1)
-    within = (value for key, value in schema.items() if key not in (*_NO_SCHEMAS, "const", "enum"))
-    return max(count, 1) * max(map(_least_of_json, within), default=1)
-
-
 def main() -> None:
     try:
         import resource  # POSIX alone
@@ -194,7 +179,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (given["bytes"], given["bytes"]))
         source = make_source(given["kind"], given["text"], given["white_space"], given["main"])
         error = find_excess(source) or find_error(source)
-    except BaseException as exception:  # a conversion may raise anything; what Rust panics with is no Exception
+    except BaseException as exception:  # conversions raise any error, and panics of Rust are not Exceptions
         source, error = "", str(exception)
     json.dump({"error": error} if error else {"source": source}, sys.stdout)
 

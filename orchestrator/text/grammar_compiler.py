@@ -1,4 +1,4 @@
-"""Compiling what a client's text must follow, in processes that are ended when they take too long."""
+"""Compiles the grammars of clients in processes that are ended when they take too long."""
 
 import asyncio
 import json
@@ -20,19 +20,18 @@ KEPT = 64  # answers
 
 
 class GrammarCompiler:
-    """Makes the sources of grammars, and keeps the last ones."""
+    """Makes the sources of grammars, and keeps the latest."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, ...], dict[str, str]] = OrderedDict()
         self._places = asyncio.Semaphore(PROCESSES)
 
     async def compile(self, structure: Structure | None, main: str = "", white_space: WhiteSpace = COMPACT) -> str:
-        """Return the source of a structure, behind the Lark grammar `main` if that is given (compile_grammar).
+        """Return the source of a structure within the Lark grammar `main`, if that is given (compile_grammar).
 
-        white_space: what the structure's JSON may have.
-
-        Raises InvalidArgument, with llguidance's words, for what does not compile, and for what takes more than SECONDS
-        of CPU time or MOST_BYTES; Unavailable where the process did not get that time. Only its answers are kept.
+        white_space: allowed in the structure's JSON. Raises InvalidArgument, with llguidance's words, for a grammar
+        that does not compile, or takes more than SECONDS of CPU time or MOST_BYTES; Unavailable if the process did not
+        get that time. Only answers of the process are kept.
         """
         body = structure or Structure("json", "", "tools")
         key = body.kind if structure else "", body.text, json.dumps(white_space), main
@@ -51,17 +50,17 @@ class GrammarCompiler:
 
 
 async def _compile(key: tuple[str, ...], param: str) -> dict[str, str]:
-    """Return what the process answers: {source} or {error}. Raises ServiceError if it answers nothing."""
+    """Return the answer of a process: {source} or {error}. Raises ServiceError without an answer."""
     kind, text, white_space, main = key
     given = {"kind": kind, "text": text, "white_space": json.loads(white_space), "main": main}
     given |= {"seconds": SECONDS, "bytes": MOST_BYTES}
-    command = sys.executable, "-P", str(_PROGRAM)  # not as of its folder, whose modules' names are also those of others
+    command = sys.executable, "-P", str(_PROGRAM)  # without its folder in the path, whose modules have common names
     try:
         status, out, errors = await _run(command, json.dumps(given).encode(), 2 * SECONDS)
     except TimeoutError:
-        message = f"{param}: it was not compiled within {2 * SECONDS} seconds, since this machine is busy; try again"
+        message = f"{param}: this busy machine did not compile it within {2 * SECONDS} seconds; try again"
         raise Unavailable(message, param) from None
-    if status < 0:  # a signal: of the limit of CPU time, or of memory that there is not
+    if status < 0:  # a signal: of the limits of CPU time or memory
         limits = f"{SECONDS} seconds and {MOST_BYTES >> 30} GiB"
         raise InvalidArgument(f"{param}: it does not compile within {limits}", param)
     if status:

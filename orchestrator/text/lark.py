@@ -6,14 +6,15 @@ from typing import Any
 
 from orchestrator.text.structured_outputs import COMPACT, WhiteSpace
 
-# White space between parts and before the end, with a bound: a weak model might write it for ever.
+# White space between parts and before the end. It is bounded, since weak models might write it for ever.
 GAP = r"/\s{0,8}/"
 
 
 class Lark:
-    """Writes terms of a grammar for a tokenizer's tokens. white_space: what JSON may have."""
+    """Writes terms of a grammar with a tokenizer's tokens."""
 
     def __init__(self, tokenizer: Any, white_space: WhiteSpace = COMPACT) -> None:
+        """white_space: allowed in JSON."""
         self._tokenizer, self._white_space = tokenizer, white_space
         added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
@@ -24,16 +25,16 @@ class Lark:
         return number is not None and self._tokenizer.convert_ids_to_tokens(number) == text
 
     def first_token(self, text: str) -> str:
-        """Return the token, of those that were added to the vocabulary, that a text begins with; empty if none."""
+        """Return the added token that a text begins with, empty if there is none."""
         found = self._added.match(text) if self._added else None
         return found[0] if found else ""
 
     def marker(self, text: str) -> str:
-        """Return a term for what opens or closes a part: a token where it is one, else a text."""
+        """Return a term for a mark that opens or closes a part: a token if it is one, else a text."""
         return f"<[{self._tokenizer.convert_tokens_to_ids(text)}]>" if self.has_token(text) else literal(text)
 
     def spell(self, text: str) -> str:
-        """Return a term for a text in which the tokens that were added to the vocabulary are tokens; empty for none."""
+        """Return a term for a text, with added tokens as tokens; empty for an empty text."""
         terms, at = list[str](), 0
         for found in self._added.finditer(text) if self._added else ():
             terms += [literal(text[at : found.start()]), self.marker(found[0])]
@@ -45,10 +46,10 @@ class Lark:
         return f"%json {json.dumps(schema | {'x-guidance': self._white_space})}"
 
     def before(self, marker: str, name: str, *but: str) -> tuple[str, str]:
-        """Return a term for any text up to a marker and the marker, and the rules that define it.
+        """Return a term for any text up to a marker, and the marker; and the rules that it refers to.
 
-        The text may be empty. name: of the rules. A marker that begins with a token is told from text by that; what the
-        text must not spell is then the token, and what `but` says.
+        The text may be empty. If the marker begins with a token, the text must not spell that token nor `but`. name: of
+        the rules.
         """
         first = self.first_token(marker) or (marker if self.has_token(marker) else "")
         if first:
@@ -58,7 +59,7 @@ class Lark:
 
 
 def any_text(name: str, *but: str) -> str:
-    """Return a rule of that name, in capitals, for any text, not empty, that spells none of `but`."""
+    """Return a rule for any text, not empty, without `but`. name: of the rule, which is in capitals."""
     without = (f" & ~/(?s:.*){escaped(each)}(?s:.*)/" for each in but)
     return f"{name.upper()}: /(?s:.+)/{''.join(without)}\n"
 

@@ -1,7 +1,7 @@
-"""What a model writes in a chat, split into content, reasoning and tool calls while it comes.
+"""Splits the answer of a chat into content, reasoning and tool calls while it arrives.
 
-The work is done by transformers' response parser, which a template of fields tells what opens and closes each; here
-are the templates of the usual families, for tokenizers that bring none.
+transformers' response parser does the work, by a template that names what opens and closes each field. Here are the
+templates of the usual families, for tokenizers without a response template of their own.
 """
 
 import json
@@ -16,8 +16,8 @@ from orchestrator.text.call_styles import closing_tag
 from orchestrator.text.json_calls import CalledTool, Delta, JsonCalls, call_of
 from orchestrator.text.xml_calls import meant_properties
 
-NAMED_CALLS = "tool_calls_named"  # the field of calls whose names precede their arguments
-# The calls within are read by JsonCalls, as they come.
+NAMED_CALLS = "tool_calls_named"  # the field of calls with their name before their arguments
+# JsonCalls reads the calls in these fields while they arrive.
 _CALLS = {"content": "text", "content_args": {"strip": False}}
 _BEGUN = r"\{\s*\"(?:name|type|function|arguments|parameters)\""  # a call as JSON
 TOOL_FORMATS: dict[str, dict[str, Any]] = {
@@ -48,10 +48,10 @@ TOOL_FORMATS: dict[str, dict[str, Any]] = {
         }
     },
 }
-# What the chat template of a model that writes a format has in it; the first that is found counts.
+# Patterns by which a chat template shows its format of calls; the first one found counts.
 _SHOWN_BY = {
     "qwen3_coder": r"<function=",
-    "hermes": r"(?s)^(?!.*<arg_key>).*<tool_call>",  # GLM's calls have other insides
+    "hermes": r"(?s)^(?!.*<arg_key>).*<tool_call>",  # GLM writes other calls between these tags
     "mistral": r"\[TOOL_CALLS\]",
     "llama3_json": r"Environment: ipython",
 }
@@ -68,31 +68,28 @@ _CONTENT = {"content": {"content": "text", "content_args": {"strip": False}}}
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """How a model writes: the names of a tool format and of a reasoning format, each empty if there is none.
-
-    own: the response template that the model's tokenizer brings, which goes before both.
-    """
+    """How a model writes tool calls and reasoning."""
 
     tools: str = ""
+    """The name of a format, empty for none."""
     reasoning: str = ""
+    """The name of a format, empty for none."""
     own: dict[str, Any] | None = None
+    """The tokenizer's own response template, which takes precedence over both."""
 
     @property
     def has_tools(self) -> bool:
-        """Whether tool calls can be told from text."""
+        """Whether the format of tool calls is known."""
         if self.own is not None:
             return any(name.startswith("tool_call") for name in self.own["fields"])
         return self.tools != ""
 
     def thinks(self, prompt: str) -> bool:
-        """Return whether what follows a prompt begins with reasoning that was opened in it."""
+        """Return whether an answer begins with reasoning, which its prompt has opened."""
         return self.reasoning == "deepseek_r1" or (self.reasoning != "" and prompt.rstrip().endswith("<think>"))
 
     def parser(self, prompt: str, tools: list[dict[str, Any]], only_calls: bool = False) -> "ReplyParser":
-        """Return a parser of what follows a prompt.
-
-        only_calls: whether there is no content, since calls are forced.
-        """
+        """Return a parser of the answer to a prompt. only_calls: whether calls are forced, so there is no content."""
         typed = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
         if self.own is not None:
             own = _Regions(_with_json_calls(self.own), prefix=prompt, tools=typed)
@@ -101,7 +98,7 @@ class ReplyFormat:
         if not fields:
             return ReplyParser(None)
         template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
-        if self.tools == "qwen3_coder":  # whose parameters get their types from the schema
+        if self.tools == "qwen3_coder":  # parameters get their types from the schema
             tools = typed
         parser = _Regions(template, prefix="<think>" if self.thinks(prompt) else "", tools=tools)
         closing = "</tool_call>" if self.tools == "qwen3_coder" else ""
@@ -109,7 +106,7 @@ class ReplyFormat:
 
 
 def _with_json_calls(template: dict[str, Any]) -> dict[str, Any]:
-    """Return a response template whose calls of the usual JSON, {name, arguments}, are left to JsonCalls."""
+    """Return a response template that leaves calls of the usual JSON, {name, arguments}, to JsonCalls."""
     return template | {"fields": {name: _json_field(name, field) for name, field in template["fields"].items()}}
 
 
@@ -123,15 +120,15 @@ def _json_field(name: str, field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_types(function: dict[str, Any]) -> dict[str, Any]:
-    """Return a function whose parameters say themselves of which types they are."""
+    """Return a function with the types of its parameters in place of references."""
     parameters = function.get("parameters") or {}
     return function | {"parameters": parameters | {"properties": meant_properties(parameters)}}
 
 
 def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
-    """Return the format of a model by the settings' names.
+    """Return the format of a model by the names in the settings.
 
-    `auto` stands for the response template that its tokenizer brings, else for what its chat template shows.
+    `auto` is the tokenizer's own response template or, without one, the format that its chat template shows.
     """
     template = str(tokenizer.chat_template or "")
     own = getattr(tokenizer, "response_template", None) if tools == reasoning == "auto" else None
@@ -143,7 +140,7 @@ def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
 
 
 class _Regions(ResponseParser):
-    """A response parser to which text that breaks its template's rules is content, as it was written."""
+    """A response parser that takes text against its template's rules for content."""
 
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
         super()._open_explicit(events, field, m)
@@ -158,31 +155,30 @@ class _Regions(ResponseParser):
             self._reset_to_implicit()
 
     def end(self) -> list[dict[str, Any]]:
-        """Return the last events, also where a field that is required is missing."""
+        """Return the last events, even if a required field is missing."""
         events = list[dict[str, Any]]()
         self._process(events, eos=True)
         return events
 
 
 class ReplyParser:
-    """Splits a text that comes piece by piece; what it tells does not depend on how the text is cut into pieces.
-
-    parser: None if all of it is content. short_ids: whether a call's id has the nine characters of Mistral's.
-    only_calls: whether content is left out: where calls are forced it is the rest of one that was cut off before its
-    name was told. closing: what ends a call whose arguments are no JSON, so that one that is cut off can be told.
-    splits: whether a text may have anything but content.
-    """
+    """Splits a text that arrives in pieces. The sum of its deltas does not depend on how the text is cut."""
 
     def __init__(
         self, parser: _Regions | None, short_ids: bool = False, only_calls: bool = False, closing: str = ""
     ) -> None:
-        self._parser, self.splits = parser, parser is not None
+        """parser: None if all text is content. short_ids: whether ids of calls have nine characters, as Mistral's.
+
+        only_calls: whether content is left out; where calls are forced, it is the beginning of a call that was cut off.
+        closing: the tag that ends a call whose arguments are not JSON, by which calls that were cut off are recognized.
+        """
+        self._parser, self.splits = parser, parser is not None  # splits: whether there may be more than content
         self._short_ids, self._only_calls, self._closing = short_ids, only_calls, closing
         self._calls: JsonCalls | None = None  # of the region that is open
         self._tail = ""  # the last of the text
 
     def feed(self, text: str, last: bool, cut: bool = False) -> list[Delta]:
-        """Return what a piece adds; at the last one, all that is left. cut: whether that one was cut off by a limit."""
+        """Return the additions of a piece; of the last one, all the rest. cut: whether a limit has cut the text off."""
         if self._parser is None:
             return [Delta(text)] if text else []
         self._tail = (self._tail + text)[-80:]
@@ -200,7 +196,7 @@ class ReplyParser:
         return []
 
     def _call_deltas(self, event: dict[str, Any], cut: bool) -> list[Delta]:
-        """Return what an event of a call adds: those of JSON are told as they come, others when they are complete."""
+        """Return the additions of an event of a call: JSON is passed on as it comes, others when they are complete."""
         if event["type"] == "region_open":
             self._calls = JsonCalls(self._new_id, named=event["field"] == NAMED_CALLS)
             return []
@@ -219,11 +215,11 @@ class ReplyParser:
         return number[:9] if self._short_ids else f"call_{number}"
 
     def _called(self, value: Any, cut: bool) -> Delta:
-        """Return a call that was parsed; text for what is no call. cut: whether the text was cut off behind it."""
+        """Return a parsed call, or a text that is not a call as content. cut: whether the text was cut off after it."""
         call = call_of(value)
         if call is None:
             return Delta(json.dumps(value, ensure_ascii=False))
         name, text = call
         if cut and self._closing and not self._tail.rstrip().endswith(self._closing):
-            text = text[:-1]  # nobody is to take it for complete
+            text = text[:-1]  # incomplete JSON, so that nobody takes it for complete
         return Delta(call=CalledTool(self._new_id(), name, text))

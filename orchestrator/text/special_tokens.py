@@ -1,7 +1,7 @@
-"""Special tokens in the text of users are text: only a chat template, or a list of token ids, says what they stand for.
+"""Special tokens in users' text stay text; only a chat template or a list of token ids can make special tokens.
 
-A template writes special tokens and users' text into one string. So that they can be told apart afterwards, special
-tokens in what users have written travel through the template as marks, of characters that Unicode gives to nobody.
+A template writes special tokens and users' text into one string. To keep them apart, special tokens that users wrote
+pass through the template as marks, made of characters that Unicode reserves for internal use.
 """
 
 import copy
@@ -9,19 +9,18 @@ import re
 from typing import Any
 
 from orchestrator.text.text_pieces import PieceEncoder
-from orchestrator.text.token_bounds import TokenBound
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"{_OPEN}([0-9]{{1,6}}){_CLOSE}")
 
 
 class TextEncoder:
-    """Makes token ids of texts. tokenizer: a model's, by transformers. bound: how many a text has at least."""
+    """Makes token ids of texts."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.bound = TokenBound(tokenizer)
+        """tokenizer: a model's, by transformers."""
         self._pieces = PieceEncoder(tokenizer)
-        self._plain = copy.deepcopy(tokenizer)  # encodes in its own way: that is a state of a tokenizer
+        self._plain = copy.deepcopy(tokenizer)  # split_special_tokens is a state of a tokenizer
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         longest_first = sorted(self._special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -31,7 +30,7 @@ class TextEncoder:
         return self._plain.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=True)
 
     def mark(self, values: Any) -> Any:
-        """Return what a user has given for a template, with marks for the special tokens in all of its strings."""
+        """Return a user's values for a template, with marks for special tokens in all strings."""
         if isinstance(values, str):
             return self._pattern.sub(lambda found: f"{_OPEN}{self._special.index(found[0])}{_CLOSE}", values)
         if isinstance(values, dict):
@@ -39,10 +38,8 @@ class TextEncoder:
         return [self.mark(value) for value in values] if isinstance(values, list) else values
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of what a template has made of marked values; marks become plain text. The model's own
-        special tokens are the template's affair.
-        """
-        pieces = _MARK.split(text)  # the numbers of marks between what is around them
+        """Return the token ids of a template's text. Marks become plain text, special tokens stay special tokens."""
+        pieces = _MARK.split(text)  # texts, with the numbers of marks between them
         ids = self._pieces.encode(pieces[0])
         for number, piece in zip(map(int, pieces[1::2]), pieces[2::2], strict=True):
             if number < len(self._special):

@@ -1,6 +1,7 @@
-"""Structural tags: free text in which parts between tags follow a structure, in XGrammar's format, as vLLM takes them.
+"""Structural tags in XGrammar's format, as in vLLM: free text in which the parts between tags follow a structure.
 
-They become a Lark grammar in llguidance's dialect. Tags that are tokens of the model are written as these.
+They become a Lark grammar in llguidance's dialect, in which tags that are tokens of the model are tokens.
+llguidance.StructTag knows triggered tags alone, and takes each tag between angle brackets for a token.
 """
 
 import json
@@ -15,7 +16,7 @@ Format = dict[str, Any]
 def tag_grammar(text: str, param: str, lark: Lark) -> str:
     """Return the Lark grammar of structural tags. text: their JSON, {format} or the older {structures, triggers}.
 
-    Raises InvalidArgument, with the request's field `param`, for what is not known or not complete.
+    Raises InvalidArgument, with the request's field `param`, for tags that are unknown or incomplete.
     """
     try:
         given = json.loads(text)
@@ -25,22 +26,22 @@ def tag_grammar(text: str, param: str, lark: Lark) -> str:
     except KeyError as error:
         raise InvalidArgument(f"{param}: a structural tag lacks {error}", param) from None
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InvalidArgument(f"{param}: no structural tag: {error}", param) from None
+        raise InvalidArgument(f"{param}: not a structural tag: {error}", param) from None
 
 
 def _older(given: Format) -> Format:
-    """Return the format that the older form stands for."""
+    """Return the older form as a format."""
     schemas = ((each, {"type": "json_schema", "json_schema": each["schema"]}) for each in given["structures"])
     tags = [{"begin": each["begin"], "content": schema, "end": each["end"]} for each, schema in schemas]
     return {"type": "triggered_tags", "triggers": given["triggers"], "tags": tags}
 
 
 class _Tags:
-    """Makes terms of formats. rules: what these refer to."""
+    """Makes Lark terms of formats."""
 
     def __init__(self, lark: Lark) -> None:
         self._lark = lark
-        self.rules: list[str] = []
+        self.rules: list[str] = []  # that the terms refer to
 
     def term(self, form: Format) -> str:
         """Return the term of a format."""
@@ -69,7 +70,7 @@ class _Tags:
                 raise ValueError(f"formats are {known} and tags_with_separator, got {str(other)[:80]!r}")
 
     def _tag(self, form: Format, trigger: str) -> str:
-        """Return the term of a tag behind its trigger, if it has one."""
+        """Return the term of the rest of a tag after its trigger, if it has one."""
         begin, ends, content = form["begin"][len(trigger) :], form["end"], form["content"]
         ends = [ends] if isinstance(ends, str) else ends
         if content["type"] == "any_text" and all(ends):
@@ -79,7 +80,7 @@ class _Tags:
         return f"{self._lark.spell(begin)} {self.term(content)} {closed}"
 
     def _triggered(self, form: Format) -> str:
-        """Return the term of free text in which a trigger begins one of the tags that begin with it."""
+        """Return the term of free text in which each trigger must begin one of its tags."""
         triggers, of_trigger = form["triggers"], dict[str, list[str]]()
         for tag in form["tags"]:
             trigger = next((each for each in triggers if each and tag["begin"].startswith(each)), None)
@@ -100,13 +101,13 @@ class _Tags:
         return listed if form.get("at_least_one") else f"({listed})?"
 
     def _before(self, marker: str, *but: str) -> str:
-        """Return the term of any text up to a marker and the marker. Where that is a token, no `but` is in the text."""
+        """Return the term of any text up to a marker, and the marker. Before a token, the text has none of `but`."""
         term, rules = self._lark.before(marker, f"before_{len(self.rules)}", *but)
         self.rules.append(rules)
         return term
 
     def _text(self, *but: str) -> str:
-        """Return the term of any text that spells none of `but`; it may be empty."""
+        """Return the term of any text without `but`; it may be empty."""
         name = f"TEXT_{len(self.rules)}"
         self.rules.append(any_text(name, *but))
         return f"{name}?"

@@ -1,4 +1,4 @@
-"""What a request says of its text's structure: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
+"""The structure that a request asks for: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
 
 import json
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "lark"]
 Schema = dict[str, Any] | bool | str
 Choices = Annotated[Items[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
-# White space in JSON, as llguidance's options say it. A model that wants to fill its answer with blanks may not: one
-# follows a comma or a colon, or none; `any` is what an indented object needs, with a bound.
+# White space in JSON, as llguidance's options. It is bounded, since weak models might fill answers with blanks:
+# `compact` allows one space after a comma or a colon, `any` enough for indented objects.
 WhiteSpace = dict[str, str | bool]
 COMPACT: WhiteSpace = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 NO_SPACE: WhiteSpace = {"whitespace_flexible": False}
@@ -25,23 +25,24 @@ ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True)
 class Structure:
-    """What a text must follow. text: a JSON schema, a regular expression, a JSON list of choices, a grammar of Lark or
-    GBNF, or JSON of structural tags, which become a grammar of kind lark. param: the request's field that says so.
-    """
+    """The structure of an answer."""
 
     kind: Kind
     text: str
+    """A JSON schema, a regular expression, a JSON list of choices, a grammar of Lark or GBNF, or JSON of structural
+    tags, which become a grammar of kind lark."""
     param: str
+    """The request's field."""
 
 
 class Strict(BaseModel):
-    """A part of a request whose values must have their types: `"1"` is no number."""
+    """A part of a request whose values must have their types: `"1"` is not a number."""
 
     model_config = ConfigDict(strict=True)
 
 
 class SchemaFormat(Strict, extra="allow"):
-    """The JSON schema of a response. strict: it is followed whatever this says."""
+    """The JSON schema of a response, which is followed whether or not `strict` is set."""
 
     name: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
@@ -49,14 +50,14 @@ class SchemaFormat(Strict, extra="allow"):
 
 
 class ResponseFormat(Strict, extra="allow"):
-    """OpenAI's word for the structure of a response. Structural tags are vLLM's: their fields stand beside the type."""
+    """OpenAI's field of the structure. Structural tags are vLLM's, with their fields beside the type."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: SchemaFormat | None = None
 
 
 class StructuredOutputs(Strict, extra="forbid"):
-    """vLLM's word for it: one of the first six."""
+    """vLLM's field of the structure: one of the first six fields."""
 
     json_: Schema | None = Field(None, alias="json")
     regex: str | None = None
@@ -71,13 +72,13 @@ class StructuredOutputs(Strict, extra="forbid"):
     @model_validator(mode="before")
     @classmethod
     def _check_count(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > len(cls.model_fields):  # each would have an error of its own
+        if isinstance(given, dict) and len(given) > len(cls.model_fields):  # pydantic would describe each of them
             raise ValueError(f"at most {len(cls.model_fields)} fields are known, got {len(given)}")
         return given
 
 
 class StructuredRequest(BaseModel):
-    """The fields that say what structure a text has; only one of them may."""
+    """The fields that ask for a structure; a request may use one of them."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -88,7 +89,7 @@ class StructuredRequest(BaseModel):
 
     @property
     def structure(self) -> Structure | None:
-        """What the text must follow, None if it is free. Raises InvalidArgument for more than one such thing."""
+        """The structure of the answer, None for free text. Raises InvalidArgument for more than one structure."""
         given = self.structured_outputs or StructuredOutputs.model_construct()
         outputs: list[tuple[Kind, Any, str]] = [
             ("json", given.json_, "structured_outputs.json"),
@@ -108,14 +109,14 @@ class StructuredRequest(BaseModel):
         if not found:
             return None
         if len(found) > 1:
-            message = f"the text can follow one structure, got {' and '.join(param for _, _, param in found)}"
+            message = f"an answer can have one structure, got {' and '.join(param for _, _, param in found)}"
             raise InvalidArgument(message, found[1][2])
         ((kind, value, param),) = found
         return Structure(kind, value if isinstance(value, str) else json.dumps(value), param)
 
     @property
     def white_space(self) -> WhiteSpace | None:
-        """The white space that the request's JSON may have, None where it does not say."""
+        """The white space that the request allows in JSON, None if it does not state any."""
         given = self.structured_outputs
         if given is None or given.disable_any_whitespace is given.whitespace_pattern is None:
             return None
@@ -124,12 +125,12 @@ class StructuredRequest(BaseModel):
         return ANY_SPACE if given.whitespace_pattern is None else {"whitespace_pattern": given.whitespace_pattern}
 
     def _format_tags(self) -> dict[str, Any] | None:
-        """Return the structural tags that response_format asks for."""
+        """Return the structural tags of response_format, None if it has none."""
         form = self.response_format
         return form.model_extra if form is not None and form.type == "structural_tag" else None
 
     def _format_schema(self) -> Schema | None:
-        """Return the schema that response_format asks for. Raises InvalidArgument if it lacks it."""
+        """Return the schema of response_format, None if it asks for none. Raises InvalidArgument if it is missing."""
         form = self.response_format
         if form is None or form.type in ("text", "structural_tag"):
             return None

@@ -1,8 +1,8 @@
-"""Token ids of the pieces of a prompt between special tokens, remembered: a chat's next turn has most of them again.
+"""Remembers the token ids of a prompt's pieces between special tokens, since the next turn of a chat has most of them.
 
-A tokenizer cuts a text at its added tokens before it does anything else, and encodes each piece by itself. So the ids
-of the pieces between some of them, side by side, are those of the text. Where that is not known of a tokenizer, or does
-not hold of a text that is tried, texts are encoded whole.
+A tokenizer cuts a text at its added tokens first, and encodes each piece by itself, so that the ids of the pieces are
+together those of the text. Tokenizers that differ from this, by their kind or in a test with a sample text, have their
+texts encoded whole.
 """
 
 import re
@@ -11,20 +11,18 @@ from collections import OrderedDict
 from threading import Lock
 from typing import Any
 
-MOST_CHARACTERS = 1 << 25  # of all pieces that are remembered
-LEAST_CHARACTERS = 256  # of a piece that is: shorter ones are encoded as soon as found
+MOST_CHARACTERS = 1 << 25  # of all remembered pieces
+LEAST_CHARACTERS = 256  # of a remembered piece; shorter ones are encoded as fast as found
 
 
 class PieceEncoder:
-    """Encodes texts, the pieces of which it remembers, those that came last. tokenizer: a model's, by transformers.
-
-    May be called from several threads.
-    """
+    """Encodes texts, and remembers their latest pieces. May be called from several threads."""
 
     def __init__(self, tokenizer: Any, most_characters: int = MOST_CHARACTERS) -> None:
+        """tokenizer: a model's, by transformers. most_characters: of all remembered pieces."""
         self._tokenizer, self._most = tokenizer, most_characters
-        # The first cut is at tokens that are not normalized. Those that are no special ones (Gemma has many, of spaces
-        # and line ends) stay inside of pieces, and those that take what is around them.
+        # The first cut is at tokens that are not normalized. Tokens that are not special (Gemma has many, of spaces and
+        # line ends) stay within pieces, and so do tokens that take the white space around them.
         added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if not token.normalized}
         plain = {number: each for number, each in added.items() if not (each.lstrip or each.rstrip or each.single_word)}
         self._ids = {token.content: number for number, token in plain.items() if token.special}
@@ -38,7 +36,7 @@ class PieceEncoder:
 
     @property
     def remembers(self) -> bool:
-        """Whether pieces are encoded apart; else texts are encoded whole."""
+        """Whether pieces are encoded by themselves; otherwise texts are encoded whole."""
         return self._cuts is not None
 
     def encode(self, text: str) -> list[int]:
@@ -49,7 +47,7 @@ class PieceEncoder:
 
     def _encode_by(self, cuts: re.Pattern[str], text: str) -> list[int]:
         ids: list[int] = []
-        for index, piece in enumerate(cuts.split(text)):  # pieces, and between them the added tokens
+        for index, piece in enumerate(cuts.split(text)):  # pieces, with added tokens between them
             if index % 2:
                 ids.append(self._ids[piece])
             elif len(piece) < LEAST_CHARACTERS:
@@ -79,9 +77,9 @@ class PieceEncoder:
         return ids
 
     def _cuts_alone(self, cuts: re.Pattern[str] | None, others: list[str]) -> bool:
-        """Return whether the tokenizer cuts texts as the pattern does, and encodes what is between by itself.
+        """Return whether the tokenizer cuts texts as the pattern does, and encodes each piece by itself.
 
-        others: tokens at which it cuts as well.
+        others: tokens at which it cuts too.
         """
         if cuts is None or not getattr(self._tokenizer, "is_fast", False):
             return False
@@ -94,7 +92,7 @@ class PieceEncoder:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return whether one of two different tokens may begin inside of the other and end behind it."""
+    """Return whether one of two different tokens may begin within the other and end after it."""
     return _begins_in(one, other) or _begins_in(other, one)
 
 

@@ -1,7 +1,7 @@
-"""Where texts are tokenized: short ones at once, others in threads, so that the event loop goes on meanwhile.
+"""Work on texts, such as tokenizing: on short ones at once, on others in threads beside the event loop.
 
-There are few threads, since what is being tokenized takes many times the memory of its text, and long texts have one
-of their own: they wait for each other, and no shorter one waits for them.
+There are few threads, since tokenizing takes many times the memory of the text. Long texts share one thread, so that
+they wait for each other and shorter ones do not wait for them.
 """
 
 import asyncio
@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TypeVar
 
-SHORT_TEXT = 4096  # characters of a text that is worked on at once
-LONG_TEXT = 64 << 10  # characters of one that waits for others
+SHORT_TEXT = 4096  # characters of a text that needs no thread
+LONG_TEXT = 64 << 10  # characters of a text that waits for other long ones
 
 T = TypeVar("T")
 _SHORTER = ThreadPoolExecutor(2, "tokenizing")
@@ -19,7 +19,7 @@ _LONG = ThreadPoolExecutor(1, "tokenizing-long")
 
 
 async def work_on_text(work: Callable[[], T], characters: int) -> T:
-    """Return the outcome of some work on a text of so many characters. Raises what it raises."""
+    """Return the result of work on a text. Raises the error of the work. characters: of the text."""
     if characters <= SHORT_TEXT:
         return work()
     threads = _LONG if characters > LONG_TEXT else _SHORTER

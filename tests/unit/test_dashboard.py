@@ -222,7 +222,7 @@ async def test_a_person_looks_at_the_page(tokenizer: Any, dark: bool) -> None:
     async with running_gateway(router, callers=CALLERS) as url, browsing(f"{url}/dashboard", dark=dark) as page:
         await page.until("!document.getElementById('door').hidden && document.getElementById('main').hidden")
         await enter(page, "eve's key")
-        await page.until("document.getElementById('why').textContent.includes('not one that is allowed')")
+        await page.until("document.getElementById('why').textContent.includes('not allowed here')")
         await enter(page, "alice's key")
         await page.until("document.getElementById('state').textContent === 'live'")
         assert await page.value("sessionStorage.getItem('specahead key')") == "alice's key"

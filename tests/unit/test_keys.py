@@ -77,11 +77,11 @@ def test_lines_that_are_none_are_refused_without_showing_them(tmp_path: Path) ->
 
 def test_a_file_without_keys_or_with_one_twice_is_refused(tmp_path: Path) -> None:
     line = make_key("alice")[1]
-    with pytest.raises(SettingsError, match="holds no key"):
+    with pytest.raises(SettingsError, match="has no key"):
         read_keys(file_of(tmp_path, "# none"))
-    with pytest.raises(SettingsError, match="the name alice is there twice"):
+    with pytest.raises(SettingsError, match="the name alice occurs twice"):
         read_keys(file_of(tmp_path, line, make_key("alice")[1]))
-    with pytest.raises(SettingsError, match=r"the key .* is there twice"):
+    with pytest.raises(SettingsError, match=r"the key .* occurs twice"):
         read_keys(file_of(tmp_path, line, line.replace("alice", "bob")))
     with pytest.raises(SettingsError, match=r"none cannot be read: No such file or directory$"):
         read_keys(ClientAccess(api_keys_file=str(tmp_path / "none")))
@@ -201,7 +201,7 @@ async def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCa
         with pytest.raises(Unauthenticated):
             callers.admit(alice)
         file_of(tmp_path, "no key at all")
-        await until(lambda: "still count" in caplog.text)
+        await until(lambda: "stay allowed" in caplog.text)
         assert callers.admit(eve).name == "eve" and taken == [2]
         file_of(tmp_path, first)
         await until(lambda: taken == [2, 1])

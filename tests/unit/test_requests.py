@@ -127,7 +127,7 @@ def test_a_prompt_and_output_beyond_the_kv_that_there_is() -> None:
 
 def test_a_text_that_cannot_fit_is_not_even_tokenized() -> None:
     """The tokenizer given here would raise something else."""
-    refused("your prompt has 6401 characters", SimpleNamespace(added_tokens_decoder={}), prompt="x" * 6401)
+    refused("your prompt has 3201 characters", SimpleNamespace(added_tokens_decoder={}), prompt="x" * 3201)
 
 
 def test_a_text_of_too_many_tokens(tokenizer: Any) -> None:

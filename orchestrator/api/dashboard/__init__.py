@@ -1,1 +1,1 @@
-"""A page to look at what is going on, and what it is fed with."""
+"""The dashboard: a page, its routes, and the feed of events."""

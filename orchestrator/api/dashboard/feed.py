@@ -1,7 +1,7 @@
-"""What becomes of sessions, told to those who look at the dashboard. While nobody looks a round costs a look at a list.
+"""The events of sessions for the viewers of the dashboard. Without viewers they cost next to nothing.
 
-A viewer gets a snapshot, then what has happened since it was last asked. That is bounded: of very many rounds the first
-are told one by one, and the sums hold all of them; a viewer who has fallen far behind gets a snapshot again.
+A viewer gets a snapshot, then the events since its last call. They are bounded: of very many rounds only the first are
+listed, though the sums count all; a viewer who misses too many changes gets a snapshot again.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from specahead.wire.errors import NotFound, ResourceExhausted
 from specahead.wire.messages import Commit
 
 MOST_VIEWERS = 8
-MOST_ROUNDS = 256  # told one by one in an event
-MOST_CHANGES = 256  # sessions that open or end between two events, beyond which there is a snapshot
+MOST_ROUNDS = 256  # listed in an event
+MOST_CHANGES = 256  # sessions that open or end between two events; more lead to a snapshot
 MOST_SESSIONS = 256  # of a snapshot: the newest
 
-# What is told of a round, in this order. seconds: since the session's last round, or since it was opened.
+# The fields of a round, in this order. seconds: since the session's last round, or since it was opened.
 ROUND_FIELDS = ("session", "tokens", "drafted", "accepted", "seconds", "first", "kv_read", "kv_total", "kv_fetched")
 
 Event = dict[str, Any]
@@ -28,14 +28,16 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Watched:
-    """A session that is open. number: what it is called on the page; caller: the name of its key."""
+    """An open session."""
 
     number: int
+    """Its name on the page."""
     caller: str
+    """The name of its key."""
     record: Record
 
-    def told(self, viewer: str) -> Event:
-        """Return what is told of it when it opens. Only who sent it, by the name of the key, learns its id."""
+    def opening(self, viewer: str) -> Event:
+        """Return the event of its opening. viewer: the name of a key; only the caller's own gets the id."""
         record = self.record
         return {
             "session": self.number,
@@ -46,9 +48,9 @@ class Watched:
         }
 
     def snapshot(self, viewer: str) -> Event:
-        """Return the same with what has become of it so far."""
+        """Return its opening with its rounds so far."""
         rounds = [_round(self.number, commit, 0.0, False) for commit in self.record.latest]
-        return self.told(viewer) | {"tokens": len(self.record.generated), "rounds": rounds}
+        return self.opening(viewer) | {"tokens": len(self.record.generated), "rounds": rounds}
 
 
 def _round(number: int, commit: Commit, seconds: float, first: bool) -> tuple[Any, ...]:
@@ -58,77 +60,74 @@ def _round(number: int, commit: Commit, seconds: float, first: bool) -> tuple[An
 
 @dataclass(eq=False)
 class Viewer:
-    """Who looks, by the name of a key, and what has happened since this viewer was told last."""
+    """Someone who looks at the page, and the events since the last call."""
 
     name: str
-    behind: bool = True  # a snapshot comes next
+    """Of the key."""
+    needs_snapshot: bool = True
     sums: SpeculationTotals = field(default_factory=SpeculationTotals)
     tokens: int = 0
     rounds: list[tuple[Any, ...]] = field(default_factory=list)
     opened: list[Event] = field(default_factory=list)
     ended: list[tuple[int, str]] = field(default_factory=list)
 
-    def add_round(self, told: tuple[Any, ...], commit: Commit) -> None:
-        """Take note of a round."""
+    def add_round(self, fields: tuple[Any, ...], commit: Commit) -> None:
+        """Add a round."""
         self.sums.add(commit)
         self.tokens += len(commit.tokens)
         if len(self.rounds) < MOST_ROUNDS:
-            self.rounds.append(told)
+            self.rounds.append(fields)
 
     def add_change(self, changes: list[Any], change: Any) -> None:
-        """Take note of a session that opens or ends."""
+        """Add a session that opens or ends."""
         if len(changes) < MOST_CHANGES:
             changes.append(change)
         else:
-            self.behind = True
+            self.needs_snapshot = True
 
     def forget(self) -> None:
-        """Begin anew with nothing to tell."""
-        self.sums, self.tokens, self.behind = SpeculationTotals(), 0, False
+        """Drop all events."""
+        self.sums, self.tokens, self.needs_snapshot = SpeculationTotals(), 0, False
         self.rounds, self.opened, self.ended = [], [], []
 
 
 class Feed:
-    """Who looks, and which sessions are open."""
+    """All viewers and open sessions."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._open: dict[int, Watched] = {}
         self._viewers: list[Viewer] = []
 
-    # What happens.
-
     def open(self, record: Record) -> Watched:
-        """Take a session up."""
+        """Add a session of the current caller."""
         watched = Watched(next(self._numbers), current_caller().name, record)
         self._open[watched.number] = watched
         for viewer in self._viewers:
-            viewer.add_change(viewer.opened, watched.told(viewer.name))
+            viewer.add_change(viewer.opened, watched.opening(viewer.name))
         return watched
 
     def round(self, watched: Watched, commit: Commit, seconds: float, first: bool) -> None:
-        """Take note of a session's round, which took so many seconds; first: whether it is the session's first."""
+        """Add a round. seconds: that it took. first: whether it is the session's first."""
         if self._viewers:
-            told = _round(watched.number, commit, seconds, first)
+            fields = _round(watched.number, commit, seconds, first)
             for viewer in self._viewers:
-                viewer.add_round(told, commit)
+                viewer.add_round(fields, commit)
 
     def end(self, watched: Watched, outcome: str) -> None:
-        """Forget a session that has ended so."""
+        """Remove a session that has ended. outcome: a finish reason or the code of an error."""
         del self._open[watched.number]
         for viewer in self._viewers:
             viewer.add_change(viewer.ended, (watched.number, outcome))
 
-    # Who looks.
-
     def check_room(self) -> None:
-        """Raise ResourceExhausted if no one more may look."""
+        """Raise ResourceExhausted if there are MOST_VIEWERS viewers."""
         if len(self._viewers) >= MOST_VIEWERS:
             raise ResourceExhausted(f"{MOST_VIEWERS} dashboards are open already: close one", retry_after=5)
 
     @contextmanager
     def viewer(self, name: str) -> Iterator[Viewer]:
-        """Let someone look while the context lasts. Raises ResourceExhausted if too many do."""
+        """Add a viewer while the context lasts. Raises ResourceExhausted if there are too many."""
         self.check_room()
         viewer = Viewer(name)
         self._viewers.append(viewer)
@@ -138,8 +137,8 @@ class Feed:
             self._viewers.remove(viewer)
 
     def take(self, viewer: Viewer) -> Event | None:
-        """Return what a viewer is to be told now, None if nothing has happened."""
-        if viewer.behind:
+        """Return the next event for a viewer, None if nothing has happened."""
+        if viewer.needs_snapshot:
             viewer.forget()
             newest = list(self._open.values())[-MOST_SESSIONS:]
             sessions = [watched.snapshot(viewer.name) for watched in newest]
@@ -147,9 +146,10 @@ class Feed:
         if not (viewer.tokens or viewer.opened or viewer.ended):
             return None
         sums = asdict(viewer.sums) | {"tokens": viewer.tokens}
-        happened = {"sums": sums, "opened": viewer.opened, "rounds": viewer.rounds, "ended": viewer.ended}
+        event = {"type": "rounds", "sums": sums, "opened": viewer.opened, "rounds": viewer.rounds}
+        event["ended"] = viewer.ended
         viewer.forget()
-        return {"type": "rounds"} | happened
+        return event
 
     def record(self, number: int) -> Record:
         """Return the record of an open session. Raises NotFound."""

@@ -1,4 +1,4 @@
-"""`/dashboard`, a page that anyone may load and that shows nothing without a key, and what it asks for with one."""
+"""`/dashboard`, a page that anyone may load, and the data that it asks for with a key."""
 
 import asyncio
 import base64
@@ -26,14 +26,14 @@ from specahead.wire.messages import ServiceStatus
 
 PAGE = Path(__file__).parent / "page.html"
 TICK_SECONDS = 0.25
-STATUS_TICKS = 4  # of which each has a status of the services
+STATUS_TICKS = 4  # from one status of the services to the next
 
 router = APIRouter(include_in_schema=False)
 
 
 @router.get("/dashboard")
 async def show_page() -> Response:
-    """Give the page itself."""
+    """Give the page."""
     text, policy = _page()
     headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return HTMLResponse(text, headers=headers | {"X-Content-Type-Options": "nosniff"})
@@ -41,7 +41,7 @@ async def show_page() -> Response:
 
 @cache
 def _page() -> tuple[str, str]:
-    """Return the page and the policy that binds browsers to its own script and style, and to calls of this server."""
+    """Return the page and its security policy, which allows its own script and style, and calls of this server."""
     text = PAGE.read_text(encoding="utf-8")
     script, style = (_hash_of(text, tag) for tag in ("script", "style"))
     policy = f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:"
@@ -49,16 +49,16 @@ def _page() -> tuple[str, str]:
 
 
 def _hash_of(page: str, tag: str) -> str:
-    """Return how a policy names the one inline script or style of a page."""
+    """Return the name of a page's one inline script or style in a policy."""
     (inline,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
 
 
 @router.get("/dashboard/events")
 async def follow(request: Request) -> Response:
-    """Tell what happens as it happens, as server-sent events, until the client leaves."""
+    """Stream what happens as server-sent events until the client leaves."""
     state = request.app.state
-    state.models.feed.check_room()  # now, so that one viewer too many is refused with a status
+    state.models.feed.check_room()  # before the stream begins, so that a refusal has an HTTP status
     events = _events(current_caller(), state.models, state.read_status)
     texts = (f"data: {json.dumps(event)}\n\n" async for event in events)
     return StreamingResponse(texts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -103,11 +103,11 @@ def _is_drafted(frontend: Frontend, services: Mapping[str, ServiceStatus | None]
 
 @router.get("/dashboard/sessions/{number}/reads")
 async def show_reads(number: int, request: Request) -> dict[str, Any] | None:
-    """Tell which blocks a round of a session read, by layer, and have its next round looked at; null if none runs."""
+    """Return which blocks a round of a session read, by layer, and record its next round; null if none runs."""
     models: ServedModels = request.app.state.models
     try:
         record = models.feed.record(number)
         reads = await models.holding(record).router.reads(record.session)
-    except ServiceError:  # it waits, has just ended, or the target is lost: the page asks again
+    except ServiceError:  # it waits, has just ended, or its target is lost: the page asks again
         return None
     return asdict(reads) | {"at": {"round": reads.at.round, "base": reads.at.base}}
