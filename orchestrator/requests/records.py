@@ -10,7 +10,7 @@ from orchestrator.sessions.ledger import Record, SpeculationTotals
 from orchestrator.text.special_tokens import TextEncoder
 from specahead.engine.sampling.distributions import LEAST_TEMPERATURE, Sampling
 from specahead.wire.errors import InvalidArgument
-from specahead.wire.messages import Exactness
+from specahead.wire.messages import Exactness, Open
 from specahead.wire.server import MOST_BYTES
 
 MOST_CHARACTERS = 32  # a token's mean in a text as long as a context: words have 5, only runs of spaces have more
@@ -107,27 +107,28 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
     exactness = Exactness[(request.exactness or "exact").upper()]
     uncalibrated = limits.uncalibrated and exactness is Exactness.APPROXIMATE
     ends = [] if request.ignore_eos and not grammar else limits.stop_token_ids
-    return [
-        Record(
+    records = []
+    for index in range(count):
+        prompt = prompts[index // choices]
+        asked = Open(
             session=name if count == 1 else f"{name}-{index}",
-            tokens=list(prompts[index // choices]),
-            prompt_tokens=len(prompts[index // choices]),
-            max_tokens=_max_tokens(request, len(prompts[index // choices]), limits),
+            tokens=list(prompt),
+            prompt_tokens=len(prompt),
+            max_tokens=_max_tokens(request, len(prompt), limits),
             stop_token_ids=ends + (request.stop_token_ids or []),
             sampling=_sampling(request, limits, _seed(request, index % choices)),
             exactness=exactness,
             sparsity=request.sparsity or "",
-            logprobs=request.wanted_logprobs,
+            wants_logprobs=request.wanted_logprobs is not None,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
+            alternatives=request.wanted_logprobs or 0,
             grammar=grammar,
             caller=current_caller().name,
-            request=name,
-            client=current_client(),
             choice=index,
-            totals=SpeculationTotals(uncalibrated=uncalibrated),
+            client=current_client(),
         )
-        for index in range(count)
-    ]
+        records.append(Record(asked, name, totals=SpeculationTotals(uncalibrated=uncalibrated)))
+    return records
 
 
 def _seed(request: GenerationRequest, choice: int) -> int:

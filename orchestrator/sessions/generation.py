@@ -165,7 +165,7 @@ class Frontend:
 
     async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
         marked = bool(request.mark_accepted)
-        shown = _ShownText(self.tokenizer, request, record.sampling.min_tokens, bool(request.stops) or marked)
+        shown = _ShownText(self.tokenizer, request, record.asked.sampling.min_tokens, bool(request.stops) or marked)
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
         last: Chunk | None = None
@@ -215,7 +215,7 @@ class Frontend:
         request_id: the request's, which ends all its choices, or the name of one choice's session.
         """
         caller = current_caller().name
-        mine = [record for record in self.router.ledger.records.values() if record.caller == caller]
+        mine = [record for record in self.router.ledger.records.values() if record.asked.caller == caller]
         sessions = [record.session for record in mine if request_id in (record.request, record.session)]
         return sum(map(self.router.abort, sessions)) > 0
 

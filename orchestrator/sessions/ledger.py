@@ -4,12 +4,11 @@ Pure bookkeeping. The ledger outlives the target, and holds enough to open a ses
 """
 
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any
 
-from specahead.engine.sampling.distributions import Sampling
-from specahead.wire.messages import Commit, Exactness, FinishReason, Open
+from specahead.wire.messages import Commit, FinishReason, Open
 
 LATEST_ROUNDS = 64  # kept of a session: more would make garbage collections long
 
@@ -98,29 +97,12 @@ _SUMMED = {each.name for each in fields(SpeculationTotals)} & {each.name for eac
 class Record:
     """A session: one choice of a client's request."""
 
-    session: str
-    tokens: list[int]
-    """The prompt, then the committed tokens."""
-    prompt_tokens: int
-    max_tokens: int
-    stop_token_ids: list[int]
-    sampling: Sampling
-    exactness: Exactness
-    sparsity: str = ""
-    logprobs: int | None = None
-    """The number of likely tokens reported beside each token's log probability; None: no log probabilities."""
-    wants_prompt_logprobs: bool = False
-    grammar: str = ""
-    traceparent: str = ""
-    """W3C, of the request's span; empty if that is not sampled."""
-    caller: str = ""
-    """The name of the key; empty where none is needed."""
-    client: str = ""
-    """Who shares places on the target with this session: requests of the same key or address."""
+    asked: Open
+    """As the session is opened the first time. Its tokens grow with `tokens`."""
     request: str = ""
     """The id of the client's request."""
-    choice: int = 0
-    """The number of this choice in the request."""
+    tokens: list[int] = field(init=False)
+    """The prompt, then the committed tokens."""
     latest: deque[Commit] = field(default_factory=lambda: deque(maxlen=LATEST_ROUNDS))
     """The last LATEST_ROUNDS rounds."""
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
@@ -131,6 +113,19 @@ class Record:
     """The targets that had no place for it."""
     resumptions: int = 0
     """Times that it was opened on another target since its last token."""
+
+    def __post_init__(self) -> None:
+        self.tokens = self.asked.tokens
+
+    @property
+    def session(self) -> str:
+        """The session's name."""
+        return self.asked.session
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens of the prompt."""
+        return self.asked.prompt_tokens
 
     @property
     def generated(self) -> list[int]:
@@ -144,24 +139,9 @@ class Record:
 
     def to_open(self) -> Open:
         """Return the request that opens the session on a target, at its start or where it stands."""
-        return Open(
-            session=self.session,
-            tokens=list(self.tokens),
-            prompt_tokens=self.prompt_tokens,
-            max_tokens=self.max_tokens,
-            stop_token_ids=list(self.stop_token_ids),
-            sampling=self.sampling,
-            exactness=self.exactness,
-            sparsity=self.sparsity,
-            wants_logprobs=self.logprobs is not None,
-            wants_prompt_logprobs=self.wants_prompt_logprobs and not self.latest,
-            alternatives=self.logprobs or 0,
-            grammar=self.grammar,
-            traceparent=self.traceparent,
-            caller=self.caller,
-            choice=self.choice,
-            client=self.client,
-            resumed=self.resumed,
+        wants_prompt_logprobs = self.asked.wants_prompt_logprobs and not self.latest
+        return replace(
+            self.asked, tokens=list(self.tokens), wants_prompt_logprobs=wants_prompt_logprobs, resumed=self.resumed
         )
 
 

@@ -58,7 +58,7 @@ class Observer:
             "request": record.session,
             "key": current_caller().name,
             "outcome": outcome,
-            "exactness": record.exactness.name.lower(),
+            "exactness": record.asked.exactness.name.lower(),
             "prompt_tokens": record.prompt_tokens,
             "cached_tokens": record.cached_tokens,
             "tokens": len(record.generated),

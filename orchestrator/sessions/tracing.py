@@ -6,6 +6,7 @@ Target and draft add spans of their own to the request's: its traceparent travel
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.sessions.ledger import Record
@@ -51,12 +52,12 @@ class RequestTrace:
         attributes = {
             "specahead.request": record.session,
             "specahead.key": key,
-            "specahead.exactness": record.exactness.name.lower(),
+            "specahead.exactness": record.asked.exactness.name.lower(),
             "gen_ai.usage.input_tokens": record.prompt_tokens,
         }
         self._tracer = tracer
         self._span = tracer.start_span("request", attributes=attributes)
-        record.traceparent = traceparent_of(self._span)
+        record.asked = replace(record.asked, traceparent=traceparent_of(self._span))
 
     def round(self, commit: Commit, seconds: float) -> None:
         """Add the span of a round that ends now and took `seconds`."""

@@ -83,9 +83,12 @@ class ScriptedRouter:
         text = self.answer if isinstance(self.answer, str) else self.answer[len(self.opened)]
         self.opened.append(record)
         self.ledger.open(record)
-        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *record.stop_token_ids[:1]]
-        reason = FinishReason.STOP if len(tokens) <= record.max_tokens else FinishReason.LENGTH
-        tokens, prompt = tokens[: record.max_tokens], record.tokens[:] if record.wants_prompt_logprobs else []
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *record.asked.stop_token_ids[:1]]
+        reason = FinishReason.STOP if len(tokens) <= record.asked.max_tokens else FinishReason.LENGTH
+        tokens, prompt = (
+            tokens[: record.asked.max_tokens],
+            record.tokens[:] if record.asked.wants_prompt_logprobs else [],
+        )
         try:
             await self.gate.wait()
             if self.refusal is not None:
@@ -111,10 +114,10 @@ class ScriptedRouter:
 
     def _logprobs(self, record: Record, tokens: list[int]) -> list[TokenLogprobs]:
         """Each token is the second of all; token 5 is the first, and tokens 6, 7 … follow."""
-        if record.logprobs is None:
+        if not record.asked.wants_logprobs:
             return []
-        likely = [-0.25 - 1.5 * (i > 0) - i for i in range(record.logprobs)]
-        return [TokenLogprobs(-1.0, [5 + i for i in range(record.logprobs)], likely) for _ in tokens]
+        likely = [-0.25 - 1.5 * (i > 0) - i for i in range(record.asked.alternatives)]
+        return [TokenLogprobs(-1.0, [5 + i for i in range(record.asked.alternatives)], likely) for _ in tokens]
 
 
 @contextlib.asynccontextmanager

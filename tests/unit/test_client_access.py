@@ -298,5 +298,5 @@ async def test_requests_are_their_keys_else_their_addresses(router: ScriptedRout
     for proxies in ("127.0.0.1", ""):
         async with running_gateway(router, trusted_proxies=proxies) as url:
             await Client(url).post("/v1/completions", json=ASK, headers=said)
-    assert [record.client for record in router.opened] == ["key alice", "203.0.113.7", "127.0.0.1"]
+    assert [record.asked.client for record in router.opened] == ["key alice", "203.0.113.7", "127.0.0.1"]
     assert router.opened[1].to_open().client == "203.0.113.7"

@@ -20,7 +20,7 @@ from orchestrator.requests.keys import Key, digest_of
 from orchestrator.sessions.ledger import LATEST_ROUNDS, Record
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire.errors import NotFound, ResourceExhausted
-from specahead.wire.messages import At, Commit, Exactness
+from specahead.wire.messages import At, Commit, Exactness, Open
 from tests.browser import CHROMIUM, browsing
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 
@@ -30,7 +30,7 @@ ASK = {"model": MODEL, "prompt": "The secret of the sea", "max_tokens": 8, "exac
 
 
 def record(name: str) -> Record:
-    return Record(name, [1, 2, 3], 3, 100, [], Sampling(0.0), Exactness.APPROXIMATE)
+    return Record(Open(name, [1, 2, 3], 3, 100, [], Sampling(0.0), Exactness.APPROXIMATE))
 
 
 def commit(tokens: int = 3) -> Commit:

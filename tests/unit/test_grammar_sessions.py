@@ -171,7 +171,7 @@ def test_every_finished_output_follows_its_grammar(clock: Clock, branches: int) 
     assert len(ended) > 7
     for record in ended:
         text = TOKENIZER.decode(record.generated[:-1])
-        if record.grammar == SCHEMA:
+        if record.asked.grammar == SCHEMA:
             value = json.loads(text)
             assert isinstance(value["a"], int)
             assert set(value) <= {"a", "b"}

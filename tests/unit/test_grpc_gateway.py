@@ -127,7 +127,7 @@ async def test_choices_are_told_apart(stub: Any, router: ScriptedRouter) -> None
         if response.finish_reason:
             usage[response.choice] = response.usage
     assert texts == router.answer
-    assert [record.sampling.seed for record in router.opened] == [7, 8]
+    assert [record.asked.sampling.seed for record in router.opened] == [7, 8]
     assert [usage[i].completion_tokens for i in (0, 1)] == [len(record.generated) for record in router.opened]
     assert usage[0].cached_tokens == 3
 
@@ -142,14 +142,14 @@ async def test_stops_as_over_http(stub: Any, router: ScriptedRouter, per_round: 
     tokens = [token for response in responses for token in response.token_ids]
     assert router.tokenizer.decode(tokens) == "The sea was calm"
     assert responses[-1].usage.completion_tokens == len(tokens)
-    assert router.opened[0].stop_token_ids == [0, 5, 6]
+    assert router.opened[0].asked.stop_token_ids == [0, 5, 6]
 
 
 async def test_how_tokens_are_chosen_and_their_log_probabilities(stub: Any, router: ScriptedRouter) -> None:
     fields = {"top_k": 5, "min_p": 0.5, "presence_penalty": 1, "frequency_penalty": 2, "repetition_penalty": 1.5}
     request = make_request("The sea", max_tokens=3, seed=1, min_tokens=2, logit_bias={7: -3}, logprobs=1, **fields)
     responses = [response async for response in stub.Generate(request)]
-    assert router.opened[0].sampling == Sampling(1.0, 1.0, 1, 5, 0.5, 1, 2, 1.5, {7: -3}, 2)
+    assert router.opened[0].asked.sampling == Sampling(1.0, 1.0, 1, 5, 0.5, 1, 2, 1.5, {7: -3}, 2)
     told = [item for response in responses for item in response.logprobs]
     assert [(item.logprob, list(item.top_ids), list(item.top_logprobs)) for item in told] == [(-1.0, [5], [-0.25])] * 3
 
@@ -243,8 +243,8 @@ async def test_structured_outputs_as_over_http(
 ) -> None:
     request = make_request("The sea", max_tokens=4, structured_outputs=inference_pb2.StructuredOutputs(**outputs))
     await _gather(stub.Generate(request))
-    assert follows(router.opened[0].grammar, text, router.tokenizer)
-    assert not follows(router.opened[0].grammar, other, router.tokenizer)
+    assert follows(router.opened[0].asked.grammar, text, router.tokenizer)
+    assert not follows(router.opened[0].asked.grammar, other, router.tokenizer)
 
 
 async def test_a_grammar_that_does_not_compile_is_an_invalid_argument(stub: Any, router: ScriptedRouter) -> None:

@@ -91,7 +91,7 @@ async def test_several_prompts_and_choices(client: AsyncOpenAI, router: Scripted
     lengths = [len(router.tokenizer.encode(prompt)) for prompt in ("The sea", "The old man")]
     assert answer.usage.prompt_tokens == sum(lengths)
     assert answer.usage.completion_tokens == sum(len(record.generated) for record in router.opened)
-    assert [record.sampling.seed for record in router.opened] == [5, 6, 5, 6]
+    assert [record.asked.sampling.seed for record in router.opened] == [5, 6, 5, 6]
 
 
 @pytest.mark.parametrize("form", ["ids", "lists of ids", "list of texts"])
@@ -284,8 +284,8 @@ async def test_a_chat_may_use_what_is_left_of_the_context(client: AsyncOpenAI, r
     await chat(client)
     await chat(client, max_completion_tokens=7, max_tokens=9)
     first, second = router.opened
-    assert first.prompt_tokens + first.max_tokens == LIMITS.max_context
-    assert second.max_tokens == 7
+    assert first.prompt_tokens + first.asked.max_tokens == LIMITS.max_context
+    assert second.asked.max_tokens == 7
 
 
 async def test_a_default_chat_asks_for_no_more_than_the_target_has_room_for(router: ScriptedRouter) -> None:
@@ -293,8 +293,8 @@ async def test_a_default_chat_asks_for_no_more_than_the_target_has_room_for(rout
     async with running_gateway(router, limits) as address, aiohttp.ClientSession(address) as session:
         await session.post(CHAT, json={"messages": MESSAGES})
     (record,) = router.opened
-    assert record.prompt_tokens + record.max_tokens == 500
-    assert (record.sampling.temperature, record.sampling.top_p) == (0.6, 0.9)
+    assert record.prompt_tokens + record.asked.max_tokens == 500
+    assert (record.asked.sampling.temperature, record.asked.sampling.top_p) == (0.6, 0.9)
 
 
 async def test_harmless_fields_are_taken(client: AsyncOpenAI) -> None:
@@ -718,7 +718,7 @@ async def test_log_probabilities_of_a_response(client: AsyncOpenAI, router: Scri
     assert [entry.token for entry in told] == [router.tokenizer.decode([token]) for token in record.generated]  # type: ignore[union-attr]
     without = await client.responses.create(model=MODEL, input="Hello", top_logprobs=2)
     assert without.output[0].content[0].logprobs == []  # type: ignore[union-attr]
-    assert router.opened[-1].logprobs is None
+    assert not router.opened[-1].asked.wants_logprobs
 
 
 async def test_a_response_that_is_cut_short_says_so(client: AsyncOpenAI) -> None:

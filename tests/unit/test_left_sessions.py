@@ -26,7 +26,7 @@ SAMPLED = Sampling(temperature=1.0, seed=5)
 
 def record(name: str = "a", **values: Any) -> Record:
     given = {"max_tokens": 300, "sampling": SAMPLED, "caller": "alice"} | values
-    return Record(name, list(PROMPT), len(PROMPT), stop_token_ids=[], exactness=Exactness.EXACT, **given)
+    return Record(Open(name, list(PROMPT), len(PROMPT), stop_token_ids=[], exactness=Exactness.EXACT, **given))
 
 
 class Gateway:

@@ -19,7 +19,7 @@ from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_f
 from specahead.engine.kv.pool import PagePool
 from specahead.engine.sampling.distributions import Sampling
 from specahead.lab.evaluation.forks import fork
-from specahead.wire.messages import At, Commit, Exactness, FinishReason
+from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open
 
 LAYERS, HEADS, PAGES, GAMMA = 2, 2, 24, 12
 # Prompts are made of these, so that many share pages and many differ in the middle of one.
@@ -95,7 +95,7 @@ class Sessions(RuleBasedStateMachine):
         tokens = [*(t for block in blocks for t in block), *tail] or [1]
         name = f"s{self.opened}"
         self.opened += 1
-        self.ledger.open(Record(name, list(tokens), len(tokens), 99, [], Sampling(), Exactness.EXACT))
+        self.ledger.open(Record(Open(name, list(tokens), len(tokens), 99, [], Sampling(), Exactness.EXACT)))
         session = self.live[name] = Session(tokens, len(tokens))
         covered = self.kv.reuse_prefix(session.kv, tokens[:-1])
         assert covered == session.kv.length <= len(tokens) - 1
@@ -754,7 +754,7 @@ def test_room_for_a_pass_is_taken_wholly_or_not_at_all() -> None:
 
 
 def record(name: str = "a") -> Record:
-    return Record(name, [1, 2], 2, 9, [7], Sampling(seed=3), Exactness.APPROXIMATE)
+    return Record(Open(name, [1, 2], 2, 9, [7], Sampling(seed=3), Exactness.APPROXIMATE))
 
 
 def test_a_session_is_opened_once() -> None:
@@ -775,7 +775,8 @@ def test_a_record_opens_its_session_again_where_it_stands() -> None:
     held = ledger.records["a"]
     opening = held.to_open()
     assert (opening.tokens, opening.prompt_tokens, opening.max_tokens) == ([1, 2, 3, 4, 7], 2, 9)
-    assert (opening.stop_token_ids, opening.sampling, opening.exactness) == ([7], Sampling(seed=3), held.exactness)
+    assert (opening.stop_token_ids, opening.sampling) == ([7], Sampling(seed=3))
+    assert opening.exactness is Exactness.APPROXIMATE
     assert held.finish_reason is FinishReason.STOP
     opening.tokens.append(5)
     assert held.generated == [3, 4, 7]

@@ -89,29 +89,16 @@ WRITTEN: dict[str, list[tuple[str, str, list[Any]]]] = {
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in WRITTEN.items() for case in cases])
 def test_tool_calls(name: str, case: tuple[str, str, list[Any]], size: int) -> None:
+    """JSON's arguments come in pieces, the first of them before the call is complete."""
     text, content, calls = case
     assert split(ReplyFormat(tools=name), text, size) == (content, "", calls)
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in WRITTEN.items() for case in cases])
-def test_tool_calls_that_are_told_as_they_come(name: str, case: tuple[str, str, list[Any]], size: int) -> None:
-    """The same calls; JSON's arguments in pieces, the first of them before the call is complete."""
-    text, content, calls = case
     parser = ReplyFormat(tools=name).parser("", TOOLS)
-    told: list[list[str]] = []
-    shown, early = "", False
-    for at in range(0, len(text), size):
-        for delta in parser.feed(text[at : at + size], at + size >= len(text)):
-            shown += delta.content
-            if delta.call:
-                told.append([delta.call.name, delta.call.arguments])
-            elif delta.arguments:
-                told[-1][1] += delta.arguments
-        early = early or (bool(told) and told[0][1] == "{")  # before its first key is written
-    assert (shown, [(name, json.loads(arguments)) for name, arguments in told]) == (content, calls)
-    if size == 1:
-        assert early == (bool(calls) and name != "qwen3_coder")
+    deltas, early = list[Delta](), False
+    for character in text:
+        deltas += parser.feed(character, False)
+        told = [arguments for kind, _, arguments in events(deltas) if kind == "call"]
+        early = early or told == ["{"]  # before the first key is written
+    assert early == (bool(calls) and name != "qwen3_coder")
 
 
 def test_a_call_that_is_cut_short_is_told_so_far_as_it_came() -> None:
@@ -244,32 +231,12 @@ ALL_FORMS: list[tuple[ReplyFormat, str]] = [
 PARTS = [
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]ab1", "<|python_tag|>"),
     *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "<call>", "<call=f>", "</call>", "<answer>"),
-    *(
-        "</answer>",
-        "call_tool",
-        "f",
-        "[",
-        "]",
-        "{",
-        "}",
-        ",",
-        ", ",
-        ":",
-        ": ",
-        ";",
-        "; ",
-        '"',
-        "\\",
-        "\n",
-        " ",
-        "\n\n",
-        "1",
-    ),
-    *('"name"', '"arguments"', '"parameters"', '"function"', '"type"', '"tool"', '{"name": "f", "arguments": ', "null"),
-    *(F, "{}", '{"a": "} x', '"x"', "Let me see.", "é", "<tool_c", "</", "<", "[TOOL_", "assistant:"),
+    *("</answer>", "call_tool", "f", "1", "é", "null", "Let me see.", "<tool_c", "</", "<", "[TOOL_", "assistant:"),
+    *'[]{},:;"\\\n ', *(", ", ": ", "; ", "\n\n", F, "{}", '{"a": "} x', '"x"', '{"name": "f", "arguments": '),
+    *('"name"', '"arguments"', '"parameters"', '"function"', '"type"', '"tool"'),
     *(text for cases in WRITTEN.values() for text, *_ in cases),
     *(text for _, text, _ in [*CUT_OFF, *SHAPES]),
-]
+]  # fmt: skip
 
 
 PAIRS = [

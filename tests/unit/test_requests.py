@@ -30,6 +30,7 @@ PROMPT = [5, 6, 7]
 
 
 def record(tokenizer: Any = None, limits: Limits = LIMITS, **fields: Any) -> Any:
+    """The record of a request; `asked` returns the session that it opens."""
     request = read_request(CompletionRequest, {"prompt": PROMPT} | fields)
     prompt: Any = request.prompt
     if isinstance(prompt, str):
@@ -37,8 +38,12 @@ def record(tokenizer: Any = None, limits: Limits = LIMITS, **fields: Any) -> Any
     return to_records(request, [check_tokens(prompt, limits)], limits)[0]
 
 
+def asked(tokenizer: Any = None, limits: Limits = LIMITS, **fields: Any) -> Any:
+    return record(tokenizer, limits, **fields).asked
+
+
 def test_a_request_becomes_a_record(tokenizer: Any) -> None:
-    got = record(
+    got = asked(
         tokenizer,
         prompt="Hello, world",
         request_id="mine",
@@ -69,7 +74,7 @@ def test_approximate_says_that_it_runs_without_calibration() -> None:
 
 
 def test_what_is_left_out_has_defaults() -> None:
-    a, b = record(), record()
+    a, b = asked(), asked()
     assert (a.max_tokens, a.sampling.temperature, a.sampling.top_p) == (16, 1.0, 1.0)
     assert a.exactness is Exactness.EXACT
     assert a.session != b.session
@@ -84,7 +89,7 @@ def test_the_record_has_tokens_of_its_own() -> None:
 
 
 def test_ignore_eos_takes_the_stop_tokens_away() -> None:
-    assert record(ignore_eos=True).stop_token_ids == []
+    assert asked(ignore_eos=True).stop_token_ids == []
 
 
 def refused(message: str, tokenizer: Any = None, **changes: Any) -> None:
@@ -103,7 +108,7 @@ def test_a_prompt_token_outside_the_vocabulary(token: int) -> None:
 
 
 def test_a_prompt_and_output_beyond_the_context() -> None:
-    assert record(prompt=[1] * 90, max_tokens=10).max_tokens == 10
+    assert asked(prompt=[1] * 90, max_tokens=10).max_tokens == 10
     refused(
         "maximum context length is 100 tokens; your prompt has 90 tokens, and max_tokens is 11",
         prompt=[1] * 90,
@@ -116,7 +121,7 @@ def test_a_prompt_and_output_beyond_the_context() -> None:
 def test_a_prompt_and_output_beyond_the_kv_that_there_is() -> None:
     """In the words for a context that is too short, which clients know."""
     limits = replace(LIMITS, kv_tokens=60)
-    assert record(limits=limits, prompt=[1] * 50, max_tokens=10).max_tokens == 10
+    assert asked(limits=limits, prompt=[1] * 50, max_tokens=10).max_tokens == 10
     refused(
         "maximum context length is 60 tokens; your prompt has 50 tokens, and max_tokens is 11",
         limits=limits,
@@ -137,23 +142,23 @@ def test_a_text_of_too_many_tokens(tokenizer: Any) -> None:
 def test_max_tokens_below_1() -> None:
     refused("max_tokens: expected at least 1, or 0 together with echo, got 0", max_tokens=0)
     refused("max_tokens: Input should be greater than or equal to 0, got '-1'", max_tokens=-1)
-    assert record(max_tokens=0, echo=True).max_tokens == 1  # which is not told
+    assert asked(max_tokens=0, echo=True).max_tokens == 1  # which is not told
 
 
 def test_how_tokens_are_chosen() -> None:
     """Keys of JSON objects are strings; biases are kept within OpenAI's bounds."""
     fields = {"top_k": 5, "min_p": 0.1, "presence_penalty": 1.5, "frequency_penalty": -1, "repetition_penalty": 1.2}
-    got = record(temperature=0.5, seed=1, min_tokens=3, logit_bias={"5": -1000, "6": 3}, **fields).sampling
+    got = asked(temperature=0.5, seed=1, min_tokens=3, logit_bias={"5": -1000, "6": 3}, **fields).sampling
     assert got == Sampling(0.5, 1.0, 1, 5, 0.1, 1.5, -1, 1.2, {5: -100.0, 6: 3.0}, 3)
-    assert record(top_k=-1, seed=1).sampling == Sampling(seed=1)
+    assert asked(top_k=-1, seed=1).sampling == Sampling(seed=1)
 
 
 def test_a_models_generation_config_gives_defaults() -> None:
     config = {"temperature": 0.6, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "eos_token_id": 3}
     limits = replace(LIMITS, defaults=default_sampling(config))
-    assert record(limits=limits, seed=1).sampling == Sampling(0.6, 0.8, 1, 20, repetition_penalty=1.05)
+    assert asked(limits=limits, seed=1).sampling == Sampling(0.6, 0.8, 1, 20, repetition_penalty=1.05)
     given = {"temperature": 0, "top_k": 0, "repetition_penalty": 1, "top_p": 1}
-    assert record(limits=limits, seed=1, **given).sampling == Sampling(0.0, 1.0, 1)
+    assert asked(limits=limits, seed=1, **given).sampling == Sampling(0.0, 1.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +175,10 @@ def test_what_no_token_can_be_chosen_by(field: str, value: Any) -> None:
 
 def test_log_probabilities_are_passed_on() -> None:
     for fields in ({}, {"logprobs": False, "echo": True}):
-        assert (record(**fields).logprobs, record(**fields).wants_prompt_logprobs) == (None, False)
-    assert record(logprobs=0).logprobs == 0
-    got = record(logprobs=3, echo=True)
-    assert (got.logprobs, got.wants_prompt_logprobs) == (3, True)
-    opened = got.to_open()
-    assert (opened.wants_logprobs, opened.wants_prompt_logprobs, opened.alternatives) == (True, True, 3)
+        assert (asked(**fields).wants_logprobs, asked(**fields).wants_prompt_logprobs) == (False, False)
+    assert (asked(logprobs=0).wants_logprobs, asked(logprobs=0).alternatives) == (True, 0)
+    got = asked(logprobs=3, echo=True)
+    assert (got.wants_logprobs, got.wants_prompt_logprobs, got.alternatives) == (True, True, 3)
     chat = read_request(ChatRequest, {"messages": [{"role": "user", "content": "x"}], "logprobs": True})
     assert chat.wanted_logprobs == 0
 
@@ -197,13 +200,13 @@ def test_seed_out_of_range(seed: int) -> None:
 
 @pytest.mark.parametrize(("given", "used"), [(0.0, 0.0), (1e-9, 0.01), (0.01, 0.01), (2.0, 2.0)])
 def test_a_tiny_temperature_is_raised_but_0_stays_greedy(given: float, used: float) -> None:
-    sampling = record(temperature=given).sampling
+    sampling = asked(temperature=given).sampling
     assert sampling.temperature == used
     assert sampling.greedy == (given == 0)
 
 
 def test_the_ends_of_the_ranges_are_allowed() -> None:
-    got = record(top_p=1.0, seed=2**64 - 1, max_tokens=97, stop=["x" * 256] * 16, request_id="r" * 120)
+    got = asked(top_p=1.0, seed=2**64 - 1, max_tokens=97, stop=["x" * 256] * 16, request_id="r" * 120)
     assert got.sampling.seed == 2**64 - 1
 
 
@@ -223,8 +226,8 @@ def test_unknown_exactness(exactness: str) -> None:
 
 
 def test_a_sparsity_method_is_for_approximate_requests_and_of_the_plan() -> None:
-    assert record().sparsity == record(exactness="approximate").sparsity == ""
-    assert record(exactness="approximate", sparsity="sts").to_open().sparsity == "sts"
+    assert asked().sparsity == asked(exactness="approximate").sparsity == ""
+    assert asked(exactness="approximate", sparsity="sts").sparsity == "sts"
     refused("'approximate'", sparsity="sts")
     refused("one of sts, ahead; got 'nonesuch'", exactness="approximate", sparsity="nonesuch")
 
@@ -234,7 +237,7 @@ def test_a_method_that_only_evaluation_runs_is_refused_with_those_that_are_serve
     served = replace(LIMITS, methods=tuple(METHODS))
     assert rival in RIVALS
     for name in METHODS:
-        assert record(limits=served, exactness="approximate", sparsity=name).sparsity == name
+        assert asked(limits=served, exactness="approximate", sparsity=name).sparsity == name
     known = "dense, streaming, pillar, sts, specattn, ahead"
     with pytest.raises(InvalidArgument, match=f"one of {known}; got '{rival}'"):
         record(limits=served, exactness="approximate", sparsity=rival)
@@ -263,14 +266,14 @@ def test_names_and_seeds_of_choices() -> None:
     request = read_request(CompletionRequest, {"prompt": PROMPT, "n": 2, "seed": 2**64 - 1, "request_id": "mine"})
     records = to_records(request, [PROMPT, PROMPT], LIMITS)
     assert [record.session for record in records] == ["mine-0", "mine-1", "mine-2", "mine-3"]
-    assert [record.sampling.seed for record in records] == [2**64 - 1, 0] * 2
+    assert [record.asked.sampling.seed for record in records] == [2**64 - 1, 0] * 2
 
 
 @pytest.mark.parametrize(("prompts", "n"), [(3, 1), (1, 3), (2, 2)])
 def test_without_a_seed_each_choice_is_drawn_by_itself(prompts: int, n: int) -> None:
     """Also the choices of several equal prompts; nor does one choice's seed follow from another's."""
     request = read_request(CompletionRequest, {"prompt": PROMPT, "n": n})
-    seeds = [record.sampling.seed for record in to_records(request, [PROMPT] * prompts, LIMITS)]
+    seeds = [record.asked.sampling.seed for record in to_records(request, [PROMPT] * prompts, LIMITS)]
     assert len(set(seeds)) == prompts * n
     assert min(abs(one - other) for one, other in combinations(seeds, 2)) > 2**20
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,7 @@ def last_commit(request: Open) -> Commit:
 
 
 def record(session: str) -> Record:
-    return Record(session, [1, 2, 3], 3, 1, [], Sampling(0.0), Exactness.EXACT)
+    return Record(Open(session, [1, 2, 3], 3, 1, [], Sampling(0.0), Exactness.EXACT))
 
 
 Check = Callable[[Router], Awaitable[None]]
@@ -494,9 +495,9 @@ async def test_the_log_probabilities_of_a_prompt_are_asked_for_until_they_were_t
         return serve_with(lambda request: [opened.append(request), *answer(request)][1:])  # type: ignore[func-returns-value,list-item]
 
     async with routing_to(Target(serve(lambda _: []), serve(one_token), serve(lambda it: [last_commit(it)]))) as router:
-        asked = record("a")
-        asked.logprobs, asked.wants_prompt_logprobs = 0, True
-        assert [token async for item in router.stream(asked) for token in item.tokens] == [3, 7]
+        held = record("a")
+        held.asked = replace(held.asked, wants_logprobs=True, wants_prompt_logprobs=True)
+        assert [token async for item in router.stream(held) for token in item.tokens] == [3, 7]
     assert [(len(request.tokens), request.resumed) for request in opened] == [(3, False), (3, True), (4, True)]
     assert [request.wants_prompt_logprobs for request in opened] == [True, True, False]
 

@@ -435,7 +435,7 @@ def test_log_probabilities_are_of_the_targets_own_distribution(clock: Clock) -> 
         for at, found in enumerate(of_prompt + told, first):
             expected = torch.from_numpy(model.target(record.tokens[:at])).double().log_softmax(-1)
             assert found.logprob == pytest.approx(float(expected[record.tokens[at]]), abs=1e-5)
-            best = expected.topk(record.logprobs)
+            best = expected.topk(record.asked.alternatives)
             assert found.top_ids == best.indices.tolist()
             assert found.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
 
@@ -478,7 +478,7 @@ def check_sampled(world: World, name: str) -> None:
     request, record = world.requests[name], world.ledger.records[name]
     assert len(record.generated) == request.max_tokens
     for place in range(record.prompt_tokens, len(record.tokens)):
-        allowed = target_probs(world.model.target(record.tokens[:place]), record.sampling)
+        allowed = target_probs(world.model.target(record.tokens[:place]), record.asked.sampling)
         assert record.tokens[place] in allowed
 
 
@@ -619,8 +619,8 @@ def test_aborts_leave_nothing_behind(clock: Clock, seed: int) -> None:
     check(world, [name for name in names if name not in gone])
     for name in gone:
         record = world.ledger.records[name]
-        plain = world.model.plain(record.tokens[: record.prompt_tokens], record.max_tokens, [])[0]
-        assert not record.sampling.greedy or plain[: len(record.tokens)] == record.tokens
+        plain = world.model.plain(record.tokens[: record.prompt_tokens], record.asked.max_tokens, [])[0]
+        assert not record.asked.sampling.greedy or plain[: len(record.tokens)] == record.tokens
     world.check_nothing_left()
 
 

@@ -127,9 +127,9 @@ async def test_a_request_becomes_the_grammar_of_its_session(
     await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
     await client.completions.create(model=MODEL, prompt="The sea", extra_body=fields | {"ignore_eos": True})
     for record in router.opened:
-        assert record.stop_token_ids == [0]  # also with ignore_eos: behind a complete text nothing can come
-        assert [follows(record.grammar, text, router.tokenizer) for text in good] == [True] * len(good)
-        assert not any(follows(record.grammar, text, router.tokenizer) for text in bad)
+        assert record.asked.stop_token_ids == [0]  # also with ignore_eos: behind a complete text nothing can come
+        assert [follows(record.asked.grammar, text, router.tokenizer) for text in good] == [True] * len(good)
+        assert not any(follows(record.asked.grammar, text, router.tokenizer) for text in bad)
 
 
 @pytest.mark.parametrize("said", WHITE_SPACES)
@@ -151,7 +151,7 @@ async def test_the_launch_says_which_white_space_json_has(router: ScriptedRouter
             await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
         own = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}
         await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=own)
-    *by_launch, by_request = [record.grammar for record in router.opened]
+    *by_launch, by_request = [record.asked.grammar for record in router.opened]
     written = {"none": '{"a":1}', "compact": '{"a": 1}', "any": '{\n  "a": 1}'}
     for source, text in zip(by_launch, ("{}".format, "<a>{}".format, call), strict=True):
         found = [name for name, value in written.items() if follows(source, text(value), router.tokenizer)]
@@ -164,7 +164,7 @@ async def test_a_text_that_asks_for_no_structure_has_no_grammar(client: AsyncOpe
         await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
     tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
     await client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[tool])  # type: ignore[list-item]
-    assert [record.grammar for record in router.opened] == [""] * 4
+    assert [record.asked.grammar for record in router.opened] == [""] * 4
 
 
 async def test_a_parsed_response_and_a_response_of_the_other_endpoint(
@@ -179,8 +179,8 @@ async def test_a_parsed_response_and_a_response_of_the_other_endpoint(
     response = await client.responses.parse(model=MODEL, input="Hello", text_format=Answer)
     assert response.output_parsed == Answer(a=5)
     for record in router.opened:
-        assert follows(record.grammar, '{"a": 5}', router.tokenizer)
-        assert not follows(record.grammar, "{}", router.tokenizer)
+        assert follows(record.asked.grammar, '{"a": 5}', router.tokenizer)
+        assert not follows(record.asked.grammar, "{}", router.tokenizer)
 
 
 INT = {"type": "json_schema", "json_schema": {"type": "integer"}}
@@ -236,8 +236,8 @@ async def test_structural_tags_of_a_request(client: AsyncOpenAI, router: Scripte
     outputs = {"structured_outputs": {"structural_tag": json.dumps(OLDER)}}
     await client.completions.create(model=MODEL, prompt="The sea", extra_body=outputs)
     for record in router.opened:
-        assert follows(record.grammar, router.answer, router.tokenizer)
-        assert follows(record.grammar, "<add>x", router.tokenizer) is False
+        assert follows(record.asked.grammar, router.answer, router.tokenizer)
+        assert follows(record.asked.grammar, "<add>x", router.tokenizer) is False
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from orchestrator.sessions.tracing import RequestTrace, tracing
 from specahead.config import SettingsError
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire.errors import Unavailable
-from specahead.wire.messages import Exactness
+from specahead.wire.messages import Exactness, Open
 from specahead.wire.tracing import NANO, service_spans
 from tests.unit.clock import Clock
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
@@ -72,7 +72,7 @@ async def test_what_is_not_sampled_has_no_spans(tokenizer: Any) -> None:
 
 
 def record() -> Record:
-    return Record("s", [1, 2], 2, 4, [], Sampling(0.0), Exactness.EXACT)
+    return Record(Open("s", [1, 2], 2, 4, [], Sampling(0.0), Exactness.EXACT))
 
 
 def test_target_and_draft_add_their_spans_to_the_trace_that_a_session_carries(clock: Clock) -> None:

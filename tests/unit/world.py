@@ -172,8 +172,22 @@ class World:
         """`done`: tokens generated before, as when a session is opened again."""
         name = name or f"s{len(self.requests)}"
         tokens = prompt + (done or [])
-        asked = sampling, exactness, sparsity, logprobs, echo, grammar, traceparent
-        record = Record(name, tokens, len(prompt), max_tokens, stop or [], *asked)
+        asked = m.Open(
+            name,
+            tokens,
+            len(prompt),
+            max_tokens,
+            stop or [],
+            sampling,
+            exactness,
+            sparsity,
+            wants_logprobs=logprobs is not None,
+            wants_prompt_logprobs=echo,
+            alternatives=logprobs or 0,
+            grammar=grammar,
+            traceparent=traceparent,
+        )
+        record = Record(asked)
         self.ledger.open(record)
         self.commits[name], self.requests[name] = [], record.to_open()
         self.verifier.admission.open(record.to_open(), self._emit)

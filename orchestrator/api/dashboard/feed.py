@@ -42,9 +42,9 @@ class Watched:
         return {
             "session": self.number,
             "request": record.session if viewer == self.caller else None,
-            "exactness": record.exactness.name.lower(),
+            "exactness": record.asked.exactness.name.lower(),
             "prompt_tokens": record.prompt_tokens,
-            "max_tokens": record.max_tokens,
+            "max_tokens": record.asked.max_tokens,
         }
 
     def snapshot(self, viewer: str) -> Event:
