@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.api.connection_limits import Connections
 from orchestrator.api.dashboard.feed import Feed
 from orchestrator.api.grpc_gateway import InferenceServicer
-from orchestrator.api.http_gateway import make_app, serve_http
+from orchestrator.api.http_gateway import make_app
 from orchestrator.api.http_requests import guard_http, hosts_of, open_paths
+from orchestrator.api.http_server import Connections, serve_http
 from orchestrator.cluster.autoscaling import Autoscaler
 from orchestrator.cluster.connecting import wait_until_connected
 from orchestrator.cluster.directory import side_of

@@ -1,27 +1,22 @@
-"""OpenAI-style HTTP: the paths, and the server that listens."""
+"""OpenAI-style HTTP: the application and its paths."""
 
 import asyncio
-import contextlib
 import secrets
-import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any
 
-import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
 
 from orchestrator.api.answers import Answer, error_body, error_headers
 from orchestrator.api.chat_answer import ChatAnswer
 from orchestrator.api.completion_answer import CompletionAnswer
-from orchestrator.api.connection_limits import Connections, LimitedProtocol
 from orchestrator.api.dashboard.routes import router as dashboard
 from orchestrator.api.event_stream import open_stream, unless_left
 from orchestrator.api.http_requests import JSONRoute
@@ -46,7 +41,6 @@ from orchestrator.text.tokenizing import work_on_text
 from specahead.config.version import running_version
 from specahead.wire.errors import InvalidArgument, ServiceError
 from specahead.wire.messages import ServiceStatus
-from specahead.wire.tls import Tls
 
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 
@@ -261,46 +255,3 @@ async def metrics(request: Request, models: Served) -> Response:
         running, targets = each.router.running, each.router.target_states()
         families += each.observer.metrics.families(running, services, addresses, targets)
     return Response(exposition(families), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-class _EmbeddedServer(uvicorn.Server):
-    """A server in a running event loop. The launch handles signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
-@contextlib.asynccontextmanager
-async def serve_http(
-    app: ASGIApp, host: str, port: int, connections: Connections, tls: Tls | None = None
-) -> AsyncIterator[str]:
-    """Listen on host:port (0: any free port) while the context lasts, and yield the address.
-
-    connections: their limits. tls: the port's certificate, None for plain text. Raises OSError with an address that
-    cannot be bound.
-    """
-    try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    config = uvicorn.Config(
-        app,
-        http=partial(LimitedProtocol, connections),  # type: ignore[arg-type]  # any function that makes a protocol
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        proxy_headers=False,  # orchestrator.requests.access finds the client's address, for gRPC as well
-        lifespan="off",
-        timeout_graceful_shutdown=1,
-        timeout_keep_alive=75,
-    )
-    config.load()
-    config.ssl = tls.server_context() if tls else None
-    server = _EmbeddedServer(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield f"{'https' if tls else 'http'}://{host}:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await serving

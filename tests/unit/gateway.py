@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from orchestrator.api.connection_limits import Connections
-from orchestrator.api.http_gateway import make_app, serve_http
+from orchestrator.api.http_gateway import make_app
 from orchestrator.api.http_requests import OPEN, guard_http, hosts_of
+from orchestrator.api.http_server import Connections, serve_http
 from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.records import Limits

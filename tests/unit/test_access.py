@@ -13,9 +13,8 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from orchestrator.api.connection_limits import Connections
-from orchestrator.api.http_gateway import serve_http
 from orchestrator.api.http_requests import open_paths
+from orchestrator.api.http_server import Connections, serve_http
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.service_status import ControlLine
 from orchestrator.requests.access import read_access

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.api.connection_limits import Connections
-from orchestrator.api.http_gateway import serve_http
+from orchestrator.api.http_server import Connections, serve_http
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrator.api.connection_limits import Connections
+from orchestrator.api.http_server import Connections
 from orchestrator.requests.access import Proxies
 from orchestrator.text.special_tokens import TextEncoder
 from orchestrator.text.text_pieces import PieceEncoder

@@ -9,12 +9,12 @@ import aiohttp
 import grpc
 import pytest
 
-from orchestrator.api.connection_limits import Connections
 from orchestrator.api.dashboard.feed import Feed
 from orchestrator.api.grpc_gateway import InferenceServicer
-from orchestrator.api.http_gateway import make_app, serve_http
+from orchestrator.api.http_gateway import make_app
 from orchestrator.api.http_requests import OPEN as OPEN_PATHS
 from orchestrator.api.http_requests import guard_http
+from orchestrator.api.http_server import Connections, serve_http
 from orchestrator.cluster.directory import name_services, services_of, side_of
 from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers

@@ -1,17 +1,26 @@
-"""Limits on HTTP connections that uvicorn does not have: how many there are in all and from one address, how long a
-request takes to arrive, and how long its head is. At a limit, connections on which nothing happens are closed.
+"""The HTTP server: uvicorn with limits of its own on connections.
+
+uvicorn does not limit how many connections one address has, how long a request takes to arrive, and how long its head
+is; and beyond its limit of connections it refuses requests, while idle connections stay open.
 """
 
 import asyncio
+import contextlib
 import logging
 import resource
+import socket
 from collections import Counter
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from orchestrator.requests.access import Proxies
 from specahead.config.logs import FrequentWarnings
+from specahead.wire.tls import Tls
 
 OTHER_FILES = 256  # that the process may want to open beside connections
 MOST_HEAD = 64 << 10  # bytes of a request's line and headers
@@ -148,3 +157,46 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """A server in a running event loop. The launch handles signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serve_http(
+    app: ASGIApp, host: str, port: int, connections: Connections, tls: Tls | None = None
+) -> AsyncIterator[str]:
+    """Listen on host:port (0: any free port) while the context lasts, and yield the address.
+
+    connections: their limits. tls: the port's certificate, None for plain text. Raises OSError with an address that
+    cannot be bound.
+    """
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    config = uvicorn.Config(
+        app,
+        http=partial(LimitedProtocol, connections),  # type: ignore[arg-type]  # any function that makes a protocol
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,  # orchestrator.requests.access finds the client's address, for gRPC as well
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=75,
+    )
+    config.load()
+    config.ssl = tls.server_context() if tls else None
+    server = _EmbeddedServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"{'https' if tls else 'http'}://{host}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
