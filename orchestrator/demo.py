@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 from orchestrator.api.client import Generation, generate
 from specahead import models
@@ -59,24 +58,29 @@ def _continue(address: str, prompt: str, exactness: str) -> tuple[Generation, fl
     return result, first[0] - started, time.perf_counter() - first[0]
 
 
-def _summarise(results: dict[str, tuple[Generation, float, float]]) -> None:
-    generations = [result for result, _, _ in results.values()]
-    rows: dict[str, Callable[[Generation, float, float], str]] = {
-        "prompt tokens": lambda g, *_: str(g.prompt_tokens),
-        "of them found in the KV": lambda g, *_: str(g.cached_tokens),
-        "generated tokens": lambda g, *_: str(len(g.token_ids)),
-        "tokens a second (after the first)": lambda g, _, seconds: f"{(len(g.token_ids) - 1) / seconds:.1f}",
-        "time to first token, s": lambda g, first, _: f"{first:.2f}",
-        **{name: lambda g, *_, name=name: str(g.speculation[name]) for name in ("rounds", "drafted", "accepted")},
-        "mean accepted length, a round": lambda g, *_: (
-            f"{g.speculation['accepted'] / max(1, g.speculation['rounds']):.2f}"
-        ),
-        "share of the KV read": lambda g, *_: f"{g.speculation['kv_read_fraction']:.3f}",
+def _column(result: Generation, first: float, seconds: float) -> dict[str, str]:
+    """Return the column of one run in the table, by the names of its rows."""
+    speculation = result.speculation
+    return {
+        "prompt tokens": str(result.prompt_tokens),
+        "of them found in the KV": str(result.cached_tokens),
+        "generated tokens": str(len(result.token_ids)),
+        "tokens a second (after the first)": f"{(len(result.token_ids) - 1) / seconds:.1f}",
+        "time to first token, s": f"{first:.2f}",
+        "rounds": str(speculation["rounds"]),
+        "drafted": str(speculation["drafted"]),
+        "accepted": str(speculation["accepted"]),
+        "mean accepted length, a round": f"{speculation['accepted'] / max(1, speculation['rounds']):.2f}",
+        "share of the KV read": f"{speculation['kv_read_fraction']:.3f}",
     }
+
+
+def _summarise(results: dict[str, tuple[Generation, float, float]]) -> None:
+    columns = [_column(*result) for result in results.values()]
     print(f"{'':<34}" + "".join(f"{exactness:>14}" for exactness in results))
-    for name, value in rows.items():
-        print(f"{name:<34}" + "".join(f"{value(*result):>14}" for result in results.values()))
-    last = generations[-1]
+    for name in columns[0]:
+        print(f"{name:<34}" + "".join(f"{column[name]:>14}" for column in columns))
+    last, _, _ = list(results.values())[-1]
     if last.cached_tokens:
         found = f"{last.cached_tokens} of its {last.prompt_tokens} prompt tokens"
         print(f"\nThe second run found the KV of {found}, from the first run, so that their")
