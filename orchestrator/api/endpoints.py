@@ -172,9 +172,9 @@ async def run(
     _call_on_signals(starting.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         lines = Lines([each for where in directories for each in where.values()], access.peers)
-        told = directories if placement else []
+        placed = directories if placement else []
         async with (
-            _meanwhile(*(keep_told(Lines(where.values(), access.peers), where["target"]) for where in told)),
+            _meanwhile(*(keep_told(Lines(where.values(), access.peers), where["target"]) for where in placed)),
             serve_clients(config, access, directories, Asks(lines)) as (grpc_address, http_address, models),
         ):
             stop_on_signals()

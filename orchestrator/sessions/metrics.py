@@ -38,9 +38,9 @@ _COUNTERS = {
 }
 _COUNTERS_BY_LABEL = {
     "spec_decode_num_accepted_tokens_per_pos": ("Proposed tokens accepted, by place in the proposal", "position"),
-    "request_success": ("Requests that came to their end, by how", "finished_reason"),
+    "request_success": ("Requests that came to their end, by finish reason", "finished_reason"),
     "request_failed": ("Requests that broke off after their first token", "reason"),
-    "request_refused": ("Requests that got no token, by what was wrong", "reason"),
+    "request_refused": ("Requests that got no token, by the error", "reason"),
 }
 _DURATIONS = {
     "time_to_first_token_seconds": "From request to first committed token",

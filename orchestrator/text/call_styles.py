@@ -56,7 +56,7 @@ _STYLES = {
 
 
 def known_style(tools: str, lark: Lark) -> CallStyle:
-    """Return the style of a tool format. Raises ValueError for a format of which it is not known."""
+    """Return the style of a tool format. Raises ValueError for an unknown format."""
     if tools not in _STYLES:
         raise ValueError(f"calls can be forced in the formats {', '.join(_STYLES)}; the model writes {tools or 'none'}")
     style = _STYLES[tools]

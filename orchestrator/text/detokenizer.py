@@ -5,7 +5,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-_MOST_PENDING = 64  # tokens without text, after which bytes that are no character are shown as such
+_MOST_PENDING = 64  # tokens without text, after which their incomplete characters are shown as they are
 _CONTEXT = 4  # tokens before, on which the text of a token may depend
 
 
@@ -31,7 +31,7 @@ class Detokenizer:
         self._pending.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
-        except Exception:  # of tokenizers: the bytes before this token were no character after all
+        except Exception:  # of tokenizers, whose decoder now shows the bytes before this token in another way
             return self._flush()
         if text is None:  # without this bound each token would have all pending ones decoded again
             return self._flush() if len(self._pending) >= _MOST_PENDING else ""

@@ -58,8 +58,8 @@ def parameter_terms(parameters: Schema | None, style: TagStyle, lark: Lark) -> s
 
 def _text(style: TagStyle) -> str:
     """Return the term of any text with its closing tag."""
-    behind = style.closing[len(style.closing.rstrip()) :]
-    return f"text {literal(behind)}" if behind else "text"
+    white_space = style.closing[len(style.closing.rstrip()) :]
+    return f"text {literal(white_space)}" if white_space else "text"
 
 
 def meant_properties(parameters: Schema) -> dict[str, Schema]:
