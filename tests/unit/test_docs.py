@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -20,7 +19,7 @@ import yaml
 from orchestrator.api.dashboard.routes import router as dashboard
 from orchestrator.api.http_gateway import router
 from specahead.cli.main import COMMANDS
-from specahead.config.resolve import ENVIRONMENT_PREFIX, SETTINGS
+from specahead.config.resolve import ENVIRONMENT_PREFIX
 from tests.stack import ROOT
 
 LISTED = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -110,9 +109,9 @@ def missing_names(text: str) -> Iterator[str]:
     for token in quoted(text):
         name = token.removeprefix("specahead:").removeprefix("vllm:").removesuffix("_total")
         if token.startswith(ENVIRONMENT_PREFIX):
-            setting = token.split("=")[0].removeprefix(ENVIRONMENT_PREFIX)
-            known = setting.lower() in SETTINGS or token.split("=")[0] in source()
-            if re.fullmatch(r"\w+", setting) and not known:
+            variable = token.split("=")[0]
+            flag = "--" + variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", "-")
+            if re.fullmatch(r"\w+", variable) and flag not in flags_of("serve") and variable not in source():
                 yield token
         elif re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", name) and not words() & {name, token} and name not in FOREIGN_WORDS:
             yield token
@@ -197,17 +196,21 @@ def _command_in(line: str) -> str | None:
     return None
 
 
-def speculation_keys() -> list[str]:
-    from specahead.config.speculation import Speculation
-
-    return [field.name for field in fields(Speculation)]
+@cache
+def keys_of(flag: str) -> list[str]:
+    """Return the keys of a setting whose value is JSON, in the order of its help."""
+    parser = argparse.ArgumentParser()
+    COMMANDS["serve"].declare(parser)
+    about = next((action.help or "" for action in parser._actions if flag in action.option_strings), "")
+    return re.findall(r'(?:\[|")(\w+)"?: ', about)
 
 
 def missing_keys(text: str) -> Iterator[str]:
-    """Yield unknown keys of the JSON values of --speculation."""
+    """Yield unknown keys of settings whose values are JSON."""
     for line in [*fenced(text), *quoted(text)]:
-        for value in re.findall(r"--speculation[ =]'(\{[^']*\})'", line):
-            yield from json.loads(value).keys() - set(speculation_keys())
+        for setting, value in re.findall(rf"(--[a-z-]+ |{ENVIRONMENT_PREFIX}\w+=)'(\{{[^']*\}})'", line):
+            flag = setting.replace(ENVIRONMENT_PREFIX, "--").lower().replace("_", "-").strip(" =")
+            yield from json.loads(value).keys() - set(keys_of(flag))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -232,7 +235,7 @@ def test_what_is_gone_is_noticed() -> None:
     `SPECAHEAD_GONE` `SPECAHEAD_GONE=1` `specahead.wire.gone.Gone` `specahead.v1.Gone` `/v1/gone` `make gone`
     `specahead gone` `specahead bench gone` `specahead key --gone` `--gone-flag` `python -m gone`
     `python -m orchestrator.launch --gone` `specahead key
-    --gone-too` `--speculation '{"gone": 1, "gamma": 4}'`
+    --gone-too` `--speculation '{"gone": 1, "gamma": 4}'` `SPECAHEAD_SPECULATION='{"gone_too": 1}'`
     """
     assert len([*missing_files(text)]) == 2
     assert len([*missing_links("README.md", text)]) == 2
@@ -241,12 +244,12 @@ def test_what_is_gone_is_noticed() -> None:
     assert [*missing_modules(text)] == ["specahead.wire.gone.Gone", "specahead.v1.Gone"]
     assert [*missing_paths(text)] == ["/v1/gone"]
     assert len([*missing_commands(text)]) == 8
-    assert [*missing_keys(text)] == ["gone"]
+    assert [*missing_keys(text)] == ["gone", "gone_too"]
 
 
 def test_the_tuning_page_explains_every_key() -> None:
     page = (ROOT / "docs/guides/tuning.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE) == speculation_keys()
+    assert re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE) == keys_of("--speculation")
 
 
 @pytest.mark.parametrize("document", MOST_LINES)
