@@ -156,7 +156,7 @@ check-protos: setup  ## Fail if the committed stubs differ from what the .proto 
 
 
 # Plain text files; those that the bundled plan was calibrated on are left out.
-evaluate: setup  ## Reproduce docs/quality.md from a folder of texts: BOOKS=…
+evaluate: setup  ## Fill docs/quality/tables.md from a folder of texts: BOOKS=…
 	@test -n "$(BOOKS)" || { echo "make evaluate BOOKS=FOLDER, a folder of .txt files"; exit 2; }
 	$(BIN)/python -m specahead.lab.evaluation.quality --books $(BOOKS)
 
