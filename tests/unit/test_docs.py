@@ -258,9 +258,10 @@ def test_a_page_is_no_longer_than_its_readers_patience(document: str) -> None:
 
 
 def test_the_site_lists_every_page_once() -> None:
-    def pages(entries: list) -> Iterator[str]:
-        for entry in entries:
-            yield from [entry] if isinstance(entry, str) else (page for part in entry.values() for page in pages(part))
+    def pages(entry: str | list | dict) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)]
 
     hook = (ROOT / "docs/site_pages.py").read_text()
     outside = dict(re.findall(r'"([\w/]+\.md)": "([\w-]+\.md)"', hook))
