@@ -4,11 +4,10 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-from specahead.engine.loading.shape import load_shape
+from typing import Literal
 
 from specahead.config import Config
-from specahead.engine.loading.config import load_config
+from specahead.engine.loading.config import load_config, load_shape
 from specahead.engine.loading.memory import bytes_of_token
 from specahead.engine.loading.model import resolve_dtype
 from specahead.engine.model.families import count_parameters
@@ -127,7 +126,7 @@ def _chosen(config: Config, machine: Machine, models: int) -> Config:
         "together" if chosen.together else "apart" if chosen.drafts else "targets alone",
         extra={"targets": chosen.targets, "drafts": chosen.drafts, "why": chosen.why},
     )
-    placement = "together" if chosen.together else "apart"
+    placement: Literal["together", "apart"] = "together" if chosen.together else "apart"
     cluster = replace(config.cluster, targets=chosen.targets, drafts=max(1, chosen.drafts))
     return replace(config, target=replace(config.target, placement=placement), cluster=cluster)
 

@@ -73,7 +73,7 @@ class Setting:
     @property
     def help(self) -> str:
         """The sentence below the field."""
-        return _sentences(self.section)[self.field]
+        return _sentences(self.section)[self.field]  # type: ignore[arg-type]  # as in declared_in
 
     @property
     def keys(self) -> "dict[str, Setting]":
@@ -192,7 +192,7 @@ def _setting(section: type[Section], field: str, hint: Any) -> Setting:
     if optional := get_origin(hint) in (Union, types.UnionType):
         (hint,) = (each for each in get_args(hint) if each is not type(None))
     if get_origin(hint) is Annotated:
-        hint, *about = get_args(hint)
+        hint, about = get_args(hint)[0], get_args(hint)[1:]
     choices = get_args(hint) if get_origin(hint) is Literal else ()
     within = next((item for item in about if isinstance(item, Within)), Within())
     called = next((item for item in about if isinstance(item, Called)), Called())

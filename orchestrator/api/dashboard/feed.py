@@ -146,7 +146,7 @@ class Feed:
         if not (viewer.tokens or viewer.opened or viewer.ended):
             return None
         sums = asdict(viewer.sums) | {"tokens": viewer.tokens}
-        event = {"type": "rounds", "sums": sums, "opened": viewer.opened, "rounds": viewer.rounds}
+        event: dict[str, Any] = {"type": "rounds", "sums": sums, "opened": viewer.opened, "rounds": viewer.rounds}
         event["ended"] = viewer.ended
         viewer.forget()
         return event
