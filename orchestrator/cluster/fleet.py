@@ -283,7 +283,7 @@ def placed_settings(config: Config, targets: int = 0, label: str = "") -> list[T
     targets: how many there are; 0: the launch's first number; drafts are in proportion. label: a part of the names.
     Only targets are deterministic: a draft changes no token of theirs.
     """
-    traces, first_port = config.clients.logging.trace_share > 0, config.target.port
+    first_port = config.target.port
     placed: list[TargetSettings | DraftSettings] = []
     begin = max(1, config.cluster.targets)
     most = max(begin, config.cluster.autoscaling.max_targets)
@@ -292,7 +292,7 @@ def placed_settings(config: Config, targets: int = 0, label: str = "") -> list[T
         for index, name in enumerate(name_services(side.side, all_names, label)[:present]):
             port = first_port + index + (most if side.side == "draft" else 0) if first_port else 0
             deterministic = side.deterministic and side.side == "target"
-            placed.append(replace(side, name=name, port=port, traces=traces, deterministic=deterministic))
+            placed.append(replace(side, name=name, port=port, deterministic=deterministic))
     return placed
 
 

@@ -134,10 +134,13 @@ class _ListenSettings(Section, group="where the services listen", by_model=True)
 class ServiceSettings(_ListenSettings, _PlanSettings, ServiceAccess, ModelSettings):
     """What target and draft service have in common."""
 
-    traces: bool = False
-    """Whether the service adds OpenTelemetry spans to the traces of an orchestrator's requests."""
     name: str = ""
     """What a launch calls each of several services of a side; empty: it is called as its side."""
+
+    @property
+    def traces(self) -> bool:
+        """Whether the service adds OpenTelemetry spans to the traces of an orchestrator's requests."""
+        return self.logging.trace_share > 0
 
     @property
     def draft_name(self) -> str:
