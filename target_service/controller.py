@@ -1,7 +1,7 @@
 """How each session's next rounds are made: how many tokens are drafted, if any, and whether announcements are read.
 
 By the figures there are: acceptance (acceptance.py) and what rounds take on this target at the present load
-(round_costs.py). With `--gamma auto` these are measured. Whether to draft, and how many tokens, all sessions decide
+(round_costs.py). Without a stated γ these are measured. Whether to draft, and how many tokens, all sessions decide
 together, by what is typical of them: a few that are drafted beside others that are not cost both, the ones a wait for
 the others' steps, the others a pause between theirs; and a step of the draft takes as many passes as the session has
 that drafts most. A session that differs much from the others may go without a draft alone, or alone with one. What
