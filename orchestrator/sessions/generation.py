@@ -22,7 +22,7 @@ from orchestrator.text.lark import Lark
 from orchestrator.text.replies import ReplyFormat, ReplyParser
 from orchestrator.text.special_tokens import TextEncoder
 from orchestrator.text.structural_tags import tag_grammar
-from orchestrator.text.structured_outputs import COMPACT, WhiteSpace
+from orchestrator.text.structured_outputs import COMPACT
 from orchestrator.text.tokenizing import work_on_text
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.errors import InvalidArgument, ServiceError, Unavailable
@@ -65,18 +65,15 @@ class Frontend:
         observer: Observer,
         draft_name: str,
         reply_format: ReplyFormat | None = None,
-        white_space: WhiteSpace = COMPACT,
     ) -> None:
-        """reply_format: how the model writes tool calls and reasoning. white_space: allowed in JSON that must follow a
-        schema, unless the request states its own.
-        """
+        """reply_format: how the model writes tool calls and reasoning."""
         self.router = router
         self.tokenizer = tokenizer
         self.encoder = TextEncoder(tokenizer)
         self.limits = limits
         self.observer = observer
         self.draft_name = draft_name
-        self.reply_format, self.white_space = reply_format or ReplyFormat(), white_space
+        self.reply_format = reply_format or ReplyFormat()
         self.accepting = True
         self._grammars = GrammarCompiler()
 
@@ -107,7 +104,7 @@ class Frontend:
 
         prompt: the text of a chat. Raises InvalidArgument.
         """
-        structure, main, white_space = request.structure, "", request.white_space or self.white_space
+        structure, main, white_space = request.structure, "", request.white_space or COMPACT
         if structure is None and not (isinstance(request, ChatRequest) and request.tools):
             return ""
         lark = Lark(self.tokenizer, white_space)

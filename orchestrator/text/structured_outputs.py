@@ -19,7 +19,6 @@ WhiteSpace = dict[str, str | bool]
 COMPACT: WhiteSpace = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 NO_SPACE: WhiteSpace = {"whitespace_flexible": False}
 ANY_SPACE: WhiteSpace = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
-WHITE_SPACES = {"compact": COMPACT, "none": NO_SPACE, "any": ANY_SPACE}  # by the name in a request
 ANY_OBJECT = '{"type": "object"}'
 
 

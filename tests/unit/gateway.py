@@ -18,7 +18,6 @@ from orchestrator.sessions.observer import Observer
 from orchestrator.sessions.router import TargetState
 from orchestrator.sessions.served_models import ServedModels
 from orchestrator.text.replies import ReplyFormat
-from orchestrator.text.structured_outputs import COMPACT, WhiteSpace
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.errors import ResourceExhausted, ServiceError
 from specahead.wire.messages import At, Commit, FinishReason, SessionReads
@@ -131,7 +130,6 @@ async def running_gateway(
     connections: Connections | None = None,
     trusted_proxies: str = "",
     allowed_hosts: str = "",
-    white_space: WhiteSpace = COMPACT,
 ) -> AsyncIterator[str]:
     """Serve over a scripted router while the context lasts; yields the address."""
 
@@ -139,7 +137,7 @@ async def running_gateway(
         return {"target": None, "draft": None}
 
     observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
-    frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format, white_space)
+    frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
     models = ServedModels([frontend])
     app = make_app(models, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
     hosts = hosts_of("127.0.0.1", allowed_hosts)

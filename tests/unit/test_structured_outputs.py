@@ -6,7 +6,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import jsonschema
@@ -26,7 +26,7 @@ from orchestrator.text.grammar_compiler import GrammarCompiler
 from orchestrator.text.lark import Lark
 from orchestrator.text.replies import ReplyFormat
 from orchestrator.text.structural_tags import tag_grammar
-from orchestrator.text.structured_outputs import COMPACT, WHITE_SPACES, Kind, Structure
+from orchestrator.text.structured_outputs import COMPACT, Kind, Structure
 from specahead.engine.loading.tokenizer import count_token_ids
 from specahead.engine.sampling.grammars import Grammars, unpack_mask
 from specahead.wire.errors import InvalidArgument, ServiceError, Unavailable
@@ -132,9 +132,8 @@ async def test_a_request_becomes_the_grammar_of_its_session(
         assert not any(follows(record.asked.grammar, text, router.tokenizer) for text in bad)
 
 
-@pytest.mark.parametrize("said", WHITE_SPACES)
-async def test_the_launch_says_which_white_space_json_has(router: ScriptedRouter, said: str) -> None:
-    """In answers, structural tags and the arguments of calls; a request may say otherwise."""
+async def test_json_is_compact_unless_a_request_says_otherwise(router: ScriptedRouter) -> None:
+    """In answers, structural tags and the arguments of calls."""
     tags = {
         "structural_tag": {
             "format": {"type": "tag", "begin": "<a>", "content": INT | {"json_schema": SCHEMA}, "end": ""}
@@ -142,21 +141,24 @@ async def test_the_launch_says_which_white_space_json_has(router: ScriptedRouter
     }
     tools = {"tools": [TOOLS[0]], "tool_choice": "required"}
     call = '<tool_call>\n{{"name": "weather", "arguments": {}}}\n</tool_call>'.format
-    white_space, form = WHITE_SPACES[said], ReplyFormat("hermes")
     async with (
-        running_gateway(router, reply_format=form, white_space=white_space) as address,
+        running_gateway(router, reply_format=ReplyFormat("hermes")) as address,
         AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):
         for fields in ({"guided_json": SCHEMA}, {"structured_outputs": tags}, tools):
             await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
-        own = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}
-        await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=own)
-    *by_launch, by_request = [record.asked.grammar for record in router.opened]
+        for nothing in (False, True):
+            own = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": nothing}}
+            await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=own)
+    *compact, anything, none = [record.asked.grammar for record in router.opened]
     written = {"none": '{"a":1}', "compact": '{"a": 1}', "any": '{\n  "a": 1}'}
-    for source, text in zip(by_launch, ("{}".format, "<a>{}".format, call), strict=True):
-        found = [name for name, value in written.items() if follows(source, text(value), router.tokenizer)]
-        assert found == list(written)[: list(written).index(said) + 1]
-    assert follows(by_request, written["any"], router.tokenizer)
+
+    def allowed(source: str, text: Callable[[str], str] = str) -> list[str]:
+        return [name for name, value in written.items() if follows(source, text(value), router.tokenizer)]
+
+    for source, text in zip(compact, (str, "<a>{}".format, call), strict=True):
+        assert allowed(source, text) == ["none", "compact"]
+    assert (allowed(anything), allowed(none)) == (["none", "compact", "any"], ["none"])
 
 
 async def test_a_text_that_asks_for_no_structure_has_no_grammar(client: AsyncOpenAI, router: ScriptedRouter) -> None:
