@@ -1,20 +1,17 @@
-"""Finding: in which cache lines the pages of listed blocks are, and how many blocks are missing."""
+"""Finding the cache lines of the pages of listed blocks, and counting the blocks that are missing."""
 
 import torch
 from torch import Tensor
 
 from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from specahead.kernels.residency import sizes
-from specahead.kernels.residency.listed import pages_at, pages_of_blocks
-from specahead.kernels.residency.sizes import warps_for
-from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, check_blocks
+from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, check_blocks, pages_at, pages_of_blocks
 
 
 def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch", absent: int = -1) -> Tensor:
-    """Return the lines of the pages of listed blocks; changes nothing.
+    """Return the lines of the pages of listed blocks, `absent` for a page in no line; changes nothing.
 
-    Returns [rows, sequences, kv_heads, width * pages_per_block] int32, `absent` for what is in no line. Lines beyond a
-    count say nothing.
+    Returns [rows, sequences, kv_heads, width * pages_per_block] int32; lines behind a count are undefined.
     """
     check_backend("find_block_lines", backend)
     check_blocks("find_block_lines", tables, listed)
@@ -28,7 +25,7 @@ def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str
 
 
 def count_missing_blocks(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch") -> Tensor:
-    """Count the listed blocks of each sequence that have a page in no line, over all rows and heads; changes nothing.
+    """Count the listed blocks of each sequence, over all rows and heads, that have a page in no line; change nothing.
 
     Returns [sequences] int32.
     """
@@ -52,19 +49,16 @@ def _pages_and_lines(tables: ResidencyTables, listed: ListedBlocks) -> tuple[Ten
 
 
 def _launch(tables: ResidencyTables, listed: ListedBlocks, out: Tensor, absent: int, PARTS: int, COUNT: bool) -> None:
-    lists, page_tables, per_block = listed.lists, listed.page_tables, listed.pages_per_block
-    rows, sequences, kv_heads, width = lists.shape
+    per_block = listed.pages_per_block
+    rows, sequences, kv_heads, width = listed.lists.shape
     places = width * per_block // PARTS
     if rows * sequences * kv_heads * places:
-        _find_kernel[(-(-places // sizes.FOUND), sequences * kv_heads, rows)](
-            *(lists.contiguous(), listed.counts.contiguous(), page_tables.contiguous(), tables.line_of, out),
-            *(tables.pages, kv_heads, width, page_tables.shape[1], absent),
-            PARTS=PARTS,
-            PER_BLOCK=per_block,
-            COUNT=COUNT,
-            CHUNK=sizes.FOUND,
-            num_warps=warps_for(sizes.FOUND),
-            **overlapping_launch(lists.device),
+        how = {"PER_BLOCK": per_block, "PARTS": PARTS, "COUNT": COUNT, "CHUNK": sizes.FOUND}
+        how |= {"num_warps": sizes.warps_for(sizes.FOUND)} | overlapping_launch(out.device)
+        lists, counts, page_tables = (x.contiguous() for x in (listed.lists, listed.counts, listed.page_tables))
+        max_pages, grid = page_tables.shape[1], (-(-places // sizes.FOUND), sequences * kv_heads, rows)
+        _find_kernel[grid](
+            lists, counts, page_tables, tables.line_of, out, tables.pages, kv_heads, width, max_pages, absent, **how
         )
 
 
@@ -86,9 +80,10 @@ def _find_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A chunk of one list, in PARTS pages: their lines go to out, or how many miss a page is added to the sequence's.
+    """Store the lines of a chunk of one list's pages, or add how many blocks miss a page to the sequence's.
 
-    out: lines [rows, sequences * kv_heads, width * PER_BLOCK], PARTS is 1; or to COUNT, [sequences], zeros before.
+    out: lines [rows, sequences * kv_heads, width * PER_BLOCK], where PARTS is 1; or, where COUNT, [sequences] that were
+        zeros, and PARTS is PER_BLOCK.
     """
     follow(PDL)
     listing = tl.program_id(1)

@@ -5,17 +5,16 @@ from torch import Tensor
 
 from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from specahead.kernels.residency import sizes
-from specahead.kernels.residency.sizes import warps_for
 from specahead.kernels.residency.tables import ResidencyTables, check_pages, check_tensor
 
 
 def pin_gpu_pages(
     tables: ResidencyTables, pages: Tensor, gpu_pages: Tensor, round: Tensor, kv_heads: int, backend: str = "torch"
 ) -> None:
-    """Let pages that `round` writes lie in given GPU pages, every head in every row; they are dirty, without bit.
+    """Let pages that `round` writes lie in given GPU pages, every head in every row. They are dirty, without bit.
 
-    What else is in a GPU page is forgotten, dirty or not. Where a page lay elsewhere, that line is free; it keeps its
-    stamp.
+    Other pages in these GPU pages are forgotten, dirty or not. Where a page lay elsewhere, that line becomes free; it
+    keeps its stamp.
 
     pages, gpu_pages: [n] int32, each listed once at most; where one is outside of the tables, both are passed over
     round: [1] int32
@@ -39,21 +38,15 @@ def pin_gpu_pages(
             tables.stamps[row, line] = round
         return
     if pages.numel():
-        _pin_kernel[(tables.rows,)](
-            *(pages.contiguous(), gpu_pages.contiguous(), round),
-            *(tables.line_of, tables.page_in, tables.referenced, tables.stamps, tables.dirty),
-            *(tables.pages, tables.lines, kv_heads, len(pages)),
-            CHUNK=sizes.LISTED,
-            num_warps=warps_for(sizes.LISTED),
-            **overlapping_launch(pages.device),
-        )
+        how = _how(tables, pages, kv_heads)
+        _pin_kernel[(tables.rows,)](tables, pages.contiguous(), gpu_pages.contiguous(), round, **how)
 
 
 def mark_stored(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str = "torch") -> None:
-    """These pages have been stored, every head in every row: they are not dirty, and left to the clock.
+    """Take note that pages have been stored, every head in every row: they are clean, and the clock may take them.
 
-    pages: [n] int32; what is in no line is passed over. What was written or freed after the copy began must not be
-        listed.
+    pages: [n] int32. A page in no line is passed over. Pages that were written or freed after the copy began must not
+        be listed.
     """
     _settle("mark_stored", tables, pages, kv_heads, backend, drop=False)
 
@@ -70,7 +63,7 @@ def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: s
 
 
 def _of_heads(pages: Tensor, kv_heads: int) -> Tensor:
-    """[n] to [n * kv_heads] int64."""
+    """Return the pages of all heads, [n * kv_heads] int64, from [n] pages."""
     return (pages[:, None].long() * kv_heads + torch.arange(kv_heads, device=pages.device)).flatten()
 
 
@@ -94,103 +87,81 @@ def _settle(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads: in
                 tables.line_of[row, page] = -1
                 _free_lines(tables, row, line)
     elif pages.numel():
-        _settle_kernel[(-(-len(pages) * kv_heads // sizes.LISTED), tables.rows)](
-            *(pages.contiguous(), tables.line_of, tables.page_in, tables.referenced, tables.dirty),
-            *(tables.pages, tables.lines, kv_heads, len(pages)),
-            DROP=drop,
-            CHUNK=sizes.LISTED,
-            num_warps=warps_for(sizes.LISTED),
-            **overlapping_launch(pages.device),
-        )
+        grid = -(-len(pages) * kv_heads // sizes.LISTED), tables.rows
+        _settle_kernel[grid](tables, pages.contiguous(), DROP=drop, **_how(tables, pages, kv_heads))
+
+
+def _how(tables: ResidencyTables, pages: Tensor, kv_heads: int) -> dict[str, int]:
+    """Return arguments of both kernels, by name."""
+    numbers = {"pages": tables.pages, "lines": tables.lines, "kv_heads": kv_heads, "count": len(pages)}
+    how = {"CHUNK": sizes.LISTED, "num_warps": sizes.warps_for(sizes.LISTED)}
+    return numbers | how | overlapping_launch(pages.device)
 
 
 @jit
 def _heads_at(pages_ptr, place, count, end, kv_heads):
-    """Of pages or gpu_pages, every head's at `place`, -1 where there is none below `end`."""
+    """Return every head's page at `place` of a list of pages or GPU pages, -1 where there is none below `end`."""
     page = tl.load(pages_ptr + place // kv_heads, mask=place < count * kv_heads, other=-1)
     return tl.where((page >= 0) & (page < end // kv_heads), page * kv_heads + place % kv_heads, -1)
 
 
 @jit
-def _pin_kernel(
-    pages_ptr,
-    gpu_pages_ptr,
-    round_ptr,
-    line_of_ptr,
-    page_in_ptr,
-    referenced_ptr,
-    stamps_ptr,
-    dirty_ptr,
-    pages,
-    lines,
-    kv_heads,
-    count,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One row. All is forgotten that lies in the gpu_pages, and where pages lie; only then anything is placed.
-
-    What is read and forgotten at the same time is placed anew in any case: reads may find it or not.
-    """
-    follow(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    line_of_ptr += row * pages
-    page_in_ptr += row * lines
-    referenced_ptr += row * lines
-    stamps_ptr += row * lines
-    dirty_ptr += row * lines
-    now = tl.load(round_ptr)
-    for start in tl.range(0, count * kv_heads, CHUNK):
-        place = start + tl.arange(0, CHUNK)
-        page, line, listed = _pinned_at(pages_ptr, gpu_pages_ptr, place, count, pages, lines, kv_heads)
-        former = tl.load(line_of_ptr + page, mask=listed, other=-1)
-        other = tl.load(page_in_ptr + line, mask=listed, other=-1)
-        tl.store(line_of_ptr + other, -1, mask=other >= 0)
-        tl.store(page_in_ptr + former, -1, mask=former >= 0)
-        tl.store(referenced_ptr + former, 0, mask=former >= 0)
-        tl.store(dirty_ptr + former, 0, mask=former >= 0)
-    tl.debug_barrier()
-    for start in tl.range(0, count * kv_heads, CHUNK):
-        place = start + tl.arange(0, CHUNK)
-        page, line, listed = _pinned_at(pages_ptr, gpu_pages_ptr, place, count, pages, lines, kv_heads)
-        tl.store(line_of_ptr + page, line, mask=listed)
-        tl.store(page_in_ptr + line, page, mask=listed)
-        tl.store(referenced_ptr + line, 0, mask=listed)
-        tl.store(stamps_ptr + line, now, mask=listed)
-        tl.store(dirty_ptr + line, 1, mask=listed)
-
-
-@jit
 def _pinned_at(pages_ptr, gpu_pages_ptr, place, count, pages, lines, kv_heads):
-    """Every head's page and line; and whether they are to be pinned."""
+    """Return every head's page and line, and whether they are to be pinned."""
     page = _heads_at(pages_ptr, place, count, pages, kv_heads)
     line = _heads_at(gpu_pages_ptr, place, count, lines, kv_heads)
     return page, line, (page >= 0) & (line >= 0)
 
 
 @jit
-def _settle_kernel(
-    pages_ptr,
-    line_of_ptr,
-    page_in_ptr,
-    referenced_ptr,
-    dirty_ptr,
-    pages,
-    lines,
-    kv_heads,
-    count,
-    DROP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+def _pin_kernel(
+    tables, pages_ptr, gpu_pages_ptr, round_ptr, pages, lines, kv_heads, count, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
-    """A page listed twice is found as it was or as it will be."""
+    """Forget, in one row, all that lies in the GPU pages, and where the pages lie; only then place anything.
+
+    A place that is read and forgotten at the same time is filled anew in any case: reads may find it or not.
+    """
+    follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    of_page, of_line = row * pages, row * lines
+    for start in tl.range(0, count * kv_heads, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        page, line, listed = _pinned_at(pages_ptr, gpu_pages_ptr, place, count, pages, lines, kv_heads)
+        former = tl.load(tables.line_of + of_page + page, mask=listed, other=-1)
+        other = tl.load(tables.page_in + of_line + line, mask=listed, other=-1)
+        tl.store(tables.line_of + of_page + other, -1, mask=other >= 0)
+        _free_at(tables, of_line + former, former >= 0)
+    tl.debug_barrier()
+    now = tl.load(round_ptr)
+    for start in tl.range(0, count * kv_heads, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        page, line, listed = _pinned_at(pages_ptr, gpu_pages_ptr, place, count, pages, lines, kv_heads)
+        tl.store(tables.line_of + of_page + page, line, mask=listed)
+        tl.store(tables.page_in + of_line + line, page, mask=listed)
+        tl.store(tables.referenced + of_line + line, 0, mask=listed)
+        tl.store(tables.stamps + of_line + line, now, mask=listed)
+        tl.store(tables.dirty + of_line + line, 1, mask=listed)
+
+
+@jit
+def _free_at(tables, at, there):
+    """Free lines, which keep their stamps."""
+    tl.store(tables.page_in + at, -1, mask=there)
+    tl.store(tables.referenced + at, 0, mask=there)
+    tl.store(tables.dirty + at, 0, mask=there)
+
+
+@jit
+def _settle_kernel(
+    tables, pages_ptr, pages, lines, kv_heads, count, DROP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    """Settle a chunk of pages in one row. A page listed twice is found as it was or as it will be."""
     follow(PDL)
     row = tl.program_id(1).to(tl.int64)
     page = _heads_at(pages_ptr, tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), count, pages, kv_heads)
-    line = tl.load(line_of_ptr + row * pages + page, mask=page >= 0, other=-1)
-    cached = line >= 0
-    tl.store(dirty_ptr + row * lines + line, 0, mask=cached)
+    line = tl.load(tables.line_of + row * pages + page, mask=page >= 0, other=-1)
     if DROP:
-        tl.store(referenced_ptr + row * lines + line, 0, mask=cached)
-        tl.store(page_in_ptr + row * lines + line, -1, mask=cached)
-        tl.store(line_of_ptr + row * pages + page, -1, mask=cached)
+        _free_at(tables, row * lines + line, line >= 0)
+        tl.store(tables.line_of + row * pages + page, -1, mask=line >= 0)
+    else:
+        tl.store(tables.dirty + row * lines + line, 0, mask=line >= 0)

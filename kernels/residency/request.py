@@ -1,10 +1,9 @@
-"""Requests: what a step lists is in cache lines afterwards, as far as there are lines."""
+"""Requests: the blocks that a step lists are in cache lines afterwards, as far as there are lines."""
 
 import torch
 from torch import Tensor
 
 from specahead.kernels.backends import check_backend
-from specahead.kernels.residency.listed import pages_of_blocks
 from specahead.kernels.residency.request_kernels import launch_request
 from specahead.kernels.residency.tables import (
     ListedBlocks,
@@ -13,17 +12,18 @@ from specahead.kernels.residency.tables import (
     check_blocks,
     check_tensor,
     empty_transfers,
+    pages_of_blocks,
 )
 
 
 def request_blocks(tables: ResidencyTables, listed: ListedBlocks, round: Tensor, backend: str = "torch") -> Transfers:
-    """Give the pages of listed blocks lines for `round`, as far as there are; returns what must be copied for that.
+    """Give the pages of listed blocks lines for `round`, as far as there are lines; return the copies that this takes.
 
-    round: [1] int32, not below that of any call before. What it needs is no victim.
+    round: [1] int32, not below that of any call before. The lines that it needs are no victims.
 
     Hits get stamp and bit, before any victim is chosen. Misses are placed in the order of sequences, heads and lists:
     first wanted, first placed. A page that finds no line overflows: it is counted once, and stays in the backing store.
-    All misses must be in the backing store: what was never written is "copied" too.
+    All misses must be in the backing store: pages that were never written are "copied" too.
     """
     check_backend("request_blocks", backend)
     check_blocks("request_blocks", tables, listed)

@@ -1,14 +1,16 @@
-"""The residency tables, what a request leaves, and checks of arguments."""
+"""The tables of residency, lists of blocks, what a request leaves to be copied, and checks of arguments."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from specahead.kernels.backends import jit, tl
 
-@dataclass(frozen=True)
-class ResidencyTables:
-    """Rows are layers, pages are those of heads. All on one device, contiguous; operations change them in place.
+
+class ResidencyTables(NamedTuple):
+    """Rows are layers, pages are those of heads. All on one device and contiguous; operations change them in place.
 
     line_of: [rows, pages] int32, the line in which a page is cached, -1 if it is only in the backing store
     page_in: [rows, lines] int32, the page in a line, -1 if the line is free
@@ -24,21 +26,6 @@ class ResidencyTables:
     stamps: Tensor
     dirty: Tensor
     hand: Tensor
-
-    def __post_init__(self) -> None:
-        shapes = tuple(self.line_of.shape), tuple(self.page_in.shape)
-        if any(len(shape) != 2 or 0 in shape for shape in shapes):
-            raise ValueError(
-                f"ResidencyTables: line_of {shapes[0]} and page_in {shapes[1]}; they are [rows, pages] and "
-                "[rows, lines], with one of each at least"
-            )
-        by_name = {"line_of": (self.rows, self.pages), "hand": (self.rows,)}
-        for name, tensor in vars(self).items():
-            shape = by_name.get(name, (self.rows, self.lines))
-            dtype = torch.uint8 if name in ("referenced", "dirty") else torch.int32
-            check_tensor("ResidencyTables", name, tensor, shape, dtype, self.page_in.device)
-            if not tensor.is_contiguous():
-                raise ValueError(f"ResidencyTables: {name} must be contiguous")
 
     @property
     def rows(self) -> int:
@@ -57,10 +44,10 @@ class ResidencyTables:
 class ListedBlocks:
     """The blocks that a step needs.
 
-    lists: [rows, sequences, kv_heads, width] int32, blocks that each head needs, in any order, repeated or not
+    lists: [rows, sequences, kv_heads, width] int32, the blocks that each head needs, in any order, repeated or not
     counts: [rows, sequences, kv_heads] int32, at most `width`
-    page_tables: [sequences, max_pages] int32, the page that holds each of a sequence's; block b is made of the entries
-        from b * pages_per_block on. Beyond a sequence's length there may be anything that no listed block reaches.
+    page_tables: [sequences, max_pages] int32, the pages of each sequence; block b is made of the entries from
+        b * pages_per_block on. Behind a sequence's end there may be anything that no listed block reaches.
     """
 
     lists: Tensor
@@ -70,15 +57,12 @@ class ListedBlocks:
     pages_per_block: int
 
 
-@dataclass(frozen=True)
-class Transfers:
-    """What is to be copied from the backing store into lines, and what overflows, which found no line.
-
-    `width` holds all that may be listed.
+class Transfers(NamedTuple):
+    """The pages to copy from the backing store into lines, and the pages that overflow because they found no line.
 
     pages: [rows, width] int32, the first counts[row] in the order of the lists, each once; behind them the
-        overflow[row] pages that found no line; what follows is undefined
-    lines: [rows, width] int32, where the first counts[row] pages go; what follows is undefined
+        overflow[row] pages without a line; the rest is undefined
+    lines: [rows, width] int32, where the first counts[row] pages go; the rest is undefined
     counts, overflow: [rows] int32
     """
 
@@ -89,14 +73,14 @@ class Transfers:
 
 
 def empty_transfers(rows: int, width: int, device: torch.device) -> Transfers:
-    """Transfers of these sizes, in which nothing is said yet."""
+    """Return undefined transfers of these sizes."""
     pages, lines = torch.empty(2, rows, width, dtype=torch.int32, device=device)
     counts, overflow = torch.empty(2, rows, dtype=torch.int32, device=device)
     return Transfers(pages, lines, counts, overflow)
 
 
 def empty_tables(rows: int, pages: int, lines: int, device: torch.device | str = "cpu") -> ResidencyTables:
-    """Tables of `rows` rows, in which nothing is cached."""
+    """Return tables of `rows` rows in which nothing is cached."""
 
     def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
@@ -112,7 +96,7 @@ def empty_tables(rows: int, pages: int, lines: int, device: torch.device | str =
 
 
 def clear_tables(tables: ResidencyTables) -> None:
-    """As `empty_tables`, in place."""
+    """Forget everything, in place: the tables become those of `empty_tables`."""
     for tensor in (tables.line_of, tables.page_in, tables.stamps):
         tensor.fill_(-1)
     for tensor in (tables.referenced, tables.dirty, tables.hand):
@@ -122,7 +106,7 @@ def clear_tables(tables: ResidencyTables) -> None:
 def check_tensor(
     operation: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ValueError unless the tensor is so; -1 in `shape` is any size."""
+    """Raise ValueError unless a tensor has this shape, dtype and device; -1 in `shape` is any size."""
     sizes = len(shape) == tensor.dim() and all(
         want in (-1, size) for want, size in zip(shape, tensor.shape, strict=True)
     )
@@ -149,5 +133,50 @@ def check_pages(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads
 
 
 def check_heads(operation: str, tables: ResidencyTables, kv_heads: int) -> None:
+    """Raise ValueError for tables that do not fit one another, or that are not of so many heads."""
+    shapes = tuple(tables.line_of.shape), tuple(tables.page_in.shape)
+    if any(len(shape) != 2 or 0 in shape for shape in shapes):
+        raise ValueError(
+            f"{operation}: line_of {shapes[0]} and page_in {shapes[1]}; they are [rows, pages] and [rows, lines], with "
+            "one of each at least"
+        )
+    by_name = {"line_of": (tables.rows, tables.pages), "hand": (tables.rows,)}
+    for name, tensor in tables._asdict().items():
+        dtype = torch.uint8 if name in ("referenced", "dirty") else torch.int32
+        shape = by_name.get(name, (tables.rows, tables.lines))
+        check_tensor(operation, name, tensor, shape, dtype, tables.page_in.device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{operation}: {name} must be contiguous")
     if kv_heads < 1 or tables.pages % kv_heads:
         raise ValueError(f"{operation}: {tables.pages} pages are not of {kv_heads} heads")
+
+
+def pages_of_blocks(pages: int, listed_blocks: ListedBlocks) -> Tensor:
+    """Return the pages of listed blocks, -1 where there is none: [rows, sequences, kv_heads, width * pages_per_block].
+
+    pages: of all heads, as `ResidencyTables.pages` counts them
+    """
+    lists, counts, page_tables = listed_blocks.lists, listed_blocks.counts, listed_blocks.page_tables
+    _, sequences, kv_heads, width = lists.shape
+    pages_per_block = listed_blocks.pages_per_block
+    device, end = lists.device, page_tables.shape[1]
+    part = torch.arange(pages_per_block, device=device)
+    logical = (lists[..., None].long() * pages_per_block + part).flatten(3)
+    place = torch.arange(width * pages_per_block, device=device)
+    listed = (place < counts[..., None].long() * pages_per_block) & (logical >= 0) & (logical < end)
+    sequence = torch.arange(sequences, device=device)[:, None, None]
+    padded = torch.nn.functional.pad(page_tables, (0, 1), value=-1)
+    page = padded[sequence, logical.where(listed, end)]
+    listed = (page >= 0) & (page < pages // kv_heads)
+    head = torch.arange(kv_heads, device=device, dtype=torch.int32)[:, None]
+    return torch.where(listed, page, 0) * kv_heads + head.where(listed, 0) - (~listed).int()
+
+
+@jit
+def pages_at(list_ptr, page_table_ptr, place, inside, pages, head, kv_heads, max_pages, PER_BLOCK: tl.constexpr):
+    """Return a head's pages at `place` among all that a list names, and which of them exist."""
+    block = tl.load(list_ptr + place // PER_BLOCK, mask=inside, other=-1)
+    known = (block >= 0) & (block < (max_pages + PER_BLOCK - 1) // PER_BLOCK)
+    logical = block * PER_BLOCK + place % PER_BLOCK
+    page = tl.load(page_table_ptr + logical, mask=known & (logical < max_pages), other=-1)
+    return page * kv_heads + head, (page >= 0) & (page < pages // kv_heads)

@@ -1,6 +1,5 @@
 """Counting of blocks that are not hot, on both backends, against its definition."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -45,7 +44,7 @@ def test_missing_blocks(per_block: int, backend: str) -> None:
     given = case(per_block, 40, per_block, DEVICE)
     before = {name: value.clone() for name, value in given.items()}
     line_of, lists, counts, page_tables = given.values()
-    tables = replace(empty_tables(LAYERS, line_of.shape[1], 1, DEVICE), line_of=line_of)
+    tables = empty_tables(LAYERS, line_of.shape[1], 1, DEVICE)._replace(line_of=line_of)
     missing = count_missing_blocks(tables, ListedBlocks(lists, counts, page_tables, KV_HEADS, per_block), backend)
     totals = by_hand({name: value.cpu() for name, value in given.items()}, per_block)
     assert missing.tolist() == totals

@@ -1,7 +1,7 @@
 """Residency of KV pages: the clock by examples, its kernels against the reference, and both against plain contents."""
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from itertools import count, product
 from typing import Any
 
@@ -237,7 +237,7 @@ def test_nothing_is_listed(backend: str) -> None:
 
 
 def pairs(a: ResidencyTables, b: ResidencyTables) -> Iterable[tuple[Tensor, Tensor]]:
-    return ((getattr(a, f.name).cpu(), getattr(b, f.name).cpu()) for f in fields(ResidencyTables))
+    return ((getattr(a, name).cpu(), getattr(b, name).cpu()) for name in ResidencyTables._fields)
 
 
 def random_tables(
@@ -292,7 +292,7 @@ def outcome(given: Any) -> list[Any]:
         return []
     if isinstance(given, Tensor):
         return given.tolist()
-    pages, lines, counts, overflow = astuple(given)
+    pages, lines, counts, overflow = given
     return [ahead_of(pages, counts + overflow), ahead_of(lines, counts), counts.tolist(), overflow.tolist()]
 
 
@@ -322,7 +322,7 @@ def test_triton_equals_the_reference(
     rows, pages = 2, 88 // kv_heads
     generator = torch.Generator().manual_seed(width + len(kind))
     wanted = random_tables(rows, pages * kv_heads, *KINDS[kind], generator)
-    got = ResidencyTables(**{f.name: getattr(wanted, f.name).to(DEVICE, copy=True) for f in fields(wanted)})
+    got = ResidencyTables(*(tensor.to(DEVICE, copy=True) for tensor in wanted))
     shape, sizes = (rows, sequences, kv_heads, width), (kv_heads, per_block)
     for round in (9, 10):
         now = ints([round], "cpu")
@@ -388,7 +388,7 @@ def at_full_size(rows: int, rounds: int, captured: bool) -> None:
     sequences, kv_heads, width, pages, lines = 3, 4, 1300, 12_000, 10_000
     generator = torch.Generator().manual_seed(0)
     wanted = random_tables(rows, pages * kv_heads, lines, 0.9, 0.1, 0.4, generator)
-    got = ResidencyTables(**{f.name: getattr(wanted, f.name).to(DEVICE, copy=True) for f in fields(wanted)})
+    got = ResidencyTables(*(tensor.to(DEVICE, copy=True) for tensor in wanted))
     shape = rows, sequences, kv_heads, width
     lists, counts, page_tables = (t.to(DEVICE) for t in random_blocks(shape, pages, 1, generator))
     inputs = lists, counts.zero_(), page_tables, ints([0])
@@ -687,7 +687,7 @@ TestOffload.settings = settings(max_examples=150, stateful_step_count=40)
 )
 def test_tables_that_do_not_fit(changes: dict[str, Tensor], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        replace(empty_tables(2, 9, 5), **changes)
+        mark_stored(empty_tables(2, 9, 5)._replace(**changes), ints([1], device="cpu"), 1)
 
 
 @both
