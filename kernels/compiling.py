@@ -148,6 +148,9 @@ def without_places(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _without_place(value: Any) -> Any:
+    if isinstance(value, tuple):
+        parts = map(_without_place, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if not isinstance(value, Tensor):
         return value
     return _Placeless(value.dtype, int(value.storage_offset()) * value.element_size() % 16)

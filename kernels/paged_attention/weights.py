@@ -113,31 +113,33 @@ def _weigh(
 def weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, weights: Tensor | None = None) -> Tensor:
     """Return [sequences, kv_heads, width] float32, as `paged_attention_with_read_weights` describes it.
 
-    weights: where to put them, if given.
+    weights: where to put them, contiguous; None: a new tensor
     """
     sequences, kv_heads, width = blocks.lists.shape
     if weights is None:
         weights = torch.empty(sequences, kv_heads, width, dtype=torch.float32, device=batch.queries.device)
     if width:
-        _read_weights_kernel[(sequences * kv_heads, -(-width // 256))](
-            *(sums.blocks, sums.total, blocks.counts, batch.query_starts, weights),
-            *(width, sums.blocks.shape[1]),
-            **sums.layout,
-            CHUNK=256,
-            **overlapping_launch(weights.device),
-        )
+        _weigh_heads(batch, sums, blocks.counts, 0, weights, None, 0.0)
     return weights
 
 
 def remember_weights_of_all(batch: Batch, sums: BlockSums, memory: Tensor, places: Tensor, decay: float) -> None:
     """Remember the weights of all blocks, as `paged_attention_remembering` describes it."""
-    sequences, kv_heads, n = len(batch.kv_lengths), batch.kv_heads, memory.shape[2]
-    _remember_kernel[(sequences * kv_heads, -(-n // 256))](
-        *(sums.blocks, sums.total, batch.kv_lengths, batch.query_starts, places, memory),
-        *(n, sums.blocks.shape[1], memory.stride(0), memory.stride(1), decay),
+    _weigh_heads(batch, sums, batch.kv_lengths, sums.block_size, memory, places, decay)
+
+
+def _weigh_heads(
+    batch: Batch, sums: BlockSums, counts: Tensor, unit: int, out: Tensor, places: Tensor | None, decay: float
+) -> None:
+    """Store what each KV head's queries weigh blocks, or raise remembered weights to it."""
+    kv_heads, n = out.shape[1:]
+    _head_weights_kernel[(len(batch.kv_lengths) * kv_heads, -(-n // 256))](
+        *(sums.blocks, sums.total, counts, batch.query_starts, places, out),
+        *(n, sums.blocks.shape[1], out.stride(0), out.stride(1), decay),
         **sums.layout,
-        UNIT=sums.block_size,
+        UNIT=unit,
         CHUNK=256,
+        **overlapping_launch(out.device),
     )
 
 
@@ -216,36 +218,10 @@ def _query_weights_kernel(
 
 
 @jit
-def _read_weights_kernel(
+def _head_weights_kernel(
     block_sums_ptr,
     log_sums_ptr,
     counts_ptr,
-    starts_ptr,
-    read_weights_ptr,
-    width: tl.constexpr,
-    block_sums_stride: tl.constexpr,
-    row_tiles,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Listed blocks: weights [sequences, kv_heads, width], summed over a KV head's heads, mean over the queries."""
-    list_row = tl.program_id(0)
-    block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    inside = block < tl.load(counts_ptr + list_row)
-    sums = (block_sums_ptr, log_sums_ptr, starts_ptr)
-    follow(PDL)
-    weights = _mean_weights(sums, list_row, block, inside, block_sums_stride, row_tiles, HEADS, KV_HEADS, QUERIES)
-    tl.store(read_weights_ptr + list_row.to(tl.int64) * width + block, weights, mask=block < width)
-
-
-@jit
-def _remember_kernel(
-    block_sums_ptr,
-    log_sums_ptr,
-    lengths_ptr,
     starts_ptr,
     places_ptr,
     memory_ptr,
@@ -260,44 +236,28 @@ def _remember_kernel(
     QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """All blocks: memory [places, kv_heads, n], faded and raised to what the queries weigh now."""
-    list_row = tl.program_id(0)
-    sequence = list_row // KV_HEADS
-    place = tl.load(places_ptr + sequence)
-    if place < 0:
-        return
-    block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    inside = block < tl.cdiv(tl.load(lengths_ptr + sequence), UNIT)
-    sums = (block_sums_ptr, log_sums_ptr, starts_ptr)
-    weights = _mean_weights(sums, list_row, block, inside, block_sums_stride, row_tiles, HEADS, KV_HEADS, QUERIES)
-    at = memory_ptr + place.to(tl.int64) * place_stride + list_row % KV_HEADS * head_stride + block
-    faded = tl.load(at, mask=inside, other=0.0) * decay
-    tl.store(at, tl.maximum(faded, weights), mask=block < n)
+    """Weigh blocks by a KV head's queries: summed over its query heads, mean over queries; 0 behind the last block.
 
-
-@jit
-def _mean_weights(
-    sums,
-    list_row,
-    block,
-    inside,
-    block_sums_stride: tl.constexpr,
-    row_tiles,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-):
-    """The weights that a KV head's heads give to blocks, summed, mean over the queries; 0 where not `inside`.
-
-    sums: log2 of the weights of rows on blocks and in all, and the first query row of each sequence.
+    memory: [places, kv_heads, n]
+    counts: blocks [sequences, kv_heads] where UNIT is 0; else tokens [sequences], in blocks of UNIT
+    places: [sequences], where in the memory the weights of each sequence fade and are raised to the new ones, nowhere
+        if negative; None: the new ones are stored, in the order of sequences
     """
-    block_sums_ptr, log_sums_ptr, starts_ptr = sums
     GROUP: tl.constexpr = HEADS // KV_HEADS
     ROWS_AT_ONCE: tl.constexpr = 16  # one by one, each row's sums would wait for those of the row before
+    list_row = tl.program_id(0)
     sequence = list_row // KV_HEADS
+    block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    blocks = tl.cdiv(tl.load(counts_ptr + sequence), UNIT) if UNIT else tl.load(counts_ptr + list_row)
+    place = sequence if places_ptr is None else tl.load(places_ptr + sequence)
+    follow(PDL)
+    if place < 0:
+        return
+    inside = block < blocks
     queries = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
-    weights = tl.zeros(block.shape, tl.float32)
+    weights = tl.zeros([CHUNK], tl.float32)
     rows = tl.where(tl.max(inside.to(tl.int32), 0) > 0, queries * GROUP, 0)
     for first in tl.range(0, rows, ROWS_AT_ONCE):
         row = first + tl.arange(0, ROWS_AT_ONCE)
@@ -310,4 +270,8 @@ def _mean_weights(
         )
         log_sums = tl.load(log_sums_ptr + at, mask=there, other=0.0)
         weights += tl.sum(tl.exp2(of_rows - log_sums[:, None]), 0)
-    return tl.where(inside, weights / tl.maximum(queries, 1), 0.0)
+    weights = tl.where(inside, weights / tl.maximum(queries, 1), 0.0)
+    at = memory_ptr + place.to(tl.int64) * place_stride + list_row % KV_HEADS * head_stride + block
+    if places_ptr is not None:
+        weights = tl.maximum(tl.load(at, mask=inside, other=0.0) * decay, weights)
+    tl.store(at, weights, mask=block < n)

@@ -1,5 +1,5 @@
-"""The methods by which a draft announces: which rows an announcement has, how they follow from the draft's heads, and
-how many blocks are chosen. Both sides derive the rows from the plan.
+"""How a draft announces blocks: the rows of an announcement, how they follow from the draft's heads, and how many
+blocks are chosen. Both sides derive the rows from the plan.
 """
 
 import math
@@ -19,14 +19,11 @@ LEAST_WINDOW = 1  # blocks; methods with a shared budget leave the window's size
 
 @dataclass(frozen=True)
 class Announcing:
-    """What a method announces, by the plan.
+    """How a method announces."""
 
-    blends: plan -> for each KV head of each sparse layer, in order, the draft heads and weights whose sum it listens
-    to. over_all: whether one budget is shared by all rows; then each target head has a row of its own, else those that
-    listen to the same have one.
-    """
-
+    # From a plan to the draft heads and weights whose sum each KV head of each sparse layer listens to, in order.
     blends: Callable[[Plan], list[Blend]]
+    # Whether all rows share one budget. Then each target head has a row; else those that listen to the same share one.
     over_all: bool = False
 
     def rows(self, plan: Plan) -> int:
@@ -34,7 +31,7 @@ class Announcing:
         return len(plan.sparse_layers) * plan.target_kv_heads if self.over_all else len(set(self.blends(plan)))
 
     def blends_of_rows(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Return which draft heads each row is the sum of, and their weights, as an `Announcer` has them."""
+        """Return the draft heads whose sum each row is, and their weights, as an `Announcer` has them."""
         blends = self.blends(plan)
         rows = blends if self.over_all else sorted(set(blends))
         heads = torch.zeros(len(rows), max(1, *map(len, rows), 1), dtype=torch.int32)
@@ -60,7 +57,7 @@ class Announcing:
         return Announcer(*blends, "nucleus" if rule == "top_p" else "by_row", plan.mass)
 
     def limits(self, plan: Plan, rule: Rule, base: int) -> tuple[int, int, int]:
-        """Return the first block, the last block + 1 and how many blocks a round on `base` tokens chooses from.
+        """Return the first block, the last block + 1 and the number of blocks that a round on `base` tokens chooses.
 
         A nucleus is taken of a whole row, mandatory blocks included; other choices leave room for these.
         """
@@ -76,10 +73,10 @@ class Announcing:
 def announce(
     method: Announcing, evidence: Tensor, plan: Plan, rule: Rule, base: int, last: BlockSelection | None = None
 ) -> BlockSelection:
-    """Return what one round announces, as a draft's round chooses it, by the torch references.
+    """Return the announcement of one round, by the torch references of the kernels that a draft's round runs.
 
-    evidence: [draft_layers, draft_heads, blocks or more], the draft's weights on the blocks of `base` tokens. last:
-    what was announced for the round before, if it is known.
+    evidence: [draft_layers, draft_heads, blocks or more], the draft's weights on the blocks of `base` tokens
+    last: the announcement of the round before, if it is known
     """
     blocks = plan.num_blocks(base)
     announcer = method.announcer(plan, rule)
@@ -93,20 +90,20 @@ def announce(
 
 
 def _most_alike_heads(plan: Plan) -> list[Blend]:
-    """STS, section 4.2: a row is one draft head."""
+    """Return the rows of STS, section 4.2: each is one draft head."""
     head_map = plan.head_map
     return [((*pair, 1.0),) for layer in plan.sparse_layers for pair in head_map[layer]]
 
 
 def _most_alike_layers(plan: Plan) -> list[Blend]:
-    """SpecAttn, section 3.4: a row is the mean of a draft layer's heads."""
+    """Return the rows of SpecAttn, section 3.4: each is the mean of a draft layer's heads."""
     layers, heads = [plan.layer_map[layer] for layer in plan.sparse_layers], plan.draft_heads
     means = [tuple((layer, head, 1 / heads) for head in range(heads)) for layer in layers]
     return [mean for mean in means for _ in range(plan.target_kv_heads)]
 
 
 def _weighty_heads(plan: Plan) -> list[Blend]:
-    """`ahead`: a row is a target head, predicted by a blend of draft heads, times that head's importance."""
+    """Return the rows of `ahead`: each target head, predicted by a blend of draft heads, times its importance."""
     return [
         tuple((i, j, weight * importance) for i, j, weight in plan.blends[layer * plan.target_kv_heads + head])
         for layer in plan.sparse_layers
@@ -115,13 +112,13 @@ def _weighty_heads(plan: Plan) -> list[Blend]:
 
 
 def shared_limits(plan: Plan, base: int) -> tuple[int, int, int]:
-    """Return between which blocks (first, last + 1) `ahead` chooses, and how many blocks over all rows."""
+    """Return the first block, the last block + 1 and the number of blocks over all rows that `ahead` announces."""
     first, end = plan.middle(plan.num_blocks(base), LEAST_WINDOW)
     return first, end, math.floor(plan.announced_share * shared_room(plan, base, plan.num_blocks(base)))
 
 
 def shared_room(plan: Plan, base: int, blocks: int) -> int:
-    """Return how many blocks, over all sparse heads, the budget leaves beside mandatory ones and summaries."""
+    """Return how many blocks over all sparse heads the budget leaves beside mandatory ones and summaries."""
     first, last = plan.middle(plan.num_blocks(base), LEAST_WINDOW)
     heads = len(plan.sparse_layers) * plan.target_kv_heads
     summaries = summary_tokens(plan, base) / plan.block_size
@@ -129,7 +126,7 @@ def shared_room(plan: Plan, base: int, blocks: int) -> int:
 
 
 def summary_tokens(plan: Plan, base: int) -> float:
-    """Return what reading all group means of a head costs in tokens of KV: a group has three vectors, a token two."""
+    """Return the cost of reading all group means of a head in tokens of KV: a group has three vectors, a token two."""
     stood_in = plan.group_size > 0 and plan.budget < 1
     return 1.5 * ((base - 1) // plan.group_size) if stood_in else 0.0
 

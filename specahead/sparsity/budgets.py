@@ -1,4 +1,4 @@
-"""One budget over all layers and heads: what is read in any case, and what the target's own memory weighs most."""
+"""One budget over all layers and heads: blocks that are always read, and those that the target's memory weighs most."""
 
 import torch
 
@@ -9,7 +9,7 @@ from specahead.sparsity.selection import BlockSelection
 
 
 def new_memory(plan: Plan, decay: float) -> ReadMemory:
-    """Return the memory of a sequence of which nothing has been weighed. decay: of its weights, a pass."""
+    """Return the memory of a sequence before its first pass. decay: the factor by which weights fade in each pass."""
     importance = torch.tensor([plan.head_importance[layer] for layer in plan.sparse_layers])
     return ReadMemory(importance.flatten(), decay)
 
@@ -23,11 +23,12 @@ def dense_layers(plan: Plan) -> tuple[int, ...]:
 def shared_budget(
     plan: Plan, memory: ReadMemory, base: int, length: int, announced: BlockSelection | None = None
 ) -> SharedBudget:
-    """Return the budget of a round that builds on `base` tokens and ends at `length`: the sinks, the newest blocks and
-    what is announced, and with the rest of one budget the blocks that `memory` holds the highest weights for.
+    """Return the budget of a round that builds on `base` tokens and ends at `length`.
 
-    What a draft insists on is read even if it was light last round: the target asks for a hidden fact only when it
-    comes to it, and the draft sees that first. announced: a row for each sparse layer and KV head.
+    It reads the sinks, the newest blocks and the announced ones, and with the rest of one budget the blocks of the
+    highest weights in `memory`. Announced blocks are read even if they were light in the last round: the target asks
+    for a hidden fact only when it comes to it, and the draft sees that first.
+    announced: a row for each sparse layer and KV head
     """
     blocks = plan.num_blocks(length)
     first, last = plan.middle(plan.num_blocks(base), LEAST_WINDOW)

@@ -1,4 +1,4 @@
-"""From scores of blocks to a choice of blocks: top-k and top-p budgets, one budget for all heads.
+"""From scores of blocks to a choice of blocks, by top-k and top-p budgets.
 
 Scores are float [..., blocks], not negative; choices are bool of the same shape. Knows no models and no methods.
 """
@@ -11,11 +11,12 @@ from specahead.sparsity.plan import Plan, Rule
 
 
 def choose(scores: Tensor, plan: Plan, rule: Rule, base: int, shares: Tensor | None = None) -> Tensor:
-    """For each row its heaviest blocks that fit the budget (top_k), or its nucleus of plan.mass (top_p).
+    """Return, for each row, its heaviest blocks that fit the budget (top_k) or its nucleus of plan.mass (top_p).
 
-    base: committed tokens. shares [rows]: of the rows (the dimension before blocks) in the budget, 1 on average.
     top_k chooses from the blocks between sinks and window and leaves room for these; top_p weighs whole rows. Neither
     adds the mandatory blocks.
+    base: committed tokens. shares: [rows], each row's part of the budget, 1 on average; rows are the dimension before
+        blocks
     """
     flat, blocks = scores.flatten(0, -2), scores.shape[-1]
     count = torch.full((len(flat),), blocks, device=scores.device)
@@ -34,12 +35,12 @@ def choose(scores: Tensor, plan: Plan, rule: Rule, base: int, shares: Tensor | N
 
 
 def shares_of(plan: Plan, layers: list[int]) -> Tensor | None:
-    """Calibrated shares [layers, kv_heads] of the budget, or None where every head gets the same."""
+    """Return the calibrated parts of the budget [layers, kv_heads], or None where every head gets the same."""
     return torch.tensor([plan.head_budgets[n] for n in layers]) if plan.allocation == "calibrated" else None
 
 
 def mandatory(plan: Plan, base: int, blocks: int, window: int | None = None) -> Tensor:
-    """bool [blocks]: the sinks, the recent window before `base` and all after it."""
+    """Return the sinks, the recent window before `base` and all blocks after it, bool [blocks]."""
     first, last = plan.middle(plan.num_blocks(base), window)
     always = torch.ones(blocks, dtype=torch.bool)
     always[first:last] = False

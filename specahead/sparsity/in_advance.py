@@ -1,6 +1,6 @@
-"""Methods whose choice is known before the target runs: each is one function from what is known to what is read.
+"""Methods that choose before the target runs: each is one function from what is known to the blocks that are read.
 
-The mandatory blocks are added to every choice by the caller.
+The caller adds the mandatory blocks to every choice.
 """
 
 from collections.abc import Callable
@@ -15,21 +15,17 @@ from specahead.sparsity.plan import Plan, Rule
 
 @dataclass(frozen=True)
 class RoundView:
-    """One round before it runs. Tensors are [sparse layers, kv_heads, blocks]; `blocks` reach to the round's end.
-
-    announced: bool, expanded to target heads; None if the method announces nothing. memory: float32, the target's own
-    decayed weights of what it read, None before its first round.
-    """
+    """One round before it runs. Tensors are [sparse layers, kv_heads, blocks]."""
 
     plan: Plan
     rule: Rule
-    base: int
-    blocks: int
-    announced: Tensor | None
-    memory: Tensor | None
+    base: int  # committed tokens
+    blocks: int  # up to the round's end
+    announced: Tensor | None  # bool, expanded to target heads; None if the method announces nothing
+    memory: Tensor | None  # float32, the target's own faded weights of blocks it read; None before its first round
 
     def everywhere(self, blocks: Tensor) -> Tensor:
-        """The same blocks [blocks] in every sparse layer and head."""
+        """Return the same blocks [blocks] for every sparse layer and head."""
         return blocks.expand(len(self.plan.sparse_layers), self.plan.target_kv_heads, -1)
 
 
@@ -37,20 +33,20 @@ InAdvance = Callable[[RoundView], Tensor]
 
 
 def streaming(view: RoundView) -> Tensor:
-    """StreamingLLM (Xiao et al. 2023): the sinks, and a window that fills the budget."""
+    """Choose as StreamingLLM (Xiao et al. 2023): the sinks, and a window that fills the budget."""
     new = view.blocks - view.plan.num_blocks(view.base)
     window = view.plan.budget_blocks(view.blocks) - view.plan.sink_blocks - new
     return view.everywhere(mandatory(view.plan, view.base, view.blocks, max(1, window)))
 
 
 def announced(view: RoundView) -> Tensor:
-    """STS and SpecAttn: what the draft announced."""
+    """Choose as STS and SpecAttn: the blocks that the draft announced."""
     assert view.announced is not None
     return view.announced
 
 
 def pillar(view: RoundView) -> Tensor:
-    """PillarAttn (SparseSpec): the blocks that the last verification weighed most; the first one reads everything."""
+    """Choose as PillarAttn (SparseSpec): the blocks that the last verification weighed most; all in the first round."""
     if view.memory is None:
         return view.everywhere(torch.ones(view.blocks, dtype=torch.bool))
     shares = shares_of(view.plan, view.plan.sparse_layers)

@@ -12,25 +12,18 @@ from specahead.sparsity.plan import ALL_TOKENS, LEAST_TOKENS, Plan, PlanError, R
 
 @dataclass(frozen=True)
 class Method:
-    """A sparsity method. Without in_advance and shares_budget it reads everything.
-
-    about: what it does, for people. rule: of its budget, unless the plan says otherwise. announcing: what its draft
-    sends, None if nothing. in_advance: its choice, where that is known before a pass. shares_budget: whether the pass
-    itself shares out one budget over all layers and heads. window: blocks always read before the committed end, None
-    for the plan's. remembers: whether it wants the weights of what was read. stands_in: whether group means stand in
-    for the rest. summaries: (plan, base) -> tokens of KV that a sparse head reads beside its blocks.
-    """
+    """A sparsity method. Without in_advance and shares_budget it reads everything."""
 
     name: str
-    about: str
-    rule: Rule = "top_k"
-    announcing: Announcing | None = None
-    in_advance: InAdvance | None = None
-    shares_budget: bool = False
-    window: int | None = None
-    remembers: bool = False
-    stands_in: bool = False
-    summaries: Callable[[Plan, int], float] = lambda plan, base: 0.0
+    about: str  # a description, for people
+    rule: Rule = "top_k"  # of its budget, unless the plan has one
+    announcing: Announcing | None = None  # what its draft sends
+    in_advance: InAdvance | None = None  # its choice, where that is known before a pass
+    shares_budget: bool = False  # whether the pass itself shares out one budget over all layers and heads
+    window: int | None = None  # blocks always read before the committed end; None: the plan's
+    remembers: bool = False  # whether it wants the weights of the blocks that were read
+    stands_in: bool = False  # whether group means stand in for the rest
+    summaries: Callable[[Plan, int], float] = lambda plan, base: 0.0  # tokens of KV a sparse head reads beside blocks
 
     def rule_of(self, plan: Plan) -> Rule:
         """Return the plan's rule, or the method's own where the plan has none."""
@@ -38,7 +31,7 @@ class Method:
 
     @property
     def reads_by_memory(self) -> bool:
-        """Whether the target's own memory alone decides over what is read, where not everything is."""
+        """Whether the target's own memory alone decides which blocks are read."""
         return self.shares_budget and self.announcing is None
 
     def uses_means(self, plan: Plan) -> bool:
@@ -77,7 +70,8 @@ _ALL = [
     ),
 ]
 METHODS: dict[str, Method] = {method.name: method for method in _ALL}
-# What screens the tokens of exact sessions, between dense passes that weigh everything. Nobody asks for it by name.
+# The method that screens the tokens of exact sessions between dense passes, which weigh everything. It has no name for
+# clients.
 BY_MEMORY = Method(
     "memory",
     "what the target's own passes weighed most, under one budget for all heads, group means for the rest",
@@ -89,7 +83,7 @@ BY_MEMORY = Method(
 
 
 def method_named(name: str) -> Method:
-    """Return the method of a name. Raises PlanError for a name that is none."""
+    """Return the method of a name. Raises PlanError for an unknown name."""
     try:
         return METHODS[name]
     except KeyError:
@@ -119,10 +113,10 @@ def check_served(plan: Plan) -> None:
 def load_served_plan(file: str, budget: float, method: str, target: str = "", draft: str = "") -> Plan:
     """Return a plan that services can use, with another budget or method unless they are 0 and "".
 
-    file: "" for a pair that has no plan: it gets the one that its models' configs give (uniform_plan), by which
-    everything is read unless a budget is stated, since nothing says yet how good a guide this draft is. target, draft:
-    these models, by folder or Hugging Face id; draft "": there is none. Raises PlanError for a plan that cannot be read
-    or served.
+    file: "" for a pair without a plan. It gets the one that follows from its models' configs (`uniform_plan`), which
+        reads everything unless a budget is stated, since nobody knows yet how good a guide this draft is
+    target, draft: the models, by folder or Hugging Face id; draft "": there is none
+    Raises PlanError for a plan that cannot be read or served.
     """
     if file:
         plan = load_plan(file)

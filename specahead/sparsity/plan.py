@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 PLAN_VERSION = 3
-LEAST_TOKENS = 1024  # of served plans: `Plan.least_tokens`
-ALL_TOKENS = 2**31 - 1  # as least_tokens: more than a sequence has, so that everything is read
+LEAST_TOKENS = 1024  # `Plan.least_tokens` of served plans
+ALL_TOKENS = 2**31 - 1  # a `Plan.least_tokens` beyond every sequence, so that everything is read
 
 Rule = Literal["top_k", "top_p"]
 Sharing = Literal["pooled", "union", "first", "per_query"]
@@ -26,50 +26,53 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a draft's attention tells which KV blocks its target reads.
-
-    head_maps: for each calibrated budget, `map[layer][kv_head]`, the draft head whose top blocks are most like that
-    KV head's (STS, Algorithm 1). layer_map: draft layer of each target layer (SpecAttn, Algorithm 3). blends: for
-    each target head (layer by layer) the draft heads and weights whose sum predicts its block weights best.
-    head_importance[layer][kv_head]: what a unit of its attention weight counts in a budget shared by all heads.
-    head_budgets[layer][kv_head]: what the head got of such a budget in calibration, relative to the mean of 1.
-
-    method: the default (specahead.sparsity.methods). budget: share of the KV that a sparse layer reads on average, the
-    mandatory blocks and the summaries included. least_tokens: tokens that a sparse layer reads on average at least, so
-    that a sequence of no more is read wholly: reading less of it would gain no time and cost quality. rule: top_k by
-    `budget` or top_p by `mass`; empty: the method's own. sharing: how the γ + 1 queries of a round share a selection.
-    allocation: of top_k budgets to heads, where a method chooses for each target head by itself: all the same, or by
-    head_budgets. block_size, group_size: tokens; a group's means stand in for its unread blocks in methods that use
-    them. sink_blocks, window_blocks: always read. dense_layers: target layers that read everything. anchor_layers:
-    those that choose for later ones in a method that evaluation compares with. announced_share: the part of its budget
-    that `ahead` gives to the draft's choice; stickiness: how much more than its weight a block counts that it
-    announced last round; memory_decay: of the target's own weights, a round.
-    """
+    """How a draft's attention tells which KV blocks its target reads."""
 
     target_layers: int
     target_kv_heads: int
     draft_layers: int
     draft_heads: int
+    # For each calibrated budget, `map[layer][kv_head]`: the draft head whose top blocks are most like that KV head's
+    # (STS, Algorithm 1).
     head_maps: tuple[tuple[float, tuple[Heads, ...]], ...]
+    # The draft layer of each target layer (SpecAttn, Algorithm 3).
     layer_map: tuple[int, ...]
+    # For each target head, layer by layer, the draft heads and weights whose sum predicts its block weights best.
     blends: tuple[Blend, ...]
+    # [layer][kv_head]: how much a unit of the head's attention weight counts in a budget shared by all heads.
     head_importance: tuple[tuple[float, ...], ...]
+    # [layer][kv_head]: the head's part of such a budget in calibration, relative to the mean of 1.
     head_budgets: tuple[tuple[float, ...], ...]
+    # The method of requests that name none (specahead.sparsity.methods).
     method: str = "ahead"
+    # The share of the KV that a sparse layer reads on average, mandatory blocks and summaries included.
     budget: float = 0.1
+    # The least number of tokens that a sparse layer reads on average: a sequence of no more is read wholly.
     least_tokens: int = 0
+    # The share of its weight that a nucleus holds.
     mass: float = 0.95
+    # How many blocks are chosen: top_k by `budget`, top_p by `mass`; empty: as the method has it.
     rule: Rule | Literal[""] = ""
+    # How the queries of a round share a selection.
     sharing: Sharing = "pooled"
+    # How methods that choose for each target head by itself share out top_k budgets: evenly, or by head_budgets.
     allocation: Allocation = "uniform"
+    # Tokens of a block.
     block_size: int = 16
+    # Tokens of a group, whose means stand in for its unread blocks in methods that use them; 0: none do.
     group_size: int = 512
+    # Blocks at a sequence's beginning, and before its committed end, that are always read.
     sink_blocks: int = 1
     window_blocks: int = 4
+    # Target layers that read everything.
     dense_layers: tuple[int, ...] = ()
+    # Target layers that choose for later ones, in a method of evaluation.
     anchor_layers: tuple[int, ...] = ()
+    # The part of its budget that `ahead` gives to the draft's choice.
     announced_share: float = 0.9
+    # How many times its weight a block counts that `ahead` announced in the round before.
     stickiness: float = 1.3
+    # The factor by which the target's own weights fade in each round.
     memory_decay: float = 0.8
     version: int = PLAN_VERSION
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -126,13 +129,13 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """Over all that changes a result; not over provenance."""
+        """A hash over everything that changes a result, which provenance does not."""
         content = {key: value for key, value in asdict(self).items() if key != "provenance"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether its maps were found on texts; else they follow from the models' sizes (uniform_plan)."""
+        """Whether the maps were found on texts; else they follow from the models' sizes (`uniform_plan`)."""
         return bool(self.provenance)
 
     @property
@@ -148,7 +151,7 @@ class Plan:
         return -(-tokens // self.block_size)
 
     def reads_wholly(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens is so short that all of it is read."""
+        """Return whether a sequence of `tokens` is so short that all of it is read."""
         return self.budget == 1 or tokens <= self.least_tokens
 
     def share(self, num_blocks: int) -> float:
@@ -159,18 +162,17 @@ class Plan:
         return min(num_blocks, max(1, math.ceil(self.share(num_blocks) * num_blocks)))
 
     def middle(self, num_blocks: int, window: int | None = None) -> tuple[int, int]:
-        """The blocks [first, last) that may be chosen from: between the sinks and the recent window (in blocks)."""
+        """Return the blocks [first, last) to choose from: between the sinks and the recent window, in blocks."""
         first = min(self.sink_blocks, num_blocks)
         return first, max(first, num_blocks - (self.window_blocks if window is None else window))
 
 
 def uniform_plan(target_layers: int, target_kv_heads: int, draft_layers: int, draft_heads: int, **other: Any) -> Plan:
-    """Return the plan of a pair that nobody has calibrated: by the sizes of the two models alone, so that both sides
-    come to the same.
+    """Return the plan of a pair that nobody has calibrated. Both sides derive the same one from the models' sizes.
 
-    A target layer listens to the draft layer at the same share of the depth, a KV head to the draft heads at its share
-    of the heads, to each alike; all heads are equally important. A target without a draft has one draft head, which
-    nothing is announced by.
+    A target layer listens to the draft layer at the same share of the depth, a KV head evenly to the draft heads at its
+    share of the heads; all heads are equally important. The plan of a target without a draft has one draft head, which
+    announces nothing.
     """
     layer_map = tuple(layer * draft_layers // target_layers for layer in range(target_layers))
     starts = [head * draft_heads // target_kv_heads for head in range(target_kv_heads + 1)]
@@ -187,7 +189,7 @@ def uniform_plan(target_layers: int, target_kv_heads: int, draft_layers: int, dr
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Raises PlanError if the file is no plan, of another version, or was edited without its hash."""
+    """Read a plan. Raises PlanError if the file is no plan, has another version, or was edited without its hash."""
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:

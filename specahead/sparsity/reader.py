@@ -1,4 +1,4 @@
-"""The target's side: what each of a session's rounds reads, by the method that the session was opened with."""
+"""The target's side: the blocks that each round of a session reads, by the session's method."""
 
 from dataclasses import dataclass, field
 
@@ -17,24 +17,20 @@ from specahead.sparsity.selection import BlockSelection
 
 @dataclass
 class Reader:
-    """What one session reads. Call `read` before a pass and `finish` after it, once a round.
-
-    report_blocks: whether `chosen` is wanted, for measurements. summary_tokens: tokens of KV that each sparse head read
-    beside its blocks.
-    """
+    """Chooses the blocks that one session reads. Call `read` before a pass and `finish` after it, once a round."""
 
     method: Method
     plan: Plan
-    report_blocks: bool = False
-    summary_tokens: float = 0.0
-    _memory: Tensor | None = None  # weights of what was read, faded, [layers, kv_heads, blocks], where lists are made
-    _read_memory: ReadMemory | None = field(default=None, repr=False)  # where the pass shares a budget out
-    _weighs: bool = False  # in the last round, everything
-    _has_weighed: bool = False  # everything, once
+    report_blocks: bool = False  # whether `chosen` is wanted, for measurements
+    summary_tokens: float = 0.0  # tokens of KV that each sparse head read beside its blocks in the last round
+    _memory: Tensor | None = None  # faded weights of blocks, [layers, kv_heads, blocks], where lists are made
+    _read_memory: ReadMemory | None = field(default=None, repr=False)  # where the pass shares out a budget
+    _weighs: bool = False  # whether the last round weighed everything
+    _has_weighed: bool = False  # whether any round did
     _length: int = 0  # tokens with KV at the end of the last round
-    _reads_all: bool = True
+    _reads_all: bool = True  # whether the last round read everything
     _planned: Tensor | None = None  # the lists of the last round, bool [sparse layers, kv_heads, blocks]
-    _blocks_read: int | None = None  # in sparse layers, where the pass shared a budget out
+    _blocks_read: int | None = None  # blocks read in sparse layers, where the pass shared out a budget
     _chosen: Tensor | None = None  # the blocks that the last round read, where it did not read all
 
     def __post_init__(self) -> None:
@@ -46,18 +42,20 @@ class Reader:
 
     @property
     def announced_rows(self) -> int:
-        """Rows that an announcement must have; 0 if the method takes none."""
+        """The number of rows that an announcement must have; 0 if the method takes none."""
         return self.method.announcing.rows(self.plan) if self.method.announcing else 0
 
     def read(
         self, announced: BlockSelection | None, base: int, length: int, everything: bool = False, weighs: bool = True
     ) -> SparseRead | None:
-        """Return what a round reads that builds on `base` committed tokens and ends at `length`; None is everything.
+        """Return the read of a round that builds on `base` committed tokens and ends at `length`; None: everything.
 
-        announced: the draft's selection, if there is one; a method that needs one reads everything without it, and one
-        that reads by its memory alone in its first round. everything: whether it is to read everything in any case.
-        weighs: whether the memory of what reads by it alone takes up what that weighs; the first time it does. Raises
-        ValueError for a selection with another number of rows than the method's.
+        announced: the draft's selection, if there is one. Without it a method that needs one reads everything, and so
+            does a method that reads by its memory alone in its first round
+        everything: whether the round must read everything
+        weighs: whether a method that reads by its memory alone takes up the weights of such a round, as it always does
+            the first time
+        Raises ValueError for a selection with another number of rows than the method's.
         """
         method, plan = self.method, self.plan
         needs_all = plan.reads_wholly(length) or self._needs_all(announced is not None)
@@ -106,7 +104,7 @@ class Reader:
         return self._read_memory
 
     def _choose(self, announced: BlockSelection | None, base: int) -> Tensor:
-        """bool [sparse layers, kv_heads, blocks]"""
+        """Return the blocks to read, bool [sparse layers, kv_heads, blocks]."""
         plan, blocks = self.plan, self.plan.num_blocks(self._length)
         view = RoundView(
             plan,
@@ -120,12 +118,12 @@ class Reader:
         return self.method.in_advance(view) | mandatory(plan, base, blocks, self.method.window)
 
     def _expand(self, announced: BlockSelection, blocks: int) -> Tensor:
-        """What an announcement says for each target head: bool [sparse layers, kv_heads, blocks]"""
+        """Return the announced blocks of each target head: bool [sparse layers, kv_heads, blocks]."""
         assert self.method.announcing is not None
         return torch.from_numpy(announced.resized(blocks).matrix())[self.method.announcing.expand(self.plan)]
 
     def finish(self, output: SequenceOutput) -> None:
-        """Take note of what the pass read, and remember the weights that it gave."""
+        """Take note of the blocks that the pass read, and remember the weights that it gave."""
         plan, blocks = self.plan, self.plan.num_blocks(self._length)
         self._has_weighed |= self._weighs
         self._blocks_read = None if self._reads_all else output.blocks_read
@@ -141,8 +139,9 @@ class Reader:
 
     @property
     def chosen(self) -> Tensor | None:
-        """The blocks that the last round read, bool [layers, kv_heads, blocks]; None where they are known on the device
-        only and were not wanted.
+        """The blocks that the last round read, bool [layers, kv_heads, blocks].
+
+        None where only the device knows them and `report_blocks` is False.
         """
         if not self._reads_all:
             return self._chosen
@@ -157,7 +156,7 @@ class Reader:
 
     @property
     def tokens_read(self) -> tuple[float, int]:
-        """Tokens of KV that the heads of the last round read, summaries included, and tokens that there are."""
+        """Tokens of KV that the heads read in the last round, summaries included, and all tokens of KV."""
         plan = self.plan
         layers, kv_heads, blocks = plan.target_layers, plan.target_kv_heads, plan.num_blocks(self._length)
         everything = layers * kv_heads * blocks * plan.block_size
@@ -173,7 +172,7 @@ class Reader:
 
 
 def to_lists(chosen: Tensor, plan: Plan) -> LayerLists:
-    """Return bool [sparse layers, kv_heads, blocks] as what a SparseRead takes."""
+    """Return bool [sparse layers, kv_heads, blocks] as the lists of a SparseRead."""
     shape = chosen.shape[:2]
     blocks, counts = compact(chosen.flatten(0, 1))  # of all layers at once: small calls are what this costs
     blocks, counts = blocks.view(*shape, blocks.shape[1]), counts.view(shape)
@@ -184,5 +183,5 @@ def to_lists(chosen: Tensor, plan: Plan) -> LayerLists:
 
 
 def _fit(values: Tensor, blocks: int) -> Tensor:
-    """The last dimension cut or filled with zeros to `blocks`."""
+    """Return values with the last dimension cut to `blocks`, or filled up with zeros."""
     return torch.nn.functional.pad(values, (0, blocks - values.shape[-1]))

@@ -1,4 +1,4 @@
-"""What a plan asks of a draft's rounds, and what these announce."""
+"""From a plan to the settings of a draft's rounds, and to their announcements."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from specahead.sparsity.selection import BlockSelection, row_words
 def round_settings(
     plan: Plan, gamma: int, support: int, read_share: float = 1.0, refresh_every: int = 1
 ) -> RoundSettings:
-    """Return how rounds are drafted by a plan: they can announce by every method that it allows.
+    """Return the settings of rounds that can announce by every method that a plan allows.
 
     Raises ValueError as RoundSettings does.
     """
@@ -33,7 +33,7 @@ def round_settings(
 
 
 def announcement_request(method: Method, plan: Plan, base: int, last: BlockSelection | None) -> AnnouncementRequest:
-    """Return what a round that builds on `base` tokens is to announce. last: what the round before announced."""
+    """Return the request for the announcement of a round on `base` tokens. last: that of the round before."""
     announcing = method.announcing
     assert announcing is not None
     before = None if last is None else last.resized(plan.num_blocks(base)).words

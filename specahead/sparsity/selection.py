@@ -11,10 +11,9 @@ WORD = 64  # bits
 
 @dataclass(frozen=True, eq=False)
 class BlockSelection:
-    """`words`: a bit a block, uint64 [heads, words], least significant bit first; bits past num_blocks are 0.
+    """Blocks as bits. Each row starts at a whole word, so that a context can grow without moving other rows.
 
-    A row starts at a whole word, so a context that grows by a few blocks does not move the others. `words` are not to
-    be written once they are given.
+    words: uint64 [heads, words], the lowest bit first; bits past num_blocks are 0. They must not be written again.
     """
 
     num_heads: int
@@ -26,7 +25,7 @@ class BlockSelection:
 
     @staticmethod
     def from_lists(lists: Sequence[Sequence[int]], num_blocks: int) -> "BlockSelection":
-        """lists: the blocks of each head"""
+        """Return a selection of the blocks of each head."""
         chosen = np.zeros((len(lists), num_blocks), dtype=bool)
         for row, blocks in zip(chosen, lists, strict=True):
             row[list(blocks)] = True
@@ -39,7 +38,7 @@ class BlockSelection:
 
     @staticmethod
     def from_matrix(chosen: np.ndarray) -> "BlockSelection":
-        """chosen: bool [heads, blocks]"""
+        """Return a selection from bool [heads, blocks]."""
         heads, blocks = chosen.shape
         rows = np.zeros((heads, 8 * row_words(blocks)), dtype=np.uint8)
         packed = np.packbits(chosen, axis=1, bitorder="little")
@@ -47,16 +46,16 @@ class BlockSelection:
         return BlockSelection(heads, blocks, rows.view("<u8"))
 
     def matrix(self) -> np.ndarray:
-        """bool [heads, blocks]"""
+        """Return the selection as bool [heads, blocks]."""
         bits = np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little").view(bool)
         return bits[:, : self.num_blocks]
 
     def count(self, first: int, last: int) -> int:
-        """How many entries lie in blocks first … last - 1."""
+        """Return how many entries lie in blocks first … last - 1."""
         return int(np.bitwise_count(self.words & _bits_between(self.words.shape[1], first, last)).sum())
 
     def resized(self, num_blocks: int) -> "BlockSelection":
-        """The same blocks in a context of another length; blocks beyond it are dropped."""
+        """Return the same blocks in a context of another length; blocks beyond it are dropped."""
         if num_blocks == self.num_blocks:
             return self
         words, width = self.words, row_words(num_blocks)
@@ -72,17 +71,17 @@ class BlockSelection:
 
 @lru_cache(maxsize=64)
 def _bits_between(width: int, first: int, last: int) -> np.ndarray:
-    """Return a row of so many words in which the bits of blocks first … last - 1 are set."""
+    """Return a row of `width` words in which the bits of blocks first … last - 1 are set."""
     at = np.arange(width * WORD).reshape(-1, WORD)
     bits: np.ndarray = np.packbits((at >= first) & (at < last), axis=1, bitorder="little").view("<u8")[:, 0]
     return bits
 
 
 def row_words(num_blocks: int) -> int:
-    """Words of a row."""
+    """Return how many words a row has."""
     return -(-num_blocks // WORD)
 
 
 def last_word_mask(num_blocks: int) -> np.uint64:
-    """The bits of a row's last word that stand for blocks."""
+    """Return the bits of a row's last word that stand for blocks."""
     return np.uint64((1 << ((num_blocks - 1) % WORD + 1)) - 1)
