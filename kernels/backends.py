@@ -24,7 +24,7 @@ else:
         triton, tl = None, SimpleNamespace(constexpr=None)
 
 Backend = Literal["torch", "triton"]
-# Pointers that may begin anywhere: at those of one layer or pass of all.
+# Pointers that may begin anywhere: tensors of one layer or pass among all.
 _ANYWHERE = {
     *("counts_ptr", "first_items_ptr", "following_ptr", "lengths_ptr", "lists_ptr", "memory_ptr", "pieces_ptr"),
     *("positions_ptr", "read_weights_ptr", "slots_ptr", "tile_starts_ptr", "uniforms_ptr", "unread_ptr"),
@@ -32,10 +32,11 @@ _ANYWHERE = {
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit; without Triton, something that raises when it is launched.
+    """triton.jit; without Triton, an object that raises when it is launched.
 
-    Plain numbers are not specialised for (their being 1 or a multiple of 16), nor is where some pointers begin: shapes
-    change with every batch, and each variant would be compiled while requests wait. What is worth it is a constexpr.
+    Kernels are not specialised for plain numbers (that are 1 or a multiple of 16), nor for the alignment of some
+    pointers: shapes change with every batch, and each variant would be compiled while requests wait. A number that is
+    worth a variant is a constexpr. A NamedTuple of tensors may be one argument; its tensors begin at multiples of 16.
     """
     if triton is None:
         return _Missing(function.__name__)
@@ -47,21 +48,21 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def constant(value: Any) -> Any:
-    """Return a value of a module as kernels take it."""
+    """Return a module's constant as kernels take it."""
     return value if triton is None else tl.constexpr(value)
 
 
 class _Kernel(object if triton is None else triton.JITFunction):  # type: ignore[misc]
     """A kernel that is compiled where it is launched, or ahead of that (specahead.kernels.compiling)."""
 
-    hash: str | None  # of what it is made of, once that was asked for
+    hash: str | None  # of its source, once that was asked for
 
     @property
     def cache_key(self) -> str:
-        """By what compiled kernels are found again, in any process.
+        """The key by which any process finds the compiled kernel again.
 
-        That of Triton 3.6 has the constants of functions that are called only if the keys of these were asked for
-        before, so it is made twice.
+        In Triton 3.6 it covers the constants of called functions only if their keys were asked for before; so it is
+        made twice.
         """
         if self.hash is None:
             _ = super().cache_key  # asks for those of all functions that are called
@@ -84,20 +85,20 @@ class _Missing:
 
 
 def overlapping_launch(device: torch.device) -> dict[str, bool]:
-    """Arguments of a launch that may begin before the one before it has ended (programmatic dependent launch).
+    """Return arguments of a launch that may begin before the one before it has ended (programmatic dependent launch).
 
-    The kernel takes PDL as a constexpr, and calls `follow(PDL)` before all else, or `precede(PDL)` or the two that they
-    are made of where it knows better. What makes the things that kernels read before they wait (a plan of the work,
-    lists, positions) does not overlap, or a launch that `follow`s stands between.
+    The kernel takes PDL as a constexpr, and calls `follow(PDL)` first of all; or `precede(PDL)`, or their parts, where
+    it knows better. A launch whose results other kernels read before their wait (a plan of the work, lists, positions)
+    must not overlap, unless a launch that calls `follow` stands between.
     """
     return {"PDL": True, "launch_pdl": True} if device.type == "cuda" else {"PDL": False}
 
 
 @jit
 def follow(PDL: tl.constexpr):
-    """Wait until the launch before has ended; then the next one may begin.
+    """Wait until the launch before has ended; then let the next one begin.
 
-    In this order: what a kernel reads before its own wait, which was there before the launch before it, is there.
+    In this order, so that the next kernel may read, before its own wait, what was there before the launch before this.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -133,17 +134,15 @@ def check_backend(operation: str, backend: str) -> None:
 
 
 def power_of_two(n: int) -> int:
-    """The one at or above n, at least 1: Triton's tiles have such sizes."""
+    """Return the power of two at or above n, at least 1: Triton's tiles have such sizes."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def default_backend(device: torch.device) -> Backend:
-    """`triton` for tensors of a GPU, `torch` for a CPU's."""
+    """Return `triton` for a GPU, `torch` for a CPU."""
     return "triton" if device.type == "cuda" else "torch"
 
 
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy values from the host to a device without waiting for what runs there, as a copy from memory that is not
-    page-locked would.
-    """
+    """Copy values from the host to a device. Unlike a copy from pageable memory it does not wait for the device."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

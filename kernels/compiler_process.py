@@ -1,8 +1,8 @@
-"""`python -m kernels.compiler_process SOCKET`: forks processes that compile launches (kernels.compilers).
+"""`python -m specahead.kernels.compiler_process SOCKET` forks processes that compile launches for `Compilers`.
 
-SOCKET, a file descriptor, is one over which sockets are sent, one for each process to fork. A process reads pickles
-from its socket, of what a launch is compiled for and of the launch, and answers each with one of None, or of what went
-wrong, a text. It ends when the other side closes the socket, as this one does when SOCKET is closed.
+SOCKET is the file descriptor of a socket that receives further sockets, one for each process to fork. A process reads
+pickled pairs of `CompiledFor` and `Launch` from its socket, and answers each with a pickled error text, or None. It
+ends when the other side closes the socket, as this program does when SOCKET is closed.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 from triton.runtime.driver import driver
 
-import specahead.kernels.backends  # noqa: F401  # with all that kernels import, which processes that are forked have loaded
+import specahead.kernels.backends  # noqa: F401  # so that forked processes have loaded all that kernels import
 from specahead.kernels.compilers import CompiledFor
 
 
@@ -27,7 +27,7 @@ def main() -> None:
         if not child:
             sockets.close()
             _compile_all(socket.socket(fileno=received[0]))
-            os._exit(0)  # at once: nothing is to be put in order
+            os._exit(0)  # at once: nothing is left to clean up
         children.append(child)
         os.close(received[0])
     for child in children:
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _compile_all(requests: socket.socket) -> None:
-    """Compile what is asked for until nothing more will be."""
+    """Compile launches until the other side closes the stream."""
     with requests.makefile("rwb") as stream:
         while _answer(stream):
             stream.flush()
@@ -52,7 +52,7 @@ def _answer(stream: Any) -> bool:
     try:
         _stand_in_for_a_gpu(compiled_for)
         launch.compile(compiled_for.launcher)
-    except Exception:  # whatever Triton raises: who asked is told
+    except Exception:  # whatever Triton raises goes into the answer
         error = traceback.format_exc()
     pickle.dump(error, stream)
     return True
@@ -64,7 +64,7 @@ def _stand_in_for_a_gpu(compiled_for: CompiledFor) -> None:
             get_current_device=lambda: 0,
             get_current_stream=lambda _device: 0,
             get_current_target=lambda: compiled_for.target,
-            utils=SimpleNamespace(launch=None),  # Triton 3.9's launchers share it, and nothing of them is compiled
+            utils=SimpleNamespace(launch=None),  # Triton 3.9's launchers share it and are not compiled
         )
     )
 

@@ -1,7 +1,7 @@
-"""Processes that compile kernels: threads of one process would wait for one another, as much of it is Python.
+"""Processes that compile kernels: threads of one process would wait for each other, since much of the work is Python.
 
-One process loads what compiling takes, and forks the others, which need no GPU. They all end when this process does, or
-when it closes them.
+One process loads torch and Triton, and forks the others, which need no GPU. (multiprocessing would import the main
+module of the service in each of them.) They all end when this process ends or closes them.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Launch:
-    """All that a kernel, named by its module and its name there, is compiled for. kwargs: names and values."""
+    """A launch as a kernel is compiled for it. The kernel is named by its module and its name there."""
 
     module: str
     kernel: str
@@ -26,9 +26,9 @@ class Launch:
     kwargs: tuple[tuple[str, Any], ...]
 
     def compile(self, launcher: Any) -> None:
-        """Compile the kernel and what launches it, unless Triton keeps them. Raises what their compilation raises.
+        """Compile the kernel and its launcher, unless Triton has kept them. Raises the error of the compilation.
 
-        launcher: the driver's, of a compiled kernel. Triton 3.6 compiles it from C for each signature.
+        launcher: the driver's class of launchers. Triton 3.6 compiles one from C for each signature.
         """
         kernel = getattr(importlib.import_module(self.module), self.kernel)
         compiled = kernel.run(*self.args, grid=(1,), warmup=True, **dict(self.kwargs))
@@ -37,14 +37,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class CompiledFor:
-    """What kernels are compiled for: a target as Triton names it, and the class of its driver's launchers."""
+    """The target that kernels are compiled for, as Triton names it, and the class of its driver's launchers."""
 
     target: Any
     launcher: Any
 
 
 class Compilers:
-    """Up to `most` processes, each forked when there is more to compile than the others are busy with."""
+    """Up to `most` processes, each forked when all others are busy."""
 
     def __init__(self, most: int) -> None:
         self._pool = ThreadPoolExecutor(most, "compiling")  # a thread hands one process one launch after the other
@@ -54,11 +54,11 @@ class Compilers:
         self._processes: list[Any] = []  # by what is written to and read from them
 
     def compile(self, launch: Launch, compiled_for: CompiledFor) -> Future[None]:
-        """Have a launch compiled; waiting for it raises RuntimeError if that fails."""
+        """Have a launch compiled; the result raises RuntimeError if that fails."""
         return self._pool.submit(self._compile, launch, compiled_for)
 
     def close(self) -> None:
-        """End all processes, those that compile once they are through with it."""
+        """End all processes, busy ones after their compilation."""
         self._pool.shutdown(cancel_futures=True)
         for process in self._processes:
             process.close()
@@ -77,7 +77,7 @@ class Compilers:
             raise RuntimeError(f"{launch.kernel} of {launch.module} does not compile: {error}")
 
     def _process(self) -> Any:
-        """Return what the process of this thread reads and writes."""
+        """Return the stream to and from the process of this thread."""
         if not hasattr(self._of_thread, "process"):
             ours, theirs = socket.socketpair()
             with ours, theirs:
@@ -88,7 +88,7 @@ class Compilers:
 
 
 def _start(sockets: socket.socket) -> "subprocess.Popen[bytes]":
-    """Start what forks a process for each socket that it is sent over `sockets`, which is closed here."""
+    """Start the process that forks another for each socket that it receives over `sockets`, which is closed here."""
     with sockets:
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "specahead.kernels.compiler_process", str(sockets.fileno())],

@@ -1,9 +1,9 @@
 """Compiling Triton's kernels before they are launched, many at a time.
 
-A kernel is compiled where it is first launched, which takes half a second, and a service needs hundreds before its
-first request. Here launches are gone through with tensors that have no memory (torch's FakeTensorMode), so that nothing
-runs, and what they would launch is compiled by processes meanwhile (kernels.compilers), into the cache that Triton
-keeps on disk. What was not foreseen is compiled where it is launched.
+Triton compiles a kernel at its first launch, which takes half a second, and a service needs hundreds of kernels before
+its first request. Here launches are traced with tensors that have no memory (torch's FakeTensorMode), so that nothing
+runs, and the kernels are compiled by processes meanwhile (`specahead.kernels.compilers`), into the cache that Triton
+keeps on disk. A kernel that was not foreseen is compiled at its launch.
 """
 
 import logging
@@ -30,20 +30,20 @@ else:
         triton = None
 
 MOST_PROCESSES = 12
-SAMPLED = 6  # of what launches, about so many are gone through in any case
+SAMPLED = 6  # functions that are traced in any case, about
 log = logging.getLogger(__name__)
 
-# The launches that were gone through, in their order; None: launches run.
-_foreseen: ContextVar[dict[Launch, None] | None] = ContextVar("launches that were gone through", default=None)
+# The launches that were traced, in their order; None: launches run.
+_foreseen: ContextVar[dict[Launch, None] | None] = ContextVar("launches that were traced", default=None)
 _compilers: list[Compilers] = []  # one, from `begin_compiling` or when it is needed, until `end_compiling`
 
 
 @dataclass(frozen=True)
 class _Placeless:
-    """What a kernel is specialised for of a tensor, as if its storage began at a multiple of 16."""
+    """A tensor as a kernel is specialised for it, as if its storage began at a multiple of 16."""
 
     dtype: torch.dtype
-    offset: int  # bytes, of what comes behind such a multiple
+    offset: int  # bytes behind such a multiple
 
     def data_ptr(self) -> int:
         return self.offset
@@ -53,11 +53,11 @@ class _Placeless:
 
 
 def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
-    """Compile what functions launch, and launch nothing. makers: each makes one of them, with what it takes.
+    """Compile the kernels that functions launch, and launch nothing. makers: each makes one function.
 
-    Some of them are gone through first. Where all that these launched was compiled by an earlier process, so were the
-    others, which are left out: going through hundreds takes seconds. In a function that is gone through, tensors that
-    are made have no memory, and others are not written. Raises what a compilation raises, or RuntimeError with it.
+    Some functions are traced first. If an earlier process has compiled all their kernels, the others are left out:
+    tracing hundreds of functions takes seconds. In a traced function new tensors have no memory, and other tensors are
+    not written. Raises the error of a compilation in this process, or RuntimeError with that of another.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # it takes a second to load
 
@@ -71,7 +71,7 @@ def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
         for index in (*some, *others):
             if index in others and not is_new:
                 break
-            for launch in _go_through(makers[index](), foreseen, without_memory):
+            for launch in _trace(makers[index](), foreseen, without_memory):
                 if is_new:
                     handed.append(_running_compilers().compile(launch, compiled_for))
                 else:
@@ -90,13 +90,13 @@ def compile_ahead(makers: Sequence[Callable[[], Callable[[], None]]]) -> None:
 
 
 def begin_compiling(device: str) -> None:
-    """Have processes that compile load what they need while this one goes on, if nothing was compiled before."""
+    """Start the processes that compile, so that they load while this one goes on, if nothing was compiled before."""
     if triton is not None and torch.device(device).type == "cuda" and not _compiled():
         _running_compilers()
 
 
 def end_compiling() -> None:
-    """End the processes that compile, if there are any: what is compiled from here on is hardly worth them."""
+    """End the processes that compile, if there are any: few kernels are compiled from here on."""
     while _compilers:
         _compilers.pop().close()
 
@@ -112,8 +112,8 @@ def _compiled_for() -> CompiledFor:
     return CompiledFor(active.get_current_target(), active.launcher_cls)
 
 
-def _go_through(launch: Callable[[], None], foreseen: dict[Launch, None], without_memory: Any) -> list[Launch]:
-    """Go through what a function launches; return what of it is not among those foreseen, and add it to them."""
+def _trace(launch: Callable[[], None], foreseen: dict[Launch, None], without_memory: Any) -> list[Launch]:
+    """Trace a function; return its launches that were not foreseen, and add them to `foreseen`."""
     known = len(foreseen)
     token = _foreseen.set(foreseen)
     try:
@@ -125,25 +125,25 @@ def _go_through(launch: Callable[[], None], foreseen: dict[Launch, None], withou
 
 
 def _compiled() -> int:
-    """Return how many kernels and other results of compilations Triton keeps for later processes."""
+    """Return how many results of compilations Triton keeps for later processes."""
     folder = Path(triton.knobs.cache.dir)
     return sum(1 for _ in folder.iterdir()) if folder.exists() else 0
 
 
 def compiles_only() -> bool:
-    """Return whether launches are gone through: compiled and not run."""
+    """Return whether launches are traced: compiled and not run."""
     return _foreseen.get() is not None
 
 
 def note_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note a launch of a kernel that is gone through. Only where `compiles_only`."""
+    """Note a traced launch. Only where `compiles_only`."""
     foreseen = _foreseen.get()
     assert foreseen is not None
     foreseen[Launch(kernel.__module__, kernel.__name__, without_places(args), tuple(kwargs.items()))] = None
 
 
 def without_places(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments of a launch with what a kernel is compiled for in place of the tensors."""
+    """Return arguments of a launch with tensors replaced by what a kernel is specialised for."""
     return tuple(map(_without_place, args))
 
 

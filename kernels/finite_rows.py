@@ -1,4 +1,4 @@
-"""Which rows of logits can be judged: a model that overflows leaves infinities, or what is no number at all."""
+"""Which rows of logits can be judged: a model that overflows leaves infinities or NaN."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ _CHUNK = 4096  # entries of the vocabulary that a program takes
 
 
 def are_finite(logits: Tensor, counts: Tensor, backend: str = "torch") -> Tensor:
-    """Return which rows have a finite largest logit at each position that counts, int32 [rows].
+    """Return which rows have a finite largest logit at every position up to their drafted tokens, int32 [rows].
 
-    logits: [rows, γ + 1, vocab], for Triton contiguous. counts: [rows], the drafted tokens; positions behind them are
-    not looked at. A row with a NaN or +inf, or with nothing but -inf, is none of these.
+    A row with a NaN or +inf, or with nothing but -inf, at one of these positions is not finite.
+    logits: [rows, γ + 1, vocab], for Triton contiguous. counts: [rows], the drafted tokens
     """
     check_backend("are_finite", backend)
     rows, places, vocab = logits.shape
@@ -33,7 +33,7 @@ def are_finite(logits: Tensor, counts: Tensor, backend: str = "torch") -> Tensor
 
 @jit
 def _largest_kernel(logits_ptr, counts_ptr, largest_ptr, vocab, places, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """The largest logit of one chunk of one position, infinity if one of them is no number."""
+    """Store the largest logit of one chunk of one position, infinity if one is NaN."""
     follow(PDL)
     split, at = tl.program_id(0), tl.program_id(1)
     if at % places > tl.load(counts_ptr + at // places):
@@ -50,7 +50,7 @@ def _largest_kernel(logits_ptr, counts_ptr, largest_ptr, vocab, places, CHUNK: t
 def _are_finite_kernel(
     largest_ptr, counts_ptr, finite_ptr, splits, places, PLACES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
 ):
-    """Whether one row's largest logits are finite."""
+    """Store whether one row's largest logits are finite."""
     follow(PDL)
     row = tl.program_id(0)
     place, split = tl.arange(0, PLACES), tl.arange(0, SPLITS)

@@ -1,4 +1,4 @@
-"""Means of groups of tokens over paged KV, by which attention stands in for what it does not read."""
+"""Means of groups of tokens over paged KV, which stand in for tokens that attention does not read."""
 
 from torch import Tensor
 
@@ -16,10 +16,10 @@ def make_group_means(
     k_variance: Tensor,
     backend: str = "torch",
 ) -> None:
-    """Compute means of the keys and values of groups, and variances of the keys (of all tokens, not of a sample).
+    """Compute means of the keys and values of groups, and the variances of their keys (divided by the group's size).
 
     k_pages, v_pages: a layer each, [pages, kv_heads, page_size, head_dim], contiguous
-    pages: [groups, pages of a group] int64; slots: [groups] int64, where each group's are put
+    pages: [groups, pages of a group] int64; slots: [groups] int64, where each group's results are put
     k, v, k_variance: [layers, slots, kv_heads, head_dim] float32, contiguous, where the results are put
     """
     check_backend("make_group_means", backend)
@@ -47,7 +47,7 @@ def make_group_means(
 
 @jit
 def _page_tile(ptr, page, kv_head, column, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr):
-    """One head's tokens of one page, float32 [PAGE, columns], 0 beyond DIM."""
+    """Return one head's tokens of one page, float32 [PAGE, columns], 0 beyond DIM."""
     at = (page * KV_HEADS + kv_head) * (PAGE * DIM)
     inside = (tl.arange(0, PAGE) * DIM)[:, None] + column[None, :]
     return tl.load(ptr + at + inside, mask=(column < DIM)[None, :], other=0.0).to(tl.float32)
@@ -70,9 +70,9 @@ def _group_means_kernel(
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One group of one layer's head. Keys are read twice: variances come from differences to the mean.
+    """Average one group of one layer's head. Keys are read twice: variances come from differences to the mean.
 
-    anchor: pages, by which the type of what lies at the addresses is known.
+    anchor: any pages, which tell the addresses' type
     """
     column = tl.arange(0, COLUMNS)
     group, layer, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)

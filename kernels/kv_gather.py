@@ -1,8 +1,8 @@
 """Copying scattered KV blocks between pinned host memory and a GPU, either way, by lists that the device holds.
 
-The Triton kernel reads and writes host memory at its mapped address, so which rows move is known to the device alone:
-no host planning, no copy per row, and a captured graph serves any list. Over PCIe a read takes about 2 µs, so that
-53 GB/s need some 100 KB on the way at any time; each program keeps IN_FLIGHT bytes there.
+The Triton kernel reads and writes host memory at its mapped address, so that only the device has to know which rows
+move: the host plans nothing, and a captured graph serves any list. Over PCIe a read takes about 2 µs, so that 53 GB/s
+need some 100 KB in flight at any time; each program keeps IN_FLIGHT bytes there.
 """
 
 from dataclasses import dataclass
@@ -29,14 +29,15 @@ def gather_blocks(
     programs: int,
     backend: str = "torch",
 ) -> None:
-    """destination[destination_rows[i]] = source[source_rows[i]] for i < count, in place, for keys and for values.
+    """Do destination[destination_rows[i]] = source[source_rows[i]] for i < count, in place, for keys and for values.
 
     sources: [n, size] both, any dtype, contiguous; on the lists' device, or pinned on the host
-    destinations: [m, size] both, their dtype, contiguous; in one of these places; no part of a source
-    source_rows, destination_rows: [capacity] int32, both on one device; no destination row twice. Where the source row
-        is negative, nothing is copied
-    count: [1] int32 there, at most `capacity`
-    programs: how many programs copy, each at most a multiprocessor's worth; the rest is left to the model
+    destinations: [m, size] both, the sources' dtype, contiguous; in one of these places; no part of a source
+    source_rows, destination_rows: [capacity] int32, both on one device; no destination row twice. Nothing is copied
+        where the source row is negative
+    count: [1] int32 on that device, at most `capacity`
+    programs: how many programs copy, each on up to one multiprocessor; the others are left to the model
+    Raises ValueError for tensors that do not fit.
     """
     check_backend("gather_blocks", backend)
     _check_sides(sources, destinations)
@@ -69,10 +70,10 @@ def gather_blocks(
 
 @dataclass(frozen=True)
 class LayerCopies:
-    """From where to where each layer's rows are copied: keys and values [n, size] of one shape, dtype and device.
+    """The sources and destinations of each layer's rows: keys and values [n, size] of one shape, dtype and device.
 
-    offsets: [4, layers] int64 on the GPU: where the sources' keys and values and the destinations' begin, in words of
-        16 bytes from `anchor` [4] int32 on: by which the compiler knows that they are whole ones
+    offsets: [4, layers] int64 on the GPU, where the sources' keys and values and the destinations' begin, in words of
+        16 bytes from `anchor` [4] int32 on, so that the compiler knows that they are aligned
     """
 
     sources: list[Pair]
@@ -82,7 +83,9 @@ class LayerCopies:
 
 
 def layer_copies(sources: list[Pair], destinations: list[Pair], device: torch.device) -> LayerCopies:
-    """device: where lists will be. Sources and destinations lie where gather_blocks may find them, and stay there."""
+    """Return the copies of all layers. device: of the lists. Sources and destinations are as for `gather_blocks`, and
+    must stay where they are.
+    """
     anchor = torch.zeros(4, dtype=torch.int32, device=device)
     begins = [[pair[i].data_ptr() for pair in side] for side in (sources, destinations) for i in range(2)]
     offsets = (torch.tensor(begins, dtype=torch.int64) - anchor.data_ptr()) // 16
@@ -98,10 +101,10 @@ def gather_layers(
     programs: int,
     backend: str = "torch",
 ) -> None:
-    """`gather_blocks` layer after layer, in one launch; who needs a layer waits by `wait_for_layer`.
+    """Do `gather_blocks` layer after layer, in one launch. `wait_for_layer` waits for a layer.
 
     source_rows, destination_rows: [layers, capacity] int32; counts: [layers] int32
-    done: [layers] int32, zeros before: each program counts one in each layer that it has finished
+    done: [layers] int32, zeros before; each program adds 1 for each layer that it has finished
     """
     check_backend("gather_layers", backend)
     layers = len(copies.sources)
@@ -123,14 +126,14 @@ def gather_layers(
 
 
 def wait_for_layer(done: Tensor, layer: int, programs: int, backend: str = "torch") -> None:
-    """Let the stream wait until so many programs of `gather_layers` on other streams have finished a layer."""
+    """Let the stream wait until `programs` programs of `gather_layers`, on another stream, have finished a layer."""
     check_backend("wait_for_layer", backend)
     if backend == "triton":
         _wait_for_layer_kernel[(1,)](done, layer, programs, num_warps=1)
 
 
 def _row_layout(tensors: tuple[Tensor, ...]) -> dict[str, int]:
-    """Return how the kernels cut rows, as keyword arguments of theirs. Raises ValueError for rows of no whole words."""
+    """Return how the kernels cut rows, as keyword arguments. Raises ValueError for rows of no whole 16-byte words."""
     row_bytes = tensors[0].shape[1] * tensors[0].element_size()
     if row_bytes % 16 or any(t.data_ptr() % 16 for t in tensors):
         raise ValueError(f"gather_blocks: Triton copies rows of whole 16-byte words, not of {row_bytes} bytes")
@@ -171,7 +174,7 @@ def _check_lists(source_rows: Tensor, destination_rows: Tensor, count: Tensor) -
 
 @jit
 def _copy_rows(first, second, rows, count, WORDS: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr):
-    """Of all pieces of all rows each program takes every programs-th, LANES at a time, of keys and of values.
+    """Copy every programs-th of all pieces of all rows, LANES at a time, of keys and of values.
 
     first, second: a source and its destination; rows: the lists of source rows and of destination rows.
     """
@@ -235,7 +238,7 @@ def _gather_layers_kernel(
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Programs do not wait for each other: each goes on to the next layer when it has done its share of one."""
+    """Copy a program's share of all layers. A program goes on to the next layer without waiting for the others."""
     for layer in tl.range(0, layers):
         at = capacity.to(tl.int64) * layer
         keys = anchor_ptr + tl.load(offsets_ptr + layer) * 4

@@ -1,6 +1,6 @@
-"""Writing keys and values into KV pages: new ones, and such that lie elsewhere in the pages.
+"""Writing keys and values into KV pages: new ones, by torch, and ones that lie elsewhere in the pages.
 
-New ones are written by torch here; on a GPU `specahead.kernels.rotary` writes them as it rotates.
+On a GPU `specahead.kernels.rotary` writes new keys and values as it rotates.
 """
 
 import torch
@@ -24,9 +24,9 @@ def write_kv(k_pages: Tensor, v_pages: Tensor, slots: Tensor, keys: Tensor, valu
 
 
 def page_addresses(k_pages: list[Tensor], v_pages: list[Tensor]) -> Tensor:
-    """Return where the pages of each layer lie in memory, keys and then values: [2, layers] int64, on the CPU.
+    """Return the addresses of each layer's pages of keys and of values, [2, layers] int64 on the CPU.
 
-    By it, brought to their device, one launch serves all layers.
+    Sent to the device, they let one launch serve all layers.
     """
     return torch.tensor([[pages.data_ptr() for pages in part] for part in (k_pages, v_pages)], dtype=torch.int64)
 
@@ -43,7 +43,7 @@ def move_kv(
 
     k_pages, v_pages: a layer each, [pages, kv_heads, page_size, head_dim], contiguous; Triton takes a head_dim that is
     a power of two
-    addresses: of `page_addresses`, on the pages' device
+    addresses: the result of `page_addresses`, on the pages' device
     source, target: [tokens] int64, page * page_size + offset. A token is left where its source and target are equal or
     its target is negative; no target is the source of another token.
     """
@@ -64,10 +64,7 @@ def move_kv(
 def _move_kv_kernel(
     addresses_ptr, anchor_ptr, source_ptr, target_ptr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
 ):
-    """One token's key and value of one head of one layer.
-
-    anchor: pages, by which the type of what lies at the addresses is known.
-    """
+    """Move one token's key and value of one head of one layer. anchor: any pages, which tell the addresses' type."""
     token, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     source, target = tl.load(source_ptr + token), tl.load(target_ptr + token)
     if (target >= 0) & (target != source):

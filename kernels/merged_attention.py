@@ -1,7 +1,7 @@
-"""Merging what the same queries gave over two pieces of a sequence, by their log-sum-exp, in one launch.
+"""Merging the outputs of the same queries over two pieces of a sequence, by their log-sum-exp, in one launch.
 
-FlashAttention-2 (arXiv 2307.08691, section 3.1). What each piece gave is read once, and the merged rows are written
-where they belong, in the dtype that they are wanted in: on a GPU memory is all that a merge costs.
+FlashAttention-2 (arXiv 2307.08691, section 3.1). Each output is read once, and the merged rows are written in place and
+in their final dtype: on a GPU a merge costs nothing but memory traffic.
 """
 
 import torch
@@ -45,7 +45,7 @@ def merge_attended(
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor, 0 where it has one element: others would only be kernels to compile."""
+    """Return the strides of a tensor, 0 where it has one element, so that fewer kernels are compiled."""
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -67,8 +67,10 @@ def _merge_attended_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """All heads of one row: cuDNN's outputs lie in memory as [rows, heads, dim]. RUNNING, PIECE, OUT: strides, known
-    when it is compiled, so that neighbours are loaded together; they do not depend on how many rows there are.
+    """Merge all heads of one row: cuDNN's outputs lie in memory as [rows, heads, dim].
+
+    RUNNING, PIECE, OUT: strides, known when this is compiled, so that neighbours are loaded together; they do not
+    depend on the number of rows.
     """
     row, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     source = row + skipped

@@ -1,4 +1,4 @@
-"""Causal dense attention of prompts over paged KV by cuDNN, which torch brings along.
+"""Causal dense attention of prompts over paged KV by cuDNN, which comes with torch.
 
 A part of a prompt attends to all keys before it, and causally to its own. Keys and values are copied out of their
 pages, a piece of the sequence at a time, and the pieces' results are merged (kernels/merged_attention.py). The copies
@@ -23,32 +23,26 @@ UNIT = 512  # tokens; what all pieces are a multiple of
 
 @dataclass(frozen=True)
 class PromptPart:
-    """What the new tokens of one sequence read.
+    """The reads of one sequence's new tokens: of its own piece, and of the pieces before it.
 
-    rows: their queries in the pass. skipped: tokens before the first of them that its own piece begins with. size:
-    tokens of its own piece, those that fill it up included. before, own: where the pages of the pieces before it and
-    of its own lie: int64 [kv_heads * pages of the piece], rows of the pages taken as [pages * kv_heads, page_size *
-    head_dim].
+    Places of a piece are int64 [kv_heads * pages of the piece]: rows of the pages taken as [pages * kv_heads,
+    page_size * head_dim].
     """
 
-    rows: slice
-    skipped: int
-    size: int
-    before: list[Tensor]
-    own: Tensor
+    rows: slice  # the queries of the new tokens in the pass
+    skipped: int  # tokens of the own piece before the first new one
+    size: int  # tokens of the own piece, filling included
+    before: list[Tensor]  # places of the pieces before it
+    own: Tensor  # places of the own piece
 
 
 @dataclass(frozen=True)
 class PromptReads:
-    """What a pass over prompts reads. parts: in the order of their rows.
+    """The reads of a pass over prompts."""
 
-    room: [2, elements], where keys and values are copied to, of every layer. cudnn: whether cuDNN attends; else torch
-    does, anywhere.
-    """
-
-    parts: list[PromptPart]
-    room: Tensor
-    cudnn: bool
+    parts: list[PromptPart]  # in the order of their rows
+    room: Tensor  # [2, elements], where keys and values are copied to, in every layer
+    cudnn: bool  # whether cuDNN attends; else torch does
 
 
 def cudnn_attends(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -60,9 +54,9 @@ def cudnn_attends(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def make_room(tokens: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return room for the pieces of sequences of up to so many tokens.
+    """Return room for the pieces of sequences of up to `tokens` tokens.
 
-    It is made once: rooms of many sizes would have to be allocated one by one as prompts grow.
+    It is made once: otherwise larger rooms would be allocated one by one as prompts grow.
     """
     return torch.empty(2, min(PIECE, size_of_own(tokens)) * kv_heads * dim, dtype=dtype, device=device)
 
@@ -76,10 +70,11 @@ def plan_prompts(
     room: Tensor,
     cudnn: bool,
 ) -> PromptReads:
-    """Return what each sequence with queries reads; made once for all layers of a pass.
+    """Return the reads of each sequence with queries, made once for all layers of a pass.
 
     starts: the first query row of each sequence, and where the last one ends. lengths: tokens of each with KV, the
-    queries' own included. tables: [sequences, max_pages] int32, on the device. room: of `make_room`, for the longest.
+    queries' own included. tables: [sequences, max_pages] int32, on the device. room: as `make_room` gives it for the
+    longest sequence.
     Raises ValueError for more queries of a sequence than a piece may have.
     """
     parts = [
@@ -91,7 +86,7 @@ def plan_prompts(
 
 
 def plan_part(rows: slice, length: int, table: Tensor, kv_heads: int, page_size: int) -> PromptPart:
-    """Return what the queries of one sequence read, which are its last; raises ValueError if they are too many.
+    """Return the reads of one sequence's queries, which are its last tokens; raise ValueError if they are too many.
 
     length: tokens with KV, the queries' own included. table: [pages] int32.
     """
@@ -110,9 +105,9 @@ def plan_part(rows: slice, length: int, table: Tensor, kv_heads: int, page_size:
 
 
 def own_pages(table: Tensor, first: int, size: int, length: int, page_size: int) -> Tensor:
-    """Return the pages [size / page_size] int32 of `size` tokens from the token `first` on, of `length` that there are.
+    """Return the pages [size / page_size] int32 of `size` tokens from the token `first` on, in a sequence of `length`.
 
-    What fills them up comes after every query: no weight is given to it, whatever page it is.
+    Pages that fill them up come after every query, which gives them no weight: any page will do.
     """
     held = torch.arange(first // page_size, (first + size) // page_size, device=table.device)
     return table.index_select(0, held.clamp(max=(length - 1) // page_size))
@@ -129,7 +124,7 @@ def pieces_before(length: int) -> Iterator[tuple[int, int]]:
 
 
 def size_of_own(tokens: int) -> int:
-    """Return the size of the piece that so many tokens are filled up to: one or one and a half times a power of two."""
+    """Return the size of the piece for `tokens` new tokens: one or one and a half times a power of two."""
     size = UNIT
     while size < tokens:
         if size * 3 // 2 >= tokens and size > UNIT:
@@ -171,8 +166,8 @@ def attend_to_prompts(reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pa
 
 
 def shapes_of_parts(most: int) -> Iterator[tuple[int, int]]:
-    """Yield the sizes of a part's own piece, where no more than `most` tokens are read at once, each with those of the
-    pieces before it, 0 for none: the largest parts first.
+    """Yield all sizes of a part's own piece, for up to `most` new tokens at once, each with all sizes of a piece before
+    it, 0 for none: the largest first.
     """
     own = sorted({size_of_own(tokens) for tokens in range(UNIT, size_of_own(most) + 1, UNIT)}, reverse=True)
     before = sorted({b - a for tokens in range(0, PIECE + 1, UNIT) for a, b in pieces_before(tokens)})
@@ -180,10 +175,10 @@ def shapes_of_parts(most: int) -> Iterator[tuple[int, int]]:
 
 
 def attend_once(own: int, before: int, heads: int, kv_heads: int, dim: int, scale: float, room: Tensor) -> None:
-    """Attend with queries of one shape, so that cuDNN has planned it.
+    """Attend with queries of one shape, so that cuDNN plans it.
 
-    own, before: tokens of a part's own piece, and of one before it, which is attended to; 0: its own is. room: as of
-    PromptReads.
+    own: tokens of a part's own piece. before: tokens of the piece that is attended to; 0: the own one. room: as
+    `PromptReads` has it
     """
     tokens = before or own
     queries = torch.zeros(own, heads, dim, dtype=room.dtype, device=room.device).transpose(0, 1)[None]
@@ -192,7 +187,7 @@ def attend_once(own: int, before: int, heads: int, kv_heads: int, dim: int, scal
 
 
 def merge_in_all_ways(heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Launch a merge of each kind that prompts take: of one piece, and of the first, of others and of the last."""
+    """Launch every kind of merge that prompts take, so that it is compiled: from each dtype into each."""
     piece = torch.zeros(1, UNIT, heads, dim, dtype=dtype, device=device).transpose(1, 2)
     total = torch.zeros(1, heads, UNIT, 1, device=device)
     for running, into in itertools.product((dtype, torch.float32), repeat=2):
@@ -210,7 +205,7 @@ def filled_up(queries: Tensor, skipped: int, size: int) -> Tensor:
 
 
 def copy_places(pages: tuple[Tensor, ...], places: Tensor, room: Tensor) -> list[Tensor]:
-    """Copy what lies at places of pages to `room`, and return it: [kv_heads, tokens, dim] of each.
+    """Copy the KV at `places` of pages to `room`, and return it: [kv_heads, tokens, dim] of each.
 
     pages: [pages, kv_heads, page_size, dim] each; places: int64, head by head, as `PromptPart` has them.
     """

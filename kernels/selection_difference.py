@@ -1,4 +1,4 @@
-"""The difference of two block selections, coded on the device: what wire/selection_codec.py puts behind its header."""
+"""The difference of two block selections, coded on the device, as specahead/wire/selection_codec.py sends it."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ _CHUNK = 512  # words of a row that a program takes at once, at most
 class CodedDifferences:
     """Differences of several sequences.
 
-    flags: [sequences, rows, words] uint8, a bit for each byte of a word, least significant first: whether it is not
-    zero. values: [sequences, rows * words * 8] uint8, these bytes in their order; what lies behind them is not defined.
-    counts: [sequences] int32, how many they are. checksums: [sequences] int64, of the new selections.
+    flags: [sequences, rows, words] uint8, a bit for each byte of a word, least significant first: whether it differs
+    values: [sequences, rows * words * 8] uint8, the differences of these bytes in their order; the rest is undefined
+    counts: [sequences] int32, the number of these bytes. checksums: [sequences] int64, of the new selections
     """
 
     flags: Tensor
@@ -29,11 +29,11 @@ class CodedDifferences:
 def code_difference(
     bitmaps: Tensor, before: Tensor, widths: Tensor, into: CodedDifferences | None = None, backend: str = "torch"
 ) -> CodedDifferences:
-    """Code what selections are different in from earlier ones. Launches only.
+    """Code the difference of selections from earlier ones. The host does not wait for the device.
 
     bitmaps, before: int64 [sequences, rows, words], contiguous, a bit for each block, zero in words from a sequence's
-    width on. widths: [sequences] int32, words of a row that count. into: contiguous tensors that are written and
-    returned; None: new ones are.
+        width on. widths: [sequences] int32, the words of a row that count
+    into: contiguous tensors that are written and returned; None: new ones
     """
     check_backend("code_difference", backend)
     if backend == "torch":
@@ -96,7 +96,7 @@ def _code_in_torch(bitmaps: Tensor, before: Tensor, widths: Tensor) -> CodedDiff
 
 
 def _ranks(bit: Tensor) -> Tensor:
-    """Of each byte of flags, how many flags stand before each of its eight: [256, 8] int32. bit: 0 to 7."""
+    """Return, for each byte of flags, how many flags stand before each of its eight: [256, 8] int32. bit: 0 to 7."""
     flags = torch.arange(256, device=bit.device)[:, None]
     set_ = (flags >> bit) & 1
     return (set_.cumsum(1) - set_).int()
@@ -104,7 +104,7 @@ def _ranks(bit: Tensor) -> Tensor:
 
 @jit
 def _load_words(bitmaps_ptr, before_ptr, at, inside):
-    """New words, and where they differ from the old ones."""
+    """Return new words, and where they differ from the old ones."""
     bitmap = tl.load(bitmaps_ptr + at, mask=inside, other=0)
     return bitmap, bitmap ^ tl.load(before_ptr + at, mask=inside, other=0)
 
@@ -123,7 +123,7 @@ def _flags_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The flags of one row, how many are set, and what it adds to its sequence's checksum."""
+    """Store the flags of one row, how many are set, and what the row adds to its sequence's checksum."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = row % rows * tl.load(widths_ptr + row // rows)  # of the row's first word among those that count
@@ -158,7 +158,7 @@ def _values_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The bytes of one row, behind those of the rows before it; a sequence's first program adds up all its rows."""
+    """Store the bytes of one row behind those of earlier rows; a sequence's first program adds up all its rows."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     sequence, number = row // rows, row % rows

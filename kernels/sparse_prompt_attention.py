@@ -31,31 +31,26 @@ from specahead.kernels.prompt_attention import (
     plan_part,
 )
 
-BLOCK = 64  # tokens; what is read or not
-WINDOW = 2  # blocks before a unit that it reads in any case, as it does the first block of all
-SAMPLE = 16  # queries of a unit from one that takes part in the choice to the next
+BLOCK = 64  # tokens; a unit reads whole blocks
+WINDOW = 2  # blocks before a unit that it always reads, like the first block of all
+SAMPLE = 16  # every SAMPLE-th query of a unit takes part in the choice
 
 
 @dataclass(frozen=True)
 class SparsePart:
-    """What the new tokens of one sequence read.
+    """The reads of one sequence's new tokens."""
 
-    rows: their queries in the pass. skipped: tokens before the first of them that its unit begins with. units: that
-    they lie in. first: tokens before these. chosen: blocks that each unit reads of those before it. pages: int64, of
-    the sequence up to the end of the last unit.
-    """
-
-    rows: slice
-    skipped: int
-    units: int
-    first: int
-    chosen: int
-    pages: Tensor
+    rows: slice  # the queries of the new tokens in the pass
+    skipped: int  # tokens of the first unit before the first new one
+    units: int  # units that the new tokens lie in
+    first: int  # tokens before these units
+    chosen: int  # blocks before it that each unit reads
+    pages: Tensor  # int64, pages of the sequence up to the end of the last unit
 
 
 @dataclass(frozen=True)
 class SparsePromptReads:
-    """What a pass over prompts reads: parts that read a share of what is before them, and those that read it all."""
+    """The reads of a pass over prompts: parts that read a share of the tokens before them, and parts that read all."""
 
     parts: list[SparsePart]
     dense: PromptReads
@@ -71,7 +66,7 @@ def plan_sparse_prompts(
     cudnn: bool,
     share: float,
 ) -> SparsePromptReads:
-    """Return what each sequence with queries reads, where a unit reads `share` of the tokens up to it, or more.
+    """Return the reads of each sequence with queries, where a unit reads at least `share` of the tokens up to it.
 
     The arguments before are those of `plan_prompts`. Parts with no more than that before them read everything. Raises
     ValueError for more queries of a sequence than a piece may have.
@@ -94,7 +89,7 @@ def plan_sparse_prompts(
 
 
 def blocks_read(share: float, length: int) -> int:
-    """Return how many blocks the units of a part read that ends at the token `length`: no fewer than its share.
+    """Return how many blocks each unit reads, in a part that ends at the token `length`: no fewer than its share.
 
     There are four sizes from one power of two to the next, as cuDNN plans each anew, and PIECE tokens are the most.
     """
@@ -155,7 +150,7 @@ def _block_means(part: SparsePart, k_pages: Tensor, room: Tensor) -> Tensor:
 def _attend_to_chosen(
     part: SparsePart, chosen: Tensor, queries: Tensor, pages: tuple[Tensor, Tensor], reads: PromptReads, scale: float
 ) -> Tensor:
-    """Return the output of all units, [units, heads, UNIT, dim], over their own tokens and what they chose."""
+    """Return the output of all units, [units, heads, UNIT, dim], over their own tokens and the chosen blocks."""
     _, kv_heads, page_size, dim = pages[0].shape
     heads = torch.arange(kv_heads, device=chosen.device)[:, None]
     places = part.pages[part.first // page_size :] * kv_heads + heads

@@ -1,7 +1,7 @@
 """Causal attention of ragged queries over paged KV: dense, or over block lists per (sequence, KV head).
 
-Blocks that a list leaves out may be stood in for by the mean key and value of the group of tokens that they
-belong to, weighted by how many of the group's tokens are not read, in the same softmax. The weight of n keys
+For blocks that a list leaves out, the mean key and value of their group of tokens may stand in, weighted by how many
+of the group's tokens are not read, in the same softmax. The weight of n keys
 k_i under a query q is n · mean(exp(q·k_i)); with the keys' variances that is, to second order,
 n · exp(q·k̄ + ½ Σ q_d² var_d).
 
@@ -63,10 +63,10 @@ def paged_attention(
     backend: str = "torch",
     work: Work | None = None,
 ) -> Tensor:
-    """Attend, and return [tokens, heads, head_dim]; a query that may see nothing gets zeros.
+    """Attend, and return [tokens, heads, head_dim]; zeros for a query that sees nothing.
 
-    blocks: what is read; everything if None. means: what stands in for the rest; nothing if None
-    work: for Triton, of `plan_work`; made here if None
+    blocks: the blocks to read; None: all. means: stand-ins for the other blocks; None: nothing stands in
+    work: for Triton, the result of `plan_work`; None: it is made here
     Raises ValueError for shapes that do not fit one another, NotImplementedError for what Triton does not take.
     """
     check_backend("paged_attention", backend)
@@ -84,7 +84,7 @@ def paged_attention_with_read_weights(
     work: Work | None = None,
     weights_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `paged_attention` over lists returns, and how much softmax weight each listed block got.
+    """Return the result of `paged_attention` over lists, and how much softmax weight each listed block got.
 
     The weights are [sequences, kv_heads, width] float32, in the order of `blocks.lists`: the sum over the query
     heads of a KV head of the mean over a sequence's queries; 0 past a list's count.
@@ -109,9 +109,10 @@ def paged_attention_remembering(
     backend: str = "torch",
     work: Work | None = None,
 ) -> Tensor:
-    """Attend densely, and remember how much softmax weight each block got, in place: what is remembered fades by
-    `decay` and is raised to the weight, 0 beyond a sequence's blocks. Weights are summed and averaged as by
-    `paged_attention_with_read_weights`.
+    """Attend densely, and remember how much softmax weight each block got, in place.
+
+    A remembered weight fades by `decay` and is raised to the new weight; it is 0 behind a sequence's blocks. Weights
+    are summed and averaged as by `paged_attention_with_read_weights`.
 
     memory: [places, kv_heads, blocks] float32, its last dimension contiguous. places: [sequences] int32, all different,
     where in it each sequence's weights are; nothing is remembered at a negative one.

@@ -1,10 +1,10 @@
-"""What paged attention takes: one layer's batch, lists of blocks, and the group means that stand in for the rest."""
+"""The inputs of paged attention: one layer's batch, lists of blocks, and the group means that stand in for the rest."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-MOST_BEYOND = 128  # tokens behind those that there are, whose blocks may be listed for passes to come
+MOST_BEYOND = 128  # tokens behind a sequence's end whose blocks may be listed, for later passes
 # The second-order term overshoots for keys that are far from normal; beyond this (a factor of e²) it is cut.
 MAX_VARIANCE_TERM = 2.0
 
@@ -13,11 +13,11 @@ MAX_VARIANCE_TERM = 2.0
 class BlockLists:
     """The KV blocks that each (sequence, KV head) reads; `block_size` tokens divide a page or are whole pages.
 
-    lists: [sequences, kv_heads, width] int32 logical blocks, ascending; some may lie behind the tokens that there are,
-        by up to MOST_BEYOND tokens
+    lists: [sequences, kv_heads, width] int32 logical blocks, ascending; some may lie up to MOST_BEYOND tokens behind
+        the sequence's end
     counts: [sequences, kv_heads] int32, valid entries of `lists`
     slots: [sequences, kv_heads, width * pages of a block] int32, where the listed pages lie: rows of the pages taken as
-        [pages * kv_heads, page_size, head_dim], not negative; None: block tables say it. Only for blocks of whole pages
+        [pages * kv_heads, page_size, head_dim], not negative; None: block tables tell it. Only for whole pages
     """
 
     lists: Tensor
@@ -45,7 +45,7 @@ class GroupMeans:
 
 @dataclass(frozen=True)
 class Batch:
-    """What attends to which pages: the last queries of a sequence stand at its last KV positions.
+    """Queries and the pages that they attend to: the queries of a sequence stand at its last KV positions.
 
     queries: [tokens, heads, head_dim], the sequences one after another
     k_pages, v_pages: [pages, kv_heads, page_size, head_dim]

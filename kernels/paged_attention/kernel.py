@@ -1,7 +1,7 @@
 """The Triton kernel of paged attention: split over keys as FlashDecoding, the work shared out as stream-K.
 
-All tiles of all items, an item being a (sequence, KV head, tile of queries), stand in one row. Each program takes an
-equal stretch of it and leaves a partial result for each item that it touches, which a second kernel merges.
+An item is a (sequence, KV head, tile of queries). The tiles of keys of all items stand in one row. Each program takes
+an equal stretch of it and leaves a partial result for each item that it touches; a second kernel merges these.
 """
 
 from specahead.kernels.backends import ask_for, jit, precede, tl
@@ -9,7 +9,7 @@ from specahead.kernels.backends import ask_for, jit, precede, tl
 
 @jit
 def first_tile(program, total, programs, MIN_TILES: tl.constexpr):
-    """Where a program's stretch of all tiles begins: equal shares, of at least MIN_TILES while there are tiles."""
+    """Return where a program's stretch of all tiles begins. Shares are equal, and of at least MIN_TILES if possible."""
     programs = tl.minimum(programs, tl.cdiv(total, MIN_TILES))
     share = total // tl.maximum(programs, 1)
     return tl.minimum(program * share + tl.minimum(program, total - share * programs), total)
@@ -17,7 +17,7 @@ def first_tile(program, total, programs, MIN_TILES: tl.constexpr):
 
 @jit
 def program_of(tile, total, programs, MIN_TILES: tl.constexpr):
-    """Which program's stretch holds a tile: the reverse of `first_tile`."""
+    """Return the program whose stretch holds a tile: the reverse of `first_tile`."""
     programs = tl.minimum(programs, tl.cdiv(total, MIN_TILES))
     share = total // tl.maximum(programs, 1)
     longer = total - share * programs  # as many programs have a tile more
@@ -40,9 +40,9 @@ def _numbers_at(
     BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """Where in the pages the numbers of the tokens at `place` in what an item reads begin.
+    """Return where the numbers of the tokens at `place`, among all that an item reads, begin in the pages.
 
-    inside: which of them are looked up. item_row: sequence * KV_HEADS + the KV head. sources: block tables, lists and
+    inside: the places that are looked up. item_row: sequence * KV_HEADS + the KV head. sources: block tables, lists and
     pieces (`Work.pieces`), and the strides of a table and of a list.
     """
     tables_ptr, _lists_ptr, pieces_ptr, table_stride, list_width = sources
@@ -70,8 +70,8 @@ def _item(
     NEWEST: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """What an item is: its tiles, its queries' rows, its sequence's tokens, how many tokens it reads, and where the
-    last NEWEST blocks of its list end.
+    """Return an item's tiles, its queries' rows, its sequence's tokens, how many tokens it reads, and where the last
+    NEWEST blocks of its list end.
     """
     sequence = item // (row_tiles * KV_HEADS)
     first, stop = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
@@ -89,7 +89,7 @@ def _item(
 
 @jit
 def _place_of(position, tokens, ends, BLOCK: tl.constexpr):
-    """How many of the tokens that a list names lie before a position. tokens, ends: of `_item`."""
+    """Return how many of the tokens that a list names lie before a position. tokens, ends: as `_item` returns them."""
     behind = tl.minimum(tl.maximum(ends[None, :] - position[:, None], 0), BLOCK)
     return tokens - tl.sum(behind, 1)
 
@@ -145,7 +145,7 @@ def partial_attention_kernel(
     MAX_VARIANCE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program's stretch of the row of tiles; a partial result at slot (program + item) for each item in it."""
+    """Attend one stretch of the row of tiles; leave a partial result at slot (program + item) for each item in it."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4
     sources = (tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
@@ -165,8 +165,8 @@ def partial_attention_kernel(
         offs_tile = (
             (eights // (4 * (BLOCK // 8)) * 4 + eights % 4) * BLOCK + eights // 4 % (BLOCK // 8) * 8 + offs_tile % 8
         )
-    # Of what a layer's launches make, the queries and the newest tokens' KV, nothing is read up to the wait: they let
-    # this one begin before they have ended.
+    # Up to the wait nothing is read that launches of this layer make (queries, the newest tokens' KV): this launch may
+    # begin before those have ended.
     known = tl.minimum(item, items - 1)  # a program may have no tiles
     first, stop, start, end, length, tokens, ends = _item(known, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
     if PDL:
@@ -302,8 +302,9 @@ def merge_kernel(
     EMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of one item from its partial results, SPLITS at a time, and log2 of its weight sum. QUERIES: a plain
-    number, for each of which this need not be compiled.
+    """Merge one row of one item from its partial results, SPLITS at a time, and store log2 of its weight sum.
+
+    QUERIES is a plain number, so that this is not compiled for each.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     item = tl.program_id(0)

@@ -19,12 +19,12 @@ Partial = tuple[Tensor, Tensor, Tensor]  # outputs [(programs + items) * rows, d
 
 @dataclass(frozen=True)
 class BlockSums:
-    """log2 of each row's softmax weight on each block, and in all; rows as `partial_attention_kernel` numbers them.
+    """log2 of each row's softmax weight on each block, and of its sum; rows as `partial_attention_kernel` numbers them.
 
     blocks: [items * queries of a tile * group, width] float32, of width 0 where no weights are emitted
     total: [items * queries of a tile * group] float32, filled where weights are emitted
     block_size: tokens of a block, 0: no weights are emitted
-    layout: what kernels that read these take as keyword arguments
+    layout: keyword arguments of kernels that read these
     """
 
     blocks: Tensor
@@ -33,7 +33,7 @@ class BlockSums:
     layout: dict[str, int]
 
 
-# Returns room for `blocks` and `total` of BlockSums, given rows and width.
+# From rows and width to room for `blocks` and `total` of BlockSums.
 MakeRoom = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
@@ -47,8 +47,8 @@ def attend_in_triton(
 ) -> tuple[Tensor, BlockSums]:
     """Return the output [tokens, heads, dim], and the sums of the weights on blocks, of all or of those listed.
 
-    emit_block_size: tokens of a block whose weights are summed; 0: none are. make_room: where the sums go; None: to new
-    tensors. The others: as for `paged_attention`.
+    emit_block_size: tokens of a block whose weights are summed; 0: none. make_room: makes room for the sums; None: new
+    tensors. The other arguments are those of `paged_attention`.
     Raises NotImplementedError for a head dimension that is no power of two from 16 and for an emit_block_size that is
     no power of two up to MAX_EMITTED, ValueError without max_queries or for queries or pages that are not contiguous.
     """
@@ -103,7 +103,7 @@ def _attend_in_parts(
     rows: int,
     sums: BlockSums,
 ) -> Partial:
-    """Return the partial results; fills `sums.blocks`. items: all of the batch; rows: of an item."""
+    """Return the partial results; fill `sums.blocks`. items: all of the batch; rows: of an item."""
     tuning, device = work.tuning, batch.queries.device
     programs = len(work.first_items)
     slots = (programs + items) * rows
@@ -145,7 +145,7 @@ def _attend_in_parts(
 
 
 def _merge(batch: Batch, work: Work, items: int, rows: int, partial: Partial, sums: BlockSums) -> Tensor:
-    """Return the output; fills `sums.total`, if weights are emitted."""
+    """Return the output; fill `sums.total`, if weights are emitted."""
     out = torch.empty_like(batch.queries)
     tuning, programs = work.tuning, len(work.first_items)
     splits = 16 if tuning.segment else min(64, max(8, power_of_two(programs // items + 2)))

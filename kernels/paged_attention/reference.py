@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, one sequence at a time: the reference that the Triton kernel is tested against."""
+"""Paged attention in plain torch, one sequence at a time: the reference for the Triton kernel."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, B
 def attend_in_torch(
     batch: Batch, blocks: BlockLists | None = None, means: GroupMeans | None = None, emit: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output [tokens, heads, dim] and, if `emit`, what each listed block got: [sequences, kv_heads, width].
+    """Return the output [tokens, heads, dim] and, if `emit`, each listed block's weight [sequences, kv_heads, width].
 
     The weights of blocks are as `specahead.kernels.paged_attention.paged_attention_with_read_weights` describes them.
     """
@@ -135,7 +135,7 @@ def _unpack(out: Tensor, rows: int) -> Tensor:
 def _visible(batch: Batch, sequence: int, positions: Tensor, last: int | None = None) -> Tensor:
     """Return which of `positions` [1 or kv_heads, n] a sequence's queries may see: bool [1 or kv_heads, queries, n].
 
-    last: only of so many last queries; None: of all.
+    last: the number of last queries that are meant; None: all.
     """
     end, length = int(batch.query_starts[sequence + 1]), int(batch.kv_lengths[sequence])
     count = end - int(batch.query_starts[sequence]) if last is None else last
@@ -179,7 +179,7 @@ def _probabilities(
 
 
 def weights_of_last_queries_in_torch(batch: Batch, block_size: int, emitting: int) -> Tensor:
-    """Return what each sequence's last queries weigh all blocks: [sequences, emitting, heads, blocks] float32."""
+    """Return the weights that each sequence's last queries give all blocks: [sequences, emitting, heads, blocks]."""
     lengths, ends = batch.kv_lengths.tolist(), batch.query_starts[1:].tolist()
     out = batch.queries.new_zeros(
         len(lengths), emitting, batch.heads, -(-max(lengths) // block_size), dtype=torch.float32

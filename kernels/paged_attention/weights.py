@@ -14,12 +14,13 @@ MOST_LEFT = 2**28  # bytes that the layers of a pass leave before their weights 
 
 
 class LayersEvidence:
-    """Adds the weights that the layers of one pass give blocks to evidence, those of many layers in one launch.
+    """Adds the weights that the layers of one pass give blocks to evidence, many layers in one launch.
 
-    evidence: [sequences, layers, heads, n] float32, its last dimension contiguous. share: of the mean weight of each
-    sequence's last `emitting` queries that is added. listed: the lists of all layers, with a leading dimension for
-    them, if the pass reads lists. fresh: whether the evidence holds nothing yet, and is set; of no pass that reads
-    lists. Layers attend in their order, and after the last one all weights are added.
+    evidence: [sequences, layers, heads, n] float32, its last dimension contiguous
+    share: the factor of the mean weight of each sequence's last `emitting` queries
+    listed: the lists of all layers, with a leading dimension for them, if the pass reads lists
+    fresh: whether the evidence is undefined before, and is set; not in a pass that reads lists
+    Layers attend in their order; after the last one all weights have been added.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class LayersEvidence:
         self._evidence, self._share, self._block_size = evidence, share, block_size
         self._emitting, self._listed, self._fresh = emitting, listed, fresh
         self._room: tuple[Tensor, Tensor] | None = None  # of several layers
-        self._first = self._left = 0  # layer in that room, and how many have left theirs
+        self._first = self._left = 0  # the first layer in that room, and how many are in it
 
     def attend(self, layer: int, batch: Batch, blocks: BlockLists | None, work: Work | None) -> Tensor:
-        """Return the output of a layer. blocks: those of its lists, if it reads lists."""
+        """Return the output of a layer. blocks: its lists, if it reads lists."""
         out, sums = attend_in_triton(batch, blocks, None, work, self._block_size, self._room_of)
         assert self._room is not None
         last, room = self._evidence.shape[1] - 1, len(self._room[0])
@@ -50,7 +51,7 @@ class LayersEvidence:
         return out
 
     def _room_of(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return where a layer leaves its sums, [rows, width] and [rows]."""
+        """Return room for the sums of a layer, [rows, width] and [rows]."""
         if self._room is None:
             layers = max(1, min(self._evidence.shape[1], MOST_LEFT // (4 * rows * max(1, width))))
             device = self._evidence.device
@@ -145,7 +146,7 @@ def _weigh_heads(
 
 @jit
 def _row_of(item, query, head, QUERIES: tl.constexpr, GROUP: tl.constexpr):
-    """The row of `BlockSums` of a query's head; item: the first of its sequence and KV head, head: within the group."""
+    """Return a query head's row of `BlockSums`. item: the first of its sequence and KV head; head: within the group."""
     return (item + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + head
 
 
@@ -178,10 +179,10 @@ def _query_weights_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The weights of one head of the last `emitting` queries in one layer, on blocks of UNIT tokens or of lists.
+    """Weigh blocks of UNIT tokens, or of lists, by one head of the last `emitting` queries in one layer.
 
-    MEAN: `share` of those of all, for out [sequences, layers, heads, n]; else those of one query, for out [sequences,
-    emitting, heads, n]. STORED: put there, for all blocks; else added.
+    MEAN: by all these queries, times `share`, into out [sequences, layers, heads, n]; else by one query, into out
+    [sequences, emitting, heads, n]. STORED: weights are stored, for all blocks; else they are added.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOGETHER: tl.constexpr = emitting if MEAN else 1

@@ -17,36 +17,35 @@ from specahead.kernels.paged_attention.kernel import first_tile
 MAX_ROWS = 64  # of a tile of queries: heads of a group times queries
 LEAST_ROWS = 16  # that a tile has in any case
 GROUP_TILE = 32  # group means that the kernel takes at once
-# So many programs fewer than a GPU holds at once attend over lists. Beside eight that copy KV (engine.kv.tiered), each
-# in the place of two, none has to wait until another has ended, which would take a layer's attention nearly twice its
-# time. The same everywhere: what a step gives does not depend on where its KV comes from.
+# Programs that a GPU could hold and that do not attend over lists. They leave room for eight programs that copy KV
+# (specahead.engine.kv.tiered), each in the place of two, so that none has to wait for another to end, which would
+# nearly double the time of a layer's attention. The same everywhere: a result does not depend on where its KV comes
+# from.
 LEFT_FREE = 16
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is cut. tile: tokens; programs: per multiprocessor; min_tiles: of a program, at least.
+    """How the kernel is cut."""
 
-    segment: tiles of one item that a program takes, so that a result depends on nothing else in the batch; 0: equal
-    stretches of all tiles.
-    """
-
-    tile: int = 128
-    stages: int = 2
-    warps: int = 4
-    programs: int = 2
-    min_tiles: int = 2
+    tile: int = 128  # tokens
+    stages: int = 2  # tiles in flight
+    warps: int = 4  # of a program
+    programs: int = 2  # of a multiprocessor
+    min_tiles: int = 2  # of a program
+    # Tiles of one item that a program takes, so that a result depends on nothing else in the batch; 0: equal stretches
+    # of all tiles.
     segment: int = 0
 
     @property
     def least_tiles(self) -> int:
-        """Tiles of a program, at least, that the kernels divide by."""
+        """The least number of tiles of a program, which the kernels divide by."""
         return self.segment or self.min_tiles
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the Triton kernel derives from lengths and lists: made once for all layers of a step, or for one.
+    """How work is shared out, as it follows from lengths and lists: for all layers of a step, or for one.
 
     With a leading dimension for layers, or without:
 
@@ -80,11 +79,11 @@ def plan_work(
     means: GroupMeans | None = None,
     tuning: Tuning | None = None,
 ) -> Work:
-    """Return how the work is shared out. These are launches only, which work inside a CUDA graph.
+    """Return how the work is shared out. The host does not wait, so that a CUDA graph can capture this.
 
     block_tables, kv_lengths, max_queries: as for `paged_attention`; group: query heads of a KV head; dim: of a head.
     blocks: may hold the lists of all layers, [layers, sequences, kv_heads, …]: then the result has a leading dimension
-    for layers, of which `Work.layer` takes one.
+    for layers; `Work.layer` takes one.
     """
     tile_queries, row_tiles = row_tiles_of(max_queries, group)
     tuning = tuning or default_tuning(dim, 0 if blocks is None else blocks.block_size, tile_queries * group, kv_heads)
@@ -192,13 +191,13 @@ def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int) -> Tunin
 
 
 def pinned_tuning(dim: int, group: int, max_queries: int) -> Tuning:
-    """Results that depend on nothing else in the batch, as long as `max_queries` is the same."""
+    """Return a tuning whose results depend on nothing else in the batch, as long as `max_queries` is the same."""
     tile_queries, _ = row_tiles_of(max_queries, group)
     return replace(default_tuning(dim, 0, max(32, tile_queries * group), kv_heads=1), segment=32)
 
 
 def row_tiles_of(max_queries: int, group: int) -> tuple[int, int]:
-    """Queries of one tile of rows, and how many such tiles cover `max_queries`."""
+    """Return how many queries a tile of rows has, and how many such tiles cover `max_queries`."""
     queries = min(max_queries, max(1, MAX_ROWS // group))
     return queries, -(-max_queries // queries)
 
@@ -229,7 +228,7 @@ def _tile_starts_kernel(
     SEGMENT: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Where each item's tiles begin, [items + 1], and the item that each program of the attention kernel begins in.
+    """Store where each item's tiles begin, [items + 1], and in which item each program of the attention begins.
 
     One program a layer. A count of tokens serves per_tokens items.
     """
@@ -268,7 +267,7 @@ def _pieces_kernel(
     PER_PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Logical blocks to places in the pages (`Work.pieces`); a row is a (layer, sequence, KV head)."""
+    """Turn logical blocks into places in the pages (`Work.pieces`); a row is a (layer, sequence, KV head)."""
     row = tl.program_id(0)
     kv_head = row % KV_HEADS
     sequence = (row // KV_HEADS) % sequences
@@ -295,7 +294,7 @@ def _unread_kernel(
     GROUPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Tokens of each group that a list leaves out; one program a (layer, sequence, KV head)."""
+    """Count the tokens of each group that a list leaves out; one program a (layer, sequence, KV head)."""
     row = tl.program_id(0)
     count = tl.load(counts_ptr + row)
     read = tl.zeros([GROUPS], tl.int32)

@@ -1,4 +1,4 @@
-"""Which drafted tokens the target keeps, and the token it adds. Knows nothing of models or sessions.
+"""Which drafted tokens the target keeps, and the token that it adds. Knows nothing of models or sessions.
 
 Terms: a drafted token is *accepted* or rejected; after the first rejection one *recovered* token is drawn
 from the residual of the two distributions; after acceptance of all, one *bonus* token from the target's.
@@ -41,7 +41,7 @@ __all__ = [
 def judge_greedy(
     logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor, backend: str = "torch"
 ) -> tuple[Tensor, Tensor]:
-    """Judge by `accept_greedy` of the likeliest tokens, of which ties go to the lower index.
+    """Judge by `accept_greedy` with the likeliest tokens; ties go to the lower index.
 
     logits: [rows, γ + 1, vocab] float32, bfloat16 or float16
     draft_tokens: [rows, γ] int32 or int64, the first `draft_counts[row]` valid; draft_counts: [rows], the same
@@ -81,10 +81,10 @@ def judge_sampled(logits: Tensor, drafted: DraftedRows, backend: str = "torch") 
 
 
 def draw_own(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor, backend: str = "torch") -> Tensor:
-    """Draw a token of each row by `race`, from its truncated distribution; the likeliest one at temperature 0.
+    """Draw a token of each row's truncated distribution by `race`; the likeliest one at temperature 0.
 
-    logits: [rows, vocab] float32, bfloat16 or float16, contiguous. temperature, top_p: [rows] float32; uniforms: [rows]
-    float64, as of `race.arrivals`. Returns [rows] int32.
+    logits: [rows, vocab] float32, bfloat16 or float16, contiguous. temperature, top_p: [rows] float32
+    uniforms: [rows] float64, as for `race.arrivals`. Returns [rows] int32.
     """
     check_backend("draw_own", backend)
     return (draw_own_in_triton if backend == "triton" else draw_own_in_torch)(logits, temperature, top_p, uniforms)

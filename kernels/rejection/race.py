@@ -14,13 +14,13 @@ from torch import Tensor
 from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
 
 _TINY = 2.0**-10  # below it the series of -log(1 - v) is exact in float32
-_LAST = 1 - 2.0**-24  # nobody arrives never
+_LAST = 1 - 2.0**-24  # so that every token arrives
 
 
 def arrivals(uniforms: Tensor, ids: Tensor) -> Tensor:
-    """Return E of each token, exponential with mean 1, float32.
+    """Return E of each token, exponential with mean 1: [rows, n] float32.
 
-    uniforms: [rows] float64 in [0, 1), multiples of 2^-53; ids: [rows or 1, n] int64. Returns [rows, n].
+    uniforms: [rows] float64 in [0, 1), multiples of 2^-53; ids: [rows or 1, n] int64
     """
     bits = (uniforms.double() * 2.0**53).long()[:, None]
     hashed = _mix(_mix((ids + bits) & 0xFFFFFFFF) ^ (bits >> 32))
@@ -30,10 +30,10 @@ def arrivals(uniforms: Tensor, ids: Tensor) -> Tensor:
 
 
 def race(probs: Tensor, ids: Tensor, uniforms: Tensor, backend: str = "torch") -> Tensor:
-    """Return the column of the first to arrive, int64 [rows]; never one of probability 0 where there is another.
+    """Return the column of the first token to arrive, int64 [rows]; never one of probability 0 if another has more.
 
     probs: [rows, n] float32, not negative, of any sum; ids: [rows, n] int64, the tokens, for torch also [1, n]; both
-    contiguous, for Triton. uniforms: as of `arrivals`.
+    contiguous, for Triton. uniforms: as for `arrivals`.
     """
     check_backend("race", backend)
     if backend == "torch":
@@ -50,7 +50,7 @@ def race(probs: Tensor, ids: Tensor, uniforms: Tensor, backend: str = "torch") -
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A permutation of 32 bits (lowbias32 of Ellis, "Prospecting for Hash Functions"), of int64 that hold them."""
+    """Permute 32 bits in int64 (lowbias32 of Ellis, "Prospecting for Hash Functions")."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
     return x ^ (x >> 16)
@@ -58,7 +58,7 @@ def _mix(x: Tensor) -> Tensor:
 
 @jit
 def _mix_bits(x):
-    """`_mix` of uint32."""
+    """Do `_mix` in uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -66,7 +66,7 @@ def _mix_bits(x):
 
 @jit
 def arrivals_of_row(uniform, index):
-    """`arrivals` of one row. uniform: float64; index: int32"""
+    """Return `arrivals` of one row. uniform: float64; index: int32."""
     bits = (uniform * 9007199254740992.0).to(tl.int64)
     low, high = bits.to(tl.uint32), (bits >> 32).to(tl.uint32)
     hashed = _mix_bits(_mix_bits(index.to(tl.uint32) + low) ^ high)
@@ -76,7 +76,7 @@ def arrivals_of_row(uniform, index):
 
 @jit
 def _race_listed_kernel(probs_ptr, ids_ptr, uniforms_ptr, first_ptr, count, N: tl.constexpr, PDL: tl.constexpr):
-    """The column of the first to arrive of a row."""
+    """Find the column of the first to arrive of a row."""
     follow(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, N)

@@ -1,4 +1,4 @@
-"""The rules of acceptance in plain torch: the reference that the Triton kernels are tested against."""
+"""The rules of acceptance in plain torch: the reference for the Triton kernels."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from specahead.kernels.rejection.race import race
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """What `specahead.kernels.rejection.judge_sampled` judges, row by row.
+    """The rows that `specahead.kernels.rejection.judge_sampled` judges.
 
     draft_tokens: [rows, γ] int32 or int64, the first `draft_counts[row]` valid; draft_counts: [rows], the same
     support_ids, support_probs: [rows, γ, support] int32 and float32, the distributions that the drafted tokens were

@@ -1,7 +1,4 @@
-"""Scores by which blocks are announced: what rows are predicted to weigh by blends of a draft's heads.
-
-Blocks that were announced last round count more, those outside of limits not at all.
-"""
+"""Scores by which a draft announces blocks: each row's weights, predicted by a blend of the draft's heads."""
 
 import torch
 from torch import Tensor
@@ -23,12 +20,12 @@ def score_announced(
 ) -> Tensor:
     """Return the score of each block in each row: [sequences, rows, blocks] float32.
 
-    It is the weighted sum of the evidence of the row's heads, times `stickiness` for what was announced before, and 0
-    outside the limits.
-
-    evidence: [sequences, heads, blocks] float32, contiguous; heads, weights: [rows, width] int32 and float32, a blend
-    of heads each, weights of 0 behind its last; before: [sequences, rows, words] int64, a bit a block, lowest first;
-    limits: [at least 2, sequences] int32: the first block that counts, and the one behind the last that does
+    It is the weighted sum of the evidence of the row's heads, times `stickiness` for a block that was announced before,
+    and 0 outside the limits.
+    evidence: [sequences, heads, blocks] float32, contiguous
+    heads, weights: [rows, width] int32 and float32, the blend of each row, with weights of 0 behind its last head
+    before: [sequences, rows, words] int64, a bit a block, the lowest first: blocks that were announced before
+    limits: [at least 2, sequences] int32, the first block that counts, and the one behind the last that counts
     """
     check_backend("score_announced", backend)
     (sequences, of_all, blocks), (rows, width) = evidence.shape, heads.shape

@@ -1,4 +1,4 @@
-"""The few largest entries of long rows, in falling order: of logits, what a draft takes and what else was likely."""
+"""The few largest entries of long rows, in falling order: a draft's likeliest tokens."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ _CHUNK = 4096  # entries of a program of the first launch
 
 
 def top_few(values: Tensor, count: int, backend: Backend = "torch") -> Tensor:
-    """Return where the `count` largest entries of each row stand, the largest first: [rows, count] int64.
+    """Return the columns of the `count` largest entries of each row, the largest first: [rows, count] int64.
 
     values: [rows, entries], contiguous, of a float dtype. Of equal entries the first one comes first, as in
-    torch.argmax; of a row with NaN the result is any entries of it. Raises ValueError for more than there are entries.
+    torch.argmax. In a row with NaN the result may be any columns. Raises ValueError for a count beyond the entries.
     """
     check_backend("top_few", backend)
     rows, entries = values.shape
@@ -63,7 +63,7 @@ def _top_of_row_kernel(
     inside = place < candidates
     follow(PDL)
     left = tl.load(best_ptr + row * candidates + place, mask=inside, other=float("-inf"))
-    # A chunk with fewer entries than are asked for says so with the highest number.
+    # A chunk with fewer than COUNT entries gives the highest number for each that it lacks.
     at = tl.load(at_ptr + row * candidates + place, mask=inside, other=2147483647)
     for index in tl.static_range(COUNT):
         largest = tl.max(tl.where(at < 2147483647, left, float("-inf")), 0)
