@@ -73,9 +73,10 @@ class Positions(NamedTuple):
 
 
 def empty_positions(count: int, device: torch.device) -> Positions:
-    """Return room for `count` positions, undefined."""
-    floats = torch.empty(9, count, dtype=torch.float32, device=device)
-    ints = torch.empty(4, count, dtype=torch.int32, device=device)
+    """Return undefined room for `count` positions. Each tensor begins at a multiple of 16 bytes, whatever the count."""
+    room = -(-count // 4) * 4
+    floats = torch.empty(9, room, dtype=torch.float32, device=device)[:, :count]
+    ints = torch.empty(4, room, dtype=torch.int32, device=device)[:, :count]
     return Positions(*floats, *ints)
 
 
