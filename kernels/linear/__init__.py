@@ -20,10 +20,11 @@ from specahead.kernels.backends import Backend, check_backend
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear, takes
 from specahead.kernels.linear.skinny import is_skinny, skinny_linear
-from specahead.kernels.linear.weights import EightBitWeight, LinearWeight, quantize
+from specahead.kernels.linear.weights import BLOCK, EightBitWeight, LinearWeight, quantize
 from specahead.kernels.rms_norm import add_rms_norm, add_scaled
 
 __all__ = [
+    "BLOCK",
     "MOST_ROWS",
     "EightBitWeight",
     "LinearWeight",

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from specahead.engine.kv.pages import SequenceKV
-from specahead.engine.loading.model import load_model, load_modules, with_eight_bit_weights
+from specahead.engine.loading.model import load_model, load_modules
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.steps.inputs import Logits, SequenceInput
@@ -106,7 +106,7 @@ def test_more_rows_may_give_logits_than_read_8_bits(folder: str) -> None:
 
 def test_what_is_not_built_is_refused(folder: str, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="built for the fused decoder"):
-        with_eight_bit_weights(load_modules(folder, DTYPE, DEVICE).decoder)
+        load_modules(folder, DTYPE, DEVICE).decoder.with_eight_bit_weights()
     transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)).save_pretrained(tmp_path / "olmo2")
     with pytest.raises(NotImplementedError, match="norm what attention and the MLP read"):
-        with_eight_bit_weights(load_model(str(tmp_path / "olmo2"), DTYPE, DEVICE).decoder)
+        load_model(str(tmp_path / "olmo2"), DTYPE, DEVICE).decoder.with_eight_bit_weights()

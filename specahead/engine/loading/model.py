@@ -109,13 +109,6 @@ def load_module(
     return module.eval()
 
 
-def with_eight_bit_weights(decoder: Decoder | ModulesDecoder) -> Decoder:
-    """Return what `Decoder.with_eight_bit_weights` does; raise NotImplementedError for transformers' modules."""
-    if isinstance(decoder, ModulesDecoder):
-        raise NotImplementedError("8-bit weights are built for the fused decoder: leave --enforce-eager out")
-    return decoder.with_eight_bit_weights()
-
-
 def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Mapping[str, Tensor]:
     """Return the weights of a model by name, from its files; if these do not fit, as transformers reads them."""
     try:

@@ -10,13 +10,7 @@ from specahead.config.attention_backends import check_attention_backend
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.config import ModelShape, load_config, read_shape
 from specahead.engine.loading.memory import backing_store_tokens, bytes_of_token, check_memory, context_of, room_for_kv
-from specahead.engine.loading.model import (
-    LoadedModel,
-    default_device,
-    load_model,
-    resolve_dtype,
-    with_eight_bit_weights,
-)
+from specahead.engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.loading.tokenizer import (
     count_token_ids,
@@ -99,7 +93,7 @@ def _load(settings: ModelSettings, eight_bit: EightBit = "none") -> _Loaded:
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # a dummy is measured in the shape of its config
         loaded = loaded.with_vocabulary(count_token_ids(tokenizer))
-    drafting = None if eight_bit == "none" else with_eight_bit_weights(loaded.decoder)
+    drafting = None if eight_bit == "none" else loaded.decoder.with_eight_bit_weights()
     if eight_bit == "all" and drafting is not None:
         loaded, drafting = replace(loaded, decoder=drafting), None
     if device != "cpu":

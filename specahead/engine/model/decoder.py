@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.compiling import compiles_only
-from specahead.kernels.linear import LinearWeight, Residual, add_linear, linear, linear_of_residual
+from specahead.kernels.linear import BLOCK, LinearWeight, Residual, add_linear, linear, linear_of_residual
 from specahead.kernels.rms_norm import add_rms_norm
 from specahead.kernels.rotary import rotate_and_write_kv
 
@@ -96,10 +96,16 @@ class Decoder:
         """Return the decoder with a second copy of its weights in 8 bits, which passes of few rows read.
 
         Raises NotImplementedError for layers that 8-bit weights are not built for: those that read the residual stream
-        without a norm, whose numbers float16 might not hold, and on a GPU those whose inputs no kernel takes.
+        without a norm, whose numbers float16 might not hold, and on a GPU those that no kernel takes.
         """
         if any(norm is None for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm)):
             raise NotImplementedError("8-bit weights are built for layers that norm what attention and the MLP read")
+        for weight in (weight.values for layer in self.layers for weight in layer.linears if self.embedding.is_cuda):
+            if weight.shape[1] % BLOCK or weight.dtype == torch.float32:
+                raise NotImplementedError(
+                    f"8-bit weights are built for 16-bit layers of a multiple of {BLOCK} inputs, got {weight.shape[1]} "
+                    f"of {weight.dtype}"
+                )
         layers = [
             replace(
                 layer,

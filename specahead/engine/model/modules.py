@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specahead.engine.model.decoder import Attend
+from specahead.engine.model.decoder import Attend, Decoder
 from specahead.kernels.kv_write import write_kv
 
 NAME = "specahead"
@@ -65,6 +65,10 @@ class ModulesDecoder:
         )
         logits: Tensor = result.logits[0, :, : self.vocab]
         return logits
+
+    def with_eight_bit_weights(self) -> Decoder:
+        """Raise NotImplementedError: transformers' modules have no such weights."""
+        raise NotImplementedError("8-bit weights are built for the fused decoder: leave --enforce-eager out")
 
     def with_vocabulary(self, count: int) -> "ModulesDecoder":
         """Return the decoder with the logits of the ids below `count` only; the module's head is cut in place."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specahead.engine.loading.model import load_model, with_eight_bit_weights
+from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.modules import ModulesDecoder
@@ -22,7 +22,7 @@ def load_runner(
     NotImplementedError for a model that this is not built for.
     """
     loaded = load_model(model, dtype, device)
-    drafting = with_eight_bit_weights(loaded.decoder) if drafts_in_eight_bits else None
+    drafting = loaded.decoder.with_eight_bit_weights() if drafts_in_eight_bits else None
     return make_runner(loaded, kv_tokens, drafting=drafting, enforce_eager=True)
 
 
