@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -256,7 +257,8 @@ async def test_long_texts_are_tokenized_one_after_the_other_and_hold_up_no_short
         return [1, 2]
 
     monkeypatch.setattr(TextEncoder, "encode", encode)
-    async with running_gateway(ScriptedRouter(tokenizer)) as address, aiohttp.ClientSession(address) as session:
+    limits = replace(LIMITS, max_context=4096)
+    async with running_gateway(ScriptedRouter(tokenizer), limits) as address, aiohttp.ClientSession(address) as session:
 
         async def tokenize(size: int) -> int:
             async with session.post("/tokenize", json={"prompt": "x" * size}) as answer:

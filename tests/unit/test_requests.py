@@ -23,7 +23,7 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.lab.evaluation.methods import RIVALS
 from specahead.sparsity.methods import METHODS
 from specahead.wire.errors import InvalidArgument, ServiceError
-from specahead.wire.messages import Exactness, FinishReason
+from specahead.wire.messages import Exactness
 
 LIMITS = Limits("tiny", vocab_size=4096, max_context=100, stop_token_ids=[0, 7], methods=("sts", "ahead"))
 PROMPT = [5, 6, 7]
@@ -60,7 +60,6 @@ def test_a_request_becomes_a_record(tokenizer: Any) -> None:
     assert (got.session, got.max_tokens, got.stop_token_ids) == ("mine", 9, [0, 7])
     assert (got.sampling.temperature, got.sampling.top_p, got.sampling.seed) == (0.5, 0.9, 3)
     assert got.exactness is Exactness.APPROXIMATE
-    assert got.finish_reason is FinishReason.NONE
     assert got.generated == []
 
 

@@ -23,6 +23,7 @@ from orchestrator.text import grammar_compiler
 from orchestrator.text.chat_grammars import chat_grammar
 from orchestrator.text.compile_grammar import find_error, find_excess, make_source
 from orchestrator.text.grammar_compiler import GrammarCompiler
+from orchestrator.text.json_calls import Delta
 from orchestrator.text.lark import Lark
 from orchestrator.text.replies import ReplyFormat
 from orchestrator.text.structural_tags import tag_grammar
@@ -410,6 +411,18 @@ def call_source(tokenizer: Any, form: ReplyFormat, **fields: Any) -> str:
     return source_of(None if request.must_call else request.structure, main)
 
 
+def calls_of(deltas: list[Delta]) -> list[tuple[str, str]]:
+    """The names and arguments of calls; there may be nothing else."""
+    calls: list[tuple[str, str]] = []
+    for delta in deltas:
+        assert not delta.content and not delta.reasoning
+        if delta.call is not None:
+            calls.append((delta.call.name, delta.call.arguments))
+        else:
+            calls[-1] = calls[-1][0], calls[-1][1] + delta.arguments
+    return calls
+
+
 def write(source: str, tokenizer: Any, rng: random.Random, most: int = 200) -> list[int] | None:
     """Return random tokens that follow a grammar up to the end, None if they do not come to it."""
     vocab, end = count_token_ids(tokenizer), tokenizer.eos_token_id
@@ -441,13 +454,11 @@ async def test_forced_calls_parse_and_their_arguments_are_valid(
         if tokens is None:
             continue
         parser = form.parser("", TOOLS)
-        deltas = parser.feed(tokenizer.decode(tokens, skip_special_tokens=False), True)
-        calls = [delta.call for delta in deltas if delta.call is not None]
+        calls = calls_of(parser.feed(tokenizer.decode(tokens, skip_special_tokens=False), True))
         assert calls
-        assert not any(delta.content for delta in deltas)
-        for call in calls:
-            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
-            assert choice == "required" or call.name == "sea"
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schemas[name])
+            assert choice == "required" or name == "sea"
         written += 1
     assert written > 1
 
@@ -643,11 +654,10 @@ async def test_calls_are_forced_by_a_tokenizers_own_template(
     assert len(written) > 1
     for tokens in written:
         parser = form.parser("assistant:", TOOLS)
-        deltas = parser.feed(tokenizer.decode(tokens, skip_special_tokens=False), True)
-        assert deltas and all(delta.call is not None for delta in deltas)
-        for delta in deltas:
-            assert delta.call is not None
-            jsonschema.validate(json.loads(delta.call.arguments), schemas[delta.call.name])
+        calls_found = calls_of(parser.feed(tokenizer.decode(tokens, skip_special_tokens=False), True))
+        assert calls_found
+        for name, arguments in calls_found:
+            jsonschema.validate(json.loads(arguments), schemas[name])
 
 
 async def test_own_templates_reason_and_open_content(tokenizer: Any) -> None:
