@@ -1,8 +1,8 @@
 """Which sessions are drafted for.
 
-Their KV room grows as tokens come. Where it runs out, a session gives way: its target decodes it plainly, and it waits
-its turn with those that found no room at all. Targets share the room: of the one with the most sessions here that
-which was begun last gives way, and of the one with the fewest that goes on which has waited longest.
+Their KV grows as tokens come. When pages run out, one session gives way: its target decodes it plainly, and it waits
+with the sessions that found no room at all. Targets share the room: the youngest session of the target with the most
+sessions here gives way, and the session that has waited longest of the target with the fewest comes next.
 """
 
 from collections import Counter, deque
@@ -16,27 +16,27 @@ from specahead.wire.messages import Begin, Decline, Resync
 
 
 class Admission:
-    """Begins and drops sessions.
-
-    sessions: those that are drafted for, in the order in which they were begun. waiting: those without room. grammars:
-    what compiles those of sessions; None: sessions with one are declined.
-    """
+    """Begins and drops sessions."""
 
     def __init__(
         self, kv: KVCache, settings: DraftSettings, counters: Counter[str], grammars: Grammars | None = None
     ) -> None:
-        self._kv, self._settings, self._counters, self.grammars = kv, settings, counters, grammars
+        self._kv, self._settings, self._counters = kv, settings, counters
+        self.grammars = grammars
+        """Compiles the grammars of sessions; None: sessions with one are declined."""
         self.sessions: list[DraftSession] = []
+        """Sessions that are drafted for, oldest first."""
         self.waiting: deque[tuple[TargetPeer, str]] = deque()
+        """Names of sessions without room, by target."""
 
     def begin(self, peer: TargetPeer, begin: Begin) -> None:
-        """Begin a session, or begin it anew where `begin` says; decline it if there is no room."""
+        """Begin a session, anew if it is known; decline it if there is no room."""
         name = begin.at.session
-        if name in peer.ended:  # a name used again; or a late repeat, which the target ends at our first word
+        if name in peer.ended:  # the name is used again; or a late repeat, which the target ends at our first message
             peer.ended.remove(name)
         known = peer.sessions.get(name)
         if known is not None:
-            if begin.at.epoch <= known.epoch:  # the target begins a session anew in a later epoch only
+            if begin.at.epoch <= known.at.epoch:  # the target begins a session anew in a later epoch only
                 self._counters["stale_frames"] += 1
                 return
             self.drop(known)
@@ -61,17 +61,15 @@ class Admission:
         self.sessions.append(session)
 
     def drop(self, session: DraftSession) -> None:
-        """Release all that a session holds, and ask for a session that waits for room: of the target with the fewest
-        sessions here that which has waited longest."""
+        """Release a session's KV, and ask a target for the next session that waits for room."""
         self._release(session)
         if self.waiting:
             peer, name = chosen = min(self.waiting, key=lambda waits: len(waits[0].sessions))
             self.waiting.remove(chosen)
-            peer.send(Resync(name))  # it went on without us: where does it stand now?
+            peer.send(Resync(name))  # it went on without us: the target's Begin says where it stands
 
     def preempt_youngest(self) -> None:
-        """Have a session give its room to the others, and wait for room before all that do: of the target with the most
-        sessions here that which was begun last."""
+        """Let one session give its room to the others; it waits before all that wait already."""
         most = max(len(session.peer.sessions) for session in self.sessions)
         session = next(each for each in reversed(self.sessions) if len(each.peer.sessions) == most)
         self._decline(session.peer, session.id)
@@ -88,14 +86,14 @@ class Admission:
         peer.send(Decline(name, "no room"))
 
     def end(self, peer: TargetPeer, name: str) -> None:
-        """Drop a session that is over, if it is here, and forget it if it waits."""
+        """Drop or forget a session that is over."""
         peer.ended.append(name)
         self._forget(peer, name)
         if name in peer.sessions:
             self.drop(peer.sessions[name])
 
     def fail(self, session: DraftSession, reason: str) -> None:
-        """Drop a session whose step failed: its target decodes it plainly from now on."""
+        """Drop a session whose step failed; its target decodes it plainly from now on."""
         self._decline_for_good(session.peer, session.id, reason)
         self.drop(session)
 
@@ -106,7 +104,7 @@ class Admission:
             self.drop(session)
 
     def expects_verdicts(self, peer: TargetPeer, name: str) -> bool:
-        """Return whether verdicts on a session that is not drafted for are to be expected: it ended, or it waits."""
+        """Return whether verdicts on a session without drafts are normal: it has ended, or it waits."""
         return name in peer.ended or (peer, name) in self.waiting
 
     def _decline_for_good(self, peer: TargetPeer, name: str, reason: str) -> None:
@@ -117,13 +115,13 @@ class Admission:
         self.waiting = deque(item for item in self.waiting if item != (peer, name))
 
     def _has_room(self, tokens: int) -> bool:
-        """Return whether one more session of so many tokens finds room beside what the others have tokens for.
+        """Return whether a session with this many tokens finds room beside the tokens that the others have.
 
-        A page for each of these is kept, so that it does not have to give way at once.
+        One page is kept for each of these, so that none has to give way at once.
         """
         missing = sum(max(0, self._need(len(s.tokens)) - len(s.kv.pages)) for s in self.sessions)
         return self._need(tokens) + missing + len(self.sessions) <= self._kv.pool.available
 
     def _need(self, tokens: int) -> int:
-        """Return the pages of so many tokens, a round, and the branches that are drafted behind it."""
+        """Return the pages for tokens, a round behind them, and the outcomes drafted for behind that."""
         return pages_for(tokens + (1 + self._settings.chosen.branches) * (self._settings.most_drafted + 1))

@@ -10,7 +10,8 @@ import numpy as np
 
 from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES, BESIDE
-from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
+from draft_service.proposals import send_round, take_round
+from draft_service.sessions import DraftedRound, DraftSession, TargetPeer
 from draft_service.steps import (
     DraftStep,
     DraftStepResult,
@@ -19,14 +20,10 @@ from draft_service.steps import (
     plan_behind_step,
     plan_draft_step,
     put_off_until,
-    send_ahead,
-    send_round,
-    take_round,
 )
-from draft_service.verdicts import receive_verdict
 from specahead.config import DraftSettings
 from specahead.engine.sampling.grammars import Grammars
-from specahead.engine.steps.rounds.requests import DraftedTokens, gammas
+from specahead.engine.steps.rounds.requests import gammas
 from specahead.engine.steps.runner import Runner
 from specahead.engine.steps.step_loop import describe, prefill_chunk
 from specahead.sparsity.methods import METHODS
@@ -37,13 +34,13 @@ from specahead.wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
-# Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
+# Counters that exist before they count: Prometheus sees no rise in one that begins with 1.
 _COUNTED = ("failed_steps", "resyncs", "declined_sessions")
-_FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
+_FORESIGHT = 0.5  # share of verdicts foreseen from which overlap pays
 
 
 class Drafter:
-    """What the draft service drives: targets attach and send events, and the step loop plans, executes and finishes.
+    """What the draft service drives: targets attach and send events; the step loop plans, executes and finishes steps.
 
     Events may come at any time and are applied between steps. `execute` alone runs in another thread.
     """
@@ -56,33 +53,34 @@ class Drafter:
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
+        """grammars: compiles the grammars of sessions; None declines sessions with one."""
+        device = str(runner.kv.device) if settings.device == "auto" else settings.device
         settings = replace(
-            settings,
-            prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device),
-            device=str(runner.kv.device) if settings.device == "auto" else settings.device,
+            settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device), device=device
         )
-        self.runner = runner
+        chosen = settings.chosen
+        self.runner, self.plan = runner, plan
+        self.overlaps = chosen.overlap
+        """Whether rounds are drafted before the verdict on the round before."""
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
-        self._plan, self._settings, self._spans = plan, settings, spans
+        self._settings, self._spans = settings, spans
         self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._put_off = 0.0
-        self.round_seconds = 0.0  # of the last step that drafted rounds and read nothing
-        chosen = settings.chosen
+        self.round_seconds = 0.0
+        """Duration of the last step that drafted rounds and read no prompt."""
         rounds = round_settings(plan, settings.most_drafted, settings.support, chosen.draft_read_share)
-        alternatives = ALTERNATIVES if chosen.branches > 1 else 0 if chosen.overlap else BESIDE
-        memories = settings.max_sessions + 1  # a session may end in the step that runs
-        rounds = replace(rounds, memories=memories, branches=chosen.branches, runs_last=chosen.overlap)
+        alternatives = ALTERNATIVES if chosen.branches > 1 else 0 if self.overlaps else BESIDE
+        rounds = replace(rounds, branches=chosen.branches, runs_last=self.overlaps)
         runner.prepare_rounds(replace(rounds, alternatives=min(alternatives, runner.vocab_size)))
 
     def warm_up(self) -> None:
-        """Make the runner ready for prompts, and for the rounds of sessions that announce nothing or by the plan."""
-        announcing = METHODS[self._plan.method].announcing is not None
+        """Capture the steps for prompts, and for rounds that announce nothing or by the plan's method."""
+        announces = METHODS[self.plan.method].announcing is not None
         self.runner.warm_up_prompts(self._settings.prefill_chunk)
         *fewer, _ = gammas(self._settings.most_drafted) if self._settings.adaptive else [0]
-        methods = [self._plan.method] if announcing else []
-        self.runner.warm_up_rounds(self._settings.max_sessions, methods, fewer)
+        self.runner.warm_up_rounds(self._settings.max_sessions, [self.plan.method] if announces else [], fewer)
 
     @property
     def is_idle(self) -> bool:
@@ -97,7 +95,7 @@ class Drafter:
     # Events from targets.
 
     def attach(self, peer: TargetPeer) -> None:
-        """Take a target whose stream stands."""
+        """Take up a target whose stream stands."""
         self._peers.append(peer)
 
     def detach(self, peer: TargetPeer) -> None:
@@ -136,18 +134,39 @@ class Drafter:
                 peer.send(Load(others))
 
     def _receive_verdict(self, peer: TargetPeer, verdict: Verdict) -> None:
+        """Apply a verdict, unless it is a repeat; ask for a new Begin (Resync) if it does not follow the one before."""
         name = verdict.at.session
-        if name in peer.sessions:
-            receive_verdict(peer.sessions[name], verdict, self.runner.kv, self.counters)
-        elif not self.admission.expects_verdicts(peer, name):
+        session = peer.sessions.get(name)
+        if session is None:
+            if not self.admission.expects_verdicts(peer, name):
+                peer.send(Resync(name))
+            return
+        if verdict.at.round <= session.at.round:
+            self.counters["repeated_verdicts"] += 1
+            return
+        try:
+            self._apply_verdict(session, verdict)
+        except ValueError:
+            self.counters["resyncs"] += 1
             peer.send(Resync(name))
+
+    def _apply_verdict(self, session: DraftSession, verdict: Verdict) -> None:
+        epoch, overlapped = session.at.epoch, session.overlap is not None
+        met = session.apply(verdict, self.runner.kv)
+        if overlapped:
+            self.counters["overlapped_verdicts"] += 1
+            self.counters["met_verdicts"] += met
+        if met and session.at.epoch != epoch and session.present is not None:
+            send_round(session, session.present, self.counters)
+        # A round launched behind a step that accepts nothing writes the KV of the last committed token once more.
+        self.runner.kv.index_prefix(session.kv, session.tokens, max(0, session.tokens_in_place - 1))
 
     # Steps.
 
     def plan_step(self) -> DraftStep | None:
         """Apply the events that have come and return the next step, None if there is nothing to do.
 
-        The pages that it writes are taken; where they run out, sessions give way, the youngest first.
+        The pages that it writes are reserved; when they run out, sessions give way.
         """
         self._apply_inbox()
         self._tell_load()
@@ -156,7 +175,7 @@ class Drafter:
             self._put_off = put_off_until(work, self.round_seconds)
             if self._put_off:
                 return None
-            step = plan_draft_step(work, self._plan, self._settings, self.runner.kv)
+            step = plan_draft_step(work, self.plan, self._settings, self.runner.kv)
             if self.runner.kv.reserve(step.work):
                 return step
             self.admission.preempt_youngest()
@@ -166,28 +185,26 @@ class Drafter:
         """Apply the events that have come, and return the rounds to launch behind a step of the target that judges the
         present ones; None if there is something else to do, or no room.
 
-        places: of the sessions in that step, by name.
+        places: the place of each session in that step, by name.
         """
         self._apply_inbox()
         self._tell_load()
-        if self._find_work() is not None:
+        if self.overlaps or self._find_work() is not None:
             return None
-        step = plan_behind_step(self.admission.sessions, places, self._plan, self._settings)
-        if step is None or not self.runner.kv.reserve(step.work):
-            return None
-        return step
+        step = plan_behind_step(self.admission.sessions, places, self.plan)
+        return step if step is not None and self.runner.kv.reserve(step.work) else None
 
     def _find_work(self) -> Work | None:
         sessions = self.admission.sessions
         foresight = 0.0 if len(sessions) == 1 else _FORESIGHT  # a draft's only session holds up no other
-        return find_work(sessions, foresight, self._settings)
+        return find_work(sessions, foresight, self.overlaps, self._settings)
 
     def next_deadline(self) -> float | None:
-        """Return the seconds until a step that was put off should begin in any case; None if none was."""
+        """Return the seconds after which a step that was put off begins in any case; None if none was."""
         return max(0.0, self._put_off - time.perf_counter()) if self._put_off else None
 
     def execute(self, step: DraftStep) -> DraftStepResult:
-        """Run the model. Runs in the model thread; touches no session but through its KV."""
+        """Run the model, in the model's thread; touches no session but through its KV."""
         started = time.perf_counter()
         rounds = self.runner.draft_rounds([item.request for item in step.rounds]) if step.rounds else []
         if step.inputs:
@@ -195,41 +212,35 @@ class Drafter:
         return DraftStepResult(rounds, time.perf_counter() - started)
 
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
-        """Take what a step gave, and send it in one frame: a target does not begin with a part of it."""
+        """Keep the rounds of a step and propose them, all in one frame: a target does not begin with a part of it."""
         if not step.inputs:
             self.round_seconds = result.seconds
         self._trace(step, result.seconds)
-        taken: list[tuple[DraftSession, RoundAhead | DraftedTokens | None]] = []
+        drafted: list[tuple[DraftSession, DraftedRound]] = []
         for planned, output in zip(step.rounds, result.rounds, strict=True):
-            session = planned.session
-            if session.grammar is not None and session.grammar.error:
-                self.admission.fail(session, session.grammar.error)
+            session, grammar = planned.session, planned.session.terms.grammar
+            if grammar is not None and grammar.error:
+                self.admission.fail(session, grammar.error)
             elif all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
-                take_round(planned, output, self._plan, result.seconds)
-                taken.append((session, session.ahead if planned.ahead else session.drafted))
+                drafted.append((session, take_round(planned, output, self.plan, result.seconds)))
             else:
                 self.admission.fail(session, "the draft's logits are NaN or infinite")
         self._apply_inbox()
-        # Of a round whose verdict has come meanwhile one branch is said at most.
-        for session, drafted in taken:
-            if session.peer.sessions.get(session.id) is not session:
-                continue
-            if isinstance(drafted, RoundAhead) and session.ahead is drafted:
-                send_ahead(session, drafted, self.counters)
-            elif drafted is not None and session.drafted is drafted:
-                send_round(session, self.counters)
+        # A verdict that came meanwhile has dropped a round, or has proposed the outcome that it met.
+        for session, round_ in drafted:
+            is_here = session.peer.sessions.get(session.id) is session
+            if is_here and (round_ is session.present or round_ is session.overlap):
+                send_round(session, round_, self.counters)
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
 
     def _trace(self, step: DraftStep, seconds: float) -> None:
-        """Add the spans of a step that has just ended to the traces of those of its sessions that are traced."""
+        """Add the spans of a step that has just ended to the traces of its sessions."""
         for item in step.rounds:
-            at = item.session.at
-            self._spans.add(
-                item.session.traceparent, "draft.round", seconds, round=at.round + item.ahead, ahead=item.ahead
-            )
+            trace = item.session.terms.traceparent
+            self._spans.add(trace, "draft.round", seconds, round=item.number, overlap=item.overlaps)
         for session, given in zip(step.reading, step.inputs, strict=True):
-            self._spans.add(session.traceparent, "draft.prefill", seconds, tokens=len(given.tokens))
+            self._spans.add(session.terms.traceparent, "draft.prefill", seconds, tokens=len(given.tokens))
 
     def fail_step(self, step: DraftStep, error: Exception) -> bool:
         """Decline the sessions of a step that raised `error`, so that their targets decode them plainly."""

@@ -1,4 +1,4 @@
-"""What a draft says of itself, once it has opened its model."""
+"""The handshake of a draft that has opened its model."""
 
 from specahead.config import DraftSettings
 from specahead.engine.loading.opening import OpenedModel
@@ -8,7 +8,7 @@ from specahead.wire.messages import Hello
 
 
 def draft_hello(settings: DraftSettings, plan: Plan, opened: OpenedModel) -> Hello:
-    """Raises PlanError if the plan is for another draft."""
+    """Return the first message to a target. Raises PlanError if the plan is for another draft."""
     planned = plan.draft_layers, plan.draft_heads
     actual = opened.shape.num_layers, opened.shape.num_heads
     if planned != actual:

@@ -27,29 +27,33 @@ _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUME
 
 @dataclass
 class LinkState:
-    """What the outside may know of a link."""
+    """A link as `Status` shows it."""
 
     target: str
-    attached: str = ""  # the target's name while the stream stands
-    refusal: str = ""  # why the target refused the last handshake
+    """HOST:PORT."""
+    attached: str = ""
+    """The target's name while the stream stands."""
+    refusal: str = ""
+    """Why the target refused the last handshake."""
 
 
 class Links:
-    """The links of a draft: one to each target that it is told to draft for. keep: keeps one until it is cancelled."""
+    """The links of a draft, one to each of its targets."""
 
     def __init__(self, keep: Callable[[LinkState], Coroutine[Any, Any, None]]) -> None:
+        """keep: keeps one link until it is cancelled."""
         self._keep = keep
         self._links: dict[str, tuple[LinkState, asyncio.Task[None]]] = {}
 
     @property
     def states(self) -> list[LinkState]:
-        """What may be known of each link there is."""
+        """The state of each link."""
         return [state for state, _ in self._links.values()]
 
     def set_targets(self, targets: Iterable[str]) -> None:
         """Draft for the targets at these addresses (HOST:PORT) from now on, and for no others.
 
-        A link that is there already is kept; one that is dropped ends its stream, and the target's sessions go on
+        Links to them that stand already are kept. A dropped link ends its stream, and its target's sessions go on
         without this draft.
         """
         wanted = list(dict.fromkeys(targets))
@@ -68,7 +72,7 @@ class Links:
 
 
 async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter: Drafter, wake: asyncio.Event) -> None:
-    """Runs until cancelled."""
+    """Dial a target, and draft for it while the stream stands; dial again when it breaks. Runs until cancelled."""
     last = ""
     while True:
         try:
@@ -97,8 +101,8 @@ async def _speculate(
 ) -> None:
     """Draft for a target until it ends the stream.
 
-    Raises its status if that is an error, ServiceError for what it says wrongly or if it hangs, TimeoutError if it does
-    not answer the handshake.
+    Raises AioRpcError if the stream ends with an error, ServiceError for a message of the target that is not valid or
+    if it hangs, TimeoutError if it does not answer the handshake.
     """
     call = speculation_pb2_grpc.SpeculationStub(channel).Speculate(metadata=access.metadata)
     await call.write(speculation.DraftFrame(hello=convert.hello_to_pb(hello)))

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from draft_service.drafter import Drafter
 from draft_service.hello import draft_hello
@@ -32,10 +32,39 @@ from specahead.wire.tracing import NO_SPANS, Spans, service_spans
 log = logging.getLogger(__name__)
 
 
-async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]) -> None:
+class Steps(Protocol):
+    """What the step loop drives (specahead.engine.steps.step_loop). A step and its result are opaque to the loop."""
+
+    def plan_step(self) -> Any: ...
+
+    def execute(self, step: Any) -> Any: ...
+
+    def finish_step(self, step: Any, result: Any) -> None: ...
+
+    def fail_step(self, step: Any, error: Exception) -> bool: ...
+
+    def next_deadline(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a draft is put together from. Tests and benchmarks replace parts; services run with the defaults."""
+
+    drafter: Callable[..., Drafter] = Drafter
+    """Makes the drafter."""
+    steps: Callable[[Drafter], Steps] = lambda drafter: drafter
+    """Makes the object that the step loop drives."""
+    keep_link: Callable[..., Coroutine[Any, Any, None]] = keep_link
+    """Keeps the link to a target, as the function of this name does."""
+
+
+DEFAULT_PARTS = Parts()
+
+
+async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None], parts: Parts = DEFAULT_PARTS) -> None:
     """Load the model, then serve until cancelled.
 
-    Raises PlanError if the plan is for another draft, OSError or what transformers raises for a model that cannot be
+    Raises PlanError if the plan is for another draft, OSError or the loader's own error for a model that cannot be
     loaded.
     """
     check_free(settings.host, settings.port)
@@ -47,9 +76,9 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     hello = draft_hello(settings, plan, opened)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    keep_loaded()  # and let go what loading has left over, before graphs take memory
+    keep_loaded()  # frees what loading left over, before graphs take memory
     with service_spans("specahead-draft", settings.traces) as spans:
-        await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, spans)
+        await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, spans, parts)
 
 
 class _Control(control_pb2_grpc.DraftControlServicer):
@@ -91,39 +120,41 @@ async def serve(
     on_ready: Callable[[RunningServer], None],
     grammars: Grammars | None = None,
     spans: Spans = NO_SPANS,
+    parts: Parts = DEFAULT_PARTS,
 ) -> None:
-    """Serve until cancelled. grammars: None: sessions with one are declined. spans: makes those of sessions.
+    """Serve until cancelled.
 
-    Raises what `run_step_loop` raises.
+    on_ready: called once the server listens. grammars: compiles the grammars of sessions; None declines sessions with
+    one. spans: takes the spans of traced sessions. Raises the errors of `run_step_loop`.
     """
-    drafter = Drafter(runner, plan, settings, grammars, spans)
+    drafter = parts.drafter(runner, plan, settings, grammars, spans)
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     drafter.warm_up()
     end_compiling()
     keep_loaded()
     wake = asyncio.Event()
     access = read_peer_access(settings)
-    links = Links(lambda state: keep_link(state, access, hello, drafter, wake))
+    links = Links(lambda state: parts.keep_link(state, access, hello, drafter, wake))
     if grammars is not None:
         grammars.on_compiled = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
 
     add = control_pb2_grpc.add_DraftControlServicer_to_server
-    services = [
-        (add, _Control(partial(_status, hello, drafter, links), links.set_targets), "specahead.v1.DraftControl")
-    ]
+    control = _Control(partial(_status, hello, drafter, links), links.set_targets)
+    services = [(add, control, "specahead.v1.DraftControl")]
     server = await start_server(settings.host, settings.port, services, access.guard())
     await server.set_serving(True)
     log.info("serving", extra={"address": server.address, "tls": settings.service_tls.cert != "", "pid": os.getpid()})
     on_ready(server)
     links.set_targets(settings.targets)
+    steps = parts.steps(drafter)
     try:
         await run_step_loop(
-            drafter.plan_step,
-            drafter.execute,
-            drafter.finish_step,
-            drafter.fail_step,
+            steps.plan_step,
+            steps.execute,
+            steps.finish_step,
+            steps.fail_step,
             wake,
-            drafter.next_deadline,
+            steps.next_deadline,
             settings.timeouts.step,
             warm_up_more=lambda: preparation_of([runner], keep_loaded) if drafter.is_idle else None,
         )

@@ -1,8 +1,8 @@
-"""The sessions of a draft, by target: the committed tokens of each, its own guesses behind them, and where they stand.
+"""The sessions that a draft drafts for: their committed tokens, the rounds drafted behind them, and their KV.
 
-All of it is disposable: a Begin rebuilds it. Rounds are proposed one ahead of the verdicts: while round r is judged,
-round r + 1 is drafted for the likeliest outcomes, a branch each (Saguaro, arXiv 2603.03251). A verdict that is among
-them finds its round drafted.
+All of it is disposable, since a Begin rebuilds it. While the target judges round r, the draft may already draft round
+r + 1 for the likeliest outcomes of the verdict (overlap, after Saguaro, arXiv 2603.03251). If the verdict is one of
+these outcomes, the next round is ready. Knows nothing of gRPC and runs no model.
 """
 
 from collections import deque
@@ -22,243 +22,276 @@ from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At, Begin, DraftEvent, Verdict
 from specahead.wire.selection_codec import NamedSelection, Reference
 
-_RETRY = 16  # rounds
-_NEWEST = 1 / 8  # weight of the newest verdict in `foresight`, `accepted` and `judged`
+_RETRY = 16  # rounds between two trials of overlap where outcomes are seldom met
+_NEWEST = 1 / 8  # weight of the newest verdict in running means
 
 
 @dataclass(eq=False)
 class TargetPeer:
-    """A target at the other end of a stream: how to send to it, and its sessions that are drafted for.
-
-    ended: the last sessions that are over; late verdicts on them are of no interest. told: how many sessions of other
-    targets it knows of. verdicts: when they came.
-    """
+    """A target at the other end of a stream."""
 
     send: Callable[[DraftEvent], None]
     sessions: dict[str, "DraftSession"] = field(default_factory=dict)
+    """Sessions of this target that are drafted for, by name."""
     ended: deque[str] = field(default_factory=lambda: deque(maxlen=1024))
+    """Names of the sessions that ended last; late verdicts on them are ignored."""
     told: int = 0
+    """How many sessions of other targets this one was told of last."""
     verdicts: VerdictTimes = field(default_factory=VerdictTimes)
+    """When its verdicts come."""
 
 
 @dataclass(frozen=True)
-class BranchAhead:
-    """An outcome of the verdict to come, and what was drafted for the round behind it.
-
-    The outcome ends with `token` at position base - 1; the round begins at `base`. source: the position at which the KV
-    of `token` lies, and behind it that of the drafted tokens. alternative: the token before `token`, if it is another
-    than was drafted there.
-    """
+class DraftedOutcome:
+    """An outcome of a verdict, and the tokens drafted for the round behind it."""
 
     base: int
+    """Committed tokens after this outcome; the drafted tokens begin here."""
     token: int
+    """The outcome's last token, at position base - 1."""
     drafted: DraftedTokens
     source: int
+    """Position at which the KV of `token` lies; the KV of the drafted tokens lies behind it."""
     alternative: int | None = None
+    """The token before `token`, where it differs from the one that was drafted there."""
 
 
 @dataclass(frozen=True)
 class CodedSelection:
-    """What a selection is different in from the one that `reference` names; None: from an empty one."""
+    """A selection as bytes: its difference from another one."""
 
     difference: CodedBitmap
     reference: Reference | None
+    """Names the other selection; None: an empty one."""
 
 
 @dataclass(frozen=True)
-class RoundAhead:
-    """The next round, drafted ahead. selection: what is announced for all its branches, of blocks before `base`.
-
-    coded: the same as bytes, if the runner made them.
-    """
+class DraftedRound:
+    """A round as it was drafted: for the committed tokens (one outcome), or for several outcomes of a verdict."""
 
     base: int
-    selection: BlockSelection | None
-    coded: CodedSelection | None
-    branches: list[BranchAhead]
+    """Committed tokens of the shortest outcome. Blocks of tokens before it are announced."""
+    outcomes: Sequence[DraftedOutcome]
     seconds: float
+    """Duration of the step that drafted it."""
+    selection: BlockSelection | None = None
+    """The announced blocks, for all outcomes alike; None: nothing is announced."""
+    coded: CodedSelection | None = None
+    """The selection as bytes, where the runner encoded it."""
+
+    @property
+    def drafted(self) -> DraftedTokens:
+        """The tokens of a round with one outcome."""
+        (outcome,) = self.outcomes
+        return outcome.drafted
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a Begin fixes for a session."""
+
+    sampling: Sampling
+    max_length: int
+    """Tokens of prompt and answer, at most."""
+    most_gamma: int
+    """Tokens that a round proposes, at most."""
+    method: Method | None
+    """Announces blocks; None: the session announces nothing."""
+    draws_own: bool
+    """Whether the target keeps tokens that it drew itself, so that the draft draws with the same numbers."""
+    rules: SessionRules | None
+    """Change the draft's logits; None: nothing does."""
+    grammar: GrammarState | None
+    traceparent: str
+    """The request's trace; empty: it is not traced."""
+
+
+@dataclass
+class VerdictStatistics:
+    """Running means over a session's verdicts."""
+
+    foresight: float = 1.0
+    """Share of verdicts that met an outcome drafted for."""
+    accepted: float = 2.8
+    """Tokens accepted in a round."""
+    judged: float = 4.0
+    """Tokens judged in a round, up to the first rejected one."""
+
+    @property
+    def acceptance(self) -> float:
+        """Share of judged tokens that were accepted."""
+        return self.accepted / self.judged
+
+    def note(self, proposed: int, accepted: int, met: bool) -> None:
+        """Take up a verdict on `proposed` tokens."""
+        self.accepted += _NEWEST * (accepted - self.accepted)
+        self.judged += _NEWEST * (min(proposed, accepted + 1) - self.judged)
+        self.foresight += _NEWEST * (met - self.foresight)
 
 
 @dataclass(eq=False)
 class DraftSession:
-    """One session. `tokens` are the committed ones, then drafted ones; KV exists for the first kv.length of them.
-
-    round: the round that is drafted or under judgement. method: what it announces by, None if it announces nothing.
-    gamma: tokens that the target wants drafted a round, at most `most_gamma`. dense: whether it wants no announcements.
-    target_draws_own: whether it keeps the tokens that it draws itself, and this draft is to draw by the same numbers.
-    ready_due: whether the target is still to be told that it may wait for this draft. rules: what changes its logits.
-    grammar: what its text follows. traceparent: of its request, if that is traced.
-
-    Of the round: drafted is what was drafted, None until it is, in `seconds`; selection is what was announced, of the
-    blocks before `selection_base`, and `coded` its bytes; ahead is the round behind it, if that is drafted. moved: KV
-    of the round's tokens that is not in its place yet, behind which all pages stay as they are.
-
-    foresight: how often, of late, a verdict met one of the outcomes drafted for. accepted, judged: how many tokens of a
-    round were accepted of late, and how many were judged. reference: what was announced for the round judged last.
-    early_verdicts: those that came before the ones they follow, by the round that they judge.
-    """
+    """One session, with the round that is drafted or under judgement (`present`) and the one behind it (`overlap`)."""
 
     peer: TargetPeer
-    id: str
+    at: At
+    """Name, epoch and round, and the number of committed tokens (base)."""
+    terms: Terms
     tokens: list[int]
-    committed: int
-    epoch: int
-    round: int
-    sampling: Sampling
-    max_length: int
-    method: Method | None
+    """Committed tokens, then drafted ones."""
     gamma: int
-    most_gamma: int
+    """Tokens that the target wants proposed a round."""
     dense: bool = False
-    target_draws_own: bool = False
-    rules: SessionRules | None = None
-    grammar: GrammarState | None = None
-    traceparent: str = ""
-    ready_due: bool = True
+    """Whether the target wants no announcements at present."""
     kv: SequenceKV = field(default_factory=SequenceKV)
-    drafted: DraftedTokens | None = None
-    seconds: float = 0.0
-    selection: BlockSelection | None = None
-    selection_base: int = 0
-    coded: CodedSelection | None = None
-    ahead: RoundAhead | None = None
+    """KV of the first kv.length tokens."""
+    present: DraftedRound | None = None
+    """The round under judgement; None until it is drafted."""
+    overlap: DraftedRound | None = None
+    """The next round, drafted before the verdict on the present one."""
     moved: MovedKV | None = None
-    foresight: float = 1.0
-    accepted: float = 2.8
-    judged: float = 4.0
+    """KV of the present round that is not in its place yet. Until it is, no page behind it is freed."""
+    ready_due: bool = True
+    """Whether the target has still to hear that it may wait for this draft."""
     reference: NamedSelection | None = None
-    early_verdicts: dict[int, Verdict] = field(default_factory=dict)
+    """The selection that was announced for the round judged last."""
+    statistics: VerdictStatistics = field(default_factory=VerdictStatistics)
 
     @staticmethod
     def from_begin(peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None) -> "DraftSession":
-        """Return a session that stands where `begin` says, and drafts up to `gamma` tokens a round.
+        """Return a session that stands where `begin` says, and proposes up to `gamma` tokens a round.
 
         Raises PlanError for an unknown method.
         """
-        # What may come last is the grammar's affair, which the target's min_tokens gives way to.
+        # A grammar decides when a text may end, which the target's min_tokens gives way to.
         sampling = begin.sampling if grammar is None else replace(begin.sampling, min_tokens=0)
-        return DraftSession(
-            peer=peer,
-            id=begin.at.session,
-            tokens=list(begin.tokens),
-            committed=len(begin.tokens),
-            epoch=begin.at.epoch,
-            round=begin.at.round,
+        terms = Terms(
             sampling=sampling,
             max_length=begin.max_length,
-            method=method_named(begin.method) if begin.method else None,
-            gamma=min(begin.gamma or gamma, gamma),
             most_gamma=gamma,
-            dense=begin.dense,
-            target_draws_own=begin.draws_own,
+            method=method_named(begin.method) if begin.method else None,
+            draws_own=begin.draws_own,
             rules=session_rules(sampling, begin.prompt_tokens, begin.stop_token_ids),
             grammar=grammar,
             traceparent=begin.traceparent,
         )
+        at = begin.at._replace(base=len(begin.tokens))
+        return DraftSession(peer, at, terms, list(begin.tokens), min(begin.gamma or gamma, gamma), begin.dense)
 
     @property
-    def at(self) -> At:
-        """The round that is drafted or under judgement."""
-        return At(self.id, self.epoch, self.round, self.committed)
+    def id(self) -> str:
+        """The session's name."""
+        return self.at.session
 
     @property
-    def newest_known(self) -> NamedSelection | None:
-        """The newest selection that the target holds or will have received before the next announcement."""
-        return self.reference if self.selection is None else ((self.epoch, self.round), self.selection)
+    def committed(self) -> int:
+        """How many tokens are committed."""
+        return self.at.base
 
     @property
     def pending(self) -> list[int]:
-        """Tokens still to run before the next one can be drafted."""
+        """Tokens that have to run before the next one can be drafted."""
         return self.tokens[self.kv.length :]
 
     @property
-    def acceptance(self) -> float:
-        """The share of tokens that were accepted of late, of those that were judged: each counts alike."""
-        return self.accepted / self.judged
+    def newest_known(self) -> NamedSelection | None:
+        """The newest selection that the target holds, or will have received before the next announcement."""
+        if self.present is None or self.present.selection is None:
+            return self.reference
+        return (self.at.epoch, self.at.round), self.present.selection
 
     @property
     def waits_for_grammar(self) -> bool:
-        """Whether its grammar is not compiled yet."""
-        return self.grammar is not None and not self.grammar.ready
+        """Whether its grammar is still being compiled."""
+        return self.terms.grammar is not None and not self.terms.grammar.ready
 
     @property
-    def may_go_ahead(self) -> bool:
+    def may_overlap(self) -> bool:
         """Whether a round is under judgement, the next one is not drafted, and there is room for it."""
-        return self.drafted is not None and self.ahead is None and len(self.tokens) + 1 < self.max_length
+        return self.present is not None and self.overlap is None and len(self.tokens) + 1 < self.terms.max_length
+
+    def foresees(self, least: float) -> bool:
+        """Return whether at least that share of verdicts is met; every _RETRY-th round is tried in any case."""
+        return self.statistics.foresight >= least or (self.at.round + 1) % _RETRY == 0
 
     def tokens_to_propose(self, base: int) -> int:
         """Return γ, or fewer near the end: the target adds one token, and neither side goes beyond max_length."""
-        return max(1, min(self.gamma, self.max_length - base - 1))
+        return max(1, min(self.gamma, self.terms.max_length - base - 1))
 
     def rules_behind(self, branches: Sequence[Branch]) -> RoundRules | None:
-        """Return the rules of a round: of its branches, or of the tokens that are pending."""
-        if self.rules is None:
+        """Return the rules of a round's branches, or of its pending tokens if it has no branches."""
+        if self.terms.rules is None:
             return None
-        committed = self.tokens[: self.committed]
         guessed = [[*self.tokens[self.committed : branch.length], branch.token] for branch in branches]
-        return RoundRules(self.rules, committed, guessed)
+        return RoundRules(self.terms.rules, self.tokens[: self.committed], guessed)
 
-    def foresees(self, least: float) -> bool:
-        """Return whether outcomes are met often enough; every _RETRY-th round is tried whatever they did."""
-        return self.foresight >= least or (self.round + 1) % _RETRY == 0
+    # Verdicts.
 
     def apply(self, verdict: Verdict, kv: KVCache) -> bool:
-        """Take the verdict on the round. Returns whether it met an outcome that the next round is drafted for.
+        """Take the verdict on the present round. Return whether it met an outcome that the next round is drafted for.
 
-        One from fewer tokens on than are committed takes the others back. Raises ValueError if it begins behind them,
-        or if KV to be taken back is shared with another session.
+        A verdict whose base lies before the committed tokens takes back the tokens between. Raises ValueError for one
+        whose base lies behind them or that skips a round, or if KV to be taken back is shared with another session.
         """
         base, tokens = verdict.at.base, verdict.tokens
+        if verdict.at.round != self.at.round + 1:
+            raise ValueError(f"verdict opens round {verdict.at.round}, round {self.at.round} is under judgement here")
         if not 0 < base <= self.committed:
             raise ValueError(f"verdict from {base} on, {self.committed} tokens are committed here")
         kv.take_back(self.kv, base)
-        self.gamma, self.dense = min(verdict.gamma or self.gamma, self.most_gamma), verdict.dense
-        met, proposed = self._branch_met(base, tokens), self.tokens[base:]
+        self.gamma, self.dense = min(verdict.gamma or self.gamma, self.terms.most_gamma), verdict.dense
+        met, proposed, overlap = self._outcome_met(base, tokens), self.tokens[base:], self.overlap
         self._take_statistics(verdict, met is not None)
-        if self.selection is not None and not verdict.plain:
-            self.reference = (self.epoch, self.round), self.selection
-        self.committed = base + len(tokens)
-        self.epoch, self.round = verdict.at.epoch, verdict.at.round
-        if met is None:
+        if not verdict.plain:
+            self.reference = self.newest_known
+        self.at = verdict.at._replace(base=base + len(tokens))
+        self.overlap = None
+        if met is None or overlap is None:
             self.tokens[base:] = tokens
-            self.drafted = self.selection = None
+            self.present = None
             agree = (a == b for a, b in zip(proposed, tokens, strict=False))
             common = base + sum(takewhile(bool, agree))
             # The last token is always run again: its logits start the next round.
             self.cut_kv(kv, min(self.kv.length, common, len(self.tokens) - 1))
         else:
-            self._go_on(*met)
-        self.ahead = None
+            self._take_up(overlap, met)
         if verdict.plain:
             self.ready_due = True
         return met is not None
 
-    def _branch_met(self, base: int, tokens: list[int]) -> tuple[RoundAhead, BranchAhead] | None:
-        """Return the branch whose outcome a verdict's tokens are, and the round that it belongs to."""
+    def _outcome_met(self, base: int, tokens: list[int]) -> DraftedOutcome | None:
+        """Return the outcome of the overlap that a verdict's tokens are."""
         end = self.committed + len(tokens)
-        if self.ahead is None or base < self.committed:
+        if self.overlap is None or base < self.committed:
             return None
-        for branch in self.ahead.branches:
-            if branch.base != end or branch.token != tokens[-1]:
+        for outcome in self.overlap.outcomes:
+            if outcome.base != end or outcome.token != tokens[-1]:
                 continue
             assumed = self.tokens[self.committed : end - 1]
-            if branch.alternative is not None:
-                assumed[-1:] = [branch.alternative]
+            if outcome.alternative is not None:
+                assumed[-1:] = [outcome.alternative]
             if assumed == tokens[:-1]:
-                return self.ahead, branch
+                return outcome
         return None
 
-    def _go_on(self, ahead: RoundAhead, branch: BranchAhead) -> None:
-        """Stand in the round that a branch has drafted; the committed tokens end with the branch's first token."""
-        drafted = branch.drafted
-        if branch.alternative is not None:
-            self.tokens[branch.base - 2] = branch.alternative
-        self.tokens[branch.base - 1 :] = [branch.token, *drafted.tokens[: drafted.proposed]]
-        self.drafted, self.seconds = branch.drafted, ahead.seconds
-        self.selection, self.selection_base, self.coded = ahead.selection, ahead.base, ahead.coded
-        self.kv.length = branch.base + drafted.run
-        if branch.source != branch.base - 1:
-            self.moved = MovedKV(branch.source, branch.base - 1, drafted.run + 1)
+    def _take_up(self, overlap: DraftedRound, met: DraftedOutcome) -> None:
+        """Make the round drafted for the outcome that was met the present one."""
+        drafted = met.drafted
+        if met.alternative is not None:
+            self.tokens[met.base - 2] = met.alternative
+        self.tokens[met.base - 1 :] = [met.token, *drafted.tokens[: drafted.proposed]]
+        self.present = replace(overlap, outcomes=[met])
+        self.kv.length = met.base + drafted.run
+        if met.source != met.base - 1:
+            self.moved = MovedKV(met.source, met.base - 1, drafted.run + 1)
+
+    def _take_statistics(self, verdict: Verdict, met: bool) -> None:
+        if verdict.plain or self.present is None:
+            return
+        drafted = self.present.drafted
+        if self.overlap is None:  # had there been one outcome, it would have been the likeliest
+            met = verdict.tokens == drafted.tokens
+        self.statistics.note(drafted.proposed, verdict.accepted, met)
 
     def cut_kv(self, kv: KVCache, length: int) -> None:
         """Take KV back to `length` tokens. Pages are kept while KV that is to be moved lies there."""
@@ -271,17 +304,5 @@ class DraftSession:
 
     @property
     def tokens_in_place(self) -> int:
-        """Committed tokens whose KV, if they have it, is in its place."""
+        """Committed tokens whose KV, if they have any, is in its place."""
         return self.committed if self.moved is None else min(self.committed, self.moved.target)
-
-    def _take_statistics(self, verdict: Verdict, met: bool) -> None:
-        """Count whether the verdict met an outcome that was drafted for, and the share of tokens accepted."""
-        if verdict.plain or self.drafted is None:
-            return
-        proposed = self.drafted.proposed
-        judged = min(proposed, verdict.accepted + 1)
-        self.accepted += _NEWEST * (verdict.accepted - self.accepted)
-        self.judged += _NEWEST * (judged - self.judged)
-        if self.ahead is None:  # had there been a branch, it would have been the likeliest outcome
-            met = verdict.tokens == self.drafted.tokens
-        self.foresight += _NEWEST * (met - self.foresight)

@@ -2,31 +2,29 @@
 
 from dataclasses import dataclass
 
-_TOGETHER = 0.0005  # seconds between verdicts of one step, at most
-_NEWEST = 1 / 4  # weight of the newest gap
-_LATE = 0.6  # gaps; what is later than expected by more is no longer waited for
+_ONE_STEP = 0.0005  # seconds between two verdicts of one step, at most
+_NEWEST = 1 / 4  # weight of the newest gap in the mean
+_LATE = 0.6  # gaps after the expected time, from which on verdicts are no longer waited for
 
 
 @dataclass
 class VerdictTimes:
-    """latest: when the latest verdicts came, in seconds; 0: never. gap: the seconds between two of the target's steps
-    that gave verdicts, as a running mean; 0: not known yet.
-    """
+    """Times in seconds by time.perf_counter."""
 
     latest: float = 0.0
+    """When the latest verdicts came; 0: none has come."""
     gap: float = 0.0
+    """Mean time between two steps of the target that gave verdicts; 0: not known yet."""
 
     def note(self, now: float) -> None:
-        """Take note of a verdict."""
+        """Take up the time of a verdict."""
         since = now - self.latest
-        if self.latest and since > _TOGETHER:
+        if self.latest and since > _ONE_STEP:
             self.gap += (_NEWEST if self.gap else 1.0) * (since - self.gap)
         self.latest = now
 
     def put_off_until(self, now: float, seconds: float) -> float:
-        """Return the time until which something that takes so many seconds should not begin, since verdicts are
-        expected before it would end; 0 if they are not.
-        """
+        """Return until when to wait for verdicts, if they are expected within `seconds` from now; else 0."""
         expected = self.latest + self.gap
         latest = expected + _LATE * self.gap
         return latest if now < latest and now + seconds > expected else 0.0

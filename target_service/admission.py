@@ -23,6 +23,7 @@ from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.wire.errors import InvalidArgument, ResourceExhausted
 from specahead.wire.messages import Exactness, Open, Report, ServedEvent
+from target_service.hooks import NO_HOOKS, Hooks
 from target_service.lookup import FirstGuess, PromptLookup
 from target_service.screening import Screening, screening_reader
 from target_service.self_drafting import SelfDrafting
@@ -33,8 +34,8 @@ class Admission:
     """Owns the table of sessions, and says who runs.
 
     running: sessions that run, by name, the oldest first. preempted: those that gave way, the oldest first; all that
-    run are older. queue: those that have not run yet. report_blocks: whether the readers of sessions report which
-    blocks they read. grammars: what compiles those of sessions; None: sessions have none. draining: whether
+    run are older. queue: those that have not run yet. hooks: of tests and
+    benchmarks. grammars: what compiles those of sessions; None: sessions have none. draining: whether
     orchestrators are to open no more sessions.
     """
 
@@ -44,7 +45,7 @@ class Admission:
         plan: Plan,
         settings: TargetSettings,
         counters: Counter[str],
-        report_blocks: bool = False,
+        hooks: Hooks = NO_HOOKS,
         grammars: Grammars | None = None,
         drafting: SelfDrafting | None = None,
     ) -> None:
@@ -55,7 +56,7 @@ class Admission:
         self._kv, self._vocab_size, self._deterministic = runner.kv, runner.vocab_size, runner.deterministic
         self._plan, self._settings, self._counters = plan, settings, counters
         self._methods = methods_of(plan)
-        self._report_blocks, self._grammars, self._drafting = report_blocks, grammars, drafting
+        self._hooks, self._grammars, self._drafting = hooks, grammars, drafting
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
         self._peers: dict[Callable[[ServedEvent], None], str] = {}  # of the streams that there are
         self._first_epoch = 0  # of sessions to come: above all that were, so that a name can be used again
@@ -142,7 +143,7 @@ class Admission:
         screened: whether it is exact, and sparse attention screens what its draft proposes.
         """
         if screened:
-            return screening_reader(self._plan, self._settings, self._report_blocks)
+            return screening_reader(self._plan, self._settings, self._hooks.reports_blocks)
         if request.exactness is Exactness.EXACT:
             return None
         name = request.sparsity or self._plan.method
@@ -150,7 +151,7 @@ class Admission:
             raise InvalidArgument(
                 f"session {request.session}: sparsity must be one of {', '.join(self._methods)}; got {name!r}"
             )
-        return Reader(METHODS[name], self._plan, self._report_blocks)
+        return self._hooks.new_reader(METHODS[name], self._plan, self._hooks.reports_blocks)
 
     def _screening(self, request: Open) -> Screening:
         """Return what a session that is screened holds back: nothing yet."""
@@ -161,7 +162,7 @@ class Admission:
         """Return the grammar that a session's text must follow, which begins to compile; None if there is none."""
         if not request.grammar:
             return None
-        if self._grammars is None or self._settings.synthetic_acceptance >= 0:
+        if self._grammars is None or self._hooks.imposes_verdicts:
             raise InvalidArgument(f"session {request.session}: this target follows no grammars")
         return self._grammars.start(request.grammar, request.tokens, request.prompt_tokens)
 
@@ -176,8 +177,8 @@ class Admission:
             raise InvalidArgument(f"a prompt token lies outside the vocabulary of {self._vocab_size}")
         if not all(token < self._vocab_size for token in request.sampling.logit_bias):
             raise InvalidArgument(f"logit_bias: a token lies outside the vocabulary of {self._vocab_size}")
-        if request.wants_logprobs and self._settings.synthetic_acceptance >= 0:
-            raise InvalidArgument("logprobs: verdicts are imposed here (synthetic_acceptance), not the model's")
+        if request.wants_logprobs and self._hooks.imposes_verdicts:
+            raise InvalidArgument("logprobs: a benchmark imposes the verdicts here, so tokens have none")
         if request.max_tokens < 1 or len(request.tokens) >= length:
             raise InvalidArgument(f"max_tokens {request.max_tokens} leaves nothing to generate")
         if length > limit:

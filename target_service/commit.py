@@ -1,14 +1,7 @@
 """What of a verified round is committed."""
 
-from typing import Any
-
-import numpy as np
-
-from specahead.config import TargetSettings
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.sampling.distributions import USE_ACCEPT, USE_ALTERNATIVE, USE_SCREEN_ACCEPT, uniforms
 from specahead.engine.steps.inputs import SequenceOutput
-from specahead.engine.steps.rounds.behind_steps import NO_ALTERNATIVE, Imposed
 from specahead.sparsity.plan import Plan
 from specahead.wire.messages import At, Commit, FinishReason, Verdict
 from target_service.planning import VerifyRound
@@ -95,37 +88,3 @@ def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -
     blocks = plan.num_blocks(length)  # whole blocks, as a sparse read counts them
     everything = kv.num_layers * kv.kv_heads * blocks * plan.block_size
     return everything, everything
-
-
-def imposed_verdict(item: VerifyRound, settings: TargetSettings, vocab_size: int) -> Imposed:
-    """Return a verdict by chance, for measurements with random weights: drafted tokens are kept at the rate of
-    synthetic_acceptance, and held ones at that of synthetic_confirmation; where an alternative runs, it is the token
-    that follows instead at the rate of alternatives_share. It is the same each time that it is asked for.
-    """
-    if item.imposed is None:
-        item.imposed = _impose_verdict(item, settings, vocab_size)
-    return item.imposed
-
-
-def _impose_verdict(item: VerifyRound, settings: TargetSettings, vocab_size: int) -> Imposed:
-    session, held, count = item.session, item.held, len(item.proposed)
-    base = len(session.tokens) - held
-    if not held + count:
-        return 0, imposed_token(base, vocab_size), NO_ALTERNATIVE
-    rates = np.repeat([settings.synthetic_confirmation, settings.synthetic_acceptance], [held, count])
-    use = USE_ACCEPT if not item.screens else USE_SCREEN_ACCEPT
-    rejected = uniforms(session.sampling.seed, base, held + count, use) >= rates
-    kept = int(rejected.argmax()) if rejected.any() else held + count
-    if kept < item.input.alternatives:
-        (chance,) = uniforms(session.sampling.seed, base + kept, 1, USE_ALTERNATIVE)
-        if chance < settings.alternatives_share:
-            return kept + 1, imposed_token(base + kept + 1, vocab_size), imposed_token(base + kept, vocab_size)
-    return kept, imposed_token(base + kept, vocab_size), NO_ALTERNATIVE
-
-
-def imposed_token(position: Any, vocab_size: int) -> Any:
-    """Return what the target adds at a position, or at each of an array of them, where verdicts are imposed.
-
-    A draft may be made to know it, too.
-    """
-    return position * 7919 % vocab_size

@@ -113,7 +113,7 @@ class StepsByTurns:
         """Return whether the target's step may be launched behind a draft's: it drafts rounds for what there is."""
         if not self._chains or not step.rounds or step.inputs or self.verifier.under_way is not None:
             return False
-        return not any(item.ahead or item.request.allowed or item.request.branches for item in step.rounds)
+        return not any(item.overlaps or item.request.allowed or item.request.branches for item in step.rounds)
 
     def _plan_behind(self, step: DraftStep, launched: Launched) -> BehindStep:
         self._launched = None

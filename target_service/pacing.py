@@ -36,7 +36,7 @@ class StepSeen(NamedTuple):
 class Pacing:
     """Has the controller decide over the rounds of the sessions that run, by name, and how many tokens each holds.
 
-    drafting: how sessions draft for themselves, if they do.
+    drafting: how sessions draft for themselves, if they do. imposed: whether a benchmark imposes the verdicts.
     """
 
     def __init__(
@@ -46,12 +46,13 @@ class Pacing:
         sessions: Mapping[str, TargetSession],
         drafting: SelfDrafting | None,
         counters: Counter[str],
+        imposed: bool = False,
     ) -> None:
         adaptive = settings.adaptive and settings.has_draft
         self.controller = Controller(settings.most_drafted, adaptive, counters, runner.alternatives_beside)
         self._runner, self._settings, self._sessions, self._drafting = runner, settings, sessions, drafting
         self._lengths = confirm_lengths(settings, runner.weight_tokens)
-        self._captures_seen = 0
+        self._captures_seen, self._imposed = 0, imposed
         self._draft_has_read = False  # in this process, prompts, since the last step
         self._read_last = False  # in the last step, parts of prompts, which may have run on behind it
 
@@ -122,8 +123,8 @@ class Pacing:
         # Sessions that draft for themselves decide together (SelfDrafting): one that paused would take part in their
         # steps, for a token each. Imposed verdicts say nothing about who proposed, but auto is measured by them.
         together = self._drafting is not None and self._drafting.adaptive and item.drafting_cost > 0
-        imposed = self._settings.synthetic_acceptance >= 0 and not self._settings.adaptive
-        if imposed or together or commit.confirmed < commit.screened:
+        fixed = self._imposed and not self._settings.adaptive
+        if fixed or together or commit.confirmed < commit.screened:
             return
         session, before = item.session, item.session.committed_at
         if item.is_guessed:  # which says nothing about the draft

@@ -32,8 +32,8 @@ class VerifyRound:
 
     proposal: the draft's; None where the target proposes by itself, or nothing is proposed. wait_seconds: how long the
     target has waited for the proposal. drafting_cost: the tokens that have to be accepted to pay for drafting in the
-    step itself; 0 where nothing is drafted there. is_void: what it gives counts for nothing. imposed: what is committed
-    whatever it gives, once that was asked for (target_service.commit).
+    step itself; 0 where nothing is drafted there. is_void: what it gives counts for nothing. imposed: the verdict of a
+    judge that decides in place of the model (target_service.hooks), once it was asked for.
     """
 
     session: TargetSession

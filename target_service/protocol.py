@@ -11,6 +11,7 @@ from specahead.sparsity.plan import Plan
 from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Decline, DraftEvent, End, Load, Proposals, Ready, Refusal, Resync, Verdict
 from specahead.wire.selection_codec import UnknownReference, decode_selection
+from target_service.hooks import NO_HOOKS, Hooks
 from target_service.patience import Patience
 from target_service.session import DraftPeer, RoundKey, TargetSession
 
@@ -31,9 +32,10 @@ class DraftProtocol:
         vocab_size: int,
         counters: Counter[str],
         patience: Patience,
+        hooks: Hooks = NO_HOOKS,
     ) -> None:
         self.drafts: list[DraftPeer] = []
-        self._sessions, self._counters, self._patience = sessions, counters, patience
+        self._sessions, self._counters, self._patience, self._hooks = sessions, counters, patience, hooks
         self._number = _number(settings.name)
         self._plan, self._gamma, self._vocab_size = plan, settings.most_drafted, vocab_size
 
@@ -83,6 +85,8 @@ class DraftProtocol:
 
     def receive(self, peer: DraftPeer, event: DraftEvent) -> None:
         """Apply a draft's event. Raises InvalidArgument for one that no honest draft sends."""
+        if self._hooks.on_draft_event is not None:
+            self._hooks.on_draft_event(event)
         if isinstance(event, Load):
             peer.other_sessions = event.other_sessions
             return

@@ -4,12 +4,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from draft_service.drafter import Drafter
 from draft_service.hello import draft_hello
+from draft_service.service import Steps
 from protos import control_pb2_grpc, speculation_pb2_grpc
 from specahead.config import TargetSettings
 from specahead.config.garbage import keep_loaded
@@ -29,8 +29,9 @@ from specahead.wire.messages import Hello, ServiceStatus
 from specahead.wire.server import RunningServer, check_free, start_server
 from specahead.wire.tracing import NO_SPANS, Spans, service_spans
 from target_service.draft_in_target import StepsByTurns
+from target_service.hooks import NO_HOOKS, Hooks
 from target_service.servicer import ControlServicer, SpeculationServicer
-from target_service.verifier import OnRound, Verifier
+from target_service.verifier import Verifier
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +40,53 @@ UNCALIBRATED = (
     "models' sizes give, which loses more quality; make one with `specahead calibrate` and pass it as --plan"
 )
 
+OpenedPair = tuple[OpenedModel, OpenedModel | None]
+
+
+def open_models(settings: TargetSettings, dense_layers: tuple[int, ...], group_size: int) -> OpenedPair:
+    """Open the target's model, and the draft's if it runs in this process.
+
+    dense_layers, group_size: of the plan. Raises OSError, or the loader's own error, for a model that cannot be loaded.
+    """
+    planned = replace(settings, dense_layers=dense_layers, group_size=group_size)
+    if not settings.draft_in_target:
+        return open_model(planned, _eight_bit(settings)), None
+    of_draft: EightBit = "all" if settings.speculation.draft_quantization == "fp8" else "none"
+    return open_both(planned, settings.own_draft, _eight_bit(settings), of_draft)
+
+
+def make_steps(verifier: Verifier, drafter: Drafter | None) -> Steps:
+    """Return the steps of a target: its own, or its own and its draft's by turns."""
+    return verifier if drafter is None else StepsByTurns(verifier, drafter)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a target is put together from. Tests and benchmarks replace parts; services run with the defaults."""
+
+    hooks: Hooks = NO_HOOKS
+    """Replace or watch single things in the verifier."""
+
+    open_models: Callable[[TargetSettings, tuple[int, ...], int], OpenedPair] = open_models
+    """Opens the models, as the function of this name does."""
+
+    drafter: Callable[..., Drafter] = Drafter
+    """Makes the drafter of a draft that runs in this process."""
+
+    steps: Callable[[Verifier, Drafter | None], Steps] = make_steps
+    """Makes the object that the step loop drives."""
+
+
+DEFAULT_PARTS = Parts()
+
 
 async def run(
-    settings: TargetSettings, on_ready: Callable[[RunningServer], None], on_round: OnRound | None = None
+    settings: TargetSettings, on_ready: Callable[[RunningServer], None], parts: Parts = DEFAULT_PARTS
 ) -> None:
-    """Load the model, then serve until cancelled.
+    """Load the models, then serve until cancelled.
 
-    Raises PlanError if the plan is for another target, OSError or what transformers raises for a model that cannot be
-    loaded, OSError for an address that is taken, and what `serve` raises.
+    Raises PlanError if the plan is for another target, OSError or the loader's own error for a model that cannot be
+    loaded, OSError for an address in use, and the errors of `serve`.
     """
     check_free(settings.host, settings.port)
     if settings.device == "auto":
@@ -54,15 +94,8 @@ async def run(
     plan = load_served_plan(settings.plan_file, settings.budget, settings.method, *settings.pair)
     if not plan.is_calibrated and settings.has_draft:
         log.warning(UNCALIBRATED)
-    dense = tuple(sorted(set(plan.dense_layers)))
     log.info("loading the model", extra={"model": settings.model})
-    planned_settings = replace(settings, dense_layers=dense, group_size=plan.group_size)
-    beside: OpenedModel | None = None
-    if settings.draft_in_target:
-        of_draft: EightBit = "all" if settings.speculation.draft_quantization == "fp8" else "none"
-        opened, beside = open_both(planned_settings, settings.own_draft, _eight_bit(settings), of_draft)
-    else:
-        opened = open_model(planned_settings, _eight_bit(settings))
+    opened, beside = parts.open_models(settings, tuple(sorted(set(plan.dense_layers))), plan.group_size)
     planned = plan.target_layers, plan.target_kv_heads
     actual = opened.shape.num_layers, opened.shape.num_kv_heads
     if planned != actual:
@@ -74,12 +107,12 @@ async def run(
         raise PlanError(f"draft and target do not fit: {mismatch}")
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    keep_loaded()  # and let go what loading has left over, before graphs take memory
+    keep_loaded()  # frees what loading left over, before graphs take memory
     with service_spans("specahead-target", settings.traces) as spans:
         drafter = None
         if beside is not None:
-            drafter = Drafter(beside.runner, plan, settings.own_draft, beside.grammars, spans)
-        await serve(settings, opened.runner, plan, hello, on_ready, on_round, opened.grammars, spans, drafter)
+            drafter = parts.drafter(beside.runner, plan, settings.own_draft, beside.grammars, spans)
+        await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, spans, drafter, parts)
 
 
 def _eight_bit(settings: TargetSettings) -> EightBit:
@@ -100,8 +133,8 @@ def _status(verifier: Verifier, hello: Hello, speculation: SpeculationServicer) 
     )
 
 
-def _what_to_prepare(verifier: Verifier, drafter: Drafter | None) -> Callable[[], None] | None:
-    """Return what makes a runner ready for one more kind of step, if nobody needs it for another one."""
+def _next_preparation(verifier: Verifier, drafter: Drafter | None) -> Callable[[], None] | None:
+    """Return a function that captures one more kind of step; None if all are captured or there are sessions."""
     if not verifier.is_idle or not (drafter is None or drafter.is_idle):
         return None
     return preparation_of([verifier.runner] if drafter is None else [verifier.runner, drafter.runner], keep_loaded)
@@ -113,21 +146,22 @@ async def serve(
     plan: Plan,
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
-    on_round: OnRound | None = None,
     grammars: Grammars | None = None,
     spans: Spans = NO_SPANS,
     drafter: Drafter | None = None,
+    parts: Parts = DEFAULT_PARTS,
 ) -> None:
-    """Serve until cancelled. on_round: told of each sparse round. grammars: None: no session has one. drafter: what
-    drafts in this process; None: services do, or nothing does.
+    """Serve until cancelled.
 
-    Raises what a step raises after which the process cannot go on (engine.step_loop), and OSError for an address that
-    cannot be bound.
+    on_ready: called once the server listens. grammars: compiles the grammars of sessions; None refuses them. drafter:
+    drafts in this process; None leaves drafting to draft services.
+
+    Raises the error of a step after which the process cannot go on (specahead.engine.steps.step_loop), and OSError for
+    an address that cannot be bound.
     """
-    verifier = Verifier(runner, plan, settings, on_round, grammars, spans)
+    verifier = Verifier(runner, plan, settings, parts.hooks, grammars, spans)
     log.info("capturing the steps", extra={"sessions": settings.max_sessions})
-    # Of different types of steps. Before the steps are captured, since some are launched behind the drafter's rounds.
-    steps: Any = verifier if drafter is None else StepsByTurns(verifier, drafter)
+    steps = parts.steps(verifier, drafter)  # before the capture, since some steps are launched behind drafted rounds
     verifier.warm_up()
     if drafter is not None:
         drafter.warm_up()
@@ -156,8 +190,8 @@ async def serve(
             wake,
             steps.next_deadline,
             settings.timeouts.step,
-            sends_first=False,  # drafts have drafted ahead
-            warm_up_more=partial(_what_to_prepare, verifier, drafter),
+            sends_first=False,  # drafts have drafted the next round already
+            warm_up_more=partial(_next_preparation, verifier, drafter),
         )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))

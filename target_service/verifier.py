@@ -8,10 +8,8 @@ session.py.
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-
-from torch import Tensor
 
 from specahead.config import TargetSettings
 from specahead.engine.kv.pages import pages_for
@@ -28,12 +26,13 @@ from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.errors import InvalidArgument, NotFound, ServiceError
-from specahead.wire.messages import At, Commit, FinishReason, SessionReads
+from specahead.wire.messages import Commit, FinishReason, SessionReads
 from specahead.wire.tracing import NO_SPANS, Spans
 from target_service.admission import Admission
-from target_service.commit import commit_round, imposed_verdict
+from target_service.commit import commit_round
 from target_service.counters import COUNTED, count_round, trace_round
 from target_service.device_chain import DraftedRound, plan_behind_rounds
+from target_service.hooks import NO_HOOKS, Hooks
 from target_service.inspection import ask_for_reads, take_reads
 from target_service.overlap import can_be_left, plan_behind
 from target_service.pacing import Pacing, StepSeen
@@ -54,16 +53,12 @@ from target_service.session import TargetSession
 
 log = logging.getLogger(__name__)
 
-# Called with a sparse round's position as it began, the drafted tokens that it kept, and the blocks that it read, bool
-# [layers, kv_heads, blocks].
-OnRound = Callable[[At, int, Tensor], None]
-
 
 class Verifier:
     """Runs sessions on a target model, step by step: plan_step, execute, then finish_step or fail_step.
 
-    `admission` opens sessions; `protocol` takes drafts and their events. on_round: told of each sparse round, for
-    measurements. grammars: what compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
+    `admission` opens sessions; `protocol` takes drafts and their events. hooks: of tests and
+    benchmarks. grammars: what compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
     settings, or if the runner reads no prompts sparsely where they say so.
     """
 
@@ -72,7 +67,7 @@ class Verifier:
         runner: Runner,
         plan: Plan,
         settings: TargetSettings,
-        on_round: OnRound | None = None,
+        hooks: Hooks = NO_HOOKS,
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
@@ -88,15 +83,16 @@ class Verifier:
         self.counters: Counter[str] = Counter(dict.fromkeys((*COUNTED, *by_gamma), 0))
         self.reading = ReadingRate()
         self.patience = Patience(settings.draft_timeout)
-        self._on_round, self._spans = on_round, spans
+        self._hooks, self._spans = hooks, spans
         self._under_way: VerifyStep | None = None  # the step that was left running
         self._ended = 0.0  # when the last one had ended, by time.perf_counter
         self._drafting = self_drafting(settings, plan, runner.weight_tokens)
-        of_sessions = on_round is not None, grammars, self._drafting
+        of_sessions = hooks, grammars, self._drafting
         self.admission = Admission(runner, plan, settings, self.counters, *of_sessions)
-        self.pacing = Pacing(runner, settings, self.admission.running, self._drafting, self.counters)
+        imposed = hooks.imposes_verdicts
+        self.pacing = Pacing(runner, settings, self.admission.running, self._drafting, self.counters, imposed)
         self.protocol = DraftProtocol(
-            self.admission.running, plan, settings, runner.vocab_size, self.counters, self.patience
+            self.admission.running, plan, settings, runner.vocab_size, self.counters, self.patience, hooks
         )
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if settings.speculation.prompt_read_share < 1:
@@ -110,13 +106,13 @@ class Verifier:
         reads: list[SparseRead | None] = [None]
         if "ahead" in methods_of(self.plan):
             any_length = replace(self.plan, least_tokens=0)
-            reader = Reader(METHODS["ahead"], any_length, self._on_round is not None)
+            reader = self._hooks.new_reader(METHODS["ahead"], any_length, self._hooks.reports_blocks)
             nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
             read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
             reads += [] if read is None else [read]
         screened: list[SparseRead | None] = []
         if self.settings.most_held:
-            reader = screening_reader(self.plan, self.settings, self._on_round is not None)
+            reader = screening_reader(self.plan, self.settings, self._hooks.reports_blocks)
             reads.append(reader.read(None, 1, 1))
             reader.finish(SequenceOutput())  # its first round reads everything, as those that confirm
             screened.append(reader.read(None, 1, 1))
@@ -215,9 +211,9 @@ class Verifier:
 
     def imposed_verdicts(self, step: VerifyStep) -> list[Imposed] | None:
         """Return what will be committed of a step whatever it gives; None: what it gives."""
-        if self.settings.synthetic_acceptance < 0:
+        if self._hooks.judge is None:
             return None
-        return [imposed_verdict(item, self.settings, self.runner.vocab_size) for item in step.rounds]
+        return [self._hooks.judge(item, self.runner.vocab_size) for item in step.rounds]
 
     def _imposed_before(self, step: VerifyStep) -> list[Verdict] | None:
         """Return what will be committed of the step that this one follows, where it is not what that gives."""
@@ -360,8 +356,8 @@ class Verifier:
                 session.reader.read_all(len(session.tokens))
             session.reader.finish(output)
         take_reads(session, self.plan, self.runner.kv)
-        if self.settings.synthetic_acceptance >= 0:
-            accepted, following, alternative = imposed_verdict(item, self.settings, self.runner.vocab_size)
+        if self._hooks.judge is not None:
+            accepted, following, alternative = self._hooks.judge(item, self.runner.vocab_size)
             verdict, output.alternative = (accepted, following), alternative if alternative >= 0 else None
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv, under_way)
         self._report(session, commit)
@@ -404,9 +400,9 @@ class Verifier:
     def _report(self, session: TargetSession, commit: Commit) -> None:
         """Tell `on_round` of a round that was read sparsely."""
         reader = session.reader
-        if self._on_round is not None and reader is not None and reader.is_sparse:
+        if self._hooks.on_round is not None and reader is not None and reader.is_sparse:
             assert reader.chosen is not None
-            self._on_round(commit.at, commit.accepted, reader.chosen)
+            self._hooks.on_round(commit.at, commit.accepted, reader.chosen)
 
 
 def _prompt_logprobs(session: TargetSession, output: SequenceOutput) -> list[TokenLogprobs]:

@@ -62,20 +62,10 @@ COMMANDS = {
         "specahead.lab.benchmarks.copying",
         "prompt lookup beside plain decoding: copied, new and random text",
     ),
-    "bench reads": Command(
-        bench.add_reads_flags,
-        "specahead.lab.benchmarks.read_trace",
-        "recorded reads of the target behind the real services, and their churn",
-    ),
     "bench turn": Command(
         bench.add_turn_flags,
         "specahead.lab.benchmarks.next_turn",
         "what the host does for the next turn of a long chat",
-    ),
-    "bench residency": Command(
-        bench.add_residency_flags,
-        "specahead.lab.benchmarks.residency",
-        "what a buffer of GPU pages would miss, by recorded selections",
     ),
     "bench kernels": Command(
         bench.add_kernels_flags, "specahead.lab.benchmarks.kernels", "attention and selection kernels on a GPU"
@@ -92,6 +82,11 @@ COMMANDS = {
         bench.add_serve_flags,
         "specahead.lab.benchmarks.serve",
         "tokens a second of the services, random weights, imposed acceptance",
+    ),
+    "bench agents": Command(
+        bench.add_agents_flags,
+        "specahead.lab.benchmarks.agents",
+        "turns of agents over growing contexts, at any OpenAI-compatible server",
     ),
     "bench shared-draft": Command(
         bench.add_shared_draft_flags,

@@ -20,8 +20,6 @@ from specahead.config.speculation import (
     resolve,
 )
 
-ALTERNATIVES_RIGHT = 0.7  # of the share of accepted tokens, measured with the bundled pair
-
 
 @dataclass(frozen=True, kw_only=True)
 class _RunSettings(Section, group="how the models run", by_model=True):
@@ -220,17 +218,7 @@ class _TargetPlacement(_TargetMemory, group="placement", by_model=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ImposedVerdicts(_TargetPlacement, group="measurements", by_model=True):
-    synthetic_acceptance: float = -1.0
-    """Keep drafted tokens with this probability; negative: the target decides."""
-    synthetic_confirmation: Annotated[float, Within(least=0, most=1)] = 1.0
-    """Keep tokens that a dense pass is to confirm with this probability, with synthetic_acceptance."""
-    synthetic_alternatives: Annotated[float, Within(most=1)] = -1.0
-    """How often an alternative to a rejected token is right, with synthetic_acceptance; negative: 0.7 of that."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetSettings(_ImposedVerdicts):
+class TargetSettings(_TargetPlacement):
     """The target service and its verifier."""
 
     side: ClassVar[str] = "target"
@@ -247,17 +235,8 @@ class TargetSettings(_ImposedVerdicts):
         hold = self.speculation.hold
         if hold:
             self._check_hold(hold)
-        elif hold == 0 and self.synthetic_confirmation < 1:
-            raise SettingsError(
-                f"synthetic_confirmation is {self.synthetic_confirmation}, but hold is {hold}: nothing is confirmed"
-            )
         elif hold == 0 and self.screens_lightly:
             raise SettingsError("speculation: screening_quantization is given, but hold is 0: nothing is screened")
-        if self.synthetic_confirmation < 1 and self.synthetic_acceptance < 0:
-            raise SettingsError(
-                f"synthetic_confirmation is {self.synthetic_confirmation}, but verdicts are the target's own: give a "
-                "synthetic_acceptance, or leave it out"
-            )
         if self.speculation.lookup and not self.has_draft:
             raise SettingsError(f"speculation: lookup is not built with draft {self.draft}: leave one of them out")
         if self.draft_in_target and not self.has_draft:
@@ -290,12 +269,6 @@ class TargetSettings(_ImposedVerdicts):
     def draft_in_target(self) -> bool:
         """Whether the target's process runs the draft model as well, by turns with its own steps."""
         return self.placement == "together"
-
-    @property
-    def alternatives_share(self) -> float:
-        """How often an alternative to a rejected token is right, with imposed verdicts."""
-        given = self.synthetic_alternatives
-        return given if given >= 0 else ALTERNATIVES_RIGHT * max(0.0, self.synthetic_acceptance)
 
     @property
     def screens_lightly(self) -> bool:

@@ -38,7 +38,7 @@ class Reader:
 
     def anew(self) -> "Reader":
         """Return a reader like this one that remembers nothing."""
-        return Reader(self.method, self.plan, self.report_blocks)
+        return type(self)(self.method, self.plan, self.report_blocks)
 
     @property
     def announced_rows(self) -> int:

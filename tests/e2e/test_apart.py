@@ -28,8 +28,8 @@ from tests.stack import Services, Stack, start_gateway, start_services
 
 ONE_WAY = 0.02  # seconds; a round of the bundled pair takes less
 TEXT = " ".join(f"It was the year {1800 + i}, and in the town nothing had changed." for i in range(60))
-# The target waits for its draft on a busy machine, too, because recordings have no plain rounds.
-TARGET = ("-m", "tests.altered", PATIENT, "target_service", "--record-reads")
+SERVICE = "specahead.lab.benchmarks.serving.service"
+TARGET = ("-m", "tests.altered", PATIENT, SERVICE, "target", "--record-reads")
 
 
 @dataclass(frozen=True)

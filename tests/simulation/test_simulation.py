@@ -28,7 +28,7 @@ SITUATIONS = {
     *("target: aborted_sessions", "target: failed_sessions", "target: failed_steps", "target: taken_up_sessions"),
     *("draft: declined_sessions", "draft: failed_steps", "draft: repeated_verdicts", "draft: stale_frames"),
     *("draft in target: proposals", "draft in target: declined_sessions", "draft in target: failed_steps"),
-    *("draft: verdicts_met", "draft: announcements", "full windows", "repeated frames"),
+    *("draft: met_verdicts", "draft: announcements", "full windows", "repeated frames"),
 }
 
 

@@ -1,9 +1,7 @@
 """Steps over tiers give what steps over resident KV give, however pages are fetched; and the benchmark's rehearsal."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,21 +10,12 @@ import torch
 from specahead.cli.main import main
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.model.decoder import Decoder
-from specahead.lab.benchmarks.offload import (
-    Bench,
-    OffloadSettings,
-    choose_cases,
-    home_bytes,
-    report,
-    rounds_of,
-    selections,
-)
-from specahead.lab.benchmarks.offload_check import Check, compare_logits
-from specahead.lab.benchmarks.offload_kv import HomeKV
-from specahead.lab.benchmarks.offload_sessions import beside_frames, frame_bytes, hot_share, sessions_that_fit
+from specahead.lab.benchmarks.offload import OffloadSettings, home_bytes, rounds_of, selections
+from specahead.lab.benchmarks.offload_kv import Check, compare_logits
 from specahead.lab.benchmarks.offload_steps import (
     IN_STEP,
     ON_DEMAND,
+    SETTLED,
     Case,
     Home,
     Step,
@@ -36,7 +25,6 @@ from specahead.lab.benchmarks.offload_steps import (
     resident_kv,
     tiered_kv,
 )
-from specahead.lab.benchmarks.residency import SETTLED
 from specahead.lab.benchmarks.selection_trace import ROWS
 from specahead.lab.benchmarks.shapes import SHAPES, random_decoder
 from specahead.sparsity.selection import BlockSelection
@@ -160,54 +148,6 @@ def test_steps_without_slots_are_void() -> None:
     assert measured.refused > 0 and None in measured.logits
 
 
-# Sessions in a given memory.
-
-
-def test_how_many_sessions_fit() -> None:
-    case = Case(SHAPES["8b"], 1, 102400, 5, torch.bfloat16)
-    assert frame_bytes(case) == 2 << 20
-    assert [sessions_that_fit(gib << 30, case) for gib in (12, 13, 100)] == [0, 1, 7]
-    many = replace(case, batch=28)
-    share = hot_share(100 << 30, many)
-    assert beside_frames(many) < 4.5 * 2**30
-    assert share * many.pages * frame_bytes(many) + beside_frames(many) == pytest.approx(100 * 2**30, rel=1e-3)
-    assert hot_share(100 << 30, case) == 1.0
-    with pytest.raises(ValueError, match="write 28 at once: raise --kv-memory or lower --sessions-factor"):
-        hot_share(3 << 30, many)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("harmed", [False, True])
-@pytest.mark.parametrize("room", [True, False])
-def test_sessions_in_tiers_are_compared_with_resident_ones(
-    monkeypatch: pytest.MonkeyPatch, room: bool, harmed: bool
-) -> None:
-    """Where the GPU has no room for all of them, with resident parts."""
-    torch.manual_seed(0)
-    a_session = 65 * 2 * 2 * 2048
-    settings = OffloadSettings(contexts=(1024,), passes=1, kv_memory=4 * a_session, sessions_factor=2, home_layers=2)
-    (case,) = choose_cases(settings, SHAPES["tiny"], torch.float32)
-    assert case.batch == 8
-    bench = Bench(settings, [case], CPU)
-    monkeypatch.setattr(bench, "_fits", lambda each, hot: room or hot < 1 or each.batch <= 4)
-    if harmed:  # the last session's first page, when resident steps have run
-
-        def harm(*arguments: Any) -> HomeKV:
-            bench.home[0][0][7 * 64] += 1
-            return tiered_kv(*arguments)
-
-        monkeypatch.setattr("specahead.lab.benchmarks.offload.tiered_kv", harm)
-    rows = list(bench.rows_of_sessions(case))
-    tiered = [row for row in rows if row.way != "resident"]
-    assert [row.batch for row in rows if row.way == "resident"] == ([4, 8] if room else [4])
-    assert [(row.way, row.batch, row.check.same, row.in_parts) for row in tiered] == [
-        (way, 8, not harmed, not room) for way in ("in step", "on demand")
-    ]
-    assert all(row.check.rounds > 10 and 0.2 < row.hot < 0.5 and row.pages_fetched for row in tiered)
-    said = report({}, rows)
-    assert ("in parts)" in said) == (not room) and ("yes (" in said) == (not harmed)
-
-
 def test_only_pages_without_frames_are_adopted() -> None:
     home = make_home(CASE, 2, CPU)
     kv = tiered_kv(CASE, 0.5, home, CPU)
@@ -247,9 +187,9 @@ def test_an_8b_target_needs_little_host_memory() -> None:
 
 
 def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
+    file = tmp_path / "rows.json"
     sizes = ["--contexts", "512", "--batches", "2", "--hot", "0.5", "--passes", "1", "--shares", "0.1", "0.0625"]
-    main(["bench", "offload", "--shape", "tiny", *sizes, "--json", str(file), "--plot", str(plot)])
+    main(["bench", "offload", "--shape", "tiny", *sizes, "--json", str(file)])
     content = json.loads(file.read_text())
     ways = [way for way in ("resident", "in step", "on demand") for _ in range(2)]
     assert [(row["way"], row["share"]) for row in content["rows"]] == [
@@ -264,18 +204,8 @@ def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert row["check"] == {"rounds": row["check"]["rounds"], "same": True, "difference": 0.0}
         assert row["check"]["rounds"] > SETTLED
     assert in_step["bound"] >= in_step["resident"] == content["rows"][0]["milliseconds"]
-    assert plot.stat().st_size > 0
     if not torch.cuda.is_available():
         assert "a rehearsal" in capsys.readouterr().out
-
-
-def test_the_rehearsal_of_sessions(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--contexts", "1024", "--kv-memory", "0.002", "--sessions-factor", "2", "--passes", "1"]
-    main(["bench", "offload", "--shape", "tiny", *sizes])
-    said = capsys.readouterr().out
-    assert "0.002 GiB hold the KV of 4 of 1024 tokens without tiers; 8 run in tiers" in said
-    assert said.count("yes (") == 2
-    assert "--kv-memory 0.002" in said and "--sessions-factor 2" in said and "--hot" not in said
 
 
 def test_what_is_refused() -> None:
@@ -285,11 +215,6 @@ def test_what_is_refused() -> None:
         (["--contexts", "1000"], "multiples of 16"),
         (["--queries", "1"], "2 queries at least"),
         (["--host-memory", "0"], "no room for the home"),
-        (["--kv-memory", "1", "--hot", "0.5"], "leave --batches and --hot out"),
-        (["--kv-memory", "0"], "must be positive"),
-        (["--kv-memory", "0.0001"], "takes 0.00489 GiB, --kv-memory has 0.0001: raise it"),
-        (["--kv-memory", "0.005"], "write 4 at once: raise --kv-memory or lower --sessions-factor"),
-        (["--sessions-factor", "2"], "--sessions-factor is of the sessions that fit"),
     ):
         with pytest.raises(SystemExit, match=message):
             main(["bench", "offload", "--shape", "tiny", *flags])

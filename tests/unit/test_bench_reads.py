@@ -1,12 +1,10 @@
 """Recorded reads: they come from the services, are stored as they were, and are stretched as they say."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from specahead.cli.main import main
 from specahead.lab.benchmarks import read_trace
 from specahead.lab.benchmarks.read_trace import (
     BLOCKS_AT_100K,
@@ -17,7 +15,7 @@ from specahead.lab.benchmarks.read_trace import (
     load_reads,
     save_reads,
 )
-from specahead.lab.benchmarks.selection_trace import ROWS
+from specahead.lab.benchmarks.selection_trace import ROWS, churn_of
 from specahead.models import PLAN
 from specahead.sparsity.plan import load_plan
 
@@ -105,26 +103,26 @@ def test_traces_come_back_from_their_file(tmp_path: Path) -> None:
     assert again.rounds == 7
 
 
-def test_the_bundled_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bundled_file() -> None:
     """Real reads at four shares, each with passages enough for a row at 100K, and where they come from."""
     assert READS.stat().st_size < 400_000
-    file = tmp_path / "rows.json"
-    main(["bench", "reads", "--json", str(file)])
-    content = json.loads(file.read_text())
-    plan = load_plan(PLAN)
-    assert content["command"].startswith("specahead bench reads --record ")
-    assert not {f"{book}" for book in content["books"].split(", ")} & set(plan.provenance["files"])
-    assert [row["share"] for row in content["rows"]] == ["1/8", "1/10", "1/16", "1/32"]
-    for trace, row in zip(load_reads(), content["rows"], strict=True):
-        assert trace.history.shape == (row["passages"], HEADS, WIDTH)
-        assert trace.accepted.shape == trace.foreseen.shape == (row["passages"], row["rounds"])
-        assert row["passages"] >= 25 and row["rounds"] >= 10
-        assert row["selected"] == pytest.approx(1 / int(row["share"][2:]), rel=0.07)
-        for name in ("selected", "churn", "churn4"):
-            assert row[f"stretched_{name}"] == pytest.approx(row[name], rel=0.1)
-        assert len({passage.tobytes() for passage in trace.history}) == row["passages"]
-        assert 1 < row["tokens"] < 5 and 0 < row["foreseen"] < 1
-    assert "stretched" in capsys.readouterr().out
+    about, plan = about_reads(), load_plan(PLAN)
+    assert about["command"].startswith("python -m specahead.lab.benchmarks.read_trace ")
+    assert not set(about["books"].split(", ")) & set(plan.provenance["files"])
+    traces = load_reads()
+    assert [trace.name for trace in traces] == ["1/8", "1/10", "1/16", "1/32"]
+    for trace in traces:
+        passages, rounds = trace.accepted.shape
+        assert trace.history.shape == (passages, HEADS, WIDTH) and trace.foreseen.shape == (passages, rounds)
+        assert passages >= 25 and rounds >= 10
+        assert trace.selected == pytest.approx(1 / int(trace.name[2:]), rel=0.07)
+        stretched = trace.selections()
+        selected = np.mean([selection.matrix().mean() for selection in stretched[4:]])
+        assert selected == pytest.approx(trace.selected, rel=0.1)
+        for back, churn in ((1, trace.churn), (4, trace.churn4)):
+            assert churn_of(stretched, back) == pytest.approx(churn, rel=0.1)
+        assert len({passage.tobytes() for passage in trace.history}) == passages
+        assert 0 < trace.accepted.mean() < 4 and 0 < trace.foreseen[:, 1:].mean() < 1
 
 
 @pytest.mark.long

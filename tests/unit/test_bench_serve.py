@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import transformers
 
-import specahead.sparsity.reader
 from specahead.cli.main import main
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.engine.steps.rounds.requests import DraftedTokens
@@ -18,18 +17,17 @@ from specahead.lab.benchmarks import serve
 from specahead.lab.benchmarks.read_trace import load_reads
 from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down
 from specahead.lab.benchmarks.serving.deployment import Pair, kv_gib, write_model
+from specahead.lab.benchmarks.serving.imposed import foreseeing, imposed_token
+from specahead.lab.benchmarks.serving.parts import AnnouncedReader, replayed_words
 from specahead.lab.benchmarks.serving.replay import lay_out, write_replay
 from specahead.lab.benchmarks.serving.rows import Shape, Way
-from specahead.lab.benchmarks.serving.service import announced_only, foreseeing, replayed_words
 from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
 from specahead.sparsity.methods import BY_MEMORY, METHODS
 from specahead.sparsity.plan import uniform_plan
-from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
-from target_service.commit import imposed_token
 
 S = "run/0"  # a session of the run
-TINY = ["bench", "serve", "--target-shape", "tiny", "--draft-shape", "tiny", "--read-share", "1"]
+TINY = ["bench", "serve", "--target-shape", "tiny", "--draft-shape", "tiny"]
 
 
 def test_a_shape_is_sessions_and_prompt_tokens() -> None:
@@ -149,15 +147,14 @@ def test_a_laid_out_round_is_cut_to_its_context(tmp_path: Path) -> None:
         write_replay(tmp_path / "replay.npy", trace, 1, 1, 257, 100)
 
 
-def test_what_is_replayed_is_all_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_replayed_is_all_that_is_read() -> None:
     """But by readers for which no draft announces."""
-    monkeypatch.setattr(specahead.sparsity.reader, "shared_budget", announced_only)
     plan = uniform_plan(2, 2, 1, 1, budget=0.5)
     announced = BlockSelection.from_matrix(np.eye(4, 40, 5, dtype=bool))
-    read = Reader(METHODS["ahead"], plan).read(announced, 600, 604)
+    read = AnnouncedReader(METHODS["ahead"], plan).read(announced, 600, 604)
     assert read is not None and read.budget is not None
     assert read.budget.room == 0 and (read.budget.bitmap == announced.resized(38).words).all()
-    reader = Reader(BY_MEMORY, plan)
+    reader = AnnouncedReader(BY_MEMORY, plan).anew()
     reader.read(None, 600, 604)
     reader.finish(SequenceOutput())
     read = reader.read(None, 600, 604)
@@ -169,24 +166,24 @@ def test_what_is_replayed_is_all_that_is_read(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = measure_all(tmp_path, "--modes", "none", "approximate")
+    rows = measure_all(tmp_path, "--modes", "none", "approximate", "--speculation", '{"gamma": 4}')
     assert set(rows) == {("none", 0), ("approximate", 0)}
-    assert "approximate, 1 wave, 2 branches" in capsys.readouterr().out
+    assert 'approximate {"gamma": 4}' in capsys.readouterr().out
 
 
 @pytest.mark.long
 def test_the_smallest_run_in_all_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Then over tiers of which about two thirds lie on the device."""
-    rows = measure_all(tmp_path, "--hot", "0.4")
+    rows = measure_all(tmp_path, "--hot", "0.4", "--speculation", '{"gamma": 4, "branches": 2}')
     assert set(rows) == {("none", 0), ("exact", 0), ("approximate", 0), ("approximate", 0.4)}
     assert 1 < rows["exact", 0]["figures"]["tokens_a_round"] <= 5
-    assert "approximate, 1 wave, 2 branches, hot 0.4" in capsys.readouterr().out
+    assert 'approximate {"gamma": 4, "branches": 2}, hot 0.4' in capsys.readouterr().out
 
 
 def measure_all(folder: Path, *flags: str) -> dict[tuple[str, float], dict[str, Any]]:
     """Run the command; return what its file says of each mode and share of the KV on the device, which is checked."""
     file, plot = folder / "serve.json", folder / "serve.png"
-    sizes = ["--shapes", "2x200", "--tokens", "140", "--branches", "2", "--breakdown"]
+    sizes = ["--shapes", "2x200", "--tokens", "140", "--breakdown"]
     main([*TINY, *sizes, *flags, "--json", str(file), "--plot", str(plot)])
     content = json.loads(file.read_text())
     assert content["failures"] == []
@@ -211,7 +208,7 @@ def measure_all(folder: Path, *flags: str) -> dict[tuple[str, float], dict[str, 
 def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     sizes = ["--shapes", "4x200", "--tokens", "400", "--modes", "approximate", "--breakdown"]
-    main([*TINY, *sizes, "--targets", "2", "--draft-in-target", "--json", str(file)])
+    main([*TINY, *sizes, "--targets", "2", "--json", str(file)])
     content = json.loads(file.read_text())
     assert content["failures"] == []
     assert set(content["starts"][0]) == {"target-1", "target-2"}
@@ -222,40 +219,35 @@ def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
 
 
 def test_rows_over_tiers_say_so() -> None:
-    ways = Way("none", hot=0.25), Way("self", hot=0.25), Way("exact", 2, True, hot=0.25), Way("self")
-    assert list(map(str, ways)) == [
-        "no draft, hot 0.25",
-        "self, exact, hot 0.25",
-        "exact, 2 waves, hot 0.25",
-        "self, exact",
-    ]
+    ways = Way("none", hot=0.25), Way("exact", '{"gamma": 2}', hot=0.25), Way("approximate")
+    assert list(map(str, ways)) == ["no draft, hot 0.25", 'exact {"gamma": 2}, hot 0.25', "approximate"]
 
 
 @pytest.mark.long
 def test_the_smallest_run_of_a_target_that_drafts_for_itself(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
-    main([*TINY, "--shapes", "2x200", "--tokens", "400", "--modes", "none", "self", "--breakdown", "--json", str(file)])
+    how = ["--draft", "self", "--modes", "none", "exact", "--breakdown", "--json", str(file)]
+    main([*TINY, "--shapes", "2x200", "--tokens", "400", *how])
     content = json.loads(file.read_text())
     assert content["failures"] == []
     rows = {row["way"]["mode"]: row for row in content["rows"]}
-    assert set(rows) == {"none", "self"}
-    assert rows["none"]["figures"]["tokens_a_round"] == 1
-    assert 2 < rows["self"]["figures"]["tokens_a_round"] <= 5 and rows["self"]["figures"]["kv_read"] == 1
-    assert rows["self"]["of_none"] > 0 and rows["self"]["breakdown"]["target_idle"] < 1
+    assert set(rows) == {"none", "exact"} and rows["none"]["figures"]["tokens_a_round"] == 1
+    assert rows["exact"]["figures"]["tokens_a_round"] >= 1 and rows["exact"]["figures"]["kv_read"] == 1
+    assert rows["exact"]["of_none"] > 0 and rows["exact"]["breakdown"]["target_idle"] < 1
 
 
 def test_each_service_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(start: object, folder: Path, pair: Pair, *others: object, together: bool) -> None:
-        raise ChildProcessError(f"devices: {pair.gpus}, {others[-1]} targets")
+    def refuse(start: object, folder: Path, pair: Pair, *others: object, one_endpoint: bool) -> None:
+        raise ChildProcessError(f"devices: {pair.gpus}, {pair.targets} targets")
 
     monkeypatch.setattr(serve, "Deployment", refuse)
     run = [*TINY, "--shapes", "1x100", "--tokens", "100", "--gpus", "5", "6"]
     with pytest.raises(SystemExit, match="'target': 5, 'draft': 6}, 1 targets"):
-        main(run)
+        main([*run, "--placement", "apart"])
     with pytest.raises(SystemExit, match="'target-1': 5, 'target-2': 6}, 2 targets"):
-        main([*run, "--targets", "2", "--draft-in-target"])
-    with pytest.raises(SystemExit, match="one each for target-1, target-2, draft"):
         main([*run, "--targets", "2"])
+    with pytest.raises(SystemExit, match="one each for target-1, target-2, draft"):
+        main([*run, "--targets", "2", "--placement", "apart"])
 
 
 def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,12 +258,13 @@ def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tokens", "10"], "it takes 40"),
+        (["--tokens", "10"], "it takes 72"),
         (["--hot", "1"], "less than 1"),
-        (["--waves", "0"], "must be positive"),
-        (["--modes", "self", "exact"], "self is measured beside none alone"),
-        (["--draft-in-target", "--hot", "0.5"], "with KV on the GPU"),
-        (["--targets", "0"], "expected at least 1"),
+        (["--repeat", "0"], "must be positive"),
+        (["--speculation", "[]"], "is no mapping"),
+        (["--speculation", '{"waves": 2}'], "no such key: waves"),
+        (["--placement", "together", "--hot", "0.5"], "with KV on the GPU"),
+        (["--targets", "-1"], "at least 0"),
         (["--shapes", "8"], "SESSIONSxCONTEXT"),
     ],
 )

@@ -13,18 +13,17 @@ from specahead.lab.benchmarks.serving import deployment
 from specahead.lab.benchmarks.serving.breakdown import Breakdown, RoundParts
 from specahead.lab.benchmarks.serving.clients import Load
 
-COMMAND = ["bench", "shared-draft", "--shape", "2x100", "--tokens", "40", "--repeat", "1"]
+COMMAND = ["bench", "shared-draft", "--shape", "2x100", "--tokens", "72", "--repeat", "1"]
 
 
 class PlayedDeployment:
     """Two targets, and a draft for which a round waits for 2 of 10 ms, and 3 of 11 where both have sessions."""
 
-    def __init__(self, *arguments: Any, targets: int) -> None:
-        self.targets = ["target-1", "target-2"]
-        assert targets == 2
+    def __init__(self, start: Any, folder: Path, pair: deployment.Pair, *arguments: Any, timed: bool) -> None:
+        self.targets = pair.names[:-1]
+        assert timed and pair.names == ["target-1", "target-2", "draft"]
 
-    def start(self, with_draft: bool) -> list[str]:
-        assert with_draft
+    def start(self) -> list[str]:
         return ["first", "second"]
 
     def wait_until_prepared(self) -> None:
@@ -72,7 +71,7 @@ def test_both_at_once_are_compared_with_each_alone(loads: list[tuple[str, Load]]
 
 
 def test_what_cannot_be_measured_is_refused(loads: list[tuple[str, Load]]) -> None:
-    for flags in (["--tokens", "39"], ["--repeat", "0"], ["--gpus", "0", "1"]):
+    for flags in (["--tokens", "71"], ["--repeat", "0"], ["--gpus", "0", "1"]):
         with pytest.raises(SystemExit, match="error: --"):
             main([*COMMAND, *flags])
     assert not loads
@@ -88,9 +87,8 @@ def test_the_draft_has_its_device_and_all_targets(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(deployment, "launch_endpoints", lambda start, *flags: flags[-1])
     monkeypatch.setattr(deployment, "wait_for_endpoints", lambda over, seconds: over)
     devices = {"target-1": 5, "target-2": 6, "draft": 6}
-    pair, room = deployment.Pair("tiny", "tiny", 4, 0.8, 0.1, 1, gpus=devices), deployment.Room(2, 200, 100)
-    both = deployment.Deployment(start, tmp_path, pair, room, False, False, lambda: 1.0, 2)
-    addresses = both.start(with_draft=True)
+    pair, room = deployment.Pair("tiny", "tiny", 0.8, 0.1, targets=2, gpus=devices), deployment.Room(2, 200)
+    addresses = deployment.Deployment(start, tmp_path, pair, room, lambda: 1.0).start()
     assert [(command[1], gpu) for command, gpu in started] == [("target", 5), ("target", 6), ("draft", 6)]
     (draft,) = [command for command, _ in started if command[1] == "draft"]
     assert [draft[place + 1] for place, word in enumerate(draft) if word == "--target"] == addresses
@@ -107,13 +105,12 @@ def test_a_draft_in_the_targets_is_no_service(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(deployment, "wait_for_service", lambda process, seconds: None)
     monkeypatch.setattr(deployment, "launch_endpoints", lambda start, *flags: flags[-1])
     monkeypatch.setattr(deployment, "wait_for_endpoints", lambda over, seconds: over)
-    pair = deployment.Pair("tiny", "tiny", 4, 0.8, 0.1, 0.2, draft_in_target=True)
-    room = deployment.Room(2, 200, 100)
-    made = deployment.Deployment(start, tmp_path, pair, room, False, False, lambda: 1.0, 2, together=True)
-    (over,) = made.start(with_draft=True)
+    pair = deployment.Pair("tiny", "tiny", 0.8, 0.1, together=True, targets=2, speculation={"gamma": 3})
+    room = deployment.Room(2, 200)
+    (over,) = deployment.Deployment(start, tmp_path, pair, room, lambda: 1.0, one_endpoint=True).start()
     assert len(over.split(",")) == 2
     assert [command[1] for command in started] == ["target", "target"]
     for command in started:
         assert "together" in command
-        assert json.loads(command[command.index("--speculation") + 1])["draft_read_share"] == 0.2
+        assert command[command.index("--speculation") + 1] == '{"gamma": 3}'
         assert command[command.index("--draft") + 1].endswith("/draft")

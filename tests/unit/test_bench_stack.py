@@ -41,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], started: Started) -> None:
     file = tmp_path / "stack.json"
-    rows = stack.run(Namespace(sessions=[2], tokens=40, gamma=4, branches=8, waves=1, json=str(file), **TIMES))
+    rows = stack.run(Namespace(sessions=[2], tokens=40, gamma=4, branches=8, json=str(file), **TIMES))
     content = json.loads(file.read_text())
     assert [row["exactness"] for row in content["rows"]] == ["exact", "approximate"]
     assert {"machine", "date", "command"} <= set(content)
@@ -54,7 +54,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], started
         assert (row.announced_bytes_a_round > 0) == (row.exactness == "approximate")
     printed = capsys.readouterr().out
     assert (
-        "--sessions 2 --tokens 40 --gamma 4 --branches 8 --waves 1 --unforeseen 0.2 --target-ms 1 0.5" in printed
+        "--sessions 2 --tokens 40 --gamma 4 --branches 8 --unforeseen 0.2 --target-ms 1 0.5" in printed
         and "approximate" in printed
     )
     assert len(started.processes) == 3
@@ -64,7 +64,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], started
 def test_what_does_not_start_leaves_nothing_behind(started: Started) -> None:
     started.broken = "orchestrator.launch"
     with pytest.raises(ChildProcessError, match="did not start"):
-        stack.run(Namespace(sessions=[1], tokens=40, gamma=4, branches=8, waves=2, json=None, **TIMES))
+        stack.run(Namespace(sessions=[1], tokens=40, gamma=4, branches=8, json=None, **TIMES))
     assert len(started.processes) == 3
     assert all(process.returncode is not None for process in started.processes)
 
@@ -72,4 +72,4 @@ def test_what_does_not_start_leaves_nothing_behind(started: Started) -> None:
 @pytest.mark.parametrize(("sessions", "tokens", "gamma"), [([], 40, 4), ([0], 40, 4), ([1], 8, 4), ([1], 40, 0)])
 def test_numbers_that_give_nothing_to_measure(sessions: list[int], tokens: int, gamma: int) -> None:
     with pytest.raises(ValueError, match=r"must|takes"):
-        stack.run(Namespace(sessions=sessions, tokens=tokens, gamma=gamma, branches=8, waves=2, json=None, **TIMES))
+        stack.run(Namespace(sessions=sessions, tokens=tokens, gamma=gamma, branches=8, json=None, **TIMES))

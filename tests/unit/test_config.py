@@ -663,10 +663,3 @@ def test_a_launch_that_scales_numbers_its_services_and_keeps_drafts_in_proportio
     assert names[2][5:] == ["draft-1", "draft-2", "draft-3"]
     alone = placed_settings(resolve("--autoscaling", '{"max_targets": 2}'))
     assert [each.name for each in alone] == ["target-1", "draft-1"]
-
-
-def test_alternatives_are_right_in_proportion_to_what_is_accepted_unless_it_is_said() -> None:
-    """Where verdicts are imposed: a draft that is never right has no second choice that mostly is."""
-    shares = [TargetSettings(synthetic_acceptance=share).alternatives_share for share in (-1.0, 0.0, 0.8)]
-    assert shares == pytest.approx([0.0, 0.0, 0.56])
-    assert TargetSettings(synthetic_acceptance=0.8, synthetic_alternatives=0.0).alternatives_share == 0.0

@@ -96,7 +96,7 @@ class Side:
         self.sent: list[DraftEvent] = []
         # A branch is looked up by its place, so there is one, also on a GPU.
         drafter_settings = draft_settings(gamma=GAMMA, **{"branches": 1} | settings)
-        self.ahead = drafter_settings.speculation.overlap
+        self.overlaps = drafter_settings.speculation.overlap
         self.drafter = Drafter(runner, PLAN, drafter_settings, grammars=grammars)
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
@@ -112,7 +112,7 @@ class Side:
 
     def decode(self, event: Proposals) -> BlockSelection:
         name, epoch, round_, base = event.at
-        method = self.peer.sessions[name].method
+        method = self.peer.sessions[name].terms.method
         assert method is not None and method.announcing is not None
         held = self.announced.setdefault(name, {})
         rows, blocks = method.announcing.rows(PLAN), PLAN.num_blocks(base)
@@ -134,10 +134,10 @@ def proposals_in(sent: list[DraftEvent]) -> list[Proposal]:
 def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
     """logits: [γ + 1 or fewer, vocab] of the passes that drafted it"""
     session, count = side.peer.sessions[event.at.session], len(event.tokens)
-    sampling = session.sampling
-    if session.rules is not None:
+    sampling = session.terms.sampling
+    if session.terms.rules is not None:
         before = [*session.tokens[: event.at.base - 1], event.assumed_token]
-        of_rules = session.rules.prompt_tokens, sampling, session.rules.stop_token_ids
+        of_rules = session.terms.rules.prompt_tokens, sampling, session.terms.rules.stop_token_ids
         rows = [changed_logits(row.numpy(), before + event.tokens[:i], *of_rules) for i, row in enumerate(logits)]
         logits = torch.from_numpy(np.stack(rows)).float()
     if sampling.greedy:
@@ -159,7 +159,7 @@ def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
 def check_announcement(side: Side, event: Proposals, weights: Tensor) -> None:
     """weights: [layers, heads, blocks], the evidence of the round"""
     name, _, round_, base = event.at
-    method = side.peer.sessions[name].method
+    method = side.peer.sessions[name].terms.method
     assert method is not None and method.announcing is not None
     before = [selection for (_, r), selection in side.announced.get(name, {}).items() if r == round_ - 1]
     last = before[-1] if before else None
@@ -186,7 +186,7 @@ def check(side: Side, reference: ModelRunner, sent: list[DraftEvent]) -> dict[st
         event.at: run_all(
             reference,
             [*side.peer.sessions[name].tokens[: event.at.base - 1], event.assumed_token],
-            event.tokens[: None if side.ahead else -1],
+            event.tokens[: None if side.overlaps else -1],
         )
         for name, events in proposals.items()
         for event in events
@@ -203,9 +203,11 @@ def begin(name: str, length: int, method: str, sampling: Sampling, max_length: i
     return Begin(At(name, 0, 0, length), tokens(length, length), sampling, max_length, method)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, reference: ModelRunner, ahead: bool) -> None:
-    side = Side(runner, overlap=ahead)
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_rounds_are_what_teacher_forced_passes_give(
+    runner: ModelRunner, reference: ModelRunner, overlaps: bool
+) -> None:
+    side = Side(runner, overlap=overlaps)
     events: list[Any] = [
         begin("a", 700, "ahead", GREEDY),
         begin("b", 420, "ahead", SAMPLED),
@@ -224,15 +226,15 @@ def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, referen
         assert set(proposals) == set("abcdefgh")
         events = []
         for name, session in side.peer.sessions.items():
-            is_ahead = session.ahead is not None
-            assert is_ahead == ahead or turn > 0, "guesses that fail end drafting ahead"
-            assert session.drafted is not None
-            proposed, guess = session.drafted.tokens[:GAMMA], session.drafted.tokens[-1]
+            overlapped = session.overlap is not None
+            assert overlapped == overlaps or turn > 0, "guesses that fail end overlap"
+            assert session.present is not None
+            proposed, guess = session.present.drafted.tokens[:GAMMA], session.present.drafted.tokens[-1]
             # Everything, a part, nothing.
             accepted = GAMMA if turn % 2 == 0 else turn // 2
             extra = guess if accepted == GAMMA else (proposed[accepted] + 1) % VOCAB
-            epoch = session.epoch + (accepted < GAMMA or not is_ahead)
-            place = At(name, epoch, session.round + 1, session.committed)
+            epoch = session.at.epoch + (accepted < GAMMA or not overlapped)
+            place = At(name, epoch, session.at.round + 1, session.committed)
             events.append(Verdict(place, accepted, [*proposed[:accepted], extra], plain=False))
     assert announced == set("abdef")
     side.close()

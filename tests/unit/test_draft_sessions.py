@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draft_service.drafter import Drafter
-from draft_service.sessions import BranchAhead, DraftSession, RoundAhead, TargetPeer
+from draft_service.sessions import DraftedOutcome, DraftedRound, DraftSession, TargetPeer
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import OutOfPages, SequenceKV
 from specahead.engine.sampling.distributions import Sampling
@@ -29,13 +29,13 @@ from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, PLAN, VOCA
 class DraftStand:
     """A draft alone with one greedy session begun, of 40 tokens or as many as there are in `tokens`."""
 
-    ahead: bool = True
+    overlaps: bool = True
     pages: int = 20
     sent: list[m.DraftEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, self.pages)
-        self.drafter = Drafter(runner, PLAN, draft_settings(overlap=self.ahead))
+        self.drafter = Drafter(runner, PLAN, draft_settings(overlap=self.overlaps))
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
@@ -54,7 +54,7 @@ class DraftStand:
     @property
     def state(self) -> Any:
         session = self.peer.sessions["a"]
-        known = (session.at, list(session.tokens), session.committed, session.round, session.drafted, session.ahead)
+        known = session.at, list(session.tokens), session.present, session.overlap
         return *known, session.kv.length, list(session.kv.pages)
 
 
@@ -65,15 +65,15 @@ def only_proposal(event: m.DraftEvent) -> m.Proposal:
     return proposal
 
 
-def test_a_draft_proposes_one_round_ahead_and_no_more() -> None:
-    for ahead in (False, True):
-        stand = DraftStand(ahead)
+def test_a_draft_overlaps_one_round_and_no_more() -> None:
+    for overlaps in (False, True):
+        stand = DraftStand(overlaps)
         kinds = [type(event) for event in stand.sent]
         proposals = [item for event in stand.sent if isinstance(event, m.Proposals) for item in apart(event)]
-        assert kinds == [m.Ready, *[m.Proposals] * (1 + ahead)]
+        assert kinds == [m.Ready, *[m.Proposals] * (1 + overlaps)]
         assert all(event.selection for event in stand.sent[1:])
-        assert [p.at for p in proposals] == [m.At("a", 0, r, 40 + 5 * r) for r in range(1 + ahead)]
-        if ahead:
+        assert [p.at for p in proposals] == [m.At("a", 0, r, 40 + 5 * r) for r in range(1 + overlaps)]
+        if overlaps:
             assert proposals[1].assumed_token == FakeModel().plain(stand.tokens, 5, [])[0][-1]
 
 
@@ -99,32 +99,18 @@ def test_a_begin_of_an_earlier_epoch_changes_nothing() -> None:
     assert stand.state == before
 
 
-def test_verdicts_out_of_order_are_applied_in_order() -> None:
-    plain = FakeModel().plain([7] * 40, 9, [])[0]
-    first = m.Verdict(m.At("a", 0, 1, 40), 4, plain[40:45], plain=False)
-    second = m.Verdict(m.At("a", 1, 2, 45), 1, [plain[45], (plain[46] + 1) % VOCAB], plain=False)
-    orders = ([first, second], [second, first], [second, second, first, second])
-    states = []
-    for order in orders:
-        stand = DraftStand()
-        for event in order:
-            stand.receive(event)
-        states.append((stand.state[1][:47], *stand.state[2:4], stand.peer.sessions["a"].epoch))
-    assert states[0] == states[1] == states[2]
-    assert states[0] == (plain[:46] + second.tokens[1:], 47, 2, 1)
-
-
-def test_a_verdict_that_does_not_fit_asks_for_resync() -> None:
+@pytest.mark.parametrize(("round_", "base"), [(1, 41), (2, 40)], ids=["another position", "a gap"])
+def test_a_verdict_that_does_not_fit_asks_for_resync(round_: int, base: int) -> None:
     stand = DraftStand()
-    assert stand.receive(m.Verdict(m.At("a", 1, 1, 41), 0, [1], plain=False))[0] == m.Resync("a")
+    assert stand.receive(m.Verdict(m.At("a", 1, round_, base), 0, [1], plain=False))[0] == m.Resync("a")
     assert stand.drafter.counters["resyncs"] == 1
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("base", [43, 48, 50])
-def test_a_verdict_may_take_back_what_was_committed(base: int, ahead: bool) -> None:
+def test_a_verdict_may_take_back_what_was_committed(base: int, overlaps: bool) -> None:
     """Tokens that the target had only screened (target_service.screening), also of a page that is indexed already."""
-    stand = DraftStand(ahead)
+    stand = DraftStand(overlaps)
     plain = FakeModel().plain(stand.tokens, 15, [])[0]
     for round_ in range(2):
         start = 40 + 5 * round_
@@ -145,7 +131,7 @@ def test_a_verdict_may_take_back_what_was_committed(base: int, ahead: bool) -> N
 
 def test_what_another_session_shares_is_not_taken_back() -> None:
     """The draft asks to begin anew then, where the target stands."""
-    stand = DraftStand(ahead=False)
+    stand = DraftStand(overlaps=False)
     plain = FakeModel().plain(stand.tokens, 15, [])[0]
     for round_ in range(2):
         start = 40 + 5 * round_
@@ -198,7 +184,7 @@ def test_rejected_work_is_drafted_again_from_the_verdict_on() -> None:
     assert proposal.assumed_token == other
 
 
-def test_work_ahead_is_dropped_if_the_target_adds_another_token() -> None:
+def test_an_overlap_is_dropped_if_the_target_adds_another_token() -> None:
     """All that was proposed is kept, so the length is as foreseen, but not the text."""
     stand = DraftStand()
     plain = FakeModel().plain(stand.tokens, 5, [])[0]
@@ -236,12 +222,12 @@ def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
 
 
 @pytest.mark.parametrize("method", ["sts", "specattn", "ahead"])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) -> None:
-    """Against the block weights of the same tokens; a draft that does not go ahead leaves the last one unread."""
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_round_announces_what_all_its_queries_weigh(method: str, overlaps: bool) -> None:
+    """Against the block weights of the same tokens; a draft without overlap leaves the last one unread."""
     plan, sent, prompt = replace(PLAN, budget=0.3, mass=0.7), list[m.DraftEvent](), [3] * 200
     runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
-    drafter = Drafter(runner, plan, draft_settings(overlap=ahead))
+    drafter = Drafter(runner, plan, draft_settings(overlap=overlaps))
     peer = TargetPeer(sent.append)
     drafter.attach(peer)
     drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, method))
@@ -249,7 +235,7 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) 
         drafter.finish_step(step, drafter.execute(step))
     (said,) = [event for event in sent if isinstance(event, m.Proposals) and event.at.round == 0]
     proposal = only_proposal(said)
-    runs = [[*prompt, *proposal.tokens[:i]] for i in range(len(proposal.tokens) + ahead)]
+    runs = [[*prompt, *proposal.tokens[:i]] for i in range(len(proposal.tokens) + overlaps)]
     blocks = plan.num_blocks(200)
     weights = [runner.block_weights(run, 16, DRAFT_HEADS)[..., :blocks] for run in runs]
     announcing = METHODS[method].announcing
@@ -308,25 +294,25 @@ class Crowd:
         self.drafter.receive(self.peer, m.Verdict(at, 0, [token], plain=False))
 
 
-def test_drafting_ahead_stops_where_guesses_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_stops_where_no_outcome_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for the only session of a draft, and every 16th round is tried."""
     monkeypatch.setattr("draft_service.drafter.put_off_until", lambda work, seconds: 0.0)
     crowd = Crowd("ab")
 
-    def goes_ahead(name: str) -> bool:
+    def overlaps(name: str) -> bool:
         session = crowd.peer.sessions[name]
-        went = session.ahead is not None
+        went = session.overlap is not None
         crowd.reject(name)
         crowd.run()
         return went
 
-    tried = [goes_ahead("a") for _ in range(40)]
+    tried = [overlaps("a") for _ in range(40)]
     assert tried[:5] == [True] * 5
     assert [turn for turn in range(10, 40) if tried[turn]] == [15, 31]
-    assert crowd.peer.sessions["b"].ahead is not None
+    assert crowd.peer.sessions["b"].overlap is not None
     crowd.drafter.receive(crowd.peer, m.End("b"))
     crowd.run()
-    assert all(goes_ahead("a") for _ in range(4))
+    assert all(overlaps("a") for _ in range(4))
 
 
 def test_a_step_that_was_put_off_begins_with_the_next_verdict_or_when_that_is_late() -> None:
@@ -368,7 +354,7 @@ def begin(name: str, epoch: int = 0) -> m.Begin:
 @pytest.fixture
 def failing() -> tuple[DraftStand, FakeRunner]:
     """A draft whose session "a" waits for a verdict, and which is to draft "b", "c" and "d" in one step."""
-    stand = DraftStand(ahead=False, pages=100)
+    stand = DraftStand(overlaps=False, pages=100)
     runner = stand.drafter.runner
     assert isinstance(runner, FakeRunner)
     stand.sent.clear()
@@ -441,14 +427,6 @@ def test_a_lost_gpu_ends_the_service_at_once(failing: tuple[DraftStand, FakeRunn
     assert not any(isinstance(event, m.Decline) for event in stand.sent)
 
 
-def test_a_gap_that_stays_ends_in_one_request_for_all_tokens() -> None:
-    """Verdicts behind the one that is missing are held back, but not without end."""
-    stand = DraftStand()
-    early = [m.Verdict(m.At("a", 0, round_, 40 + round_), 0, [1], True) for round_ in range(2, 67)]
-    assert m.Resync("a") not in stand.receive(*early[:-1])
-    assert stand.receive(early[-1]).count(m.Resync("a")) == 1
-
-
 # Several targets.
 
 
@@ -509,22 +487,13 @@ def test_targets_share_the_room_of_a_draft() -> None:
 @pytest.mark.parametrize("tokens", [[10, 20, 30], [10, 11, 30], [10, 20, 31]])
 def test_a_round_behind_an_alternative_is_met_by_it_alone(tokens: list[int]) -> None:
     """The session then has the text that the verdict says, and behind it what was drafted there."""
-    session = DraftSession(
-        peer=TargetPeer(lambda event: None),
-        id="s",
-        tokens=[1, 2, 3, 10, 11, 12],
-        committed=3,
-        epoch=0,
-        round=0,
-        sampling=Sampling(0.0),
-        max_length=100,
-        method=None,
-        gamma=3,
-        most_gamma=3,
-    )
-    session.drafted = DraftedTokens([10, 11, 12], runs_last=False)
-    branch = BranchAhead(6, 30, DraftedTokens([40, 41], runs_last=False), source=5, alternative=20)
-    session.ahead = RoundAhead(6, None, None, [branch], 0.0)
+    begun = m.Begin(m.At("s", 0, 0, 3), [1, 2, 3], Sampling(0.0), 100, "")
+    session = DraftSession.from_begin(TargetPeer(lambda event: None), begun, 3)
+    session.tokens += [10, 11, 12]
+    drafted = DraftedTokens([10, 11, 12], runs_last=False)
+    session.present = DraftedRound(3, [DraftedOutcome(3, 3, drafted, source=2)], 0.0)
+    outcome = DraftedOutcome(6, 30, DraftedTokens([40, 41], runs_last=False), source=5, alternative=20)
+    session.overlap = DraftedRound(6, [outcome], 0.0)
     met = session.apply(m.Verdict(m.At("s", 0, 1, 3), 2, tokens, plain=False), KVCache(1, 1, 2, 4))
     assert met == (tokens == [10, 20, 30])
     assert session.tokens == [1, 2, 3, *tokens, *([40, 41] if met else [])]

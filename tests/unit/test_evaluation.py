@@ -24,7 +24,7 @@ from specahead.kernels.prompt_attention import UNIT
 from specahead.kernels.sparse_prompt_attention import BLOCK, plan_sparse_prompts
 from specahead.lab.evaluation import cases, continuations, drafts, plots, prompts, quality, report, workers
 from specahead.lab.evaluation.cases import Case
-from specahead.lab.evaluation.continuations import Continuation, Reading
+from specahead.lab.evaluation.continuations import Continuation
 from specahead.lab.evaluation.drafts import DraftStudy
 from specahead.lab.evaluation.flags import add_evaluate_flags
 from specahead.lab.evaluation.models import load_runner
@@ -33,6 +33,7 @@ from specahead.lab.evaluation.rounds import Variant, VariantSums, evaluate_case,
 from specahead.lab.evaluation.run import Pair, evaluate, parse_budget, variants_of
 from specahead.models import DEMO_TEXT
 from specahead.sparsity.plan import PlanError
+from specahead.sparsity.rounds import round_settings
 from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
 from tests.stack import ROOT
@@ -249,33 +250,33 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
 def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]) -> None:
     loaded = drafts.load_pair(Pair(str(models.TARGET), str(models.DRAFT)), 440)
     (case,) = cases.perplexity_cases(texts, tokenizer, 400, 400)
-    readings = [Reading(), Reading(1 - 1e-9, 2), *(Reading(0.2, every) for every in (1, 2, 4))]
+    shares = [1.0, 1 - 1e-9, 0.4, 0.2]
     ends = []
     prompts = [SequenceKV(), SequenceKV()]
     for runner, prompt in zip(loaded, prompts, strict=True):
         prefill(runner, prompt, case.tokens[:-1])
     sums = []
-    for reading in readings:
-        loaded[0].prepare_rounds(continuations.settings_of(PLAN, 4, reading))
-        run = Continuation(*loaded, PLAN, case, reading, 4)
+    for share in shares:
+        loaded[0].prepare_rounds(round_settings(PLAN, 4, 1, share))
+        run = Continuation(*loaded, PLAN, case, 4)
         sums.append(run.run(prompts[0], prompts[1], 24))
         ends.append(run.tokens[:424])
     for runner, prompt in zip(loaded, prompts, strict=True):
         runner.kv.release(prompt)
         assert runner.kv.pool.held == 0
     assert all(tokens == ends[0] for tokens in ends)
-    dense, listed, *sparse = drafts.to_rows(readings, sums)
+    dense, listed, *sparse = drafts.to_rows(shares, sums)
     assert (dense.accepted, dense.drafted, dense.kv_read) == (listed.accepted, listed.drafted, 1.0)
     assert dense.mass == pytest.approx(listed.mass, abs=0.01)
     assert 0 < dense.middle < dense.mass < 1
-    assert dense.kv_read > sparse[0].kv_read > sparse[1].kv_read > sparse[2].kv_read > 0.2
+    assert dense.kv_read > sparse[0].kv_read > sparse[1].kv_read > 0.2
 
 
 def test_drafts_of_answers_count_the_answer(tokenizer: Any, texts: dict[str, str]) -> None:
     loaded = drafts.load_pair(Pair(str(models.TARGET), str(models.DRAFT)), 440)
     (case,) = cases.recall_cases(["pass-key"], texts, tokenizer, 400, 1)
     assert case.asked is not None
-    (sums,) = continuations.measure_case(*loaded, PLAN, case, [Reading()], 1)
+    (sums,) = continuations.measure_case(*loaded, PLAN, case, [1.0], 1)
     length = case.asked[1] - case.asked[0]
     assert 0 < sums.accepted <= sums.drafted <= length
     assert 0 < sums.rounds <= length
@@ -299,10 +300,10 @@ def test_attention_that_is_announced() -> None:
 
 def test_the_draft_study_fills_the_page(tmp_path: Path, texts: dict[str, str]) -> None:
     study = DraftStudy(context=400, passages=1, generated=6, recalled=1)
-    readings = drafts.readings_of([0.2], [2])
-    assert readings == [Reading(), Reading(0.2, 2)]
+    shares = drafts.compared_shares([0.2, 1.0])
+    assert shares == [1.0, 0.2]
     pair = Pair(str(models.TARGET), str(models.DRAFT))
-    tables = study.run(pair, PLAN, texts, readings, ["pairs"], 1)
+    tables = study.run(pair, PLAN, texts, shares, ["pairs"], 1)
     assert {name: len(rows) for name, rows in tables.items()} == {drafts.TEXT: 2, drafts.ANSWERS: 2}
     page = tmp_path / "tables.md"
     page.write_text((ROOT / "docs" / quality.PAGE).read_text(encoding="utf-8"))

@@ -25,8 +25,10 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.passes.grouping import step_shape
 from specahead.engine.steps.passes.outputs import StepUnderWay
+from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
+from target_service.hooks import NO_HOOKS, Hooks
 from target_service.planning import VerifyResult, VerifyStep
 from target_service.self_drafting import SelfDrafting
 from target_service.session import DraftPeer
@@ -110,12 +112,12 @@ class Target:
             number += 1
 
 
-def target_of(folder: Path, goes_ahead: bool, pages: int = 200, **how: Any) -> Target:
+def target_of(folder: Path, goes_ahead: bool, pages: int = 200, hooks: Hooks = NO_HOOKS, **how: Any) -> Target:
     loaded = load_model(str(folder), torch.float32, DEVICE)
     runner = make_runner(loaded, pages * PAGE_SIZE, 0, 300, step_queries=5)
     runner.goes_ahead = goes_ahead
     settings = {"max_context": 300, "max_sessions": 4, "draft": "none"} | how
-    return Target(Verifier(runner, PLAN, target_settings(**settings)))
+    return Target(Verifier(runner, PLAN, target_settings(**settings), hooks))
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +214,12 @@ def test_where_verdicts_are_imposed_the_next_step_begins_behind_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SelfDrafting, "cost", lambda *_: 0.1)
-    how: dict[str, Any] = {"draft": "self", "self_from": 0, "self_read_share": 1.0, "synthetic_acceptance": 0.6}
+    how: dict[str, Any] = {
+        "draft": "self",
+        "self_from": 0,
+        "self_read_share": 1.0,
+        "hooks": Hooks(judge=ImposedVerdicts(0.6)),
+    }
     target, waited = (target_of(folder, goes_ahead, **how) for goes_ahead in (True, False))
     for each in (target, waited):
         each.run([Ask(0, 40, 60), Ask(0, 55, 50)])

@@ -36,8 +36,6 @@ PACKAGES = {
         *("specahead.lab.benchmarks", "specahead.lab.evaluation"),
     },
 }
-# Programs, which nothing imports: one loads its recording when it is told to record.
-PROGRAMS = {"target_service/__main__.py": {"specahead.lab.benchmarks"}}
 # Outside specahead/wire/, the edges: where messages leave or enter a process.
 PROTO_FILES = {
     "draft_service/link.py",
@@ -52,19 +50,18 @@ PROTO_FILES = {
 }
 # Only the orchestrator knows Ray.
 RAY_FILES = {f"orchestrator/cluster/{name}.py" for name in ("fleet", "connect_ray", "attach", "service_actor")}
-# Its only user; installed or not, all else runs.
-FLASHINFER = {"specahead/lab/benchmarks/flashinfer_attention.py": {"flashinfer"}}
 # Sessions, drafter and verifier take events and give events.
 WITHOUT_GRPC = {
     "draft_service/admission.py",
     "draft_service/drafter.py",
     "draft_service/outcomes.py",
+    "draft_service/proposals.py",
     "draft_service/sessions.py",
     "draft_service/steps.py",
-    "draft_service/verdicts.py",
     "target_service/admission.py",
     "target_service/commit.py",
     "target_service/draft_in_target.py",
+    "target_service/hooks.py",
     "target_service/planning.py",
     "target_service/protocol.py",
     "target_service/session.py",
@@ -117,7 +114,7 @@ def test_packages_import_only_what_lies_below_them(package: str) -> None:
     ours = {*PACKAGES, "protos", "tests", "kernels"}
     for path in files_of(package):
         name = path.relative_to(ROOT).as_posix()
-        assert (FILES[name] & ours) - {package} <= PACKAGES[package] | PROGRAMS.get(name, set()), name
+        assert (FILES[name] & ours) - {package} <= PACKAGES[package], name
 
 
 def test_the_wire_loads_no_models() -> None:
@@ -139,7 +136,7 @@ def test_kernels_know_torch_and_triton_alone() -> None:
     allowed = {"specahead.kernels", "torch", "triton", *sys.stdlib_module_names}
     for name, names in FILES.items():
         if name.startswith("kernels/"):
-            assert names <= allowed | FLASHINFER.get(name, set()), name
+            assert names <= allowed, name
 
 
 def test_messages_are_parsed_at_the_edges_only() -> None:

@@ -88,7 +88,7 @@ def test_three_levels_lose_nothing_and_gain_where_contexts_are_long(
     every_clock: Clock, sessions: int, context: int, quantization: str, least: float
 ) -> None:
     """As many tokens are confirmed as with the bundled pair at W = 11 (docs/quality.md)."""
-    levels = {"hold": None, "synthetic_confirmation": 0.989, "screening_quantization": quantization}
+    levels = {"hold": None, "confirmation": 0.989, "screening_quantization": quantization}
     three, two = (
         gains(TimedTarget(every_clock, sessions, context, 0.8, **how), sessions, context, [EXACT])
         for how in (levels, {})
@@ -106,7 +106,7 @@ def test_three_levels_over_tiers_bring_what_is_cold_less_often(
     """Three quarters of all KV lie on the host. anew: of what is listed of them, is fetched in a round: all KV instead,
     where the lists find no room.
     """
-    levels = {"hold": None, "synthetic_confirmation": 0.989}
+    levels = {"hold": None, "confirmation": 0.989}
     rates = []
     for how in (levels, {}):
         served = TimedPair(every_clock, sessions, context, 0.8, host_kv_memory=1.0, **how)
@@ -122,7 +122,7 @@ def test_finding_out_what_screening_takes_keeps_nobody_from_being_drafted(
 ) -> None:
     """The first steps that screen and confirm many sessions take long, and by then it is known what plain ones take."""
     monkeypatch.setattr(timed_models, "TARGET", replace(TARGET, a_token=a_token))
-    levels = {"hold": None, "synthetic_confirmation": 0.989, "screening_quantization": "fp8"}
+    levels = {"hold": None, "confirmation": 0.989, "screening_quantization": "fp8"}
     target = TimedTarget(every_clock, 32, 1024, 0.8, **levels)
     target.leave_out_draft()
     gains(target, 32, 1024, [EXACT], runs=1)
@@ -138,7 +138,7 @@ def test_a_judgement_by_slow_first_rounds_is_soon_made_again(
     """
     monkeypatch.setattr(timed_models, "TARGET", replace(TARGET, a_token=4.2e-5))
     monkeypatch.setattr(timed_models, "HOST", (0.0003, 1.6e-4))
-    levels = {"hold": None, "synthetic_confirmation": 0.989, "screening_quantization": "fp8"}
+    levels = {"hold": None, "confirmation": 0.989, "screening_quantization": "fp8"}
     target = TimedTarget(every_clock, 32, 1024, 0.8, **levels)
     target.leave_out_draft()
     gains(target, 32, 1024, [EXACT], runs=2)
@@ -190,7 +190,7 @@ def test_requests_that_come_and_go_are_answered_no_later(
         requests.append((at, prompt, random.randint(50, 300), random.choice(kinds)))
     seconds = []
     for drafts in (False, True):
-        target = TimedTarget(every_clock, 64, context, acceptance, synthetic_alternatives=alternatives)
+        target = TimedTarget(every_clock, 64, context, acceptance, alternatives=alternatives)
         if not drafts:
             target.leave_out_draft()
         seconds.append(target.answer(requests))

@@ -21,7 +21,9 @@ from specahead.engine.loading.model import load_model, load_module
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.steps.inputs import SequenceInput
+from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.wire import messages as m
+from target_service.hooks import Hooks
 from target_service.planning import VerifyResult, VerifyStep
 from target_service.screening import WEIGHED_EVERY, Screening
 from target_service.session import DraftPeer
@@ -177,7 +179,7 @@ def test_without_a_draft_only_the_first_round_weighs_what_it_reads(clock: Clock)
 
 def test_sessions_of_a_step_confirm_together_and_every_fourth_time_weigh(clock: Clock) -> None:
     """Where one confirms what it holds, no other one screens."""
-    world = screened(clock, 5, Screens(agreement=3, screening=3))
+    world = screened(clock, 6, Screens(agreement=3, screening=3))
     kinds: dict[str, list[str]] = {}
     together = 0
     execute = world.verifier.execute
@@ -423,7 +425,7 @@ def test_whatever_happens_rules_follow_confirmed_tokens_alone(
 
 @pytest.mark.parametrize("confirmation", [1.0, 0.8])
 def test_imposed_verdicts_confirm_as_many_as_they_are_told(clock: Clock, confirmation: float) -> None:
-    world = screened(clock, 2, Screens(screening=0), synthetic_acceptance=0.7, synthetic_confirmation=confirmation)
+    world = screened(clock, 2, Screens(screening=0), hooks=Hooks(judge=ImposedVerdicts(0.7, confirmation)))
     world.attach()
     name = world.open([7] * 40, 200)
     world.run()

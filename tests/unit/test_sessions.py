@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.sampling.distributions import Sampling
 from specahead.lab.benchmarks.recording import ReadRecording, load_reads
+from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.sparsity.methods import METHODS
 from specahead.wire import messages as m
 from target_service import planning
 from target_service.commit import cut_at_end
 from target_service.controller import Controller, Pace, RoundSeen
+from target_service.hooks import Hooks
 from target_service.patience import LEAST_SECONDS, MOST_SECONDS, Patience
 from target_service.round_costs import PLAIN, Choice, Load
 from target_service.session import DraftPeer
@@ -78,7 +80,7 @@ def test_epochs_go_on_beyond_32_bits(clock: Clock) -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -> None:
-    world = World(clock, 2, FakeModel(agreement=3), synthetic_acceptance=rate)
+    world = World(clock, 2, FakeModel(agreement=3), hooks=Hooks(judge=ImposedVerdicts(rate)))
     world.attach()
     # The only session of a draft is drafted ahead whatever came of it before.
     texts = prompts(world.rng, 1 if rate == 1.0 else 3)
@@ -101,7 +103,7 @@ def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -
 def test_what_sparse_rounds_read_can_be_recorded(clock: Clock, tmp_path: Path) -> None:
     """Of approximate sessions alone, and not of rounds without an announcement, which read everything."""
     recording = ReadRecording(str(tmp_path / "reads.npz"))
-    world = World(clock, 5, FakeModel(ends=True, agreement=3), on_round=recording.add)
+    world = World(clock, 5, FakeModel(ends=True, agreement=3), hooks=Hooks(on_round=recording.add))
     plain = False
     kinds = (m.Exactness.APPROXIMATE, m.Exactness.EXACT)
     names = [world.open(p, 40, exactness=kinds[i % 2]) for i, p in enumerate(prompts(world.rng, 4))]
@@ -199,8 +201,8 @@ def test_more_branches_meet_more_verdicts(clock: Clock) -> None:
             for name in names:
                 world.check_greedy(name)
             counted = world.drafter.counters
-            shares.append(counted["verdicts_met"] / max(1, counted["verdicts_ahead"]))
-            assert counted["verdicts_met"] >= world.verifier.counters["foreseen_rounds"]
+            shares.append(counted["met_verdicts"] / max(1, counted["overlapped_verdicts"]))
+            assert counted["met_verdicts"] >= world.verifier.counters["foreseen_rounds"]
             world.check_nothing_left()
         foreseen.append(sum(shares) / len(shares))
     assert foreseen[0] + 0.1 < foreseen[1] < foreseen[2]
@@ -901,7 +903,7 @@ def test_what_a_round_read_is_as_was_chosen(clock: Clock) -> None:
 
 
 def test_verdicts_that_are_imposed_leave_no_draft_out(clock: Clock) -> None:
-    world = World(clock, 2, FakeModel(agreement=4), synthetic_acceptance=0.0)
+    world = World(clock, 2, FakeModel(agreement=4), hooks=Hooks(judge=ImposedVerdicts(0.0)))
     world.attach()
     name = world.open([1] * 20, 60)
     world.run()

@@ -13,10 +13,12 @@ import pytest
 
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
 from specahead.engine.sampling.distributions import Sampling
+from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.wire import convert
 from specahead.wire import messages as m
 from target_service.admission import Admission
-from target_service.service import serve
+from target_service.hooks import NO_HOOKS, Hooks
+from target_service.service import Parts, serve
 from tests.proposals import together
 from tests.settings import target_settings
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, Logits
@@ -50,12 +52,15 @@ async def target_task(
 
 
 @contextlib.asynccontextmanager
-async def target_at(logits: Logits | None = None, **settings: Any) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+async def target_at(
+    logits: Logits | None = None, hooks: Hooks = NO_HOOKS, **settings: Any
+) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
     """A target in this process for 30 s at most: its address, and the task that serves."""
     runner = SlowRunner(logits or FakeModel().target, False, LAYERS, 1, 400)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     fitting = target_settings(**({"gamma": 4, "max_context": 500} | settings))
-    service = serve(fitting, runner, PLAN, HELLO, lambda server: address.set_result(server.address))
+    parts = Parts(hooks)
+    service = serve(fitting, runner, PLAN, HELLO, lambda server: address.set_result(server.address), parts=parts)
     task = asyncio.create_task(service)
     try:
         async with asyncio.timeout(30):
@@ -184,12 +189,12 @@ async def test_log_probabilities_come_with_their_tokens_and_the_prompts_once() -
 
 
 async def test_imposed_verdicts_have_no_log_probabilities() -> None:
-    async with target(synthetic_acceptance=0.5) as channel:
+    async with target(hooks=Hooks(judge=ImposedVerdicts(0.5))) as channel:
         ours = Orchestrator(channel)
         await ours.send(replace(opening("a", 6), wants_logprobs=True))
         outcome = await ours.outcome("a")
         assert isinstance(outcome, m.Closed)
-        assert "synthetic_acceptance" in outcome.message
+        assert "a benchmark imposes the verdicts" in outcome.message
 
 
 async def test_a_wrong_event_ends_the_drafting_of_its_session_and_no_other() -> None:

@@ -5,16 +5,19 @@ import time
 import numpy as np
 import pytest
 
-from draft_service.sessions import DraftSession, TargetPeer
+from draft_service.sessions import DraftedOutcome, DraftedRound, DraftSession, TargetPeer
 from draft_service.steps import Work, put_off_until
 from draft_service.verdict_times import VerdictTimes
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.rounds.requests import DraftedTokens
+from specahead.wire.messages import At, Begin
 
 
 def session(peer: TargetPeer, drafted: bool) -> DraftSession:
-    known = DraftSession(peer, "s", [1, 2, 3], 3, 0, 0, Sampling(temperature=0.0), 100, None, 4, 4)
-    known.drafted = DraftedTokens([4, 5, 6, 7, 8]) if drafted else None
+    begin = Begin(At("s", 0, 0, 3), [1, 2, 3], Sampling(temperature=0.0), 100, "")
+    known = DraftSession.from_begin(peer, begin, 4)
+    if drafted:
+        known.present = DraftedRound(3, [DraftedOutcome(3, 3, DraftedTokens([4, 5, 6, 7, 8]), source=2)], 0.0)
     return known
 
 

@@ -271,12 +271,12 @@ def _verdict(session: DraftSession, accepted: int, gamma: int) -> Verdict:
 
     gamma: tokens that are wanted of the next one.
     """
-    assert session.drafted is not None
-    *proposed, guess = session.drafted.tokens
+    assert session.present is not None
+    *proposed, guess = session.present.drafted.tokens
     accepted = min(accepted, len(proposed))
     extra = guess if accepted == len(proposed) else (proposed[accepted] + 1) % 4096
-    epoch = session.epoch + (accepted < len(proposed) or session.ahead is None)
-    place = At(session.id, epoch, session.round + 1, session.committed)
+    epoch = session.at.epoch + (accepted < len(proposed) or session.overlap is None)
+    place = At(session.id, epoch, session.at.round + 1, session.committed)
     return Verdict(place, accepted, [*proposed[:accepted], extra], plain=False, gamma=gamma)
 
 

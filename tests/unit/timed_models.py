@@ -23,9 +23,11 @@ from specahead.engine.steps.rounds.under_way import RoundsUnderWay
 from specahead.kernels.linear import MOST_ROWS
 from specahead.lab.benchmarks.scripted import KV_HEADS, LAYERS, VOCAB, ScriptedRunner, scripted_plan
 from specahead.lab.benchmarks.serving.controls import Controls
-from specahead.lab.benchmarks.serving.service import ControlledDrafter
+from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
+from specahead.lab.benchmarks.serving.parts import MeasuredDrafter
 from specahead.wire import messages as m
 from target_service.draft_in_target import StepsByTurns
+from target_service.hooks import Hooks
 from target_service.self_drafting import LINK
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
@@ -236,13 +238,16 @@ class Timed:
         self.clock.now += always + each * len(self.verifier.admission.running)
 
 
-def _target_settings(sessions: int, context: int, acceptance: float, **others: Any) -> TargetSettings:
+def _target_settings(sessions: int, context: int, **others: Any) -> TargetSettings:
     limits = {"max_sessions": max(4, sessions), "max_context": context + 1000, "prefill_chunk": 8192}
-    # The second choice of a draft that is mostly wrong is taken to be wrong, too: the worst that a draft can be.
-    alternatives = -1.0 if acceptance >= 0.8 else 0.0
-    imposed = {"synthetic_acceptance": acceptance, "synthetic_alternatives": alternatives}
-    how = {"draft": str(models.DRAFT), "gamma": None, **imposed}
-    return target_settings(**(how | limits | others))
+    return target_settings(**({"draft": str(models.DRAFT), "gamma": None} | limits | others))
+
+
+def _judge(acceptance: float, confirmation: float, alternatives: float | None) -> Hooks:
+    """Impose verdicts. By default a draft that is mostly wrong has a second choice that is wrong, too."""
+    if alternatives is None:
+        alternatives = -1.0 if acceptance >= 0.8 else 0.0
+    return Hooks(judge=ImposedVerdicts(acceptance, confirmation, alternatives))
 
 
 def _runners(devices: Sequence[Device], sessions: int, context: int) -> list[TimedRunner]:
@@ -257,12 +262,21 @@ def _runners(devices: Sequence[Device], sessions: int, context: int) -> list[Tim
 class TimedTarget(Timed):
     """A target with its draft in it, which the host runs step by step."""
 
-    def __init__(self, clock: Clock, sessions: int, context: int, acceptance: float, **others: Any) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        sessions: int,
+        context: int,
+        acceptance: float,
+        confirmation: float = 1.0,
+        alternatives: float | None = None,
+        **others: Any,
+    ) -> None:
         super().__init__()
         self.clock = clock
         target, draft = _runners([Device(clock)] * 2, sessions, context)
-        settings = _target_settings(sessions, context, acceptance, placement="together", **others)
-        self.verifier = Verifier(target, PLAN, settings)
+        settings = _target_settings(sessions, context, placement="together", **others)
+        self.verifier = Verifier(target, PLAN, settings, _judge(acceptance, confirmation, alternatives))
         self._steps = StepsByTurns(self.verifier, Drafter(draft, PLAN, settings.own_draft))
 
     def leave_out_draft(self) -> None:
@@ -328,17 +342,18 @@ class TimedPair(Timed):
         acceptance: float,
         branches: int = 8,
         foresight: float = 0.85,
+        confirmation: float = 1.0,
+        alternatives: float | None = None,
         **others: Any,
     ) -> None:
         super().__init__()
         self.clock = clock
         self.target, draft = _runners([Device(clock), Device(clock)], sessions, context)
-        settings = _target_settings(sessions, context, acceptance, **others)
+        settings = _target_settings(sessions, context, **others)
         limits = {"max_sessions": settings.max_sessions, "max_context": settings.max_context, "prefill_chunk": 8192}
         drafting = draft_settings(gamma=None, max_gamma=settings.most_drafted, branches=branches, **limits)
-        self.verifier = Verifier(self.target, PLAN, settings)
-        self.drafter = ControlledDrafter(draft, PLAN, drafting)
-        self.drafter._controls = Controls(foresight=foresight)
+        self.verifier = Verifier(self.target, PLAN, settings, _judge(acceptance, confirmation, alternatives))
+        self.drafter = MeasuredDrafter(draft, PLAN, drafting, controls=lambda: Controls(foresight=foresight))
         self._target, self._draft = _Side(self.verifier), _Side(self.drafter)
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, and which was asked for first
         self._count = 0
@@ -397,10 +412,10 @@ class TimedAlone(Timed):
     def __init__(self, clock: Clock, sessions: int, context: int, acceptance: float, **others: Any) -> None:
         super().__init__()
         self.clock = clock
-        settings = _target_settings(sessions, context, acceptance, draft="self", max_gamma=8, **others)
+        settings = _target_settings(sessions, context, draft="self", max_gamma=8, **others)
         runner, _ = _runners([Device(clock)] * 2, sessions, context)
         runner.drafts_lightly = settings.speculation.draft_quantization == "fp8"
-        self.verifier = Verifier(runner, PLAN, settings)
+        self.verifier = Verifier(runner, PLAN, settings, _judge(acceptance, 1.0, None))
 
     def run_until_idle(self) -> None:
         while not self.verifier.is_idle:

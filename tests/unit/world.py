@@ -17,8 +17,9 @@ from specahead.sparsity.plan import Plan
 from specahead.wire import convert
 from specahead.wire import messages as m
 from specahead.wire.tracing import NO_SPANS, Spans
+from target_service.hooks import NO_HOOKS, Hooks
 from target_service.session import DraftPeer, TargetSession
-from target_service.verifier import OnRound, Verifier
+from target_service.verifier import Verifier
 from tests.settings import draft_settings, target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
@@ -92,10 +93,8 @@ class World:
         prefill_chunk: int = 24,
         faults: Faults | None = None,
         max_sessions: int = 64,
-        synthetic_acceptance: float = -1.0,
-        synthetic_confirmation: float = 1.0,
         weight_tokens: float = 0.0,
-        on_round: OnRound | None = None,
+        hooks: Hooks = NO_HOOKS,
         draft_context: int = 500,
         runner: type[FakeRunner] = FakeRunner,
         grammars: Grammars | None = None,
@@ -123,8 +122,6 @@ class World:
                 max_sessions=max_sessions,
                 max_queued=5000,
                 max_context=max_context,
-                synthetic_acceptance=synthetic_acceptance,
-                synthetic_confirmation=synthetic_confirmation,
                 prompt_read_share=prompt_read_share,
                 draft=str(models.DRAFT) if proposer == "none" and (hold != 0 or lookup) else proposer,
                 lookup=lookup,
@@ -133,7 +130,7 @@ class World:
                 screening_quantization=screening_quantization,
                 deterministic=runner.deterministic,
             ),
-            on_round,
+            hooks,
             grammars,
             spans,
         )

@@ -1,6 +1,6 @@
 """`specahead bench codec`: what announcements of block selections cost, in bytes and in time on one core.
 
-Over recorded selections (lab/benchmarks/selection_trace.py), as recorded and stretched to an 8B target at 100K context.
+Over recorded selections (selection_trace.py), as recorded and stretched to an 8B target at 100K context.
 Encoding starts from a BlockSelection and ends with bytes, decoding the other way round; every result is compared.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from specahead.config.garbage import no_garbage_collected
 from specahead.lab.benchmarks.selection_trace import BUNDLED, ROUNDS, Trace, churn_of, load_traces, record_traces
-from specahead.lab.benchmarks.stack import _processor as processor
+from specahead.lab.benchmarks.stack import processor
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.selection_codec import decode_selection, encode_selection
 
@@ -30,13 +30,15 @@ GOAL_BYTES, GOAL_MS = 65_536, 0.2
 
 @dataclass(frozen=True)
 class CodecRow:
-    """Bytes a session and round. first: of a session; mean, most: from its fifth round on."""
+    """Bytes of a session's rounds, and the median time of coding one."""
 
     trace: str
     heads: int
     blocks: int
     coding: str
+    """announcement: coded against the round before; no reference: by itself."""
     first: float
+    """Bytes of a session's first round; the next two are of rounds from the fifth on."""
     mean: float
     most: int
     encode_ms: float
@@ -45,12 +47,15 @@ class CodecRow:
 
 @dataclass(frozen=True)
 class Churn:
-    """Of one trace: share of a round's blocks that the last round, or none of the last four, had."""
+    """Share of a round's blocks that rounds before did not select."""
 
     trace: str
     selected: float
+    """Share of all blocks that a round selects."""
     churn: float
+    """Not selected in the last round."""
     churn4: float
+    """Selected in none of the last four rounds."""
     recorded_churn: float
     recorded_churn4: float
     weight_lost: float
@@ -102,7 +107,7 @@ def _rows(trace: Trace, repeats: int) -> list[CodecRow]:
 
 
 def _measure(name: str, sessions: list[list[BlockSelection]], refers: bool, repeats: int) -> CodecRow:
-    """refers: whether a round is coded against the one before."""
+    """Encode and decode all rounds. refers: whether a round is coded against the one before."""
     first, steady, encoding, decoding = [], [], [], []
     with no_garbage_collected():  # what is collected is not the codec's
         for rounds in sessions:
@@ -131,7 +136,7 @@ def _measure(name: str, sessions: list[list[BlockSelection]], refers: bool, repe
 
 
 def _times(call: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds."""
+    """Return how many milliseconds each call takes."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -14,7 +14,7 @@ AWAKE = 0.1  # seconds of work before the clocks of an idle GPU are up
 
 
 def graph_milliseconds(work: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
-    """Median milliseconds of one replay of `work`, which must only launch kernels."""
+    """Return the median milliseconds of one replay of `work`, which must only launch kernels."""
     graph = capture(work, warm_up)
     began = time.perf_counter()
     while time.perf_counter() < began + AWAKE:
@@ -31,7 +31,7 @@ def graph_milliseconds(work: Callable[[], object], repeats: int = 20, warm_up: i
 
 
 def capture(work: Callable[[], object], warm_up: int = 3) -> torch.cuda.CUDAGraph:
-    """`work` as a CUDA graph, after running it a few times on a side stream, where kernels compile and load."""
+    """Capture `work` as a CUDA graph, after some runs on a side stream, in which kernels compile and load."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -45,14 +45,14 @@ def capture(work: Callable[[], object], warm_up: int = 3) -> torch.cuda.CUDAGrap
 
 
 def copy_bandwidth(copies: int = 20) -> float:
-    """Bytes read and written a second by copies of 4 GiB on the device: the yardstick for what is bound by memory."""
+    """Return the bytes that copies of 4 GiB on the device read and write a second: the bound of memory-bound work."""
     source = torch.empty(2**30, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / copy_milliseconds(source, target, copies) * 1e3
 
 
 def copy_milliseconds(source: torch.Tensor, target: torch.Tensor, copies: int) -> float:
-    """A copy, of many in a row; a source on the host is pinned.
+    """Return the milliseconds of one copy among many in a row. A source on the host must be pinned.
 
     Not in a graph: there a copy on the device becomes a memcpy node, which ran at two thirds of the speed on an H200.
     """
@@ -69,16 +69,16 @@ def copy_milliseconds(source: torch.Tensor, target: torch.Tensor, copies: int) -
 
 @dataclass(frozen=True)
 class TimedRow:
-    """floor: milliseconds to read what must be read once, at `bandwidth`. rival: milliseconds, if any.
-
-    bandwidth: bytes a second; None: that of copies on the device.
-    """
+    """One thing that was timed."""
 
     what: str
     milliseconds: float
     floor: float
+    """Milliseconds in which its memory is read once at `bandwidth`."""
     rival: float | None
+    """Milliseconds of what it is compared with."""
     bandwidth: float | None = None
+    """Bytes a second; None: of copies on the device."""
 
     def against(self, rival: float) -> "TimedRow":
         return replace(self, rival=rival)
@@ -89,12 +89,13 @@ class TimedRow:
 
 @dataclass(frozen=True)
 class Head:
-    """Where and how a table was made; bandwidth: bytes a second."""
+    """Where and how a table was made."""
 
     machine: str
     date: str
     command: str
     bandwidth: float
+    """Bytes a second that copies on the device read and write."""
 
     @staticmethod
     def here(command: str, bandwidth: float) -> "Head":
@@ -109,7 +110,7 @@ class Head:
 
 
 def require_gpu() -> None:
-    """Raises ValueError where there is none."""
+    """Raise ValueError without a CUDA device."""
     if not torch.cuda.is_available():
         raise ValueError("this benchmark needs a CUDA device; torch sees none")
 

@@ -1,7 +1,7 @@
-"""`specahead bench kernels`: attention, selection and their rivals on a GPU, replayed in CUDA graphs.
+"""`specahead bench kernels`: attention and selection on a GPU, replayed in CUDA graphs.
 
-Random keys, values and page lists. The layers of a step are in rotation, as the second-level cache would otherwise
-hold one layer's KV.
+Keys, values and page lists are random. The layers of a step take turns, because the second-level cache would hold the
+KV of a single one.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from specahead.kernels.paged_attention import (
     paged_attention_with_read_weights,
     plan_work,
 )
-from specahead.lab.benchmarks.flashinfer_rival import flashinfer_attends, time_dense, time_listed
 from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
 from specahead.lab.benchmarks.shapes import GROUP, Shape, read_shape_of
 from specahead.lab.benchmarks.small_kernels import gather_rows, selection_rows, verdict_rows
@@ -31,7 +30,7 @@ ROTATION_BYTES = 24 << 30  # of KV at most
 
 @dataclass
 class Case:
-    """Queries of one batch, lists of all layers, and the KV of as many as fit; the others read it again."""
+    """Queries of one batch, lists for all layers, and KV for as many layers as fit; the other layers read it again."""
 
     queries: Tensor
     k_pages: list[Tensor]
@@ -91,10 +90,10 @@ def random_means(shape: Shape, batch: int, groups: int) -> GroupMeans:
 
 
 def time_attention(case: Case, what: str, repeats: int) -> float:
-    """Milliseconds of one layer.
+    """Return the milliseconds of one layer.
 
-    what: dense, emitting (dense, weights of blocks); sparse, means (they stand in for what is not read), weighing
-    (sparse, weights of listed blocks)
+    what: dense; emitting: dense, with weights of blocks; sparse; means: sparse, with group means for unread blocks;
+    weighing: sparse, with weights of the listed blocks.
     """
     shape, scale = case.shape, case.shape.head_dim**-0.5
     group = shape.num_attention_heads // shape.num_key_value_heads
@@ -137,25 +136,16 @@ def run(flags: argparse.Namespace) -> None:
     require_gpu()
     shape, rows, share, repeats = read_shape_of(flags.shape), flags.queries, flags.share, flags.repeats
     bandwidth = copy_bandwidth()
-    rival = flashinfer_attends(shape.head_dim)
     table: list[TimedRow] = []
     for batch in flags.batch:
         for context in flags.context:
             name = f"{batch} x {context}"
             case = make_case(shape, batch, context, rows, share)
-            theirs: dict[str, float] = {}
-            if rival:
-                pools = case.queries, case.k_pages, case.v_pages
-                theirs = {"dense": time_dense(*pools, (case.tables, case.lengths, case.starts), repeats)}
-                theirs["sparse"] = time_listed(*pools, case.tables, context, case.lists, repeats)
             reads = {"dense": 1.0, "emitting": 1.0} | dict.fromkeys(("sparse", "means", "weighing"), share)
             for what, read in reads.items():
                 size = int(case.layer_bytes * read)
                 ms = time_attention(case, what, repeats)
-                table.append(TimedRow(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs.get("dense")))
-            for what, ms in theirs.items():
-                size = int(case.layer_bytes * (share if what == "sparse" else 1.0))
-                table.append(TimedRow(f"flashinfer {what}, {name}", ms, 1e3 * size / bandwidth, None))
+                table.append(TimedRow(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, None))
             del case
             torch.cuda.empty_cache()
     table += selection_rows(bandwidth, repeats)
@@ -164,9 +154,6 @@ def run(flags: argparse.Namespace) -> None:
     command = f"specahead bench kernels --shape {flags.shape} --batch {' '.join(map(str, flags.batch))} "
     command += f"--context {' '.join(map(str, flags.context))} --queries {rows} --share {share}"
     head = Head.here(command, bandwidth)
-    rivals = "torch.sort (no FlashInfer here, or none for this head dimension)"
-    if rival:
-        rivals = "FlashInfer's dense attention (FA2), torch.sort; flashinfer sparse: a KV head as a request"
-    print(report(head, table, f"rival: {rivals}"))
+    print(report(head, table, "rival: torch.sort"))
     if flags.json:
         head.write(flags.json, table)

@@ -14,7 +14,7 @@ from specahead.kernels.kv_gather import LayerCopies, gather_blocks
 
 @dataclass
 class FetchOnDemand(FetchPlan):
-    """The lists of a pass whose layers have their pages copied when they wait for them, on the stream that waits."""
+    """The lists of a pass. A layer's pages are copied when the layer waits for them, on the stream that waits."""
 
     copies: LayerCopies | None = None
 
@@ -26,13 +26,13 @@ class FetchOnDemand(FetchPlan):
 
 
 class HomeKV(TieredKV):
-    """KV in tiers whose backing store is `home`, the memory of each layer; for a GPU pinned.
+    """KV in tiers over a given backing store: a memory for each layer, pinned if there is a GPU.
 
-    Layers may share memory if contents do not matter. on_demand: pages are copied when a layer waits for them, instead
-    of from the beginning of the step on.
+    Layers may share memory where contents do not matter.
     """
 
     on_demand = False
+    """Whether pages are copied when a layer waits for them; else from the beginning of the step on."""
 
     def __init__(
         self,
@@ -72,3 +72,37 @@ class HomeKV(TieredKV):
             return super().fetch_plan(lists, counts, block_size, page_tables, round)
         plan = request_listed(self.memory, lists, counts, block_size, page_tables, round)
         return FetchOnDemand(**vars(plan), copies=self.memory.copies)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Whether steps over KV in tiers gave the logits of steps over resident KV, bit by bit."""
+
+    rounds: int = 0
+    """Rounds that were compared."""
+    same: bool | None = None
+    """Whether all of them agree in every bit; None: there was nothing to compare with."""
+    difference: float | None = None
+    """The greatest difference of two logits; not a number where a logit is none."""
+
+    def __str__(self) -> str:
+        if self.same is None:
+            return "-"
+        return "yes" if self.same else f"no, {self.difference:.1e}"
+
+
+def compare_logits(got: list[Tensor | None], wanted: list[Tensor | None]) -> Check:
+    """Compare the logits of each round, [batch, queries, vocab]. None: the round was void, and is passed over."""
+    pairs = [(a, b) for a, b in zip(got, wanted, strict=True) if a is not None and b is not None]
+    if not pairs:
+        return Check()
+    same, difference = True, torch.zeros(())
+    for one, other in pairs:
+        apart = (one.float() - other.float()).abs().max()
+        same = same and bool(apart.isfinite()) and torch.equal(_bits(one), _bits(other))
+        difference = torch.maximum(difference, apart)  # keeps what is not a number
+    return Check(len(pairs), same, float(difference))
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)

@@ -1,8 +1,8 @@
-"""Verification steps as `approximate` sessions are served, over KV that lies wholly on the GPU or in tiers, replayed.
+"""Replayed verification steps of `approximate` sessions, over KV that lies wholly on the GPU or in tiers.
 
-Random weights and KV; both kinds of KV hold the same. What a step reads is imposed: the announced words of its shared
-budget carry the selection, and there is no room for more. On a GPU a step is one CUDA graph; without one it runs
-eagerly, so that all can be rehearsed.
+Weights and KV are random; both kinds of KV hold the same. The replay imposes which blocks a step reads: the announced
+words of its shared budget carry the selection, and there is no room for more. On a GPU a step is one CUDA graph;
+without one it runs eagerly, as a rehearsal.
 """
 
 import time
@@ -29,11 +29,11 @@ from specahead.kernels.backends import default_backend, power_of_two
 from specahead.kernels.selection import WORD
 from specahead.lab.benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
 from specahead.lab.benchmarks.offload_kv import HomeKV
-from specahead.lab.benchmarks.residency import SETTLED
 from specahead.lab.benchmarks.shapes import GROUP, Shape
 
 IN_STEP, ON_DEMAND = "in step", "on demand"  # when pages are fetched
-SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and what is remembered from a pass to the next
+SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and the share of weights kept from pass to pass
+SETTLED = 5  # first rounds of a replay, which do not count: a session has to read most of what it needs
 LINK_COPY = 1 << 30  # bytes of a bulk copy at most
 
 # Keys and values, a layer each, [pages, kv_heads, PAGE_SIZE, head_dim].
@@ -42,21 +42,13 @@ Home = tuple[list[Tensor], list[Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `context` tokens, a multiple of PAGE_SIZE, and `queries` that a step adds to each.
-
-    first: number of the first of them, among those that a home holds. places: of a step, at least `batch`; 0: the next
-    power of two, as ModelRunner has it. pinned: splits of attention do not depend on the batch, so that in steps of as
-    many places each sequence gets the same logits whatever runs beside it.
-    """
+    """`batch` sequences of `context` tokens, a multiple of PAGE_SIZE, and `queries` that a step adds to each."""
 
     shape: Shape
     batch: int
     context: int
     queries: int
     dtype: torch.dtype
-    first: int = 0
-    places: int = 0
-    pinned: bool = False
 
     @property
     def rows(self) -> int:
@@ -81,7 +73,7 @@ class Case:
         return self.pages * self.shape.num_key_value_heads * self.page_bytes
 
     def frames(self, hot: float) -> int:
-        """A share of all pages, but room for what a step writes."""
+        """Return the frames for a share of all pages, and at least for the pages that a step writes."""
         written = self.pages_each - self.context // PAGE_SIZE
         return min(self.pages, max(self.batch * written, int(hot * self.pages)))
 
@@ -103,7 +95,7 @@ def make_home(case: Case, layers: int, device: torch.device) -> Home:
 
 
 def link_rate(home: Home, device: torch.device) -> float:
-    """Bytes a second of bulk copies from there to the device (without a GPU: from memory to memory)."""
+    """Return the bytes a second of bulk copies from home to the device (without a GPU: from memory to memory)."""
     source = home[0][0].flatten()
     source = source[: LINK_COPY // source.element_size()]
     target = torch.empty_like(source, device=device)
@@ -115,20 +107,20 @@ def link_rate(home: Home, device: torch.device) -> float:
 
 
 def resident_kv(case: Case, home: Home, device: torch.device) -> KVCache:
-    """What is at home of the case's sequences. Both kinds of KV give out full pages sequence by sequence."""
+    """Return resident KV with the home's contents. Both kinds of KV give out full pages sequence by sequence."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
     kv = KVCache(*of_model, case.pages, case.dtype, device)
     full = case.context // PAGE_SIZE
-    begin, end = case.first * full, (case.first + case.batch) * full
+    end = case.batch * full
     for parts, far in zip((kv.k_pages, kv.v_pages), home, strict=True):
         for part, layer in zip(parts, far, strict=True):
-            part[: end - begin].copy_(layer[begin:end])
+            part[:end].copy_(layer[:end])
     return kv
 
 
 def tiered_kv(case: Case, hot: float, home: Home, device: torch.device) -> HomeKV:
-    """hot: share of all pages that there are frames for."""
+    """Return KV in tiers. hot: share of all pages that the GPU has frames for."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
     stored = [(keys[: case.pages], values[: case.pages]) for keys, values in zip(*home, strict=True)]
@@ -136,7 +128,7 @@ def tiered_kv(case: Case, hot: float, home: Home, device: torch.device) -> HomeK
 
 
 def open_sequences(kv: KVCache, case: Case) -> list[SequenceKV]:
-    """Before a pass: all full pages hold KV, in tiers at home and nowhere else; there is room for the queries'."""
+    """Return sequences before a pass: all full pages hold KV (in tiers: at home alone), and queries have room."""
     sequences = [SequenceKV() for _ in range(case.batch)]
     for sequence in sequences:
         kv.grow(sequence, case.context)
@@ -148,12 +140,12 @@ def open_sequences(kv: KVCache, case: Case) -> list[SequenceKV]:
     count = case.context // GROUP
     for i, sequence in enumerate(sequences):
         sequence.groups = list(range(i * count, (i + 1) * count))
-        _make_up_means(kv, sequence, case.first + i)
+        _make_up_means(kv, sequence, i)
     return sequences
 
 
 def _make_up_means(kv: KVCache, sequence: SequenceKV, seed: int) -> None:
-    """As those of normal numbers are, the same for a sequence wherever its KV lies; not made from its pages."""
+    """Fill in random group means, the same for a sequence wherever its KV lies. They are not made from its pages."""
     assert kv.means is not None
     random = torch.Generator(kv.device).manual_seed(seed)
     for layer in range(kv.num_layers):
@@ -165,7 +157,7 @@ def _make_up_means(kv: KVCache, sequence: SequenceKV, seed: int) -> None:
 
 def step_shape(case: Case, fetches: bool) -> PassShape:
     """Return the shape that ModelRunner has for verification with a shared budget."""
-    sequences = case.places or power_of_two(case.batch)
+    sequences = power_of_two(case.batch)
     return PassShape(
         *(sequences, sequences * case.queries, case.queries, case.pages_each, PAGE_SIZE),
         width=case.pages_each,
@@ -173,7 +165,6 @@ def step_shape(case: Case, fetches: bool) -> PassShape:
         read_weights=True,
         decay=DECAY,
         judged=True,
-        pinned=case.pinned,
         fetches=fetches,
     )
 

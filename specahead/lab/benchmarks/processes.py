@@ -23,10 +23,10 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @contextlib.contextmanager
 def children() -> Iterator[Start]:
-    """Yields start(module, *arguments, stdout=…, gpu=…), which runs `python -m module`.
+    """Yield start(module, *arguments, stdout=…, gpu=…), which runs `python -m module`.
 
-    All are stopped at the end, the last started first, however it comes: SIGTERM ends the block as Ctrl-C does. On
-    Linux they end also where this process is killed.
+    At the end of the block all are stopped, the last started first; SIGTERM ends the block as Ctrl-C does. On Linux
+    they also end if this process is killed.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     deadline: list[float] = []
@@ -67,7 +67,7 @@ def _end_with_parent() -> None:
 
 
 def start_endpoints(start: Start, *flags: str, seconds: float = _START_SECONDS) -> str:
-    """Start the client endpoints over running services; their gRPC address, once they are ready.
+    """Start the client endpoints over running services; return their gRPC address once they are ready.
 
     Raises ChildProcessError if they end before, or are not ready in time.
     """
@@ -75,7 +75,7 @@ def start_endpoints(start: Start, *flags: str, seconds: float = _START_SECONDS) 
 
 
 def launch_endpoints(start: Start, *flags: str) -> "subprocess.Popen[str]":
-    """Start the client endpoints, and do not wait for them."""
+    """Start the client endpoints without waiting for them."""
     ports = ("--grpc-port", "0", "--http-port", "0")
     return start("orchestrator.launch", "--logging", '{"level": "warning"}', *flags, *ports, stdout=subprocess.PIPE)
 
@@ -92,7 +92,7 @@ def wait_for_endpoints(process: "subprocess.Popen[str]", seconds: float = _START
 
 
 def wait_for_service(process: "subprocess.Popen[str]", seconds: float = _START_SECONDS) -> None:
-    """Until a service started with stdout=PIPE says where it listens.
+    """Wait until a service that was started with stdout=PIPE says where it listens.
 
     Raises ChildProcessError if it ends before, or does not say so in time.
     """
@@ -104,7 +104,7 @@ def wait_for_service(process: "subprocess.Popen[str]", seconds: float = _START_S
 
 @contextlib.contextmanager
 def _killed_after(process: "subprocess.Popen[str]", seconds: float) -> Iterator[None]:
-    """Kill the process if the block takes longer, which ends what it has to say."""
+    """Kill the process if the block takes longer, which ends its output."""
     timer = threading.Timer(seconds, process.kill)
     timer.start()
     try:
@@ -114,7 +114,7 @@ def _killed_after(process: "subprocess.Popen[str]", seconds: float) -> Iterator[
 
 
 def stop(process: "subprocess.Popen[str]", seconds: float = _STOP_SECONDS) -> None:
-    """Ask a process to end, and kill it if it has not after so many seconds."""
+    """Ask a process to end, and kill it after some seconds."""
     process.terminate()
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,10 +127,12 @@ def stop(process: "subprocess.Popen[str]", seconds: float = _STOP_SECONDS) -> No
 
 
 def free_addresses(count: int) -> list[str]:
+    """Return addresses of this machine at which nothing listens."""
     with contextlib.ExitStack() as probes:
         sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [f"127.0.0.1:{probe.getsockname()[1]}" for probe in sockets]
 
 
 def port_of(address: str) -> str:
+    """Return the port of HOST:PORT."""
     return address.rpartition(":")[2]

@@ -23,13 +23,13 @@ What is not there is as in lab/benchmarks/selection_trace.py: agreement beyond a
 tokens, and the blocks that a context gains. Sink and window are not there either.
 """
 
-import argparse
 import json
 import lzma
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -51,10 +51,12 @@ from specahead.sparsity.plan import load_plan
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.options import OPTIONS
 
+SERVICE = "specahead.lab.benchmarks.serving.service"  # records what a target reads
 READS = Path(__file__).parent / "traces" / "reads.npz"
 PROMPT, GENERATED, ROUNDS, AT_ONCE = 4076, 64, 20, 4
 FIRST, BLOCKS = 1, 250
 BLOCKS_AT_100K, MOST_BLOCKS = 6250, 32768  # of 16 tokens: 100,000 and 524,288
+PASSAGES = 32  # recorded for each share
 BUDGETS = {"1/8": 0.152, "1/10": 0.1265, "1/16": 0.09, "1/32": 0.059}  # --budget of the services for each share
 
 
@@ -62,22 +64,27 @@ BUDGETS = {"1/8": 0.152, "1/10": 0.1265, "1/16": 0.09, "1/32": 0.059}  # --budge
 class ReadTrace:
     """What one session of an 8B target reads, round by round, at a share of its blocks.
 
-    name: the share. budget: what the services were given. selected: mean share that is read, of the 250 blocks kept;
-    churn, churn4: share of a round's blocks that the last round, or none of the last four, had (both from the fifth
-    round on). history: uint32 [passages, heads, BLOCKS]; bit t: read in round t. accepted: drafted tokens that were
-    kept, uint8 [passages, rounds]. foreseen: whether the draft had foreseen the verdict before, so that it could
-    announce the round ahead of it (the same epoch), bool [passages, rounds]. session: which arrangement.
+    Churn counts blocks of a round that were not read before; selected and churn are means from the fifth round on.
     """
 
     name: str
+    """The share, as in BUDGETS."""
     budget: float
+    """The services' --budget."""
     selected: float
+    """Share of the 250 blocks kept that a round reads."""
     churn: float
+    """Share of a round's blocks that the last round did not read."""
     churn4: float
+    """Share of a round's blocks that none of the last four rounds read."""
     history: np.ndarray
+    """uint32 [passages, heads, BLOCKS]; bit t is set if round t read the block."""
     accepted: np.ndarray
+    """Drafted tokens that a round kept, uint8 [passages, rounds]."""
     foreseen: np.ndarray
+    """Whether the draft foresaw the verdict before a round, bool [passages, rounds]."""
     session: int = 0
+    """Which arrangement of the passages."""
 
     @property
     def rounds(self) -> int:
@@ -188,7 +195,7 @@ def record_reads(folder: str, file: Path, passages: int) -> None:
         traces.append(_trace(name, budget, sessions))
     about = {
         "recorded": datetime.now(UTC).date().isoformat(),
-        "command": f"specahead bench reads --record BOOKS --passages {passages}",
+        "command": f"python -m specahead.lab.benchmarks.read_trace BOOKS {passages}",
         "books": ", ".join(Path(book).name for book in books),
         "target": model_hash(str(models.TARGET)),
         "draft": model_hash(str(models.DRAFT)),
@@ -207,11 +214,11 @@ def _serve(prompts: list[list[int]], budget: float, name: str) -> list[SessionRe
         shared = ("--plan", plan_file)
         limits = ("--kv-tokens", room, "--device", "cpu")
         with children() as start:
-            for side, model, address, *own in (
-                ("target", models.TARGET, target, "--record-reads", file),
-                ("draft", models.DRAFT, draft, "--target", target),
+            for module, model, address, *own in (
+                ((SERVICE, "target"), models.TARGET, target, "--record-reads", file),
+                (("draft_service",), models.DRAFT, draft, "--target", target),
             ):
-                command = (f"{side}_service", "--model", str(model), "--port", port_of(address), *own)
+                command = (*module, "--model", str(model), "--port", port_of(address), *own)
                 wait_for_service(start(*command, *shared, *limits, stdout=subprocess.PIPE))
             endpoints = start_endpoints(start, "--target-address", target, "--draft-address", draft, *shared)
             with (
@@ -264,72 +271,14 @@ def _trace(name: str, budget: float, sessions: list[SessionReads]) -> ReadTrace:
     )
 
 
-# The table
+def main() -> None:
+    """Record from a folder of .txt files: `python -m specahead.lab.benchmarks.read_trace BOOKS [PASSAGES]`.
+
+    It takes half an hour on two cores.
+    """
+    folder, *passages = sys.argv[1:]
+    record_reads(folder, READS, int(passages[0]) if passages else PASSAGES)
 
 
-@dataclass(frozen=True)
-class ReadRow:
-    """Of one trace. selected, churn, churn4: as recorded, and stretched to 100K. tokens: that a round gains.
-    foreseen: share of rounds after the first."""
-
-    share: str
-    budget: float
-    passages: int
-    rounds: int
-    selected: float
-    churn: float
-    churn4: float
-    stretched_selected: float
-    stretched_churn: float
-    stretched_churn4: float
-    tokens: float
-    foreseen: float
-
-
-def run(flags: argparse.Namespace) -> None:
-    """Print what the stored traces hold, and write it to the JSON file if one is named."""
-    if flags.record:
-        record_reads(flags.record, READS, flags.passages)
-    rows = [_row(trace) for trace in load_reads()]
-    about = about_reads()
-    print(_report(about, rows))
-    if flags.json:
-        Path(flags.json).write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-
-
-def _row(trace: ReadTrace) -> ReadRow:
-    rounds = trace.selections()
-    return ReadRow(
-        share=trace.name,
-        budget=trace.budget,
-        passages=len(trace.history),
-        rounds=trace.rounds,
-        selected=trace.selected,
-        churn=trace.churn,
-        churn4=trace.churn4,
-        stretched_selected=float(np.mean([selection.matrix().mean() for selection in rounds[4:]])),
-        stretched_churn=churn_of(rounds, 1),
-        stretched_churn4=churn_of(rounds, 4),
-        tokens=1 + float(trace.accepted.mean()),
-        foreseen=float(trace.foreseen[:, 1:].mean()),
-    )
-
-
-def _report(head: dict[str, str], rows: list[ReadRow]) -> str:
-    lines = [f"{name}: {value}" for name, value in head.items()]
-    lines.append(
-        f"\n{'share':<6} {'budget':>7} {'passages':>8} {'rounds':>7} {'selected':>9} {'churn 1':>8} {'churn 4':>8} "
-        f"{'stretched':>9} {'churn 1':>8} {'churn 4':>8} {'tokens':>7} {'foreseen':>9}"
-    )
-    for row in rows:
-        lines.append(
-            f"{row.share:<6} {row.budget:>7.1%} {row.passages:>8} {row.rounds:>7} {row.selected:>9.2%} "
-            f"{row.churn:>8.1%} {row.churn4:>8.1%} {row.stretched_selected:>9.2%} {row.stretched_churn:>8.1%} "
-            f"{row.stretched_churn4:>8.1%} {row.tokens:>7.2f} {row.foreseen:>9.1%}"
-        )
-    lines.append(
-        "Selected, churn: of 250 blocks a passage, from the fifth round on; churn: not read in the last round, in\n"
-        "none of the last four. Stretched: the same of 256 rows at 100K. Tokens: a round. Foreseen: verdicts, by the\n"
-        "draft."
-    )
-    return "\n".join(lines)
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
-"""Records what the rounds of approximate sessions read: `python -m target_service --record-reads FILE`.
+"""Records what the rounds of approximate sessions read (--record-reads FILE of serving/service.py).
 
-A round takes a bit for each (layer, KV head, block) of memory for as long as the service runs; the file is written
-when the service stops.
+Each round takes one bit of memory for each (layer, KV head, block) while the service runs. The file is written when
+the service stops.
 """
 
 import json
@@ -21,17 +21,19 @@ _NUMBERS = ("rounds", "epochs", "bases", "accepted", "blocks")  # arrays of a se
 
 @dataclass(frozen=True)
 class Read:
-    """What a round read. at: as it began, so rounds of one epoch follow verdicts that the draft foresaw. accepted:
-    drafted tokens that were kept. blocks: a row a (layer, KV head), layer by layer."""
+    """The blocks that a round read."""
 
     at: At
+    """Where the round began. Rounds of one epoch follow verdicts that the draft foresaw."""
     accepted: int
+    """Drafted tokens that were kept."""
     blocks: BlockSelection
+    """A row for each (layer, KV head), layer by layer."""
 
 
 @dataclass
 class SessionReads:
-    """Of the rounds whose blocks were chosen, in order; those that read everything are missing."""
+    """The rounds of a session whose blocks were chosen, in order; rounds that read everything are not among them."""
 
     session: str
     reads: list[Read] = field(default_factory=list)
@@ -49,7 +51,7 @@ class ReadRecording:
         self._latest: dict[str, SessionReads] = {}
 
     def add(self, at: At, accepted: int, chosen: Tensor) -> None:
-        """chosen: bool [layers, kv_heads, blocks]"""
+        """Take a round. chosen: the blocks that it read, bool [layers, kv_heads, blocks]."""
         latest = self._latest.get(at.session)
         if latest is None or at.round <= latest.reads[-1].at.round:  # a name can be used again
             latest = self._latest[at.session] = SessionReads(at.session)
@@ -58,11 +60,14 @@ class ReadRecording:
         latest.reads.append(Read(at, accepted, blocks))
 
     def save(self) -> None:
+        """Write all rounds to the file."""
         save_reads(self._sessions, self._file)
 
 
 def save_reads(sessions: list[SessionReads], file: str) -> None:
-    """Of session i: `i bits`, uint64 [rounds, rows, words] as in BlockSelection, and its numbers."""
+    """Write recordings as .npz: for session i the words of its blocks (`i bits`, uint64 [rounds, rows, words]), and its
+    numbers by name.
+    """
     arrays: dict[str, np.ndarray] = {}
     for i, session in enumerate(sessions):
         widest = max(read.blocks.num_blocks for read in session.reads)
@@ -77,7 +82,7 @@ def save_reads(sessions: list[SessionReads], file: str) -> None:
 
 
 def load_reads(file: str | Path) -> list[SessionReads]:
-    """What a service has recorded, sessions in the order of their first sparse rounds."""
+    """Return what a service has recorded, sessions in the order of their first sparse rounds."""
     with np.load(file, allow_pickle=False) as content:
         names = json.loads(content["sessions"].tobytes())
         return [SessionReads(name, _session_reads(content, i, name)) for i, name in enumerate(names)]

@@ -10,21 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BLOCK = 512  # tokens that a hash stands for
-_DIGIT = 4000  # tokens of the vocabulary that stand for a part of a hash
+BLOCK = 512  # tokens of a hash
+_DIGIT = 4000  # base in which hashes are written as tokens
 
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """at: seconds since the trace began. blocks: hashes of the prompt's blocks."""
+    """One request of a trace."""
 
     at: float
+    """Seconds since the trace began."""
     prompt_tokens: int
     answer_tokens: int
     blocks: list[int]
+    """Hashes of the prompt's blocks."""
 
     def prompt(self, scale: int) -> list[int]:
-        """Return a prompt `scale` times shorter, which shares with others what theirs shares with theirs."""
+        """Return a prompt `scale` times shorter. Two prompts share a prefix of blocks if their requests do."""
         length = BLOCK // scale
         tokens = [token for hash in self.blocks for token in _block(hash, length)]
         return tokens[: max(1, self.prompt_tokens // scale)]

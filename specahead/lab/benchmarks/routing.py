@@ -1,8 +1,8 @@
 """`specahead bench routing`: what choosing among targets by their cached prefixes gains, on a trace of real requests.
 
-A discrete simulation: four targets and two drafts on virtual time (virtual_cluster.py), each session sent by
-the orchestrator's own policies over the targets' own reports. Times of steps are set (see _times), not measured; real
-processes would take hours for the same, and the machine's cores would be what is measured.
+A discrete simulation: four targets and two drafts on virtual time (virtual_cluster.py). The orchestrator's own policies
+send each session by the targets' own reports. Times of steps are set (see _times), not measured: real processes would
+take hours, and would measure the machine's cores.
 """
 
 import argparse
@@ -28,22 +28,27 @@ _CHUNK = 8192  # prompt tokens of a step
 
 @dataclass(frozen=True)
 class RoutingRow:
-    """hit_rate: share of all prompt tokens whose KV was found. spread: sessions of the busiest target over the mean."""
+    """One policy on the whole trace."""
 
     policy: str
     speed: float
+    """How many times as fast as in the trace requests come."""
     requests: int
     hit_rate: float
-    first_token_p50: float  # seconds
+    """Share of all prompt tokens whose KV was found."""
+    first_token_p50: float
+    """Seconds from a request to its first token."""
     first_token_p99: float
     spread: float
-    simulated_in: float  # seconds of this machine
+    """Sessions of the busiest target over the mean."""
+    simulated_in: float
+    """Seconds on this machine."""
 
 
 def run(flags: argparse.Namespace) -> list[RoutingRow]:
     """Replay, print the table, and write it to the JSON file if one is named. Returns the rows.
 
-    Raises ValueError for a trace or numbers that cannot be, OSError if there is no such trace.
+    Raises ValueError for a trace that is none and for a scale that is not allowed, OSError for a missing file.
     """
     if BLOCK // PAGE_SIZE % flags.scale:
         raise ValueError(f"scale {flags.scale}: a block of {BLOCK} tokens must stay whole pages: 1, 2, 4, 8, 16 or 32")

@@ -1,4 +1,4 @@
-"""A model that costs next to nothing, to measure everything else: `python -m lab.benchmarks.scripted target|draft`.
+"""A model that costs next to nothing: `python -m specahead.lab.benchmarks.scripted target|draft`, to measure all else.
 
 The next token is a fixed function of the position, so both sides agree; the draft errs at a fixed share of the
 positions, which gives rounds their acceptance. Random choices play no part, but where verdicts are to be unforeseen.

@@ -48,25 +48,26 @@ ROWS, SEGMENTS = 256, 25
 
 @dataclass(frozen=True)
 class Trace:
-    """history: uint16 [ROWS, SEGMENTS * BLOCKS]; bit t: chosen in round t. heads: rows of a group.
-
-    churn, churn4: of the recording, the share of a round's blocks that the last round, or none of the last four,
-    had. weight_lost: share of the heaviest blocks' weight that the choice leaves.
-    """
+    """The selections of ROUNDS rounds, made in one of the three ways."""
 
     name: str
     heads: int
+    """Rows of a group."""
     churn: float
+    """In the recording, share of a round's blocks that the last round did not have."""
     churn4: float
+    """In the recording, share of a round's blocks that none of the last four rounds had."""
     weight_lost: float
+    """Share of the heaviest blocks' weight that the choice misses."""
     history: np.ndarray
+    """uint16 [ROWS, SEGMENTS * BLOCKS]; bit t is set if round t chose the block."""
 
     def selections(self) -> list[BlockSelection]:
-        """Of each round, over all rows."""
+        """Return the selection of each round, over all rows."""
         return [BlockSelection.from_matrix(chosen) for chosen in _rounds(self.history)]
 
     def passages(self, count: int) -> Iterator[list[BlockSelection]]:
-        """As recorded, `count` of them, evenly spread: of each round, over one group's rows and one segment."""
+        """Yield `count` passages as they were recorded, evenly spread: the selections of each one's rounds."""
         groups = ROWS // self.heads
         for i in range(count):
             group, segment = divmod(i * groups * SEGMENTS // count, SEGMENTS)
@@ -76,7 +77,7 @@ class Trace:
 
 
 def churn_of(selections: list[BlockSelection], before: int) -> float:
-    """Mean share of a round's blocks that none of the `before` last ones had, from the fifth round on."""
+    """Return the mean share of a round's blocks that none of the last `before` rounds had, from the fifth round on."""
     new = total = 0
     for i in range(4, len(selections)):
         known = selections[i - 1].words
@@ -92,6 +93,7 @@ def _rounds(history: np.ndarray) -> list[np.ndarray]:
 
 
 def save_traces(traces: list[Trace], file: Path, about: dict[str, str]) -> None:
+    """Write traces as .npz. about: how they were made."""
     arrays = {}
     for trace in traces:
         facts = {key: value for key, value in vars(trace).items() if key != "history"}
@@ -102,7 +104,7 @@ def save_traces(traces: list[Trace], file: Path, about: dict[str, str]) -> None:
 
 
 def load_traces(file: Path) -> tuple[list[Trace], dict[str, str]]:
-    """Traces, and how they were made."""
+    """Return the traces of a file, and how they were made."""
     with np.load(file, allow_pickle=False) as content:
         traces = []
         for name in content.files:
@@ -162,7 +164,7 @@ def record_traces(files: list[str], file: Path) -> None:
 
 
 def evenly_spread(texts: list[list[int]], count: int, length: int) -> Iterator[list[int]]:
-    """Passages of equal length, their starts evenly spread over all places that leave room for one.
+    """Yield passages of equal length, whose starts are evenly spread over all places with room for one.
 
     Raises ValueError if no text is longer than a passage.
     """

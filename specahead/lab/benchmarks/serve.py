@@ -1,28 +1,30 @@
 """`specahead bench serve`: tokens a second and latencies of the real services, without and with speculation.
 
-Target and draft have random weights in the shapes of real models, so that what they say means nothing: acceptance is
-imposed, and what is read follows a uniform plan or a recorded trace. Services are processes of their own, without Ray.
-The target serves alone first, then a draft joins it; prompts are read once and found again by prefix. The target's KV
-may lie in tiers (docs/architecture.md).
+Target and draft have random weights in the shapes of real models, so what they say means nothing: acceptance is
+imposed, and approximate sessions read by a uniform plan or a recorded trace. Services are processes of their own,
+without Ray, started as users start them, with the models alone; each --speculation adds rows by other services that it
+overrides. The target serves alone first, then a draft joins it; prompts are read once and found again by prefix.
 """
 
 import argparse
 import contextlib
 import itertools
+import json
 import shlex
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
+import torch
 
-from orchestrator.cluster.directory import name_services
+from specahead.config import Speculation
 from specahead.lab.benchmarks.processes import children
 from specahead.lab.benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
 from specahead.lab.benchmarks.serving.controls import Controls
@@ -32,25 +34,24 @@ from specahead.lab.benchmarks.serving.rows import LEGEND, PromptRow, Results, Se
 if TYPE_CHECKING:
     from specahead.lab.benchmarks.read_trace import ReadTrace
 
-_ALONE = ("none", "self")  # modes of a target without a draft
-_ATTEMPTS = 3  # at a run
-_ADAPTED = 4
+_ATTEMPTS = 3  # at a run in which all sessions generate at some time
+_ADAPTED = 4  # runs after which a policy has tried all plans
 _MARGIN = 64  # tokens of room beside prompt and output
+MOST_GAMMA = 8  # tokens that services propose a round, at most, unless they are overridden
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What all parts of one command share. shapes: in the order of their rows. trace: what is replayed, if anything.
-
-    ends: when, on time.monotonic's clock, the command has to end.
-    """
+    """What all parts of one command share."""
 
     flags: argparse.Namespace
-    pair: Pair
     shapes: list[Shape]
+    """In the order of their rows."""
     trace: "ReadTrace | None"
+    """What approximate sessions read; None: what the services choose."""
     results: Results
     ends: float
+    """When the command has to end, by time.monotonic."""
 
     def seconds(self) -> float:
         """Return how long the next part may take."""
@@ -64,36 +65,27 @@ def run(flags: argparse.Namespace) -> None:
     or a row failed.
     """
     shapes = [Shape.parse(text) for text in flags.shapes]
-    _check(flags)
+    overrides = [read_speculation(text) for text in flags.speculation]
+    _check(flags, overrides)
+    pairs = [_pair(flags, each) for each in overrides]
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "models": f"target {flags.target_shape}, draft {flags.draft_shape}, random weights, "
         f"imposed acceptance {flags.acceptance} a token",
+        "services": ", ".join(pairs[0].names) + (", each with the draft in it" if pairs[0].together else ""),
         "command": shlex.join(["specahead", *_command(flags)]),
     }
-    pair = Pair(
-        flags.target_shape,
-        flags.draft_shape,
-        _most_drafted(flags),
-        flags.acceptance,
-        flags.budget,
-        flags.read_share,
-        max(flags.branches),
-        ahead=flags.ahead == "yes",
-        adaptive=flags.gamma == "auto",
-        target_flags=(*shlex.split(flags.target_flags), *(["--draft", "self"] if "self" in flags.modes else [])),
-        draft_flags=tuple(shlex.split(flags.draft_flags)),
-        draft_in_target=flags.draft_in_target,
-        gpus=_gpus(flags),
-    )
     ends = time.monotonic() + flags.limit if flags.limit else float("inf")
-    measured = _Run(flags, pair, shapes, _trace(flags), Results(head, flags.json), ends)
+    measured = _Run(flags, shapes, _trace(flags), Results(head, flags.json), ends)
     results = measured.results
     results.begin()
     with _time_limit(flags.limit):
-        _measure_deployment(measured, shapes, hot=0.0)
-        for shape in shapes if flags.hot else []:
-            _measure_deployment(measured, [shape], flags.hot)
+        if "none" in flags.modes and flags.draft != "model":
+            _measure_deployment(measured, replace(pairs[0], draft="none", speculation={}), shapes, hot=0.0)
+        for pair in pairs:
+            _measure_deployment(measured, pair, shapes, hot=0.0)
+            for shape in shapes if flags.hot else []:
+                _measure_deployment(measured, pair, [shape], flags.hot)
     print(f"\n{LEGEND}")
     if flags.plot:
         from specahead.lab.benchmarks.serving.plot import plot_rows  # matplotlib is loaded only where it is asked for
@@ -103,16 +95,40 @@ def run(flags: argparse.Namespace) -> None:
         raise ChildProcessError(f"{len(results.failures)} parts failed: {'; '.join(results.failures)}")
 
 
-def _gpus(flags: argparse.Namespace) -> dict[str, int]:
-    """The device of each service by name. Raises ValueError for another number of them than there are services."""
-    names = [*name_services("target", flags.targets), *([] if flags.draft_in_target else ["draft"])]
-    if flags.gpus and len(flags.gpus) != len(names):
-        raise ValueError(f"--gpus {' '.join(map(str, flags.gpus))}: expected one each for {', '.join(names)}")
-    return dict(zip(names, flags.gpus or [], strict=False))
+def read_speculation(text: str) -> dict[str, Any]:
+    """Return overrides of how services speculate. Raises SettingsError for other text than JSON of known keys."""
+    Speculation().changed(text)
+    return dict(json.loads(text))
+
+
+def most_gamma(speculation: Mapping[str, Any]) -> int:
+    """Return how many tokens a round proposes, at most."""
+    return speculation.get("gamma") or speculation.get("max_gamma") or MOST_GAMMA
+
+
+def _pair(flags: argparse.Namespace, speculation: dict[str, Any]) -> Pair:
+    """Return the services to measure. Raises ValueError for another number of devices than there are services."""
+    together = flags.draft == "model" and flags.placement != "apart" and not flags.hot
+    gpus = torch.cuda.device_count()
+    pair = Pair(
+        target_shape=flags.target_shape,
+        draft_shape=flags.draft_shape,
+        acceptance=flags.acceptance,
+        budget=flags.budget,
+        draft=flags.draft,
+        together=together,
+        speculation=speculation,
+        targets=flags.targets or (max(1, gpus) if together else 1),
+        flags=tuple(shlex.split(flags.flags)),
+    )
+    devices = flags.gpus or ([index % gpus for index in range(len(pair.names))] if gpus else [])
+    if devices and len(devices) != len(pair.names):
+        raise ValueError(f"--gpus {' '.join(map(str, devices))}: expected one each for {', '.join(pair.names)}")
+    return replace(pair, gpus=dict(zip(pair.names, devices, strict=False)))
 
 
 def _command(flags: argparse.Namespace) -> list[str]:
-    """The command line, as far as it says what was measured."""
+    """Return the command line, as far as it says what was measured."""
     words = ["bench", "serve"]
     for name, value in vars(flags).items():
         if value in (None, False, 0, "") or name in ("run", "command", "bench", "json", "plot"):
@@ -122,30 +138,21 @@ def _command(flags: argparse.Namespace) -> list[str]:
     return words
 
 
-def _check(flags: argparse.Namespace) -> None:
+def _check(flags: argparse.Namespace, overrides: list[dict[str, Any]]) -> None:
     if not 0 <= flags.hot < 1:
         raise ValueError(f"--hot {flags.hot}: expected a share of the KV, less than 1")
-    most = _most_drafted(flags)
+    most = max(map(most_gamma, overrides))
     least = 8 * (most + 1)
     if flags.tokens < least:
-        raise ValueError(f"--tokens {flags.tokens}: with gamma {most} it takes {least} for rounds to be timed")
-    if "self" in flags.modes and {*flags.modes} - {"self", "none"}:
-        raise ValueError(f"--modes {' '.join(flags.modes)}: self is measured beside none alone")
-    if flags.draft_in_target and ("self" in flags.modes or flags.hot):
-        raise ValueError("--draft-in-target is measured with KV on the GPU, and not beside self")
-    if flags.targets < 1:
-        raise ValueError(f"--targets {flags.targets}: expected at least 1")
-    if min(*flags.waves, *flags.branches, flags.repeat) < 1 or flags.part_limit <= 0 or flags.limit < 0:
-        raise ValueError("--waves, --branches, --repeat and --part-limit must be positive, --limit at least 0")
-
-
-def _most_drafted(flags: argparse.Namespace) -> int:
-    """Tokens drafted a round, at most. Raises ValueError for what is no number."""
-    return flags.max_gamma if flags.gamma == "auto" else int(flags.gamma)
+        raise ValueError(f"--tokens {flags.tokens}: with {most} proposed a round it takes {least} to time rounds")
+    if flags.placement == "together" and flags.hot:
+        raise ValueError("--placement together is measured with KV on the GPU: leave --hot out")
+    if flags.targets < 0 or flags.repeat < 1 or flags.part_limit <= 0 or flags.limit < 0:
+        raise ValueError("--repeat and --part-limit must be positive, --targets and --limit at least 0")
 
 
 def _trace(flags: argparse.Namespace) -> "ReadTrace | None":
-    """The trace that approximate sessions read by, if any."""
+    """Return the trace that approximate sessions read by, if any."""
     from specahead.lab.benchmarks.read_trace import load_reads  # it loads the engine, which takes seconds
 
     name = flags.replay or ("1/10" if flags.hot and "approximate" in flags.modes else "no")
@@ -168,35 +175,33 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
+def _measure_deployment(run: _Run, pair: Pair, shapes: list[Shape], hot: float) -> None:
     """Start the services for these shapes and measure all their rows."""
-    flags, room = run.flags, _room(run, shapes, hot)
+    flags, room = run.flags, _room(run, pair, shapes, hot)
     with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, f"services, hot {hot:g}"):
-        of_run = run.pair, room, flags.breakdown, bool(run.trace), run.seconds
-        deployment = Deployment(start, Path(folder), *of_run, flags.targets, together=True)
-        measured = _modes_over_tiers(flags.modes) if hot else flags.modes
-        modes = [mode for mode in measured if mode not in _ALONE]
-        (address,) = deployment.start(with_draft=bool(modes))
+        deployment = Deployment(
+            start, Path(folder), pair, room, run.seconds, flags.breakdown, bool(run.trace), one_endpoint=True
+        )
+        (address,) = deployment.start()
         run.results.starts.append(deployment.start_seconds)
         deployment.wait_until_prepared()
-        known: set[int] = set()
+        modes = _modes_over_tiers(flags.modes) if hot else flags.modes
+        drafted = [mode for mode in modes if mode != "none" and pair.draft != "none"]
+        known: set[int] = {row.context for row in run.results.prompts}
         for shape in shapes:
             with _noted_failure(run, f"{shape}, prompts"):
                 _read_prompts(run, address, shape, is_new=shape.context not in known and not hot)
                 known.add(shape.context)
-            for mode in _ALONE:
-                if mode in measured:
-                    deployment.control(Controls(attached=False, self_drafting=mode == "self"))
-                    _measure_row(run, deployment, address, shape, Way(mode, hot=hot))
-        for shape in shapes if modes else []:
-            replay = _write_replay(run, deployment, shape) if run.trace and "approximate" in modes else ""
-            ahead = flags.ahead == "yes" and not flags.draft_in_target
-            foresight = flags.foresight if ahead else 0.0  # nobody asks what a verdict will be
-            for waves, branches, mode in itertools.product(flags.waves, flags.branches if ahead else [1], modes):
-                replayed = bool(replay) and mode == "approximate"
-                controls = Controls(waves, branches, replay if replayed else "", foresight=foresight)
-                deployment.control(controls)
-                _measure_row(run, deployment, address, shape, Way(mode, waves, ahead, branches, hot, replayed))
+            alone = Way("none", hot=hot)
+            if "none" in modes and pair.draft in ("model", "none") and run.results.rate_of(shape, alone) is None:
+                _measure_row(run, deployment, address, shape, alone)
+        for shape, mode in itertools.product(shapes, drafted):
+            replay = _write_replay(run, deployment, shape) if run.trace and mode == "approximate" else ""
+            # Only a draft that drafts before the verdict is asked what it will be.
+            foresight = 0.0 if pair.together else flags.foresight
+            deployment.control(Controls(replay, foresight=foresight))
+            overridden = json.dumps(dict(pair.speculation)) if pair.speculation else ""
+            _measure_row(run, deployment, address, shape, Way(mode, overridden, hot, bool(replay)))
         note("stopping the services")
 
 
@@ -205,10 +210,10 @@ def _modes_over_tiers(modes: list[str]) -> list[str]:
     return [mode for mode in modes if mode == "approximate"] or modes
 
 
-def _room(run: _Run, shapes: list[Shape], hot: float) -> Room:
+def _room(run: _Run, pair: Pair, shapes: list[Shape], hot: float) -> Room:
     longest = max(shape.context for shape in shapes)
-    sessions = -(-max(shape.sessions for shape in shapes) // run.flags.targets)
-    return Room(sessions, longest + run.flags.tokens + _MARGIN, longest, hot)
+    sessions = -(-max(shape.sessions for shape in shapes) // pair.targets)
+    return Room(sessions, longest + run.flags.tokens + _MARGIN, hot)
 
 
 @contextlib.contextmanager
@@ -236,21 +241,24 @@ def _write_replay(run: _Run, deployment: Deployment, shape: Shape) -> str:
     from specahead.lab.benchmarks.serving.replay import write_replay  # as in _trace
 
     file, flags = deployment.folder / f"{shape}.npy", run.flags
-    rounds = round(1.5 * flags.tokens / _expected_tokens(flags)) + 10
+    rounds = (
+        round(1.5 * flags.tokens / _expected_tokens(flags.acceptance, most_gamma(deployment.pair.speculation))) + 10
+    )
     blocks = -(-(shape.context + flags.tokens + _MARGIN) // 16)
     assert run.trace is not None
     note(f"{shape}: laying out {rounds} rounds of the trace {run.trace.name}")
-    write_replay(file, run.trace, shape.sessions, rounds, run.pair.sparse_rows, blocks)
+    write_replay(file, run.trace, shape.sessions, rounds, deployment.pair.sparse_rows, blocks)
     return str(file)
 
 
-def _expected_tokens(flags: argparse.Namespace) -> float:
-    """Of a round that is drafted."""
-    return sum(flags.acceptance**i for i in range(_most_drafted(flags) + 1))
+def _expected_tokens(acceptance: float, gamma: int) -> float:
+    """Return how many tokens a drafted round commits on average."""
+    return sum(acceptance**i for i in range(gamma + 1))
 
 
 def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, way: Way) -> None:
     """Measure one row, as often as is asked for."""
+    gamma = most_gamma(deployment.pair.speculation)
     with _noted_failure(run, f"{shape}, {way}"):
         exactness = "approximate" if way.mode == "approximate" else "exact"
 
@@ -269,11 +277,12 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
             raise ValueError(f"at no moment did all {shape.sessions} sessions generate; give more --tokens")
 
         drafted_after = 0.0
-        if way.mode in _ALONE:
-            measure(2 * (run.pair.gamma + 1), -1)
+        if way.mode == "none":
+            measure(2 * (gamma + 1), -1)
         else:
+            tries = None if deployment.pair.speculation.get("gamma") else _ADAPTED
             drafted_after = _wait_until_drafted(
-                run, lambda: measure(TRIED_ROUNDS * (run.pair.gamma + 1), -1), f"{shape}, {way}"
+                run, lambda: measure(TRIED_ROUNDS * (gamma + 1), -1), f"{shape}, {way}", tries
             )
         runs = [measure_all_at_once(repeat) for repeat in range(run.flags.repeat)]
         rates = [figures.tokens_a_second for figures in runs]
@@ -282,7 +291,8 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
         breakdown = None
         if run.flags.breakdown:
             with _noted_failure(run, f"{shape}, {way}, breakdown"):
-                drafted = way.mode not in _ALONE and kept.plain_share < 1  # the target may decide against it
+                served = deployment.pair.draft == "model" and way.mode != "none"
+                drafted = served and kept.plain_share < 1  # the target may decide against it
                 draft = "draft" if drafted else ""
                 breakdown = deployment.breakdown(kept.name, deployment.targets[0], draft)
         row = _row(run, shape, way, rates, kept)
@@ -304,16 +314,15 @@ def _row(run: _Run, shape: Shape, way: Way, rates: list[float], kept: Figures) -
     )
 
 
-def _wait_until_drafted(run: _Run, try_rounds: Callable[[], Figures], what: str) -> float:
+def _wait_until_drafted(run: _Run, try_rounds: Callable[[], Figures], what: str, most: int | None) -> float:
     """Run sessions until the draft has read the prompts and hardly a round is decoded plainly; return the seconds.
 
-    Where the target decides whether to draft: _ADAPTED times, in which it has tried all ways. Raises ValueError if it
-    takes longer than a part may.
+    most: runs at most, where the target decides whether to draft. Raises ValueError if it takes longer than a part may.
     """
     began = time.monotonic()
     limit = began + run.seconds()
     tries = itertools.count(1)
-    while (share := try_rounds().plain_share) > MOST_PLAIN and not (run.pair.adaptive and next(tries) >= _ADAPTED):
+    while (share := try_rounds().plain_share) > MOST_PLAIN and next(tries) != most:
         if time.monotonic() > limit:
             raise ValueError(f"after {time.monotonic() - began:.0f} s {share:.0%} of the rounds are still not drafted")
     seconds = time.monotonic() - began

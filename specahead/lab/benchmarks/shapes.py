@@ -88,6 +88,6 @@ def random_decoder(shape: Shape, positions: int, device: str = "cuda", dtype: to
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """What a step reads of the weights: all but the embedding, of which it reads a few rows."""
+    """Return how many bytes of weights a step reads: all but the embedding, of which it reads a few rows."""
     layers = [weight for layer in decoder.layers for weight in layer.linears]
     return sum(weight.values.nbytes for weight in (*layers, decoder.lm_head))

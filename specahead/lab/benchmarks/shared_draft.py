@@ -19,6 +19,7 @@ from statistics import fmean, median
 
 from orchestrator.cluster.directory import name_services
 from specahead.lab.benchmarks.processes import children
+from specahead.lab.benchmarks.serve import most_gamma, read_speculation
 from specahead.lab.benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
 from specahead.lab.benchmarks.serving.controls import Controls
 from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room, note
@@ -31,23 +32,25 @@ _MARGIN = 64  # tokens of room beside prompt and output
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A target's runs. others: whether the other target had sessions as well.
-
-    runs: tokens a second of each run; rate: their median. kept: of the rate while the other target had none; None in
-    that row. Means over the runs: draft_busy is the share of the time in which the draft's model ran, round the
-    milliseconds of a round, for_draft those of them that it waited for its proposals. lost: by how much that is more
-    than while the other target had none, as a share of the round then.
-    """
+    """A target's runs, and means over them."""
 
     target: str
     others: bool
+    """Whether the other target had sessions as well."""
     runs: list[float]
+    """Tokens a second of each run."""
     rate: float
+    """Their median."""
     draft_busy: float
+    """Share of the time in which the draft's model ran."""
     round: float
+    """Milliseconds of a round."""
     for_draft: float
+    """Milliseconds of it that passed before the draft's proposals were here."""
     kept: float | None = None
+    """Share of the rate while the other target was idle; None in that row."""
     lost: float | None = None
+    """What the other target adds to for_draft, as a share of the round without it."""
 
 
 def run(flags: argparse.Namespace) -> list[SharedRow]:
@@ -55,9 +58,9 @@ def run(flags: argparse.Namespace) -> list[SharedRow]:
 
     Raises ValueError for flags that give nothing to measure, ChildProcessError if a service does not start.
     """
-    shape = Shape.parse(flags.shape)
-    if flags.repeat < 1 or flags.tokens < 8 * (flags.gamma + 1):
-        raise ValueError(f"--repeat must be positive, --tokens {8 * (flags.gamma + 1)} or more with this gamma")
+    shape, gamma = Shape.parse(flags.shape), most_gamma(read_speculation(flags.speculation))
+    if flags.repeat < 1 or flags.tokens < 8 * (gamma + 1):
+        raise ValueError(f"--repeat must be positive, --tokens {8 * (gamma + 1)} or more")
     if flags.gpus and len(flags.gpus) != len(SERVICES):
         raise ValueError(f"--gpus: {len(flags.gpus)} devices for {', '.join(SERVICES)}")
     print(
@@ -77,14 +80,12 @@ def run(flags: argparse.Namespace) -> list[SharedRow]:
 
 def _measure(flags: argparse.Namespace, shape: Shape) -> list[SharedRow]:
     """Start the services and return their rows."""
-    room = Room(shape.sessions, shape.context + flags.tokens + _MARGIN, shape.context)
+    room = Room(shape.sessions, shape.context + flags.tokens + _MARGIN)
     with tempfile.TemporaryDirectory() as folder, children() as start:
-        deployment = Deployment(
-            start, Path(folder), _pair(flags), room, True, False, lambda: flags.part_limit, targets=TARGETS
-        )
-        clients = _Clients(flags, shape, deployment.targets, deployment.start(with_draft=True))
+        deployment = Deployment(start, Path(folder), _pair(flags), room, lambda: flags.part_limit, timed=True)
+        clients = _Clients(flags, shape, deployment.targets, deployment.start())
         deployment.wait_until_prepared()
-        deployment.control(Controls(flags.waves, flags.branches, foresight=flags.foresight))
+        deployment.control(Controls(foresight=flags.foresight))
         clients.wait_until_drafted()
         runs: dict[tuple[bool, str], list[Figures]] = {}
         for repeat in range(flags.repeat):
@@ -127,14 +128,12 @@ def _row(deployment: Deployment, target: str, others: bool, runs: list[Figures])
 
 def _pair(flags: argparse.Namespace) -> Pair:
     return Pair(
-        flags.target_shape,
-        flags.draft_shape,
-        flags.gamma,
-        flags.acceptance,
-        flags.budget,
-        flags.read_share,
-        flags.branches,
-        flags.ahead == "yes",
+        target_shape=flags.target_shape,
+        draft_shape=flags.draft_shape,
+        acceptance=flags.acceptance,
+        budget=flags.budget,
+        speculation=read_speculation(flags.speculation),
+        targets=TARGETS,
         gpus=dict(zip(SERVICES, flags.gpus, strict=False)),
         slept={"target-2": flags.second_sleeps} if flags.second_sleeps else {},
     )
@@ -151,7 +150,7 @@ def _print(row: SharedRow) -> None:
 
 
 class _Clients:
-    """Those of all targets. addresses: of the endpoints over each target."""
+    """The clients of all targets. addresses: the endpoints over each target."""
 
     def __init__(
         self, flags: argparse.Namespace, shape: Shape, targets: Sequence[str], addresses: Sequence[str]
@@ -177,9 +176,10 @@ class _Clients:
     def wait_until_drafted(self) -> None:
         """Have all prompts read, and wait until hardly a round is decoded plainly. Raises ValueError if none is."""
         limit, repeat = time.monotonic() + self._flags.part_limit, -1
+        tokens = TRIED_ROUNDS * (most_gamma(read_speculation(self._flags.speculation)) + 1)
         note("reading the prompts")
         while True:
-            figures = self.run(list(self._addresses), TRIED_ROUNDS * (self._flags.gamma + 1), repeat)
+            figures = self.run(list(self._addresses), tokens, repeat)
             worst = max(each.plain_share for each in figures.values())
             if worst <= MOST_PLAIN:
                 return

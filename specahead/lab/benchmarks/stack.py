@@ -36,28 +36,30 @@ SIDES = ("target", "draft", "endpoints", "clients")  # the processes, in the ord
 
 @dataclass(frozen=True)
 class StackRow:
-    """A round, for its client, is the time from one message of a stream to the next.
-
-    cpu_ms: by process, the CPU time that a session's round takes, prompts included.
-    """
+    """For a client a round is the time from one message of a stream to the next."""
 
     sessions: int
     exactness: str
-    rounds: int  # of all sessions
+    rounds: int
+    """Of all sessions."""
     round_p50_ms: float
     round_p95_ms: float
-    session_round_ms: float  # wall time over the rounds of all sessions
-    messages: int  # of all streams
+    session_round_ms: float
+    """Wall time over the rounds of all sessions."""
+    messages: int
+    """Of all streams."""
     tokens_a_round: float
     announced_bytes_a_round: float
     cpu_ms: dict[str, float]
+    """CPU time of each process over the rounds of all sessions, prompts included."""
 
 
 @dataclass(frozen=True)
 class _Stream:
-    """times: of each message, seconds on time.perf_counter's clock."""
+    """One session as its client saw it."""
 
     times: list[float]
+    """When each message came, in seconds by time.perf_counter."""
     summary: inference_pb2.SpeculationSummary
 
 
@@ -76,7 +78,7 @@ def run(flags: argparse.Namespace) -> list[StackRow]:
         own += ["--step-ms", *milliseconds]
         command += [f"--{side}-ms", *milliseconds]
     head = {
-        "machine": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
+        "machine": f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"specahead bench stack {' '.join(command)}",
     }
@@ -159,7 +161,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: int, exactness: str) -> _Stream:
-    """One session to its end; `index` makes its prompt its own."""
+    """Run one session to its end; `index` makes its prompt its own."""
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=[(index + i) % 4000 for i in range(PROMPT_TOKENS)]),
         max_tokens=tokens,
@@ -177,8 +179,8 @@ async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: in
 
 @contextlib.contextmanager
 def _stack(gamma: int, target_flags: list[str], draft_flags: list[str]) -> Iterator[tuple[str, list[int]]]:
-    """Scripted target and draft, and the client endpoints over them; yields the gRPC address, and the ids of the
-    processes of SIDES, of which this one is the last.
+    """Run a scripted target and draft, and client endpoints over them; yield the gRPC address, and the process ids of
+    SIDES, the last of which is this process.
     """
     target, draft = free_addresses(2)
     processes: list[int] = []
@@ -198,7 +200,8 @@ def _stack(gamma: int, target_flags: list[str], draft_flags: list[str]) -> Itera
         yield address, [*processes, os.getpid()]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return found.group(1) if found else platform.processor()

@@ -1,6 +1,6 @@
 """`specahead bench step`: whole steps of target and draft on a GPU, as the services run them: one CUDA graph each.
 
-Random weights, and a random selection of the imposed share: what is measured is time, nothing else.
+Weights are random, and so is the selection of the imposed share of KV, since only time is measured.
 """
 
 import argparse
@@ -55,11 +55,11 @@ class Bench:
         return layer * (dense_layers + (shape.num_hidden_layers - dense_layers) * share)
 
     def floor(self, kv_bytes: float, passes: int = 1) -> float:
-        """Milliseconds to read weights and KV once a pass at the copy bandwidth."""
+        """Return the milliseconds in which weights and KV are read once a pass at the copy bandwidth."""
         return 1e3 * (passes * weight_bytes(self.decoder) + kv_bytes) / self.bandwidth
 
     def step(self, batch: int, context: int, queries: int, share: float = 0.0, dense_layers: int = 0) -> TimedRow:
-        """A verification (or one draft step): `share` of the pages read in all layers but the first ones; 0: dense."""
+        """Time a verification, or a draft step. share: of the pages, read in all layers behind dense ones; 0: all."""
         pages = context // PAGE_SIZE
         width = int(pages * share)
         dense = tuple(range(dense_layers))
@@ -77,14 +77,14 @@ class Bench:
         return self._measure(f"{queries} queries, {what}, {batch} x {context}", shape, buffers, read)
 
     def served(self, batch: int, context: int, queries: int, share: float) -> TimedRow:
-        """As `approximate` sessions are verified: `share` of all blocks shared out over layers and heads in the step,
-        means standing in for the others, weights remembered, and greedy verdicts on what was drafted."""
+        """Time a verification of `approximate` sessions: the step shares `share` of all blocks out over layers and
+        heads, reads means for the others, remembers weights, and gives greedy verdicts."""
         what = f"{queries} queries, {share:.0%} shared out, means, verdicts, {batch} x {context}"
         return self._shared_out(what, batch, context, queries, share, self.kv_bytes(batch, context, share))
 
     def drafting(self, batch: int, context: int, gamma: int, share: float) -> TimedRow:
-        """A whole round of a target that drafts for itself: gamma passes over `share` of all blocks, then a dense one
-        over gamma + 1 tokens that weighs all blocks and gives greedy verdicts."""
+        """Time a whole round of a target that drafts for itself: gamma passes over `share` of all blocks, then a dense
+        pass over gamma + 1 tokens that weighs all blocks and gives greedy verdicts."""
         what = f"{gamma} drafting passes of {share:.0%}, {gamma + 1} queries dense, weighed, {batch} x {context}"
         read = self.kv_bytes(batch, context) + gamma * self.kv_bytes(batch, context, share)
         return self._shared_out(what, batch, context, gamma + 1, share, read, drafts=True)

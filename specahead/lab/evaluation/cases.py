@@ -1,4 +1,4 @@
-"""What is evaluated: token sequences, where sparse verification starts, and which tokens are asked for.
+"""Cases of an evaluation: token sequences, where sparse verification starts, and which tokens are asked for.
 
 Perplexity cases are plain text; recall and copy cases hide something in a text and ask for it at the end.
 """
@@ -16,19 +16,18 @@ WARM_UP = 16  # tokens of text before the question that are verified sparsely, t
 
 @dataclass(frozen=True)
 class Case:
-    """tokens[:start] are read densely, the rest in rounds; `asked` are the (first, last) tokens of the answer.
-
-    An answer is recalled exactly if each of its tokens is the likeliest one.
-    """
+    """A text, and an answer in it if it asks for something."""
 
     name: str
     tokens: list[int]
     start: int
+    """Tokens before it are read densely, the others in rounds."""
     asked: tuple[int, int] | None = None
+    """First token of the answer and the token behind its last; recalled if each one is the likeliest. None: none."""
 
 
 def read_texts(sources: list[str]) -> dict[str, str]:
-    """Texts by name, from files or, where no file of a name exists, a Hugging Face data set.
+    """Return texts by name, from files or, where no file of a name exists, from a Hugging Face data set.
 
     A data set is ID, or ID:CONFIG:SPLIT:COLUMN with any of the last three empty; each row of its first 32 is a text.
     """
@@ -42,7 +41,7 @@ def read_texts(sources: list[str]) -> dict[str, str]:
 
 
 def held_out_files(folder: str, plan: Plan) -> list[str]:
-    """The .txt files of a folder that a plan was not calibrated on. Raises ValueError if there is none."""
+    """Return the .txt files of a folder that a plan was not calibrated on. Raises ValueError if there is none."""
     held_in = set(plan.provenance.get("files", ()))
     files = [str(file) for file in sorted(Path(folder).glob("*.txt")) if file.name not in held_in]
     if not files:
@@ -63,7 +62,7 @@ def _read_data_set(source: str) -> dict[str, str]:
 
 
 def tokens_of(text: str, tokenizer: Any, length: int, at: float) -> list[int]:
-    """`length` tokens of a text from about the share `at` of it on. Raises ValueError if there are not as many."""
+    """Return `length` tokens of a text, from about the share `at` of it on. Raises ValueError for a short text."""
     start = int(len(text) * at)
     tokens: list[int] = tokenizer.encode(text[start : start + 10 * length], add_special_tokens=False)[:length]
     if len(tokens) < length:
@@ -74,7 +73,7 @@ def tokens_of(text: str, tokenizer: Any, length: int, at: float) -> list[int]:
 def perplexity_cases(
     texts: dict[str, str], tokenizer: Any, context: int, prefilled: int, passages: int = 1
 ) -> list[Case]:
-    """Evenly spread passages of each text: `prefilled` tokens read densely, the rest scored."""
+    """Return evenly spread passages of each text: `prefilled` tokens are read densely, the others scored."""
     return [
         Case(f"{name}@{i}", tokens_of(text, tokenizer, context, 0.02 + 0.8 * i / passages), prefilled)
         for name, text in texts.items()
@@ -131,7 +130,7 @@ RECALL: dict[str, Callable[[random.Random], _Hidden]] = {
 
 
 def recall_cases(kinds: list[str], texts: dict[str, str], tokenizer: Any, context: int, count: int) -> list[Case]:
-    """`count` cases of each kind, hidden in passages of the texts at random depths, `context` tokens in all."""
+    """Return `count` cases of each kind, hidden in passages of `context` tokens at random depths."""
     unknown = set(kinds) - set(RECALL)
     if unknown:
         raise ValueError(f"recall of {sorted(unknown)}; known are {sorted(RECALL)}")
@@ -143,7 +142,7 @@ def recall_cases(kinds: list[str], texts: dict[str, str], tokenizer: Any, contex
 
 
 def copy_cases(texts: dict[str, str], tokenizer: Any, context: int, count: int) -> list[Case]:
-    """Code that is said once and asked for again, and spans of random tokens, in turn."""
+    """Return cases that repeat code, and cases that repeat spans of random tokens, in turn."""
     cases = []
     for i in range(count):
         rng = random.Random(f"copy-{i}")

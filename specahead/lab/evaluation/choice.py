@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def choose_over_all(scores: Tensor, count: int) -> Tensor:
-    """The `count` highest of all scores [..., blocks] at once: one budget for all rows. Only positive scores count."""
+    """Return the `count` highest of all scores [..., blocks], as bool of their shape. Only positive scores count."""
     flat = scores.flatten()
     best = flat.topk(min(max(0, count), len(flat)), sorted=False)
     chosen = torch.zeros_like(flat, dtype=torch.bool)

@@ -99,11 +99,10 @@ def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str
         "gamma": flags.gamma,
     }
     study = drafts.DraftStudy(**{name: value for name, value in numbers.items() if value is not None})
-    shares = [float(share) for share in flags.read_shares.split(",")]
-    readings = drafts.readings_of(shares, [int(every) for every in flags.refresh.split(",")])
+    shares = drafts.compared_shares([float(share) for share in flags.read_shares.split(",")])
     started = time.perf_counter()
     pair = Pair(flags.target, flags.draft)
-    tables = study.run(pair, plan, texts, readings, flags.kinds.split(","), flags.workers)
+    tables = study.run(pair, plan, texts, shares, flags.kinds.split(","), flags.workers)
     if flags.json:
         print(drafts.to_json(tables))
     else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.engine.steps.rounds.requests import RoundMemory, RoundRequest, RoundSettings
+from specahead.engine.steps.rounds.requests import RoundRequest
 from specahead.lab.evaluation.attending import forward_weighing
 from specahead.lab.evaluation.cases import Case
 from specahead.lab.evaluation.forks import fork
@@ -31,40 +31,27 @@ GAMMA = 4
 AHEAD = METHODS["ahead"]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a draft reads: read_share and refresh_every of RoundSettings."""
-
-    read_share: float = 1.0
-    refresh_every: int = 1
-
-
 @dataclass
 class DraftSums:
-    """Of one reading, added up over rounds and passages.
-
-    drafted: tokens that were proposed; of an answer those that stood on right ones. rounds: with such a token. mass:
-    of these rounds, each one's share of the target's attention on announced and mandatory blocks; mandatory: of it on
-    the latter. read, present: blocks that the draft's passes read, and that dense ones would have, over layers and KV
-    heads.
-    """
+    """Sums over rounds and passages for one read share. In an answer only tokens behind right ones count."""
 
     rounds: int = 0
+    """Rounds with a token that counts."""
     drafted: int = 0
+    """Proposed tokens."""
     accepted: int = 0
     mass: float = 0.0
+    """Sum over rounds of the share of the target's attention on announced and mandatory blocks."""
     mandatory: float = 0.0
+    """The same on mandatory blocks alone."""
     read: int = 0
+    """Blocks that the draft's passes read, over layers and KV heads."""
     present: int = 0
+    """Blocks that dense passes would have read."""
 
     def add(self, other: "DraftSums") -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
-
-
-def settings_of(plan: Plan, gamma: int, reading: Reading) -> RoundSettings:
-    """Return how rounds are drafted by one way of reading."""
-    return round_settings(plan, gamma, 1, reading.read_share, reading.refresh_every)
 
 
 def measure_case(
@@ -72,19 +59,19 @@ def measure_case(
     target: ModelRunner,
     plan: Plan,
     case: Case,
-    readings: list[Reading],
+    shares: list[float],
     generated: int,
     gamma: int = GAMMA,
 ) -> list[DraftSums]:
-    """Continue the case from its start, once for each reading: by `generated` tokens or more, or to its answer."""
+    """Continue the case from its start, once for each read share: by `generated` tokens or more, or to its answer."""
     prompts = SequenceKV(), SequenceKV()
     try:
         for runner, prompt in zip((draft, target), prompts, strict=True):
             prefill(runner, prompt, case.tokens[: case.start - 1])
         results = []
-        for reading in readings:
-            draft.prepare_rounds(settings_of(plan, gamma, reading))
-            results.append(Continuation(draft, target, plan, case, reading, gamma).run(*prompts, generated))
+        for share in shares:
+            draft.prepare_rounds(round_settings(plan, gamma, 1, share))
+            results.append(Continuation(draft, target, plan, case, gamma).run(*prompts, generated))
         return results
     finally:
         for runner, prompt in zip((draft, target), prompts, strict=True):
@@ -92,19 +79,14 @@ def measure_case(
 
 
 class Continuation:
-    """One passage, continued by one way of drafting.
+    """One passage, continued by a draft whose rounds are prepared."""
 
-    memory: what the draft keeps of its last dense first pass. last: what its last round announced.
-    """
-
-    def __init__(
-        self, draft: ModelRunner, target: ModelRunner, plan: Plan, case: Case, reading: Reading, gamma: int
-    ) -> None:
+    def __init__(self, draft: ModelRunner, target: ModelRunner, plan: Plan, case: Case, gamma: int) -> None:
         self.draft, self.target, self.plan = draft, target, plan
-        self.reading, self.gamma, self.case = reading, gamma, case
+        self.gamma, self.case = gamma, case
         self.tokens = case.tokens[: case.start]
-        self.memory = RoundMemory()
         self.last: BlockSelection | None = None
+        """The selection that the last round announced."""
         self.sums = DraftSums()
 
     def run(self, draft_prompt: SequenceKV, target_prompt: SequenceKV, generated: int) -> DraftSums:
@@ -130,7 +112,6 @@ class Continuation:
         self.tokens += wanted[: accepted + 1]
         for runner, kv in ((self.draft, draft_kv), (self.target, target_kv)):
             runner.kv.truncate(kv, base + accepted)
-        self.memory.cut(draft_kv.length)
         self._count(base, accepted, len(right), weights)
         note_round()
 
@@ -165,8 +146,6 @@ class Continuation:
             top_p=1.0,
             uniforms=np.zeros(self.gamma + 1),
             announce=announcement_request(AHEAD, plan, base, self.last),
-            memory=self.memory,
-            refresh=self.memory.refresh_due(self.reading.refresh_every),
         )
         (output,) = self.draft.draft_rounds([request])
         assert output.bitmap is not None

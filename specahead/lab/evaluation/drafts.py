@@ -14,7 +14,7 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
-from specahead.lab.evaluation.continuations import AHEAD, GAMMA, DraftSums, Reading, measure_case
+from specahead.lab.evaluation.continuations import AHEAD, GAMMA, DraftSums, measure_case
 from specahead.lab.evaluation.models import load_runner
 from specahead.lab.evaluation.report import align, markdown_table
 from specahead.lab.evaluation.run import Pair
@@ -23,51 +23,51 @@ from specahead.sparsity.methods import check_method
 from specahead.sparsity.plan import Plan
 
 TEXT, ANSWERS = "drafts of text", "drafts of answers"  # the tables' names
-READ_SHARES, INTERVALS = (0.25, 0.1), (1, 2, 4)
+READ_SHARES = (0.25, 0.1)
 
 
-def readings_of(shares: Sequence[float] = READ_SHARES, intervals: Sequence[int] = INTERVALS) -> list[Reading]:
-    """Dense rounds, with which all are compared, and each share with each interval."""
-    sparse = [share for share in shares if share < 1]
-    return [Reading(), *(Reading(share, every) for share in sparse for every in intervals)]
+def compared_shares(shares: Sequence[float] = READ_SHARES) -> list[float]:
+    """Return 1, since all are compared with dense rounds, and the shares below it."""
+    return [1.0, *(share for share in shares if share < 1)]
 
 
 @dataclass(frozen=True)
 class DraftRow:
-    """accepted: of `drafted` tokens. mass: of the target's attention, on announced and mandatory blocks; middle: of its
-    attention beyond mandatory blocks, on announced ones. kv_read: of what dense drafts read."""
+    """What a draft is worth whose passes behind a round's first read a share of the KV."""
 
     read_share: float
-    refresh_every: int
     drafted: int
+    """Tokens."""
     accepted: float
+    """Share of them that the target accepted."""
     mass: float
+    """Share of the target's attention on announced and mandatory blocks."""
     middle: float
+    """Share of its attention beyond mandatory blocks that lies on announced ones."""
     kv_read: float
+    """Blocks read, over those that dense drafts read."""
 
 
-def to_rows(readings: list[Reading], results: list[DraftSums]) -> list[DraftRow]:
+def to_rows(shares: list[float], results: list[DraftSums]) -> list[DraftRow]:
     return [
         DraftRow(
-            reading.read_share,
-            reading.refresh_every,
+            share,
             sums.drafted,
             sums.accepted / sums.drafted,
             sums.mass / sums.rounds,
             (sums.mass - sums.mandatory) / (sums.rounds - sums.mandatory),
             sums.read / sums.present,
         )
-        for reading, sums in zip(readings, results, strict=True)
+        for share, sums in zip(shares, results, strict=True)
     ]
 
 
-COLUMNS = ("read share", "refresh every", "drafted", "accepted", "attention", "beyond window", "KV read")
+COLUMNS = ("read share", "drafted", "accepted", "attention", "beyond window", "KV read")
 
 
 def cells(row: DraftRow) -> list[str]:
     return [
         f"{row.read_share:g}",
-        str(row.refresh_every),
         str(row.drafted),
         f"{row.accepted:.2%}",
         f"{row.mass:.2%}",
@@ -103,7 +103,7 @@ class DraftStudy:
         pair: Pair,
         plan: Plan,
         texts: dict[str, str],
-        readings: list[Reading],
+        shares: list[float],
         kinds: Sequence[str] = tuple(RECALL),
         workers: int = 0,
     ) -> dict[str, list[DraftRow]]:
@@ -114,14 +114,14 @@ class DraftStudy:
             ANSWERS: recall_cases(list(kinds), texts, tokenizer, self.context, self.recalled),
         }
         tasks = {name: cases for name, cases in tasks.items() if cases}
-        return measure(pair, plan, tasks, readings, self.generated, self.gamma, workers)
+        return measure(pair, plan, tasks, shares, self.generated, self.gamma, workers)
 
 
 def measure(
     pair: Pair,
     plan: Plan,
     tasks: dict[str, list[Case]],
-    readings: list[Reading],
+    shares: list[float],
     generated: int,
     gamma: int = GAMMA,
     workers: int = 0,
@@ -133,15 +133,15 @@ def measure(
     check_method(AHEAD, plan)
     cases = [(name, case) for name, chosen in tasks.items() for case in chosen]
     room = max(len(case.tokens) for _, case in cases) + generated + 2 * (gamma + 1)
-    totals = {name: [DraftSums() for _ in readings] for name in tasks}
+    totals = {name: [DraftSums() for _ in shares] for name in tasks}
     both, dtype = 2 * room + 2 * PAGE_SIZE, resolve_dtype("auto", default_device(), pair.target)
     memory = memory_of([(pair.draft, both), (pair.target, both)], dtype, gamma + 1)
-    work = [(plan, case, readings, generated, gamma) for _, case in cases]
+    work = [(plan, case, shares, generated, gamma) for _, case in cases]
     results = run_in_workers(_measure, work, partial(load_pair, pair, room), memory, workers, "drafts")
     for (name, _), sums in zip(cases, results, strict=True):
         for total, part in zip(totals[name], sums, strict=True):
             total.add(part)
-    return {name: to_rows(readings, sums) for name, sums in totals.items()}
+    return {name: to_rows(shares, sums) for name, sums in totals.items()}
 
 
 def load_pair(pair: Pair, context: int, dtype_name: str = "auto") -> tuple[ModelRunner, ModelRunner]:
@@ -153,6 +153,6 @@ def load_pair(pair: Pair, context: int, dtype_name: str = "auto") -> tuple[Model
     return draft, load_runner(pair.target, dtype, device, room)
 
 
-def _measure(plan: Plan, case: Case, readings: list[Reading], generated: int, gamma: int) -> list[DraftSums]:
+def _measure(plan: Plan, case: Case, shares: list[float], generated: int, gamma: int) -> list[DraftSums]:
     draft, target = held_models()
-    return measure_case(draft, target, plan, case, readings, generated, gamma)
+    return measure_case(draft, target, plan, case, shares, generated, gamma)

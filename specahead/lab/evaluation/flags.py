@@ -71,9 +71,6 @@ def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
         "--read-shares", default="0.25,0.1", metavar="X,Y", help="drafts, prompts, self: of what is read sparsely"
     )
     parser.add_argument(
-        "--refresh", default="1,2,4", metavar="N,M", help="drafts: rounds from a dense first step to the next"
-    )
-    parser.add_argument(
         "--hot", metavar="X,Y", help="identity: GPU pages, of the pages of all sessions (default: 0.5,0.25)"
     )
     parser.add_argument(

@@ -42,19 +42,21 @@ MIXES = {
 
 @dataclass(frozen=True)
 class Requests:
-    """Each prompt once for each exactness of a mix. chunk: prompt tokens a step, over all sessions."""
+    """Each prompt once for each exactness of a mix."""
 
     prompts: list[list[int]]
     generated: int
+    """Tokens of each answer."""
     gamma: int
     chunk: int = 64
+    """Prompt tokens a step, over all sessions."""
 
     @property
     def longest(self) -> int:
         return max(map(len, self.prompts)) + self.generated
 
     def pages(self, mix: str) -> int:
-        """Of all sessions, with room for a round beyond their ends."""
+        """Return the pages of all sessions, with room for a round beyond their ends."""
         each = [pages_for(len(prompt) + self.generated + self.gamma + 1) for prompt in self.prompts]
         return sum(each) * len(MIXES[mix])
 
@@ -62,13 +64,13 @@ class Requests:
         return len(self.prompts) * len(MIXES[mix])
 
     def least_frames(self, mix: str) -> int:
-        """Fewer are refused at start: what is being written must lie on the device."""
+        """Return the fewest frames that a target starts with: the pages that are written must lie on the device."""
         a_session = pages_for(self.gamma + 1) + 2
         return self.sessions(mix) * a_session + pages_for(self.chunk)
 
 
 def prompts_of(texts: dict[str, str], tokenizer: Any, context: int) -> list[list[int]]:
-    """Of several lengths, the longest of `context` tokens, each from another place of the texts in turn."""
+    """Return prompts of several lengths, up to `context` tokens, each from another place of the texts in turn."""
     sources = list(texts.values())
     return [
         tokens_of(sources[i % len(sources)], tokenizer, int(share * context), 0.02 + 0.2 * i)
@@ -78,19 +80,21 @@ def prompts_of(texts: dict[str, str], tokenizer: Any, context: int) -> list[list
 
 @dataclass(frozen=True)
 class IdentityRow:
-    """frames, of pages in all. fetched, staged, overflow: pages of a layer and KV head. tokens: generated,
-    all of them compared with those without tiers. difference: of the first session that differs its name and the place
-    among its tokens; empty: none does."""
+    """One mix with some number of frames, compared with the same sessions without tiers."""
 
     mix: str
     sessions: int
     frames: int
     pages: int
+    """Of all sessions."""
     fetched: int
+    """Pages of a layer and KV head; so are the next two."""
     staged: int
     overflow: int
     tokens: int
+    """Generated tokens, all of which are compared."""
     difference: str
+    """Name of the first session that differs, and the place among its tokens; empty: none differs."""
 
     @property
     def identical(self) -> bool:
@@ -98,7 +102,7 @@ class IdentityRow:
 
 
 def compare(target: str, draft: str, plan: Plan, requests: Requests, hot: list[float]) -> Iterator[IdentityRow]:
-    """A row for each mix and share of hot pages, the largest first, and for the fewest frames that can be.
+    """Yield a row for each mix and share of hot pages, the largest first, and for the fewest frames possible.
 
     Raises ValueError for shares out of (0, 1), and for one that gives fewer frames.
     """
@@ -156,7 +160,7 @@ def _first_difference(wanted: dict[str, list[int]], got: dict[str, list[int]]) -
 def _generate(
     target: LoadedModel, draft: LoadedModel, plan: Plan, requests: Requests, mix: str, frames: int | None
 ) -> tuple[dict[str, list[int]], dict[str, float]]:
-    """What each session generated. frames None: no tiers."""
+    """Return the tokens of each session, and the target's counters. frames: None: no tiers."""
     verifier = Verifier(
         _open_target(target, requests, mix, frames),
         plan,

@@ -14,14 +14,12 @@ from specahead.sparsity.plan import Plan, PlanError, Rule
 
 @dataclass(frozen=True)
 class Rival:
-    """A method that chooses just in time, layer by layer.
-
-    about, rule, summaries: as in specahead.sparsity.methods.Method. choose: what it reads of one layer.
-    """
+    """A method that chooses just in time, layer by layer. Other fields are as in sparsity.methods.Method."""
 
     name: str
     about: str
     choose: Choose
+    """Chooses the blocks that one layer reads."""
     rule: Rule = "top_k"
     summaries: Callable[[Plan, int], float] = lambda plan, base: 0.0
 
@@ -31,12 +29,12 @@ class Rival:
 
 
 def _bounds(plan: Plan, base: int) -> float:
-    """Two key vectors a block, as much as one token."""
+    """Return the tokens that bounds are worth: two key vectors a block are as much as one token."""
     return float(plan.num_blocks(base))
 
 
 def _estimates(plan: Plan, base: int) -> float:
-    """Bounds, and the candidates' keys in 4 of 16 bits: an eighth of their KV."""
+    """Return the tokens of bounds and of the candidates' keys in 4 of 16 bits, an eighth of their KV."""
     return _bounds(plan, base) + base / CANDIDATES / 8
 
 

@@ -1,4 +1,4 @@
-"""What reading a prompt sparsely costs: a case's prompt is read as the target service reads it, the rest densely."""
+"""What sparse reading of prompts costs: prompts are read as the target service reads them, the rest densely."""
 
 import json
 import math
@@ -22,36 +22,40 @@ from specahead.sparsity.prompts import TAIL, sparse_tokens
 
 @dataclass(frozen=True)
 class PromptReading:
-    """How a prompt is read. share: as SparsePrompt has it; 1: densely. tail: tokens at its end that read everything."""
+    """How a prompt is read."""
 
     share: float
+    """Share of the tokens before them that tokens read (SparsePrompt); 1: all."""
     tail: int = TAIL
+    """Tokens at the end of the prompt that read everything."""
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One reading over all cases of a length.
-
-    perplexity: of the text behind prompts. increase: of it over the first reading's. recalled: of so many answers that
-    were `asked`. attention: pairs of queries and keys that prompts attended over, of those of a dense one, the mean.
-    """
+    """One reading over all cases of a length."""
 
     context: int
     share: float
     tail: int
     perplexity: float
+    """Of the text behind prompts."""
     increase: float
+    """Of the perplexity over the first reading's."""
     recalled: int
+    """Right answers, of those asked."""
     asked: int
     attention: float
+    """Pairs of query and key that a prompt attends over, over those of dense attention; mean."""
 
 
 @dataclass(frozen=True)
 class PromptStudy:
-    """passages: of each text, of which the last 512 tokens are scored. cases: of each kind of recall."""
+    """Which cases are read."""
 
     passages: int = 1
+    """Of each text; the last 512 tokens of each are scored."""
     cases: int = 2
+    """Of each kind of recall."""
     kinds: tuple[str, ...] = ("pass-key", "named-keys")
 
     def run(

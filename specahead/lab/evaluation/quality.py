@@ -202,7 +202,7 @@ def main() -> None:
 
 def study_drafts(study: Study, page: Path) -> None:
     started = time.perf_counter()
-    tables = DraftStudy().run(study.pair, study.plan, study.texts, drafts.readings_of())
+    tables = DraftStudy().run(study.pair, study.plan, study.texts, drafts.compared_shares())
     for name, rows in tables.items():
         print(f"\n## {name}\n{drafts.to_text(rows)}", flush=True)
     write_drafts(tables, page, "make evaluate", time.perf_counter() - started)

@@ -1,8 +1,8 @@
 """One case through the engine's verify path, for many variants at once.
 
-A variant is a method with a plan. The draft reads a case once and leaves its evidence; the target reads the dense
-part once, and every variant goes on from a fork of its KV, in rounds of γ + 1 tokens, reading what its reader says.
-All tokens are the text's own, so every variant sees the same rounds; what it writes into its KV is its own.
+A variant is a method with a plan. The draft reads a case once and leaves its evidence. The target reads the dense part
+once, and every variant continues from a fork of its KV, in rounds of γ + 1 tokens, reading by its own reader. All
+tokens are the text's own, so that every variant sees the same rounds.
 """
 
 from dataclasses import dataclass, field
@@ -25,18 +25,21 @@ from specahead.sparsity.selection import BlockSelection
 
 PREFILL_CHUNK = 512
 SIDE_BY_SIDE = 16  # variants that run in one pass
-HOT_ROUNDS = (1, 2, 4, 8, 16, 32)  # a hot buffer holds what the last so many rounds read
+HOT_ROUNDS = (1, 2, 4, 8, 16, 32)  # numbers of last rounds whose blocks a hot buffer holds
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`budget`: how the row is labelled: a share of the KV, or p and a mass. gamma: drafted tokens a round."""
+    """A method with a plan."""
 
     method: str
     budget: str
+    """The row's label: a share of the KV, or p and a mass."""
     plan: Plan
     gamma: int = 3
+    """Drafted tokens a round."""
     label: str = ""
+    """Stands in place of the method's name."""
 
     @property
     def name(self) -> str:
@@ -45,21 +48,31 @@ class Variant:
 
 @dataclass
 class VariantSums:
-    """What a variant did, added up over rounds and cases; ratios are taken at the end."""
+    """A variant's sums over rounds and cases; ratios are taken at the end."""
 
     nll: float = 0.0
+    """Negative log likelihood of scored tokens, in nats."""
     scored: int = 0
-    judged: int = 0  # positions whose distribution was compared with the draft's
-    accepted: float = 0.0  # expected acceptances: Σ_v min(p, q) at each position
+    judged: int = 0
+    """Positions whose distribution was compared with the draft's."""
+    accepted: float = 0.0
+    """Expected acceptances: Σ_v min(p, q) at each position."""
     recalled: int = 0
+    """Right answers, of those asked."""
     asked: int = 0
-    read: float = 0.0  # tokens of KV, over layers and heads
+    read: float = 0.0
+    """Tokens of KV that were read, over layers and heads."""
     present: float = 0.0
+    """Tokens of KV that there were."""
     blocks: int = 0
+    """Blocks that were read."""
     rounds: int = 0
-    compared: int = 0  # blocks of rounds after the first
-    fresh: list[int] = field(default_factory=lambda: [0] * len(HOT_ROUNDS))  # of them not read in the last n rounds
-    hot: list[float] = field(default_factory=lambda: [0.0] * len(HOT_ROUNDS))  # share of all blocks that is hot
+    compared: int = 0
+    """Blocks of rounds after the first."""
+    fresh: list[int] = field(default_factory=lambda: [0] * len(HOT_ROUNDS))
+    """Of these, blocks that the last rounds did not read, for each of HOT_ROUNDS."""
+    hot: list[float] = field(default_factory=lambda: [0.0] * len(HOT_ROUNDS))
+    """Sum over rounds of the share of all blocks that is hot."""
 
     def add(self, other: "VariantSums") -> None:
         for name, value in vars(other).items():
@@ -70,23 +83,21 @@ class VariantSums:
 
 @dataclass
 class DraftedCase:
-    """What the draft makes of a case.
-
-    evidence: by round, its weights on blocks [queries, layers, heads, blocks]. log_probs: [tokens from start on,
-    vocab].
-    """
+    """The draft's view of a case."""
 
     evidence: list[Tensor]
+    """Its weights on blocks in each round, [queries, layers, heads, blocks]."""
     log_probs: Tensor
+    """[tokens from start on, vocab]."""
 
 
 def rounds_of(case: Case, gamma: int) -> list[tuple[int, int]]:
-    """(first, last) token of each round."""
+    """Return the first token of each round, and the token behind its last one."""
     return [(at, min(at + gamma + 1, len(case.tokens))) for at in range(case.start, len(case.tokens), gamma + 1)]
 
 
 def evaluate_case(draft: ModelRunner, target: ModelRunner, case: Case, variants: list[Variant]) -> list[VariantSums]:
-    """All variants of one case; they may differ in everything but their models."""
+    """Return the sums of each variant on one case. Variants may differ in everything but their models."""
     results = [VariantSums() for _ in variants]
     prompt = SequenceKV()
     try:
@@ -107,11 +118,13 @@ def evaluate_case(draft: ModelRunner, target: ModelRunner, case: Case, variants:
 
 
 def prefill(runner: ModelRunner, sequence: SequenceKV, tokens: list[int], chunk: int = PREFILL_CHUNK) -> None:
+    """Read tokens densely, some at a time."""
     for at in range(0, len(tokens), chunk):
         runner.forward([SequenceInput(sequence, tokens[at : at + chunk])])
 
 
 def run_draft(draft: ModelRunner, case: Case, gamma: int, block_size: int) -> DraftedCase:
+    """Have the draft read a case in rounds of gamma + 1 tokens; return its view."""
     sequence, evidence, logits = SequenceKV(), [], []
     try:
         prefill(draft, sequence, case.tokens[: case.start])
@@ -125,14 +138,14 @@ def run_draft(draft: ModelRunner, case: Case, gamma: int, block_size: int) -> Dr
 
 
 def asked_of(case: Case, first: int, rows: int) -> tuple[list[int], Tensor]:
-    """Which of the `rows` queries from token `first` on are scored, and the tokens that they should give [scored]."""
+    """Return which of the `rows` queries from token `first` on are scored, and the right next token of each."""
     asked = case.asked or (case.start + 1, len(case.tokens))
     inside = [i for i in range(rows) if asked[0] <= first + 1 + i < asked[1]]
     return inside, torch.tensor([case.tokens[first + 1 + i] for i in inside], dtype=torch.int64)
 
 
 class _Run:
-    """One variant on its way through a case."""
+    """One variant as it goes through a case."""
 
     def __init__(self, target: ModelRunner, prompt: SequenceKV, variant: Variant) -> None:
         self.variant = variant
@@ -165,7 +178,7 @@ class _Run:
         return SequenceInput(self.kv, case.tokens[first:last], "all", read)
 
     def count(self, case: Case, first: int, logits: Tensor, draft_log_probs: Tensor) -> None:
-        """logits and draft_log_probs [rows, vocab], at tokens `first` … of the case"""
+        """Count a round from token `first` on. logits, draft_log_probs: [rows, vocab]."""
         following = case.tokens[first + 1 : first + 1 + len(logits)]
         log_probs = logits.log_softmax(-1)
         sums, rows = self.sums, len(following)
@@ -178,6 +191,7 @@ class _Run:
         self.right &= bool((logits[inside].argmax(-1) == wanted).all())
 
     def count_blocks(self, round_: int) -> None:
+        """Count the blocks that a round read."""
         chosen, sums = self.reader.chosen, self.sums
         assert chosen is not None
         read, present = self.reader.tokens_read

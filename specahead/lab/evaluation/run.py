@@ -24,7 +24,7 @@ class Pair:
 
 
 def parse_budget(text: str, plan: Plan) -> Plan:
-    """`0.06`: that share of the KV by top_k; `p0.95`: nuclei of that mass; empty: the plan's own.
+    """Return a plan with a budget: `0.06`: a share of KV by top_k; `p0.95`: nuclei of a mass; empty: the plan's own.
 
     A stated budget counts at any length: nothing is read beside it in short texts.
     """
@@ -37,7 +37,7 @@ def parse_budget(text: str, plan: Plan) -> Plan:
 
 
 def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) -> list[Variant]:
-    """Every method with every budget that it takes; `dense`, which all rows are compared with, first and once.
+    """Return every method with every budget that it takes. `dense`, which all rows are compared with, comes first.
 
     Raises ValueError (PlanError) for a method that is none, or that takes none of the budgets.
     """
@@ -63,7 +63,7 @@ def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) 
 def evaluate(
     pair: Pair, cases: list[Case], variants: list[Variant], workers: int = 0, description: str = "evaluating"
 ) -> list[VariantSums]:
-    """Sums of each variant over all cases. workers 0: one a core; results do not depend on it.
+    """Return the sums of each variant over all cases. workers: 0: one a core; results do not depend on it.
 
     Raises ValueError where memory does not suffice.
     """

@@ -1,7 +1,7 @@
-"""How many tokens a target accepts of what it drafts for itself, in texts that it goes on with behind a passage.
+"""How many of the tokens that a target drafts for itself it accepts, as it continues passages.
 
-By what it reads while it drafts: what dense passes weighed (`pillar`: PillarAttn of SparseSpec, which is served), or
-the first and the newest tokens (`streaming`: MagicDec, arXiv 2408.11049, with the KV of StreamingLLM).
+Its drafting passes read the blocks that dense passes weighed most (`pillar`: PillarAttn of SparseSpec, as
+served), or the first and the newest tokens (`streaming`: MagicDec, arXiv 2408.11049, with the KV of StreamingLLM).
 """
 
 import itertools
@@ -29,19 +29,21 @@ WAYS = ("pillar", "streaming")
 
 @dataclass(frozen=True)
 class SelfRow:
-    """One way of drafting over all passages, one of WAYS. share: of the KV, that drafting passes may read; read: of the
-    blocks, that they did. judged: drafted tokens up to the first that was rejected in each round.
-    """
+    """One way of drafting over all passages."""
 
     way: str
+    """One of WAYS."""
     context: int
     share: float
+    """Share of the KV that drafting passes may read."""
     temperature: float
     gamma: int
     rounds: int
     judged: int
+    """Drafted tokens up to the first rejected one of each round."""
     accepted: int
     read: float
+    """Share of the blocks that drafting passes read."""
 
     @property
     def acceptance(self) -> float:

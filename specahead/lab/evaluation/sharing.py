@@ -1,4 +1,4 @@
-"""How the queries of a round share a selection of blocks, by `plan.sharing`. Services know `pooled` alone."""
+"""How the queries of a round share a selection of blocks, by `plan.sharing`. Services use `pooled` alone."""
 
 import numpy as np
 from torch import Tensor

@@ -1,9 +1,8 @@
-"""What a session's round waits for, from the timelines of both services: no moment counted twice, none left out.
+"""What a session's round waits for, from the timelines of both services. Each moment counts exactly once.
 
-A round lasts from one commit of its session to the next. Its way: the verdict travels to the draft, waits until the
-draft is done with other sessions, the round is drafted and said, the proposal travels to the target, waits for the
-target's step under way, is verified, committed. What lies before the round began, since it was drafted ahead, counts
-nothing.
+A round lasts from one commit of its session to the next: the verdict travels to the draft and waits until the draft is
+done with other sessions; the round is drafted; the proposal travels to the target, waits for the step that runs there,
+is verified and committed. Work that was done before the round began, because drafting overlapped, does not count.
 """
 
 from bisect import bisect_right
@@ -17,17 +16,16 @@ from specahead.lab.benchmarks.serving.timeline import RoundKey, StepTimes, Timel
 
 @dataclass(frozen=True)
 class RoundParts:
-    """Milliseconds of a mean round of a session.
-
-    wire: from what one side hands to its sender to where the other side takes it, both ways. others_drafting,
-    others_verifying: waits for a step of other sessions, or for the side to take the round up. draft_gpu, verify_gpu:
-    the model ran. draft_host, target_host: the rest of the round's own steps, planning and finishing included.
-    """
+    """Milliseconds of a mean round of a session."""
 
     wire: float = 0.0
+    """From one side's sender to the other side's receiver, both ways."""
     others_drafting: float = 0.0
+    """Waiting for a step of other sessions, or for the draft to take the round up."""
     draft_host: float = 0.0
+    """Planning and finishing the round's own drafting, and launching it."""
     draft_gpu: float = 0.0
+    """The draft model runs."""
     others_verifying: float = 0.0
     target_host: float = 0.0
     verify_gpu: float = 0.0
@@ -40,22 +38,23 @@ class RoundParts:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Of the time in which all sessions of a run had rounds. rounds: how many the parts are the mean of. target_idle,
-    draft_idle: the share of that time in which the service's model did not run. met: the share of verdicts for which
-    the next round was drafted ahead."""
+    """The time in which all sessions of a run had rounds."""
 
     rounds: int
+    """How many rounds the parts are the mean of."""
     parts: RoundParts
     target_idle: float
+    """Share of the time in which the target's model did not run."""
     draft_idle: float
     met: float
+    """Share of verdicts for which the next round was drafted already."""
 
 
 def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int) -> Breakdown:
     """Return the parts of the rounds of a run, whose sessions are named `run/…`, in the time in which all had rounds.
 
-    draft: None if the run had none. settled: rounds of each session that come before. Raises ValueError if there was no
-    such time, or the draft's timeline has no round of the run.
+    draft: None if the run had none. settled: first rounds of each session, which do not count. Raises ValueError if
+    there was no such time, or the draft's timeline has no round of the run.
     """
     sessions = list(_rounds_by_session(target, run).values())
     if not sessions or min(map(len, sessions)) <= settled:
@@ -93,7 +92,7 @@ def _share_met(rounds: list[tuple[float, RoundKey, StepTimes]], draft: Timeline)
 
 
 def _rounds_by_session(timeline: Timeline, run: str) -> dict[str, list[tuple[RoundKey, StepTimes]]]:
-    """Return of each session of a run its rounds in order, each with the step that had it."""
+    """Return the rounds of each session of a run, in order, each with the step that ran it."""
     rounds = defaultdict(list)
     for step in timeline.steps:
         for key in step.rounds:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
@@ -33,38 +34,34 @@ from specahead.lab.evaluation.plans import save_plan
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire.access import PeerAccess
 
-PREFILL_CHUNK = 8192  # prompt tokens a step, at most
+_SERVICE = "specahead.lab.benchmarks.serving.service"
 _TIMELINE_SECONDS = 3.0  # until a service that has become idle has written its timeline
 
 
 @dataclass(frozen=True)
 class Pair:
-    """target_shape, draft_shape: names in SHAPES. acceptance: imposed, a token. read_share: of later draft passes.
-    branches: the most that a row drafts. ahead: whether a draft service drafts on before a verdict is there. adaptive:
-    whether the target decides how many tokens up to γ are drafted. draft_in_target: whether each target runs the draft.
-    target_flags, draft_flags: further flags of the services. gpus: the device of each service by name; empty: as torch
-    finds. slept: milliseconds that each step of a target takes, by its name, which has no model then."""
+    """The models of a benchmark, where they run, and what is imposed on them."""
 
     target_shape: str
+    """A name in SHAPES."""
     draft_shape: str
-    gamma: int
     acceptance: float
+    """Probability that a drafted token is kept."""
     budget: float
-    read_share: float
-    branches: int = 1
-    ahead: bool = True
-    adaptive: bool = False
-    draft_in_target: bool = False
-    target_flags: tuple[str, ...] = ()
-    draft_flags: tuple[str, ...] = ()
+    """Share of the KV that approximate sessions read."""
+    draft: str = "model"
+    """model, or another value of the setting `draft`: self, lookup, auto."""
+    together: bool = False
+    """Whether each target runs the draft model itself; else one draft service serves all targets."""
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+    """Overrides the services' own choices."""
+    targets: int = 1
+    flags: tuple[str, ...] = ()
+    """More flags of all services."""
     gpus: Mapping[str, int] = field(default_factory=dict)
+    """The device of each service by name; empty: as torch finds."""
     slept: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def speculation(self) -> dict[str, float | None]:
-        """What the services are told of speculation."""
-        gamma = {"gamma": None if self.adaptive else self.gamma, "max_gamma": self.gamma, "hold": 0}
-        return gamma | {"draft_read_share": self.read_share, "branches": self.branches, "overlap": self.ahead}
+    """Milliseconds that each step of a target sleeps in place of running a model, by the target's name."""
 
     @property
     def sparse_rows(self) -> int:
@@ -72,16 +69,22 @@ class Pair:
         shape = SHAPES[self.target_shape]
         return shape.num_hidden_layers * shape.num_key_value_heads
 
+    @property
+    def names(self) -> list[str]:
+        """All services, targets first."""
+        with_service = self.draft == "model" and not self.together
+        return [*name_services("target", self.targets), *(["draft"] if with_service else [])]
+
 
 @dataclass(frozen=True)
 class Room:
-    """What target and draft have room for. context: prompt and output of a session. hot: the share of the target's KV
-    that lies on its GPU, the backing store being host memory; 0: all of it does, and there is no store."""
+    """What each target has room for."""
 
     sessions: int
     context: int
-    prompt: int
+    """Tokens of a session's prompt and output."""
     hot: float = 0.0
+    """Share of the target's KV on its GPU, beside a backing store in host memory; 0: all of it, without a store."""
 
     def tiers(self, shape: str) -> list[str]:
         """Return the flags that put the KV of a target of this shape in tiers, if it is to be."""
@@ -89,7 +92,10 @@ class Room:
             return []
         tokens = self.sessions * (self.context + 32)
         gib = 1.01 * kv_gib(shape, tokens, 2 if torch.cuda.is_available() else 4)
-        return ["--host-kv-memory", f"{gib:.6f}", "--kv-tokens", str(int(self.hot * tokens))]
+        # What a step writes lies on the GPU, so a small part of a small model's KV has no room for long prompts.
+        chunk = max(16, min(8192, int(self.hot * self.context)))
+        sizes = ["--kv-tokens", str(int(self.hot * tokens)), "--prefill-chunk", str(chunk)]
+        return ["--host-kv-memory", f"{gib:.6f}", *sizes]
 
 
 class Deployment:
@@ -101,51 +107,42 @@ class Deployment:
         folder: Path,
         pair: Pair,
         room: Room,
-        timed: bool,
-        replayed: bool,
         seconds: Callable[[], float],
-        targets: int = 1,
-        together: bool = False,
+        timed: bool = False,
+        replayed: bool = False,
+        one_endpoint: bool = False,
     ) -> None:
-        """start: starts a process (processes.py). timed: whether the services write timelines. seconds: returns
-        how long the next start may take. together: whether the same endpoints are over all targets.
+        """start: starts a process (processes.py). seconds: returns how long the next start may take. timed: whether the
+        services write timelines. replayed: whether targets read what is announced and nothing else. one_endpoint:
+        whether the same endpoint is over all targets.
         """
         self.folder, self.pair = folder, pair
-        self._start, self._room, self._timed, self._replayed, self._seconds = start, room, timed, replayed, seconds
+        self._start, self._room, self._seconds = start, room, seconds
+        self._timed, self._replayed, self._one_endpoint = timed, replayed, one_endpoint
         self._models, self._plan = _write_pair(folder, pair, room.context + 256)
-        self.targets = name_services("target", targets)
-        self._together = together
-        names = [*self.targets, "draft"]
-        self._addresses = dict(zip(names, free_addresses(len(names)), strict=True))
+        self.targets = name_services("target", pair.targets)
+        self._addresses = dict(zip(pair.names, free_addresses(len(pair.names)), strict=True))
         self._launched: dict[str, float] = {}
         self.start_seconds: dict[str, float] = {}  # from a service's start until it served, by name
         self.control(Controls(attached=False))
 
-    def start(self, with_draft: bool) -> list[str]:
+    def start(self) -> list[str]:
         """Start the services and their endpoints; return the endpoints' addresses.
 
-        The endpoints load beside the targets, and wait for them. A draft service, if there is to be one, loads beside
-        them too where it has a GPU of its own, and stays away from the targets until controls say otherwise. Raises
-        ChildProcessError for what does not start in time.
+        All load at once. The draft stays away from its targets until controls attach it. Raises ChildProcessError for
+        a process that does not start in time.
         """
-        own = ["--synthetic-acceptance", str(self.pair.acceptance), *self._room.tiers(self.pair.target_shape)]
-        own += ["--replay"] if self._replayed else []
-        own += ["--controls", str(self._controls)]
-        if self.pair.draft_in_target:
-            own += ["--placement", "together", "--draft", self._models["draft"]]
-        targets = {name: self._launch(name, *own, *self.pair.target_flags) for name in self.targets}
-        with_service, gpus = with_draft and not self.pair.draft_in_target, self.pair.gpus
-        apart = bool(gpus) and with_service and gpus["draft"] not in {gpus[name] for name in targets}
-        draft = self._launch_draft() if apart else None
+        processes = {name: self._launch(name) for name in self.targets}
+        apart = self.pair.gpus.get("draft") not in {self.pair.gpus.get(name) for name in self.targets}
+        if "draft" in self._addresses and apart:
+            processes["draft"] = self._launch("draft")
         began, endpoints = time.monotonic(), self._launch_endpoints()
-        for name, process in targets.items():
+        for name, process in processes.items():
             self._wait_for(name, process)
-        if with_service and draft is None:
-            draft = self._launch_draft()
+        if "draft" in self._addresses and not apart:  # it takes the memory that the targets leave
+            self._wait_for("draft", self._launch("draft"))
         addresses = [wait_for_endpoints(process, self._seconds()) for process in endpoints]
         note(f"clients are served after {time.monotonic() - began:.1f} s")
-        if draft is not None:
-            self._wait_for("draft", draft)
         return addresses
 
     def wait_until_prepared(self) -> None:
@@ -195,7 +192,7 @@ class Deployment:
             time.sleep(0.1)
 
     def _timeline_of(self, draft: str, target: str) -> Path:
-        return timeline_of_draft(self.timeline(target)) if self.pair.draft_in_target else self.timeline(draft)
+        return timeline_of_draft(self.timeline(target)) if self.pair.together else self.timeline(draft)
 
     @property
     def _controls(self) -> Path:
@@ -207,25 +204,32 @@ class Deployment:
         each = [self._addresses[name] for name in self.targets]
         return [
             launch_endpoints(self._start, *named, *limits, "--target-address", over)
-            for over in ([",".join(each)] if self._together else each)
+            for over in ([",".join(each)] if self._one_endpoint else each)
         ]
 
-    def _launch_draft(self) -> "subprocess.Popen[str]":
-        own = [word for target in self.targets for word in ("--target", self._addresses[target])]
-        own += ["--controls", str(self._controls)]
-        sessions = self._room.sessions * len(self.targets)
-        return self._launch("draft", *own, *self.pair.draft_flags, sessions=sessions)
-
-    def _launch(self, name: str, *own: str, sessions: int = 0) -> "subprocess.Popen[str]":
-        side, sessions = side_of(name), sessions or self._room.sessions
-        command = ["specahead.lab.benchmarks.serving", side, "--model", self._models[side], "--plan", self._plan]
-        command += ["--port", port_of(self._addresses[name]), "--speculation", json.dumps(self.pair.speculation)]
-        command += ["--max-context", str(self._room.context), "--max-sessions", str(sessions)]
-        command += ["--load-format", "dummy", "--prefill-chunk", str(min(PREFILL_CHUNK, self._room.prompt))]
+    def _launch(self, name: str) -> "subprocess.Popen[str]":
+        side, sessions = side_of(name), self._room.sessions
+        command = [_SERVICE, side, "--model", self._models[side], "--plan", self._plan, "--load-format", "dummy"]
+        command += ["--port", port_of(self._addresses[name]), "--max-context", str(self._room.context)]
+        command += ["--log-level", "warning", "--controls", str(self._controls)]
         command += ["--timeline", str(self.timeline(name))] if self._timed else []
-        command += ["--slept", str(self.pair.slept[name])] if name in self.pair.slept else []
+        if side == "target":
+            command += self._target_flags(name)
+        else:
+            sessions *= len(self.targets)
+            command += [word for target in self.targets for word in ("--target", self._addresses[target])]
+        command += ["--speculation", json.dumps(dict(self.pair.speculation))] if self.pair.speculation else []
+        command += ["--max-sessions", str(sessions), *self.pair.flags]
         self._launched[name] = time.monotonic()
-        return self._start(*command, *own, stdout=subprocess.PIPE, gpu=self.pair.gpus.get(name))
+        return self._start(*command, stdout=subprocess.PIPE, gpu=self.pair.gpus.get(name))
+
+    def _target_flags(self, name: str) -> list[str]:
+        pair = self.pair
+        own = ["--acceptance", str(pair.acceptance), *self._room.tiers(pair.target_shape)]
+        own += ["--draft", self._models["draft"] if pair.draft == "model" else pair.draft]
+        own += ["--placement", "together"] if pair.together else []
+        own += ["--replay"] if self._replayed else []
+        return own + (["--slept", str(pair.slept[name])] if name in pair.slept else [])
 
     def _wait_for(self, name: str, process: "subprocess.Popen[str]") -> None:
         wait_for_service(process, self._seconds())
@@ -234,7 +238,7 @@ class Deployment:
 
 
 def note(text: str) -> None:
-    """Say on stderr, with the time, what is being done."""
+    """Write what is being done to stderr, with the time."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 

@@ -1,9 +1,8 @@
-"""Recorded selections, laid out for the sessions of a row: what the draft announces where weights are random.
+"""Recorded selections, laid out for the sessions of a row: the draft announces them where weights are random.
 
-Random weights select anew each round, and a benchmark over tiers would fetch half of what it reads. A trace
-(lab/benchmarks/read_trace.py) has 20 rounds. A longer session goes through them to and fro, and at each turn the blocks
-that are not selected change places by chance within their row: what comes back after a turn is as cold as what came
-the first time.
+Random weights select anew each round, so that a benchmark over tiers would fetch half of what it reads. A trace
+(read_trace.py) has 20 rounds. A longer session goes through them forwards and backwards. At each turn the blocks that
+are not selected change places by chance within their row, so that a block which returns later is cold again.
 """
 
 from pathlib import Path
@@ -16,7 +15,7 @@ from specahead.sparsity.selection import BlockSelection, row_words
 
 
 def write_replay(file: Path, trace: ReadTrace, sessions: int, rounds: int, rows: int, blocks: int) -> None:
-    """Write what `rounds` rounds of each session read: an array uint64 [sessions, rounds, rows, words], .npy.
+    """Write the selections of all rounds of all sessions: an array uint64 [sessions, rounds, rows, words], .npy.
 
     Raises ValueError if the trace has fewer rows.
     """
@@ -31,9 +30,9 @@ def write_replay(file: Path, trace: ReadTrace, sessions: int, rounds: int, rows:
 
 
 def lay_out(trace: ReadTrace, rounds: int, rows: int, blocks: int) -> list[BlockSelection]:
-    """Return what so many rounds of one session read."""
+    """Return the selections of a session's rounds."""
     chance = np.random.default_rng(trace.session)
-    places = np.tile(np.arange(blocks), (rows, 1))  # the block of the trace that stands at each place of a row
+    places = np.tile(np.arange(blocks), (rows, 1))  # the trace's block at each place of a row
     selections = []
     last = trace.rounds - 1
     for number in range(rounds):

@@ -33,64 +33,65 @@ class Shape:
 
 @dataclass(frozen=True)
 class Way:
-    """How a row's sessions are served. mode: none (no draft), self, exact, approximate. hot: the share of the KV on the
-    GPU; 0: all. replayed: whether a recorded trace says what approximate reads."""
+    """How a row's sessions are served."""
 
     mode: str
-    waves: int = 0
-    ahead: bool = False
-    branches: int = 1
+    """none: the target alone; else the sessions' exactness."""
+    speculation: str = ""
+    """Overrides of how the services speculate, as JSON; empty: none, as users start them."""
     hot: float = 0.0
+    """Share of the KV on the GPU, where it lies in tiers; 0: it does not."""
     replayed: bool = False
+    """Whether a recorded trace says what approximate sessions read."""
 
     def __str__(self) -> str:
-        hot = f", hot {self.hot:g}" if self.hot else ""
-        if self.mode in ("none", "self"):
-            return ("no draft" if self.mode == "none" else "self, exact") + hot
-        outcomes = f", {self.branches} branches" if self.branches > 1 else ""
-        ahead = outcomes if self.ahead else ", not ahead"
-        return f"{self.mode}, {self.waves} wave{'s' * (self.waves > 1)}{ahead}{hot}"
+        name = "no draft" if self.mode == "none" else f"{self.mode} {self.speculation}".strip()
+        return name + (f", hot {self.hot:g}" if self.hot else "")
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """All prompts of a shape read at once by the target alone, two tokens generated. seconds: until the last."""
+    """All prompts of a shape, read at once by the target alone; two tokens are generated."""
 
     sessions: int
     context: int
     seconds: float
+    """Until the last prompt is read."""
     first_token_p50: float
     first_token_p99: float
 
 
 @dataclass(frozen=True)
 class ServeRow:
-    """The run of median tokens a second. runs: of each run, its tokens a second. of_none, of_resident: tokens a second
-    over those without a draft (over the same tiers, if that was measured), and those of KV wholly on the GPU, in the
-    same shape. drafted_after: seconds of runs
-    before until nearly all rounds were drafted: in a shape's first row the draft reads its prompts then."""
+    """The run of median tokens a second."""
 
     shape: Shape
     way: Way
     runs: list[float]
+    """Tokens a second of each run."""
     figures: Figures
     of_none: float | None = None
+    """Tokens a second over those of the target alone, over the same tiers if that was measured."""
     of_resident: float | None = None
+    """Tokens a second over those with all KV on the GPU."""
     breakdown: Breakdown | None = None
     drafted_after: float = 0.0
+    """Seconds of runs before until nearly all rounds were drafted; in a shape's first row the draft reads prompts."""
 
 
 @dataclass
 class Results:
-    """What was measured so far. file: where it is written as JSON, if anywhere. starts: of each deployment, the seconds
-    until its services served."""
+    """What was measured so far."""
 
     head: dict[str, str]
+    """What is printed before the rows, by name."""
     file: str | None = None
+    """Where everything is written as JSON."""
     prompts: list[PromptRow] = field(default_factory=list)
     rows: list[ServeRow] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     starts: list[dict[str, float]] = field(default_factory=list)
+    """Seconds until each service of each deployment served."""
 
     def begin(self) -> None:
         """Print what comes before the rows."""

@@ -20,76 +20,71 @@ RoundKey = tuple[str, int, int]  # session, epoch, round
 
 @dataclass
 class StepTimes:
-    """One step of a service, in seconds: planned from `planned` on, run in the model's thread from `began` to `ended`,
-    done with when `finished`. gpu: seconds of it that the model ran; without a GPU all that the thread took. rounds:
-    those that the step drafted or verified. prompts: sessions of which it read a part of the prompt.
-    """
+    """One step of a service; times in seconds by time.perf_counter."""
 
     planned: float
+    """When its planning began."""
     began: float = 0.0
+    """When the model's thread began with it."""
     ended: float = 0.0
+    """When the model's thread had ended it."""
     finished: float = 0.0
+    """When its results were taken."""
     gpu: float = 0.0
+    """Seconds that the model ran; without a GPU all that the thread took."""
     rounds: list[RoundKey] = field(default_factory=list)
+    """Rounds that it drafted or verified."""
     prompts: int = 0
+    """Sessions whose prompt it read a part of."""
 
     @property
     def gpu_share(self) -> float:
-        """The part of the run that the model ran."""
+        """Share of the thread's time in which the model ran."""
         return min(1.0, self.gpu / (self.ended - self.began)) if self.ended > self.began else 1.0
 
 
 @dataclass
 class Timeline:
-    """The steps of a service, and when the first message of a round came: a proposal or a verdict that opens it."""
+    """The steps of a service, and when the proposals or verdicts of its rounds came."""
 
     steps: list[StepTimes] = field(default_factory=list)
     arrivals: list[tuple[RoundKey, float]] = field(default_factory=list)
 
 
 class Recorder:
-    """Wraps the functions of a step loop. take_rounds: returns the rounds and the number of prompts of planned work.
-    is_idle: whether there is no session."""
+    """Records the steps of one model.
+
+    take_rounds: returns the rounds of a planned step, and how many prompts it reads. is_idle: returns whether there is
+    no session; the file is written then.
+    """
 
     def __init__(
-        self, file: str, take_rounds: Callable[[Any], tuple[list[RoundKey], int]], is_idle: Callable[[], bool]
+        self,
+        file: str,
+        take_rounds: Callable[[Any], tuple[list[RoundKey], int]],
+        is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._file, self._take_rounds, self._is_idle = file, take_rounds, is_idle
+        self._file, self._take_rounds, self.is_idle = file, take_rounds, is_idle
         self._timeline = Timeline()
         self._clock = graph_clock()
         self._step = StepTimes(0.0)
 
-    def plan(self, plan_step: Callable[[], Any]) -> Any:
-        """Plan a step; without one and without sessions, write what was recorded."""
-        planned = time.perf_counter()
-        work = plan_step()
-        if work is None:
-            self.rest()
-        else:
-            self.begin(planned, work)
-        return work
-
-    def begin(self, planned: float, work: Any) -> None:
-        """Begin with a step that was planned from that time on."""
-        rounds, prompts = self._take_rounds(work)
+    def begin(self, planned: float, step: Any) -> None:
+        """Begin with a step whose planning began at that time."""
+        rounds, prompts = self._take_rounds(step)
         self._step = StepTimes(planned, rounds=rounds, prompts=prompts)
 
-    def rest(self) -> None:
-        """Without sessions, write what was recorded."""
-        if self._timeline.steps and self._is_idle():
-            self._write()
-
-    def execute(self, execute: Callable[[Any], Any], work: Any) -> Any:
+    def execute(self, execute: Callable[[Any], Any], step: Any) -> Any:
         """Execute a step, in the model's thread."""
-        step = self._step
-        step.began = time.perf_counter()
-        result = execute(work)
-        step.ended = time.perf_counter()
-        step.gpu = self._clock.take() or step.ended - step.began
+        times = self._step
+        times.began = time.perf_counter()
+        result = execute(step)
+        times.ended = time.perf_counter()
+        times.gpu = self._clock.take() or times.ended - times.began
         return result
 
-    def finish(self, finish_step: Callable[[Any, Any], None], work: Any, result: Any) -> None:
-        finish_step(work, result)
+    def end(self) -> None:
+        """Take the step that was finished just now."""
         self._step.finished = time.perf_counter()
         self._timeline.steps.append(self._step)
 
@@ -97,39 +92,42 @@ class Recorder:
         """Note that a round's message is here."""
         self._timeline.arrivals.append(((session, epoch, round_), time.perf_counter()))
 
-    def _write(self) -> None:
+    def write_if_idle(self) -> None:
+        """Append what was recorded to the file, if there is no session."""
+        if not self._timeline.steps or not self.is_idle():
+            return
         written, self._timeline = self._timeline, Timeline()
         with Path(self._file).open("a") as out:
             out.write(json.dumps(asdict(written)) + "\n")
 
 
-class RecorderOfBoth:
-    """The recorder of a step loop that runs two kinds of steps. which: the recorder of some work."""
+class TimedSteps:
+    """Steps that are recorded as they run. recorder_of: returns the recorder of a step."""
 
-    def __init__(self, recorders: Sequence[Recorder], which: Callable[[Any], Recorder]) -> None:
-        self._recorders, self._which = recorders, which
+    def __init__(self, steps: Any, recorders: Sequence[Recorder], recorder_of: Callable[[Any], Recorder]) -> None:
+        self._steps, self._recorders, self._recorder_of = steps, recorders, recorder_of
+        self.fail_step, self.next_deadline = steps.fail_step, steps.next_deadline
 
-    def plan(self, plan_step: Callable[[], Any]) -> Any:
-        """Plan a step, of either kind; without one and without sessions, write what was recorded."""
+    def plan_step(self) -> Any:
         planned = time.perf_counter()
-        work = plan_step()
-        if work is not None:
-            self._which(work).begin(planned, work)
-            return work
+        step = self._steps.plan_step()
+        if step is not None:
+            self._recorder_of(step).begin(planned, step)
+            return step
         for recorder in self._recorders:
-            recorder.rest()
+            recorder.write_if_idle()
         return None
 
-    def execute(self, execute: Callable[[Any], Any], work: Any) -> Any:
-        """Execute a step, in the model's thread."""
-        return self._which(work).execute(execute, work)
+    def execute(self, step: Any) -> Any:
+        return self._recorder_of(step).execute(self._steps.execute, step)
 
-    def finish(self, finish_step: Callable[[Any, Any], None], work: Any, result: Any) -> None:
-        self._which(work).finish(finish_step, work, result)
+    def finish_step(self, step: Any, result: Any) -> None:
+        self._steps.finish_step(step, result)
+        self._recorder_of(step).end()
 
 
 class GraphClock:
-    """How long CUDA graphs ran. It times every replay in the process, of which all are of one thread at a time."""
+    """How long CUDA graphs ran. It wraps torch's replay in this process, where one thread at a time replays."""
 
     def __init__(self) -> None:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -163,12 +161,12 @@ def graph_clock() -> GraphClock:
 
 
 def timeline_of_draft(file: Path) -> Path:
-    """Return where a target writes the timeline of the draft in it. file: of its own."""
+    """Return the file for the draft that runs in a target. file: the target's own."""
     return file.with_name(f"{file.stem}-draft{file.suffix}")
 
 
 def read_timeline(file: Path) -> Timeline:
-    """Return all that a service has written so far. The last line may be in the making; it is left out then."""
+    """Return what a service has written so far, without a last line that is not complete."""
     timeline = Timeline()
     for line in file.read_text().split("\n")[:-1] if file.exists() else []:
         content = json.loads(line)

@@ -1,0 +1,120 @@
+"""What comes of a drafted round: it is kept with its session, and proposed to the session's target."""
+
+from collections import Counter
+
+import numpy as np
+
+from draft_service.sessions import CodedSelection, DraftedOutcome, DraftedRound, DraftSession
+from draft_service.steps import PlannedRound
+from specahead.engine.steps.rounds.requests import DraftedTokens, RoundOutput
+from specahead.sparsity.plan import Plan
+from specahead.sparsity.rounds import announced_selection
+from specahead.wire.messages import Proposals
+from specahead.wire.selection_codec import NamedSelection, encode_selection, with_header
+
+_NO_IDS, _NO_PROBS = np.empty(0, np.uint32), np.empty(0, np.float32)
+
+
+def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float) -> DraftedRound:
+    """Keep the round that was drafted for a session in a step of so many seconds; return it."""
+    session = planned.session
+    session.moved = None
+    outcomes = _outcomes(planned, output)
+    base = min(outcome.base for outcome in outcomes)
+    selection = None if output.bitmap is None else announced_selection(output.bitmap, plan, base)
+    coded = None
+    if output.coded is not None:
+        coded = CodedSelection(output.coded, None if planned.reference is None else planned.reference[0])
+    round_ = DraftedRound(base, outcomes, seconds, selection, coded)
+    if planned.overlaps:
+        session.overlap = round_
+        return round_
+    drafted = round_.drafted
+    session.present = round_
+    session.tokens += drafted.tokens[: drafted.proposed]
+    session.kv.length = base + drafted.run
+    return round_
+
+
+def _outcomes(planned: PlannedRound, output: RoundOutput) -> list[DraftedOutcome]:
+    """Return the outcomes that a round was drafted for, each with the tokens drafted behind it.
+
+    Without overlap the only outcome are the committed tokens.
+    """
+    session, request = planned.session, planned.request
+    if not planned.overlaps:
+        base = planned.base
+        starts = [(base - 1, session.tokens[base - 1], base - 1)]
+    elif output.began_behind is not None:
+        accepted, token = output.began_behind
+        length = session.committed + accepted
+        starts = [(length, token, length)]
+    else:
+        ends = [(branch.length, branch.token) for branch in request.branches] or [
+            (request.kv.length, request.tokens[0])
+        ]
+        passes = request.gamma + 1
+        starts = [(*end, request.kv.length + index * passes) for index, end in enumerate(ends)]
+    return [
+        DraftedOutcome(
+            length + 1, token, drafted.first(session.tokens_to_propose(length + 1)), source, output.alternative
+        )
+        for (length, token, source), drafted in zip(starts, output.branches, strict=True)
+    ]
+
+
+def send_round(session: DraftSession, round_: DraftedRound, counters: Counter[str]) -> None:
+    """Propose the session's present round or its overlap: the tokens behind each outcome, and the announcement.
+
+    Also a second time, for an overlap that its verdict met although the target began a new epoch.
+    """
+    overlaps = round_ is session.overlap
+    at = session.at._replace(round=session.at.round + overlaps, base=round_.base)
+    # The target knows nothing yet of the present round itself.
+    announced = _announcement(round_, session.newest_known if overlaps else session.reference, counters)
+    drafted = [(outcome.drafted, outcome.drafted.proposed) for outcome in round_.outcomes]
+    support_counts, support_ids, support_probs = _supports(drafted)
+    counters["proposals"] += len(drafted)
+    session.peer.send(
+        Proposals(
+            at=at,
+            offsets=[outcome.base - round_.base for outcome in round_.outcomes],
+            assumed_tokens=[outcome.token for outcome in round_.outcomes],
+            counts=[count for _, count in drafted],
+            tokens=[token for each, count in drafted for token in each.tokens[:count]],
+            support_counts=support_counts,
+            support_ids=support_ids,
+            support_probs=support_probs,
+            draft_seconds=round_.seconds,
+            selection=announced,
+        )
+    )
+
+
+def _supports(drafted: list[tuple[DraftedTokens, int]]) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Return the distributions of the first tokens of each outcome: entries of each, all ids, all probabilities.
+
+    All are empty where the session is greedy.
+    """
+    ids = [each.ids[:count] for each, count in drafted if each.ids is not None]
+    if not ids:
+        return [], _NO_IDS, _NO_PROBS
+    probs = np.concatenate([each.probs[:count] for each, count in drafted if each.probs is not None])
+    held = probs > 0
+    return held.sum(-1).tolist(), np.concatenate(ids)[held].astype(np.uint32), probs[held]
+
+
+def _announcement(round_: DraftedRound, reference: NamedSelection | None, counters: Counter[str]) -> bytes:
+    """Return a round's selection as bytes, coded against the newest one that the target holds; empty without one."""
+    selection, coded = round_.selection, round_.coded
+    if selection is None:
+        return b""
+    name = None if reference is None else reference[0]
+    if coded is not None and coded.reference == name:
+        difference, shape = coded.difference, (selection.num_heads, selection.num_blocks)
+        data = with_header(difference.body, difference.checksum, *shape, name)
+    else:
+        data = encode_selection(selection, reference)
+    counters["announcements"] += 1
+    counters["announced_bytes"] += len(data)
+    return data

@@ -1,0 +1,230 @@
+"""`specahead bench agents`: the load that agents make, at any server with OpenAI's completions API.
+
+Each agent has a long context. In each of its turns it sends the context with new tokens behind it, as a tool's output
+would be, generates some tokens, pauses, and goes on with both in its next turn. So a server knows most of each prompt,
+and has to read the new part soon, beside what the other agents generate. Prompts are drawn token ids. Times are the
+client's own. Knows nothing of how the server works.
+"""
+
+import argparse
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_WARM_UP = (1, 4, 16)  # requests at once
+_WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
+_LEAST_TOKEN = 10  # ids below are often special tokens
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of an agent; times in seconds by time.perf_counter."""
+
+    agent: int
+    turn: int
+    prompt: int
+    """Tokens of the prompt."""
+    generated: int
+    """Tokens of the answer."""
+    sent: float
+    first: float
+    """When the first token came."""
+    ended: float
+
+
+@dataclass(frozen=True)
+class AgentsRow:
+    """What a number of agents saw. Later turns are all but each agent's first."""
+
+    agents: int
+    turns: int
+    """Turns that were answered."""
+    tokens_a_second: float
+    """Tokens that later turns generated, over the time from their first request to their last answer."""
+    first_token_p50: float
+    """Seconds from a later turn's request to its first token."""
+    first_token_p95: float
+    turn_p50: float
+    """Seconds from a later turn's request to the end of its answer."""
+    opening_first_token_p50: float
+    """Seconds from a first turn's request to its first token."""
+
+
+def run(flags: argparse.Namespace) -> list[AgentsRow]:
+    """Measure a row for each number of agents, print the table, and write it to the JSON file if one is named.
+
+    Raises ValueError for flags that give nothing to measure and for a request that the server refuses, OSError if it
+    does not answer.
+    """
+    if min(*flags.agents, flags.added, flags.generated) < 1 or flags.turns < 2:
+        raise ValueError("--agents, --added and --generated must be positive, --turns at least 2")
+    if not 1 <= flags.context[0] <= flags.context[1]:
+        raise ValueError(f"--context {flags.context[0]} {flags.context[1]}: expected the least and the most tokens")
+    rows, told = _measure(flags)
+    print(report(rows, told))
+    if flags.json:
+        load = {name: getattr(flags, name) for name in ("turns", "context", "added", "generated", "pause", "seed")}
+        head = {"date": datetime.now(UTC).date().isoformat(), "load": load, "server returns token ids": told}
+        content = head | {"rows": [asdict(row) for row in rows]}
+        Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
+    if flags.plot:
+        _plot(rows, Path(flags.plot))
+    return rows
+
+
+def _measure(flags: argparse.Namespace) -> tuple[list[AgentsRow], bool]:
+    """Return the rows, and whether the server returns token ids."""
+    client = _Client(flags)
+    _warm_up(client, flags)
+    rows = []
+    for number, agents in enumerate(flags.agents):
+        with ThreadPoolExecutor(agents) as pool:
+            seeds = [(flags.seed, number, agent) for agent in range(agents)]
+            turns = [turn for each in pool.map(partial(_play, client, flags), seeds) for turn in each]
+        rows.append(row_of(agents, turns))
+    return rows, client.told_ids
+
+
+def _warm_up(client: "_Client", flags: argparse.Namespace) -> None:
+    """Let the server compile and capture what it does so at its first requests."""
+    tokens = _drawn(np.random.default_rng(flags.seed + 1), _WARM_UP_PROMPT, flags.vocabulary)
+    for count in _WARM_UP:
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda start: client.generate(tokens[start:], _WARM_UP_TOKENS), range(count)))
+
+
+def _play(client: "_Client", flags: argparse.Namespace, seed: tuple[int, int, int]) -> list[Turn]:
+    """Run all turns of an agent, one after another."""
+    random, agent = np.random.default_rng(seed), seed[-1]
+    least, most = flags.context
+    tokens = _drawn(random, int(random.integers(least, most + 1)), flags.vocabulary)
+    turns = []
+    for turn in range(flags.turns):
+        sent = time.perf_counter()
+        answer, first = client.generate(tokens, flags.generated)
+        turns.append(Turn(agent, turn, len(tokens), len(answer), sent, first, time.perf_counter()))
+        tokens += [token % flags.vocabulary for token in answer]
+        tokens += _drawn(random, flags.added, flags.vocabulary)
+        time.sleep(flags.pause)
+    return turns
+
+
+def _drawn(random: np.random.Generator, count: int, vocabulary: int) -> list[int]:
+    return random.integers(_LEAST_TOKEN, vocabulary, count).tolist()
+
+
+class _Client:
+    """Completions of one server. Its methods raise ValueError for a refused request, OSError without an answer."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self._url, self._timeout = flags.url.rstrip("/"), flags.timeout
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {flags.api_key}"} if flags.api_key else {}
+        self._more: dict[str, Any] = {"exactness": flags.exactness} if flags.exactness else {}
+        self._model = flags.model or self._first_model()
+        self.told_ids = True
+        """Whether every answer came with its token ids; else other tokens take its place in the next prompt."""
+
+    def _first_model(self) -> str:
+        with self._open("/v1/models", None) as response:
+            return str(json.load(response)["data"][0]["id"])
+
+    def generate(self, tokens: Sequence[int], count: int) -> tuple[list[int], float]:
+        """Generate `count` tokens behind a prompt; return them, and when the first came."""
+        body = {
+            "model": self._model,
+            "prompt": list(tokens),
+            "max_tokens": count,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        answer: list[int] = []
+        first, generated = 0.0, 0
+        with self._open("/v1/completions", json.dumps(body | self._more).encode()) as response:
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise ValueError(f"the server ended a request: {event['error']}")
+                generated = (event.get("usage") or {}).get("completion_tokens") or generated
+                for choice in event.get("choices", []):
+                    if choice.get("token_ids") or choice.get("text"):
+                        first = first or time.perf_counter()
+                    answer += choice.get("token_ids") or []
+        if not first:
+            raise ValueError("the server ended a request without a token")
+        if not answer:
+            self.told_ids = False
+            answer = list(range(_LEAST_TOKEN, _LEAST_TOKEN + (generated or count)))
+        return answer, first
+
+    def _open(self, path: str, body: bytes | None) -> http.client.HTTPResponse:
+        request = urllib.request.Request(self._url + path, body, self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=self._timeout)
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{self._url}{path}: {error.code}: {error.read().decode()[:500]}") from None
+        except OSError as error:
+            raise OSError(f"{self._url} does not answer: {getattr(error, 'reason', error)}") from None
+
+
+def row_of(agents: int, turns: Sequence[Turn]) -> AgentsRow:
+    """Return what these turns come to."""
+    opening = [turn for turn in turns if turn.turn == 0]
+    later = [turn for turn in turns if turn.turn > 0]
+    seconds = max(turn.ended for turn in later) - min(turn.sent for turn in later)
+    firsts = [turn.first - turn.sent for turn in later]
+    return AgentsRow(
+        agents=agents,
+        turns=len(turns),
+        tokens_a_second=sum(turn.generated for turn in later) / seconds,
+        first_token_p50=float(np.percentile(firsts, 50)),
+        first_token_p95=float(np.percentile(firsts, 95)),
+        turn_p50=float(np.percentile([turn.ended - turn.sent for turn in later], 50)),
+        opening_first_token_p50=float(np.percentile([turn.first - turn.sent for turn in opening], 50)),
+    )
+
+
+def report(rows: Sequence[AgentsRow], told_ids: bool) -> str:
+    """Return the table."""
+    lines = [
+        f"{'agents':>6} {'tokens/s':>9} {'first p50':>10} {'p95':>9} {'turn p50':>9} {'first turn: first p50':>22}"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row.agents:>6} {row.tokens_a_second:>9.1f} {row.first_token_p50:>8.3f} s {row.first_token_p95:>7.3f} s "
+            f"{row.turn_p50:>7.2f} s {row.opening_first_token_p50:>20.2f} s"
+        )
+    lines.append("Later turns alone, but for the last column. First: from the request to the first token.")
+    if not told_ids:
+        lines.append("The server returns no token ids: other tokens took the place of its answers in later prompts.")
+    return "\n".join(lines)
+
+
+def _plot(rows: Sequence[AgentsRow], path: Path) -> None:
+    from specahead.lab.evaluation.plots import make_figure, save_figure  # matplotlib is loaded only where it is used
+
+    figure, (axis,) = make_figure()
+    agents = [row.agents for row in rows]
+    axis.plot(agents, [row.turn_p50 for row in rows], marker="o", label="turn, p50")
+    axis.plot(agents, [row.first_token_p50 for row in rows], marker="o", label="first token, p50")
+    axis.plot(agents, [row.first_token_p95 for row in rows], marker="o", label="first token, p95")
+    axis.set(xlabel="agents at once", ylabel="later turns, s", ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    save_figure(figure, path)

@@ -1,0 +1,270 @@
+"""The parts of services under measurement, which take the place of the deployed services' own."""
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draft_service import service as draft_service
+from draft_service.drafter import Drafter
+from draft_service.link import keep_link
+from draft_service.sessions import TargetPeer
+from draft_service.steps import DraftStep, DraftStepResult
+from specahead.config import TargetSettings
+from specahead.engine.kv.pages import pages_for
+from specahead.engine.loading.config import load_shape
+from specahead.engine.loading.opening import OpenedModel
+from specahead.engine.loading.tokenizer import load_tokenizer, tokenizer_hash
+from specahead.engine.sampling.grammars import Grammars
+from specahead.engine.steps.inputs import SparseRead
+from specahead.engine.steps.rounds.requests import RoundOutput
+from specahead.lab.benchmarks.recording import ReadRecording
+from specahead.lab.benchmarks.scripted import ScriptedRunner
+from specahead.lab.benchmarks.serving.controls import Controls
+from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts, foreseeing
+from specahead.lab.benchmarks.serving.timeline import Recorder, RoundKey, TimedSteps, timeline_of_draft
+from specahead.sparsity.reader import Reader
+from specahead.sparsity.selection import last_word_mask, row_words
+from specahead.wire.messages import DraftEvent, Proposals, TargetEvent, Verdict
+from specahead.wire.session_names import name_of_client
+from target_service import service as target_service
+from target_service.draft_in_target import BehindStep, LaunchStep
+from target_service.hooks import Hooks
+from target_service.planning import VerifyStep
+from target_service.verifier import Verifier
+
+Arrived = Callable[[DraftEvent | TargetEvent], None]
+
+
+@contextlib.contextmanager
+def target_parts(settings: TargetSettings, flags: argparse.Namespace) -> Iterator[target_service.Parts]:
+    """Yield the parts of a target by the flags of service.py; write a recording of reads at the end."""
+    recording = None if flags.record_reads is None else ReadRecording(flags.record_reads)
+    judging = Recorder(flags.timeline, _judged_rounds) if flags.timeline else None
+    drafting = None
+    if flags.timeline and settings.draft_in_target:
+        drafting = Recorder(str(timeline_of_draft(Path(flags.timeline))), _drafted_rounds)
+    judge = None
+    if flags.acceptance is not None:
+        judge = ImposedVerdicts(flags.acceptance, flags.confirmation, flags.alternatives)
+    parts = target_service.Parts(
+        hooks=Hooks(
+            judge=judge,
+            on_round=None if recording is None else recording.add,
+            on_draft_event=None if judging is None else partial(_note_arrival, judging, Proposals),
+            new_reader=AnnouncedReader if flags.replay else Reader,
+        ),
+        drafter=_drafter_factory(flags.controls, drafting),
+        steps=partial(_target_steps, flags.controls, judging, drafting),
+    )
+    if flags.slept:
+        parts = replace(parts, open_models=partial(_open_sleeping, flags.slept))
+    try:
+        yield parts
+    finally:
+        if recording is not None:
+            recording.save()
+
+
+def draft_parts(flags: argparse.Namespace) -> draft_service.Parts:
+    """Return the parts of a draft service by the flags of service.py."""
+    recorder = Recorder(flags.timeline, _drafted_rounds) if flags.timeline else None
+    return draft_service.Parts(
+        drafter=_drafter_factory(flags.controls, recorder),
+        steps=partial(_draft_steps, recorder),
+        keep_link=partial(_keep_link_when_attached, flags.controls) if flags.controls else keep_link,
+    )
+
+
+# Steps
+
+
+def _target_steps(
+    controls: str | None,
+    judging: Recorder | None,
+    drafting: Recorder | None,
+    verifier: Verifier,
+    drafter: Drafter | None,
+) -> target_service.Steps:
+    steps = target_service.make_steps(verifier, drafter)
+    if drafter is not None and controls:
+        steps = AttachedByControls(steps, verifier, controls)
+    if judging is None:
+        return steps
+    judging.is_idle = lambda: not verifier.admission.running
+    if drafting is None or drafter is None:
+        return TimedSteps(steps, [judging], lambda step: judging)
+    drafting.is_idle = lambda: not drafter.session_count
+    return TimedSteps(steps, [judging, drafting], lambda step: judging if isinstance(step, VerifyStep) else drafting)
+
+
+def _draft_steps(recorder: Recorder | None, drafter: Drafter) -> draft_service.Steps:
+    if recorder is None:
+        return drafter
+    recorder.is_idle = lambda: not drafter.session_count
+    return TimedSteps(drafter, [recorder], lambda step: recorder)
+
+
+class AttachedByControls:
+    """Steps of a target whose own draft is attached or detached between sessions, as its controls say."""
+
+    def __init__(self, steps: target_service.Steps, verifier: Verifier, controls: str) -> None:
+        self._steps, self._verifier, self._controls = steps, verifier, controls
+        self._drafts = list(verifier.protocol.drafts)
+        self.execute, self.finish_step = steps.execute, steps.finish_step
+        self.fail_step, self.next_deadline = steps.fail_step, steps.next_deadline
+
+    def plan_step(self) -> Any:
+        if not self._verifier.admission.running:
+            self._attach(Controls.read(self._controls).attached)
+        return self._steps.plan_step()
+
+    def _attach(self, wanted: bool) -> None:
+        protocol = self._verifier.protocol
+        for draft in self._drafts:
+            if wanted and draft not in protocol.drafts:
+                protocol.attach(draft)
+            elif not wanted and draft in protocol.drafts:
+                protocol.detach(draft)
+
+
+async def _keep_link_when_attached(controls: str, *link: Any) -> None:
+    """Keep a link as soon as the controls allow it."""
+    while not Controls.read(controls).attached:
+        await asyncio.sleep(0.05)
+    await keep_link(*link)
+
+
+# Rounds of a timeline
+
+
+def _judged_rounds(step: VerifyStep) -> tuple[list[RoundKey], int]:
+    ending = step.ending or VerifyStep()
+    return [(item.session.id, *item.session.key) for item in ending.rounds], len(ending.prefills)
+
+
+def _drafted_rounds(step: DraftStep | LaunchStep | BehindStep) -> tuple[list[RoundKey], int]:
+    """Return the rounds that end with a step, and how many prompts it reads.
+
+    Launched rounds count in the step that waits for them. The target knows the epoch of rounds launched behind a step.
+    """
+    if isinstance(step, LaunchStep):
+        return [], 0
+    if isinstance(step, BehindStep):
+        if step.verify is not None:
+            return [(item.session.id, *item.session.key) for item in step.verify.rounds], 0
+        step = step.drafted
+    rounds = [(item.session.id, item.session.at.epoch, item.number) for item in step.rounds]
+    return rounds, len(step.reading)
+
+
+def _note_arrival(recorder: Recorder, kind: type[Proposals] | type[Verdict], event: DraftEvent | TargetEvent) -> None:
+    if isinstance(event, kind):
+        recorder.arrived(event.at.session, event.at.epoch, event.at.round)
+
+
+# The draft's model
+
+
+def _drafter_factory(controls: str | None, recorder: Recorder | None) -> Callable[..., Drafter]:
+    arrived: Arrived = (lambda event: None) if recorder is None else partial(_note_arrival, recorder, Verdict)
+    return partial(
+        MeasuredDrafter, controls=partial(Controls.read, controls) if controls else Controls, arrived=arrived
+    )
+
+
+class MeasuredDrafter(Drafter):
+    """A drafter that foresees imposed tokens and announces recorded selections, as its controls say.
+
+    controls: read again whenever no session is drafted for. arrived: called with each message of a target.
+    """
+
+    def __init__(
+        self, *drafter: Any, controls: Callable[[], Controls] = Controls, arrived: Arrived = lambda event: None
+    ) -> None:
+        super().__init__(*drafter)
+        self._read_controls, self._arrived = controls, arrived
+        self._controls = Controls()
+        self._replayed: np.ndarray | None = None  # uint64 [sessions, rounds, rows, words]
+
+    def receive(self, peer: TargetPeer, event: TargetEvent) -> None:
+        self._arrived(event)
+        super().receive(peer, event)
+
+    def plan_step(self) -> DraftStep | None:
+        if not self.session_count:
+            self._take(self._read_controls())
+        return super().plan_step()
+
+    def _take(self, controls: Controls) -> None:
+        if controls != self._controls:
+            self._controls = controls
+            self._replayed = np.load(controls.replay, mmap_mode="r") if controls.replay else None
+
+    def execute(self, step: DraftStep) -> DraftStepResult:
+        result = super().execute(step)
+        if self._controls.foresight > 0 and self.overlaps:
+            result = replace(result, rounds=self._foreseeing(step, result, self._controls.foresight))
+        if self._replayed is None:
+            return result
+        rounds = []
+        for item, output in zip(step.rounds, result.rounds, strict=True):
+            if output.bitmap is not None:
+                index = int(name_of_client(item.session.id).rpartition("/")[2]) % len(self._replayed)
+                words = replayed_words(self._replayed[index], item.number, self.plan.num_blocks(item.base))
+                output = replace(output, bitmap=words, coded=None)
+            rounds.append(output)
+        return replace(result, rounds=rounds)
+
+    def _foreseeing(self, step: DraftStep, result: DraftStepResult, foresight: float) -> list[RoundOutput]:
+        """Return the rounds of a step with imposed tokens among the draft's choices."""
+        starts = [
+            start
+            for item in step.rounds
+            for start in [branch.length + 1 for branch in item.request.branches] or [item.base]
+        ]
+        drafted = [branch for output in result.rounds for branch in output.branches]
+        imposed = iter(foreseeing(drafted, starts, foresight, self.runner.vocab_size))
+        return [replace(output, branches=[next(imposed) for _ in output.branches]) for output in result.rounds]
+
+
+def replayed_words(rounds: np.ndarray, number: int, blocks: int) -> np.ndarray:
+    """Return what a round reads, uint64 [rows, words] over `blocks` blocks. rounds: uint64 [rounds, rows, words].
+
+    A session with more rounds than were laid out (decoded plainly, say) begins with the first again.
+    """
+    words = np.array(rounds[number % len(rounds), :, : row_words(blocks)])
+    if words.shape[1] == row_words(blocks):
+        words[:, -1] &= last_word_mask(blocks)
+    return words
+
+
+# The target's model
+
+
+class AnnouncedReader(Reader):
+    """A reader that reads what a draft announces, and of its own memory nothing beside it."""
+
+    def read(self, announced: Any, *of_round: Any, **how: Any) -> SparseRead | None:
+        read = super().read(announced, *of_round, **how)
+        if announced is None or read is None or read.budget is None:
+            return read
+        return replace(read, budget=replace(read.budget, room=0))
+
+
+def _open_sleeping(
+    milliseconds: float, settings: TargetSettings, dense_layers: tuple[int, ...], group_size: int
+) -> target_service.OpenedPair:
+    """Open a target without a model, for imposed verdicts: each of its steps sleeps."""
+    shape, tokenizer = load_shape(settings.model), load_tokenizer(settings.model)
+    pages = settings.max_sessions * pages_for(settings.max_context + 8 * settings.widest_round)
+    runner = ScriptedRunner(errs=False, pages=pages, step_ms=(milliseconds, 0.0))
+    runner.vocab_size = shape.vocab_size
+    opened = OpenedModel(runner, shape, tokenizer_hash(tokenizer), Grammars(tokenizer, runner.vocab_size, []))
+    return opened, None

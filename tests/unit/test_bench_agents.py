@@ -1,0 +1,113 @@
+"""What `bench agents` asks of a server, and what it makes of the answers."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from specahead.cli.main import main
+from specahead.lab.benchmarks.agents import Turn, row_of
+
+LOAD = ["--agents", "2", "3", "--turns", "3", "--context", "20", "30", "--added", "5", "--generated", "4"]
+
+
+class Server:
+    """Answers completions with tokens 50, 51 and so on, two a message. tells_ids: whether it returns token ids."""
+
+    def __init__(self, tells_ids: bool) -> None:
+        self.tells_ids = tells_ids
+        self.asked: list[dict[str, Any]] = []
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "played"}]})
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for start in range(0, body["max_tokens"], 2):
+            choice: dict[str, Any] = {"text": "ab"} | (
+                {"token_ids": [50 + start, 51 + start]} if self.tells_ids else {}
+            )
+            await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
+        await response.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+        return response
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 24)
+        app.add_routes([web.get("/v1/models", self.models), web.post("/v1/completions", self.completions)])
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+
+    def __enter__(self) -> "Server":
+        self._loop.run_until_complete(self.start())
+        self._thread = Thread(target=self._loop.run_forever)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture(params=[True, False], ids=["ids", "text alone"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with Server(request.param) as served:
+        yield served
+
+
+def test_each_turn_goes_on_with_the_last_ones_answer(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, plot = tmp_path / "agents.json", tmp_path / "agents.png"
+    main(["bench", "agents", "--url", server.url, *LOAD, "--pause", "0", "--json", str(file), "--plot", str(plot)])
+    content = json.loads(file.read_text())
+    assert [(row["agents"], row["turns"]) for row in content["rows"]] == [(2, 6), (3, 9)]
+    assert content["server returns token ids"] == server.tells_ids
+    assert ("returns no token ids" in capsys.readouterr().out) == (not server.tells_ids)
+    for row in content["rows"]:
+        assert row["tokens_a_second"] > 0 and 0 < row["first_token_p50"] <= row["turn_p50"]
+    assert plot.stat().st_size > 0
+    asked = [body["prompt"] for body in server.asked if body["max_tokens"] == 4]
+    assert len(asked) == 15 and {body["model"] for body in server.asked} == {"played"}
+    answer = [50, 51, 52, 53] if server.tells_ids else [10, 11, 12, 13]
+    openings = [prompt for prompt in asked if len(prompt) <= 30]
+    assert len(openings) == 5 and all(len(prompt) >= 20 for prompt in openings)
+    for opening in openings:
+        second, third = [each for each in asked if each[: len(opening)] == opening and each != opening]
+        assert second[len(opening) : len(opening) + 4] == answer and len(second) == len(opening) + 9
+        assert third[: len(second)] == second and len(third) == len(second) + 9
+
+
+def test_figures_are_of_later_turns() -> None:
+    turns = [Turn(0, 0, 100, 10, 0.0, 3.0, 4.0), Turn(1, 0, 100, 10, 0.0, 1.0, 4.0)]
+    turns += [Turn(0, 1, 110, 10, 5.0, 5.1, 6.0), Turn(1, 1, 110, 20, 6.0, 6.3, 8.0)]
+    row = row_of(2, turns)
+    assert (row.agents, row.turns, row.tokens_a_second) == (2, 4, 10.0)
+    assert row.first_token_p50 == pytest.approx(0.2) and row.first_token_p95 == pytest.approx(0.29)
+    assert row.turn_p50 == pytest.approx(1.5) and row.opening_first_token_p50 == pytest.approx(2.0)
+
+
+def test_what_gives_nothing_to_measure_is_refused() -> None:
+    for flags in (["--turns", "1"], ["--agents", "0"], ["--context", "9", "8"]):
+        with pytest.raises(SystemExit, match="error: --"):
+            main(["bench", "agents", *flags])
+
+
+def test_a_server_that_does_not_answer_is_named() -> None:
+    with pytest.raises(SystemExit, match=r"error: http://127\.0\.0\.1:9 does not answer"):
+        main(["bench", "agents", "--url", "http://127.0.0.1:9"])
