@@ -7,7 +7,7 @@ without one it runs eagerly, as a rehearsal.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -232,7 +232,7 @@ class Step:
     def _copy_tables(self) -> dict[str, Tensor]:
         if not isinstance(self.kv, HomeKV):
             return {}
-        return {item.name: getattr(self.kv.memory.tables, item.name).clone() for item in fields(self.kv.memory.tables)}
+        return {name: table.clone() for name, table in self.kv.memory.tables._asdict().items()}
 
 
 def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput:
