@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import tokenizers
+
 from draft_service import service as draft_service
 from draft_service.drafter import Drafter
 from orchestrator.api.grpc_gateway import InferenceServicer
@@ -36,10 +38,18 @@ def address_of(name: str) -> str:
     return f"{name}:{PORT}"
 
 
+def _characters() -> tokenizers.Tokenizer:
+    """Return a tokenizer of one character for each token id."""
+    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(65 + token): token for token in range(VOCAB)}))
+    characters.decoder = tokenizers.decoders.Fuse()
+    return characters
+
+
 class Tokenizer:
     """Turns token ids into text, a character each."""
 
     added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+    backend_tokenizer = _characters()
 
     def decode(self, tokens: list[int], **_: Any) -> str:
         return "".join(chr(65 + token) for token in tokens)
@@ -62,7 +72,6 @@ async def run_target(
         gamma=scenario.gamma_setting,
         max_gamma=scenario.gamma,
         draft=scenario.draft,
-        self_from=0,
         hold=scenario.hold,
         lookup=scenario.lookup,
         max_sessions=scenario.max_sessions,
@@ -80,7 +89,14 @@ async def run_target(
     await target_service.serve(settings, runner, PLAN, hello, lambda server: None, drafter=drafter)
 
 
-async def run_draft(name: str, scenario: Scenario, runner: Runner) -> None:
+async def run_draft(name: str, scenario: Scenario, runner: Runner, keep: Callable[[Drafter], None]) -> None:
+    """Run a draft service. keep: called with its drafter."""
+
+    def make(*args: Any) -> Drafter:
+        drafter = Drafter(*args)
+        keep(drafter)
+        return drafter
+
     settings = draft_settings(
         host=name,
         port=PORT,
@@ -94,7 +110,9 @@ async def run_draft(name: str, scenario: Scenario, runner: Runner) -> None:
         prefill_chunk=scenario.prefill_chunk,
         timeouts=Timeouts(step=10.0),
     )
-    await draft_service.serve(settings, runner, PLAN, _hello("draft", scenario, name), lambda server: None)
+    hello = _hello("draft", scenario, name)
+    parts = draft_service.Parts(drafter=make)
+    await draft_service.serve(settings, runner, PLAN, hello, lambda server: None, parts=parts)
 
 
 async def run_gateway(

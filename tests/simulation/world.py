@@ -102,7 +102,7 @@ class World:
     async def _run_service(self, name: str) -> None:
         scenario = self.scenario
         if name.startswith("draft"):
-            await run_draft(name, scenario, self._runner(name, scenario.draft_pages, scenario.draft_errs))
+            await run_draft(name, scenario, self._runner(name, scenario.draft_pages, scenario.draft_errs), self._keep)
             return
         draft = None
         if scenario.draft_in_target:
@@ -175,19 +175,12 @@ class World:
     def run(self) -> None:
         """Run to the end. `violations` then has what was wrong."""
 
-        def keep(kind: Any) -> Any:
-            def make(*args: Any, **options: Any) -> Any:
-                made = kind(*args, **options)
-                self._keep(made)
-                return made
+        def keep(*args: Any, **options: Any) -> Verifier:
+            made = Verifier(*args, **options)
+            self._keep(made)
+            return made
 
-            return make
-
-        with (
-            replaced(self.loop, self.network),
-            patch("target_service.service.Verifier", keep(Verifier)),
-            patch("draft_service.service.Drafter", keep(Drafter)),
-        ):
+        with replaced(self.loop, self.network), patch("target_service.service.Verifier", keep):
             try:
                 self.loop.run(self._run())
             finally:
