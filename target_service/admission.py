@@ -1,9 +1,9 @@
-"""Which sessions are open: what may be opened, who waits for room, who runs, and whose pages are still to be released.
+"""Which sessions are open: who waits for room, who runs, and whose pages are still to be released.
 
-Room grows as tokens come. A session starts to run when its tokens and a few more fit; when pages run out, the one that
-started last gives way to the others, and goes on before any that has not run yet. So the oldest always runs, and all
-come to their end. Peers share places and queue, and the streams of a peer its part of them: nobody is kept out by
-another's many sessions. The clients of a stream share its places. `emit` tells which stream opened a session.
+A session takes pages as its tokens come. It starts to run when its tokens and a few more fit. When pages run out, the
+session that started last gives way to the others, and goes on before any that has not run yet: the oldest always runs,
+so that all come to their end. Peers share the places and the queue, the streams of a peer share its part, and the
+clients of a stream its places, so that many sessions of one keep nobody out. `emit` identifies a session's stream.
 """
 
 import contextlib
@@ -12,32 +12,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from specahead.config import TargetSettings
-from specahead.config.speculation import READ_AT_ONCE
-from specahead.engine.kv.pages import KEPT_SHARE, PAGE_SIZE, pages_for
-from specahead.engine.sampling.grammars import Grammars, GrammarState
-from specahead.engine.sampling.logit_rules import rules_of
-from specahead.engine.steps.inputs import SparsePrompt
+from specahead.engine.kv.pages import KEPT_SHARE
+from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import Runner
-from specahead.sparsity.methods import METHODS, methods_of
 from specahead.sparsity.plan import Plan
-from specahead.sparsity.reader import Reader
 from specahead.wire.errors import InvalidArgument, ResourceExhausted
-from specahead.wire.messages import Exactness, Open, Report, ServedEvent
+from specahead.wire.messages import Open, Report, ServedEvent
 from target_service.hooks import NO_HOOKS, Hooks
-from target_service.lookup import FirstGuess, PromptLookup
-from target_service.screening import Screening, screening_reader
+from target_service.opening import SessionMaker, pages_of_round
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 
 
 class Admission:
-    """Owns the table of sessions, and says who runs.
-
-    running: sessions that run, by name, the oldest first. preempted: those that gave way, the oldest first; all that
-    run are older. queue: those that have not run yet. hooks: of tests and
-    benchmarks. grammars: what compiles those of sessions; None: sessions have none. draining: whether
-    orchestrators are to open no more sessions.
-    """
+    """Owns the table of sessions, and decides who runs."""
 
     def __init__(
         self,
@@ -49,17 +37,19 @@ class Admission:
         grammars: Grammars | None = None,
         drafting: SelfDrafting | None = None,
     ) -> None:
-        self.running: dict[str, TargetSession] = {}
-        self.preempted: deque[TargetSession] = deque()
-        self.queue: deque[TargetSession] = deque()
-        self.draining = False
-        self._kv, self._vocab_size, self._deterministic = runner.kv, runner.vocab_size, runner.deterministic
-        self._plan, self._settings, self._counters = plan, settings, counters
-        self._methods = methods_of(plan)
-        self._hooks, self._grammars, self._drafting = hooks, grammars, drafting
-        self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
-        self._peers: dict[Callable[[ServedEvent], None], str] = {}  # of the streams that there are
-        self._first_epoch = 0  # of sessions to come: above all that were, so that a name can be used again
+        """hooks: of tests and benchmarks. grammars: compiles the grammars of sessions; None: no session may have one.
+        drafting: what sessions read to draft for themselves.
+        """
+        self.running: dict[str, TargetSession] = {}  # by name, the oldest first
+        self.preempted: deque[TargetSession] = deque()  # gave way, the oldest first; all that run are older
+        self.queue: deque[TargetSession] = deque()  # have not run yet
+        self.draining = False  # whether orchestrators are to open no more sessions
+        self._maker = SessionMaker(runner, plan, settings, hooks, grammars, drafting)
+        self._kv, self._deterministic = runner.kv, runner.deterministic
+        self._settings, self._counters = settings, counters
+        self._closed: list[TargetSession] = []  # their pages may still be written by a running step
+        self._peers: dict[Callable[[ServedEvent], None], str] = {}  # by the emit of each open stream
+        self._first_epoch = 0  # of later sessions: higher than any before, so that a name can be used again
 
     def everyone(self) -> Iterator[TargetSession]:
         """Yield all open sessions, those that wait included."""
@@ -83,7 +73,7 @@ class Admission:
             del self._peers[emit]
 
     def _peer_of(self, session: TargetSession) -> str:
-        return self._peers.get(session.emit, "")
+        return self._peers.get(session.asked.emit, "")
 
     def open(self, request: Open, emit: Callable[[ServedEvent], None]) -> None:
         """Queue a session.
@@ -93,104 +83,12 @@ class Admission:
         to give its place. Raises InvalidArgument if the session can never run, ResourceExhausted if there is no room
         for it.
         """
-        self._check_request(request)
-        if not request.resumed:
-            self._make_place(len(request.tokens), emit)
-        grammar = self._grammar(request)
-        stop_token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]  # others never come
-        rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
-        exact = request.exactness is Exactness.EXACT
-        screened = exact and self._settings.most_held > 0
-        guesses_first = exact and self._settings.chosen.lookup
-        session = TargetSession(
-            id=request.session,
-            tokens=list(request.tokens),
-            prompt_tokens=request.prompt_tokens,
-            max_length=request.prompt_tokens + request.max_tokens,
-            stop_token_ids=frozenset(stop_token_ids),
-            sampling=request.sampling,
-            emit=emit,
-            queued_at=time.monotonic(),
-            rules=rules if grammar is None else (grammar, *rules),
-            grammar=grammar,
-            logprobs=request.alternatives if request.wants_logprobs else None,
-            prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
-            reader=self._reader(request, screened),
-            screening=self._screening(request) if screened else None,
-            lookup=PromptLookup() if guesses_first or self._settings.draft in ("lookup", "auto") else None,
-            first_guess=FirstGuess(READ_AT_ONCE - 1) if guesses_first else None,
-            traceparent=request.traceparent,
-            caller=request.caller,
-            client=request.client,
-            choice=request.choice,
-            resumed=request.resumed,
-            draws_own=self._deterministic,
-        )
-        session.kv.dense = session.reads_all
-        if session.screening is not None:
-            session.kv.settled = session.screening.settled
-        if self._drafting is not None and (session.reads_all or session.announced_by):
-            session.memory = self._drafting.new_memory()
-            session.kv.drafts = True
-        share = self._settings.speculation.prompt_read_share
-        if share < 1 and not exact and not session.reads_all and session.prompt_logprobs is None:
-            session.prompt = SparsePrompt(share, self._plan.dense_layers)
-        self.queue.append(session)
-
-    def _reader(self, request: Open, screened: bool) -> Reader | None:
-        """Return how a session reads, None for everything. Raises InvalidArgument for a method that the plan lacks.
-
-        screened: whether it is exact, and sparse attention screens what its draft proposes.
-        """
-        if screened:
-            return screening_reader(self._plan, self._settings, self._hooks.reports_blocks)
-        if request.exactness is Exactness.EXACT:
-            return None
-        name = request.sparsity or self._plan.method
-        if name not in self._methods:
-            raise InvalidArgument(
-                f"session {request.session}: sparsity must be one of {', '.join(self._methods)}; got {name!r}"
-            )
-        return self._hooks.new_reader(METHODS[name], self._plan, self._hooks.reports_blocks)
-
-    def _screening(self, request: Open) -> Screening:
-        """Return what a session that is screened holds back: nothing yet."""
-        sizes = self._settings.most_held, self._settings.widest_round, len(request.tokens)
-        return Screening(*sizes, deterministic=self._deterministic)
-
-    def _grammar(self, request: Open) -> GrammarState | None:
-        """Return the grammar that a session's text must follow, which begins to compile; None if there is none."""
-        if not request.grammar:
-            return None
-        if self._grammars is None or self._hooks.imposes_verdicts:
-            raise InvalidArgument(f"session {request.session}: this target follows no grammars")
-        return self._grammars.start(request.grammar, request.tokens, request.prompt_tokens)
-
-    def _check_request(self, request: Open) -> None:
-        """Raise InvalidArgument for a request that can never run."""
-        length, limit = request.prompt_tokens + request.max_tokens, self._settings.max_context
         if any(session.id == request.session for session in self.everyone()):
             raise InvalidArgument(f"session {request.session} is open already")
-        if not 1 <= request.prompt_tokens <= len(request.tokens):
-            raise InvalidArgument(f"{request.prompt_tokens} prompt tokens among {len(request.tokens)} tokens")
-        if max(request.tokens) >= self._vocab_size:
-            raise InvalidArgument(f"a prompt token lies outside the vocabulary of {self._vocab_size}")
-        if not all(token < self._vocab_size for token in request.sampling.logit_bias):
-            raise InvalidArgument(f"logit_bias: a token lies outside the vocabulary of {self._vocab_size}")
-        if request.wants_logprobs and self._hooks.imposes_verdicts:
-            raise InvalidArgument("logprobs: a benchmark imposes the verdicts here, so tokens have none")
-        if request.max_tokens < 1 or len(request.tokens) >= length:
-            raise InvalidArgument(f"max_tokens {request.max_tokens} leaves nothing to generate")
-        if length > limit:
-            raise InvalidArgument(
-                f"{request.prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed the context of "
-                f"{limit} tokens"
-            )
-        need = self._need(length)
-        if need > self._kv.pool.num_pages:
-            raise InvalidArgument(
-                f"{length} tokens need {need} KV pages of {PAGE_SIZE}, the target has {self._kv.pool.num_pages}"
-            )
+        self._maker.check(request)
+        if not request.resumed:
+            self._make_place(len(request.tokens), emit)
+        self.queue.append(self._maker.make(request, emit, time.monotonic()))
 
     def _make_place(self, tokens: int, emit: Callable[[ServedEvent], None]) -> None:
         """Raise ResourceExhausted if a session of so many tokens can neither run at once nor be queued."""
@@ -217,15 +115,15 @@ class Admission:
         greedy = max(peers, key=peers.__getitem__, default=peer)
         if peers[greedy] <= peers[peer] + 1:
             greedy = peer
-        streams = Counter(session.emit for session in waiting if self._peer_of(session) == greedy)
+        streams = Counter(session.asked.emit for session in waiting if self._peer_of(session) == greedy)
         held = max(streams.values(), default=0)
         if greedy == peer and held <= streams[emit] + 1:
             return None
-        return next(session for session in reversed(waiting) if streams[session.emit] == held)
+        return next(session for session in reversed(waiting) if streams[session.asked.emit] == held)
 
     def _evictable(self) -> list[TargetSession]:
         """Return the queued sessions that may have to give their places to others."""
-        return [session for session in self.queue if not session.resumed]
+        return [session for session in self.queue if not session.asked.resumed]
 
     def _queued_with(self, tokens: int) -> int:
         """Return how many sessions the next step would leave in the queue if one more of so many tokens were in it."""
@@ -251,7 +149,7 @@ class Admission:
         left, running, free = self._after_next_step()
         peer = self._peers.get(emit, "")
         peers = Counter(map(self._peer_of, evictable := self._evictable()))
-        streams = Counter(session.emit for session in evictable if self._peer_of(session) == peer)
+        streams = Counter(session.asked.emit for session in evictable if self._peer_of(session) == peer)
         shares = (peers, peers[peer]), (streams, streams[emit])
         taken_over = max((max(counts.values(), default=0) - own) // 2 for counts, own in shares)  # see _next_to_evict
         places = self._settings.max_queued - min(left, len(self.queue))  # fewer than 0 where many were accepted before
@@ -270,8 +168,7 @@ class Admission:
     # Room.
 
     def _need(self, tokens: int) -> int:
-        """Return the KV pages of so many tokens and one round beyond them."""
-        return pages_for(tokens + self._settings.most_drafted + 1)
+        return pages_of_round(tokens, self._settings)
 
     def _free_pages(self) -> int:
         """Return how many pages nobody holds and none that runs needs for the tokens that it has and its next round."""
@@ -314,21 +211,21 @@ class Admission:
         if self.preempted:
             return self.preempted[0]
         peers = Counter(map(self._peer_of, self.running.values()))
-        streams = Counter(session.emit for session in self.running.values())
-        clients = Counter((session.emit, session.client) for session in self.running.values())
+        streams = Counter(session.asked.emit for session in self.running.values())
+        clients = Counter((session.asked.emit, session.asked.client) for session in self.running.values())
 
         def shares(waiting: TargetSession) -> tuple[int, int, int]:
-            own = waiting.emit, waiting.client
-            return peers[self._peer_of(waiting)], streams[waiting.emit], clients[own]
+            own = waiting.asked.emit, waiting.asked.client
+            return peers[self._peer_of(waiting)], streams[waiting.asked.emit], clients[own]
 
         return min(self.queue, key=shares)  # the first of several
 
     def _start(self, session: TargetSession) -> None:
         """Let a session run that waits for room."""
         # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
-        known = session.prompt_tokens if self._deterministic else len(session.tokens)
+        known = session.asked.prompt_tokens if self._deterministic else len(session.tokens)
         if session.prompt_logprobs is None:  # else the whole prompt is read
-            self._kv.reuse_prefix(session.kv, session.tokens[: known - 1], session.prompt is not None)
+            self._kv.reuse_prefix(session.kv, session.tokens[: known - 1], session.reading.prompt is not None)
         if self.preempted:
             self.preempted.remove(session)
         else:

@@ -1,11 +1,11 @@
-"""What of a verified round is committed."""
+"""Commits a verified round: appends its tokens to the session and cuts the KV to them."""
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.sparsity.plan import Plan
 from specahead.wire.messages import At, Commit, FinishReason, Verdict
-from target_service.planning import VerifyRound
 from target_service.session import TargetSession
+from target_service.verify_step import VerifyRound
 
 
 def commit_round(
@@ -17,11 +17,12 @@ def commit_round(
     kv: KVCache,
     under_way: int = 0,
 ) -> tuple[Commit, Verdict]:
-    """Append a round's tokens to its session and cut its KV to them. Returns what owner and draft are told.
+    """Append a round's tokens to its session and cut its KV to them. Returns the commit for the session's owner and the
+    verdict for its draft.
 
-    verdict: tokens that were accepted, held ones and then drafted ones, and the token that follows them. If it rejects
-    held tokens, the session's tokens go back to there. seconds: that the step took. under_way: tokens of the session
-    that a step runs which goes on behind this round already.
+    verdict: how many tokens were accepted, held tokens first and then drafted ones, and the token that follows them. If
+    it rejects held tokens, the session's tokens are cut there. seconds: the step's time. under_way: tokens of the
+    session in a step that already runs behind this round.
     """
     session, proposal, (accepted, following) = item.session, item.proposal, verdict
     if output.alternative is not None:
@@ -32,7 +33,7 @@ def commit_round(
         proposal, proposed = None, []
     before, key, stats, accepted = session.at, session.key, session.stats, accepted - confirmed
     text = [*session.tokens[base:], *proposed[:accepted], following]
-    text, finish = cut_at_end(text, session.max_length - base, session.stop_token_ids)
+    text, finish = cut_at_end(text, session.asked.max_length - base, session.asked.stop_token_ids)
     tokens = text[confirmed:]
     # A draft that was lost or has asked for Begin during the step does not know this round.
     known = proposal is not None and (proposal.at.epoch, proposal.at.round) == key
@@ -71,7 +72,7 @@ def commit_round(
 
 
 def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> tuple[list[int], FinishReason]:
-    """Return the tokens up to a stop token (included) or as many as there is room for, and why they end, if they do."""
+    """Return the tokens up to and with the first stop token, `room` tokens at most, and why they end, if they do."""
     for i, token in enumerate(tokens[:room]):
         if token in stop_token_ids:
             return tokens[: i + 1], FinishReason.STOP
@@ -81,9 +82,9 @@ def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> 
 
 
 def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -> tuple[int, int]:
-    """Return the (layer, KV head, token) triples that a round over `length` tokens read, and those that there were."""
-    if session.reader is not None:
-        read, total = session.reader.tokens_read
+    """Return how many (layer, KV head, token) triples a round over `length` tokens read, and how many there were."""
+    if session.reading.reader is not None:
+        read, total = session.reading.reader.tokens_read
         return round(read), total
     blocks = plan.num_blocks(length)  # whole blocks, as a sparse read counts them
     everything = kv.num_layers * kv.kv_heads * blocks * plan.block_size

@@ -1,11 +1,11 @@
-"""What is counted and traced of a target's rounds."""
+"""Counts and traces the rounds of a target."""
 
 from collections import Counter
 
 from specahead.wire.messages import Commit
 from specahead.wire.tracing import Spans
-from target_service.planning import VerifyRound
 from target_service.session import TargetSession
+from target_service.verify_step import VerifyRound
 
 # Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
 COUNTED = (
@@ -21,14 +21,14 @@ COUNTED = (
 
 
 def count_round(counters: Counter[str], item: VerifyRound, commit: Commit, accepts_alternative: bool) -> None:
-    """Count a round, with those who proposed in it."""
+    """Count a round, and who proposed in it."""
     counters["accepted_alternatives"] += accepts_alternative
     counters["committed_tokens"] += 0 if item.screens else len(commit.tokens)
     counters["screening_rounds"] += item.screens
     counters["screened_tokens"] += commit.screened
     counters["confirmed_tokens"] += commit.confirmed
     counters["rounds" if commit.drafted else "plain_rounds"] += 1
-    counters["foreseen_rounds"] += item.session.foreseen
+    counters["foreseen_rounds"] += item.session.draft.foreseen
     counters[f"rounds_gamma_{commit.drafted}"] += 1
     if commit.drafted and item.proposal is None:
         proposer = "self" if item.drafting_cost else "ngram"
@@ -39,7 +39,7 @@ def count_round(counters: Counter[str], item: VerifyRound, commit: Commit, accep
 
 def trace_round(spans: Spans, session: TargetSession, commit: Commit) -> None:
     """Add the spans of a round that has just been verified, if the session's request is traced."""
-    parent, at, verify = session.traceparent, commit.at, commit.verify_seconds
+    parent, at, verify = session.asked.traceparent, commit.at, commit.verify_seconds
     if commit.wait_seconds:
         spans.add(parent, "target.wait", commit.wait_seconds, ended=verify, round=at.round)
     spans.add(parent, "target.verify", verify, round=at.round, drafted=commit.drafted, accepted=commit.accepted)

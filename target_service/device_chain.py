@@ -10,8 +10,10 @@ from typing import NamedTuple
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At
-from target_service.planning import VerifyStep, how_to_confirm, plan_round, screen_lightly
+from target_service.confirming import how_to_confirm, screen_lightly
+from target_service.planned_round import plan_round
 from target_service.session import TargetSession
+from target_service.verify_step import VerifyStep
 
 
 class DraftedRound(NamedTuple):
@@ -55,10 +57,10 @@ def plan_behind_rounds(
             item.input.behind = drafted.place
             if not item.held:
                 item.input.alternatives = beside(drafted.gamma)
-            if session.reader is not None and session.announced_by and drafted.announces:
+            if session.reading.reader is not None and session.reading.announced_by and drafted.announces:
                 base = len(session.tokens)
-                nothing = BlockSelection.of_nothing(session.reader.announced_rows, plan.num_blocks(base))
-                item.input.read = session.reader.read(nothing, base, base - 1 + item.input.rows)
+                nothing = BlockSelection.of_nothing(session.reading.reader.announced_rows, plan.num_blocks(base))
+                item.input.read = session.reading.reader.read(nothing, base, base - 1 + item.input.rows)
             step.rounds.append(item)
         elif not waits(session):
             return None
@@ -87,23 +89,23 @@ def take_proposals(step: VerifyStep) -> None:
 
 def _is_for(session: TargetSession, at: At) -> bool:
     """Return whether a round is the session's present one, and is to be drafted."""
-    expected = session.drafted and session.next_round.gamma > 0 and at == session.at
+    expected = session.draft.awaited and session.next_round.gamma > 0 and at == session.at
     return expected and session.unread <= 0 and not session.awaits_its_end
 
 
 def _needs_the_host(session: TargetSession, drafted: DraftedRound) -> bool:
     """Return whether the host has a part in what is read or judged."""
-    looked_at = session.logprobs is not None or bool(session.rules)
+    looked_at = session.asked.logprobs is not None or bool(session.asked.rules)
     screened = session.screening is not None and session.screening.is_used
-    drawn_from = screened and not session.sampling.greedy  # which the dense pass has to know
+    drawn_from = screened and not session.asked.sampling.greedy  # which the dense pass has to know
     return looked_at or drawn_from or _is_read_by_lists(session, drafted)
 
 
 def _is_read_by_lists(session: TargetSession, drafted: DraftedRound) -> bool:
     """Return whether the host makes lists of what the round reads, or looks at them."""
-    reader = session.reader
+    reader = session.reading.reader
     if reader is None:
         return False
     if reader.method.reads_by_memory or (drafted.announces and session.next_round.sparse):
-        return not reader.method.shares_budget or reader.report_blocks or session.reads_wanted
+        return not reader.method.shares_budget or reader.report_blocks or session.reading.is_watched
     return drafted.announces or not reader.reads_all_alone

@@ -17,9 +17,9 @@ from specahead.engine.steps.rounds.under_way import RoundsUnderWay
 from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Decline, DraftEvent, Load, Resync, TargetEvent
 from target_service.device_chain import DraftedRound, take_proposals
-from target_service.planning import VerifyResult, VerifyStep
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
+from target_service.verify_step import VerifyResult, VerifyStep
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ class StepsByTurns:
         session, at, base = item.session, item.session.at, item.base
         if item.request.behind is not None:
             judged = self.verifier.admission.running.get(session.id)
-            if judged is None or judged.last_judged is None:
+            if judged is None or judged.draft.last_judged is None:
                 return None
-            key, verdict = judged.last_judged
+            key, verdict = judged.draft.last_judged
             if key != (at.epoch, at.round) or verdict.at.base != session.committed:
                 return None
             at, base = judged.at, len(judged.tokens)

@@ -10,7 +10,7 @@ from specahead.sparsity.methods import Method
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.wire.messages import At, DraftEvent
-from target_service.planning import VerifyRound
+from target_service.verify_step import VerifyRound
 
 Judge = Callable[[VerifyRound, int], Imposed]
 """Returns the verdict on a round, given the vocabulary's size. It must return the same verdict each time."""

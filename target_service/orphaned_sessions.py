@@ -1,5 +1,5 @@
-"""Sessions whose orchestrator was lost. What each has come to is kept for a while, so that its client can go on with it
-through another one: by the same request, of the same name and with the same key.
+"""Sessions whose orchestrator was lost. Their commits are kept for a while, so that a client can continue through
+another orchestrator, by the same request under the same name and with the same key.
 """
 
 import time
@@ -17,8 +17,8 @@ _LISTS = "tokens", "logprobs", "prompt_logprobs", "screening_drafted", "screenin
 
 
 def _pack(commit: Commit) -> tuple[Any, ...]:
-    """Return a commit's values as numbers and tuples of them, which the garbage collector need not look at: there is
-    one for each round of all that is generated.
+    """Return a commit's values as numbers and tuples, which the garbage collector skips: there is one commit for each
+    round that is kept.
     """
     values = dict(vars(commit))
     values["at"], values["finish_reason"] = tuple(commit.at), int(commit.finish_reason)
@@ -35,19 +35,19 @@ def _unpack(packed: tuple[Any, ...]) -> Commit:
 
 @dataclass
 class Written:
-    """The rounds that were told of a session to the orchestrator that opened it by `request`, and to those before it.
-
-    has_ended: whether the last of them is the session's end. packed: the rounds, as of `_pack`. repeats: how many of
-    them this orchestrator has not been told yet, since an orchestrator before it was.
-    """
+    """The commits of a session that were sent to the orchestrator that opened it, and to earlier ones."""
 
     request: Open
+    """The request that opened it."""
     has_ended: bool = False
+    """Whether the last commit ends the session."""
     packed: list[tuple[Any, ...]] = field(default_factory=list)
+    """The commits, packed by `_pack`."""
     repeats: int = 0
+    """How many commits were sent to an earlier orchestrator and not yet to this one."""
 
     def add(self, commit: Commit) -> None:
-        """Write down a round that is told, unless it was told to an orchestrator before."""
+        """Record a commit that is sent, unless it was sent to an earlier orchestrator."""
         if self.repeats:
             self.repeats -= 1
             return
@@ -56,18 +56,18 @@ class Written:
 
     @property
     def commits(self) -> list[Commit]:
-        """All rounds that were told."""
+        """All commits that were sent."""
         return list(map(_unpack, self.packed))
 
     def follows(self, request: Open) -> bool:
-        """Return whether another request asks for the same, whatever its seed."""
+        """Return whether another request asks for the same; its seed may differ."""
         return _asked(self.request) == _asked(request)
 
     def taken_up_by(self, request: Open) -> "Written":
-        """Return what the next orchestrator, which asks by that request, is to be told of the session.
+        """Return the record for the next orchestrator, which continues the session by `request`.
 
-        All that was committed behind the prompt is kept, and the seed of the first attempt, however often an
-        orchestrator is lost before it was told everything: the client may hold any of these tokens.
+        It keeps all tokens behind the prompt and the seed of the first attempt, however often orchestrators are lost,
+        since the client may hold any of these tokens.
         """
         asked, commits = self.request, self.commits
         if given := asked.tokens[asked.prompt_tokens :]:
@@ -76,22 +76,22 @@ class Written:
         return Written(replace(request, sampling=asked.sampling, resumed=True), self.has_ended, packed, len(packed))
 
     def going_on(self) -> Open:
-        """Return the request that opens the session where it stands."""
+        """Return the request that reopens the session behind its last token."""
         tokens = [*self.request.tokens, *(token for commit in self.commits for token in commit.tokens)]
-        wanted = self.request.wants_prompt_logprobs and not self.packed  # they are told with the first round
+        wanted = self.request.wants_prompt_logprobs and not self.packed  # they are sent with the first commit
         return replace(self.request, tokens=tokens, wants_prompt_logprobs=wanted)
 
 
 def _asked(request: Open) -> Open:
-    """Return what a request asks for, whoever passes it on and whichever attempt it is."""
+    """Return what a request asks for, the same for each attempt and each orchestrator."""
     name, prompt = name_of_client(request.session), request.tokens[: request.prompt_tokens]
     sampling = replace(request.sampling, seed=0)
     return replace(request, session=name, tokens=prompt, sampling=sampling, traceparent="", resumed=False)
 
 
 class LeftSessions:
-    """Owns what was written of sessions that nobody has any more, for `seconds`. Whoever watches gets a set, to which
-    the names are added that clients have for sessions that are left or not left any more."""
+    """Owns the records of orphaned sessions, and keeps each for `seconds`. A watcher gets a set, to which the clients'
+    names of sessions are added that become orphans or stop being orphans."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -100,11 +100,11 @@ class LeftSessions:
 
     @property
     def names(self) -> set[str]:
-        """The names that clients have for them."""
+        """The clients' names of the orphaned sessions."""
         return {name for _, name in self._left}
 
     def watch(self) -> set[str]:
-        """Return a set of the names, to which later changes are added."""
+        """Return a set of the present names, to which changed names are added later."""
         self._watches.append(changed := self.names)
         return changed
 
@@ -112,7 +112,7 @@ class LeftSessions:
         self._watches = [each for each in self._watches if each is not changed]
 
     def leave(self, written: Written) -> None:
-        """Keep what was written of a session. One without the log probabilities of all its tokens is not kept."""
+        """Keep the record of a session, unless it lacks the log probabilities of some of its tokens."""
         asked = written.request
         if asked.wants_logprobs and len(asked.tokens) > asked.prompt_tokens:
             return
@@ -124,18 +124,18 @@ class LeftSessions:
             self._forget(next(iter(self._left)))
 
     def find(self, request: Open) -> Written | None:
-        """Return what a new request goes on with, None if it is none of those that are left."""
+        """Return the record that a new request continues; None if it continues none."""
         self.expire()
         _, written = self._left.get((request.caller, name_of_client(request.session)), (0.0, None))
         fresh = len(request.tokens) == request.prompt_tokens
         return written if written is not None and fresh and written.follows(request) else None
 
     def forget(self, request: Open) -> None:
-        """Forget what was left of a session that goes on, or for which there is another request."""
+        """Forget the record of a session that continues, or that another request replaces."""
         self._forget((request.caller, name_of_client(request.session)))
 
     def expire(self) -> None:
-        """Forget those that were left too long ago."""
+        """Forget records that are older than `seconds`."""
         now = time.monotonic()
         for key in [key for key, (until, _) in self._left.items() if until <= now]:
             self._forget(key)
@@ -150,8 +150,8 @@ class LeftSessions:
 
 
 class Account:
-    """What was written of the sessions of one orchestrator; those that have ended are forgotten after `seconds`, within
-    which it shows whether the orchestrator itself is lost."""
+    """The records of one orchestrator's sessions. A session that has ended is forgotten after `seconds`: by then a lost
+    orchestrator has been noticed."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -159,11 +159,11 @@ class Account:
         self._ended: deque[tuple[float, Written]] = deque()  # until when each is kept
 
     def open(self, written: Written) -> None:
-        """Begin a session, or go on with one."""
+        """Begin the record of a session, or continue one."""
         self._open[written.request.session] = written
 
     def caller_of(self, session: str) -> str:
-        """Return the name of the key that an open session's request came with, empty for one that is not open."""
+        """Return the name of the key that an open session's request came with; empty if the session is not open."""
         written = self._open.get(session)
         return "" if written is None else written.request.caller
 
@@ -171,7 +171,7 @@ class Account:
         return session in self._open
 
     def write(self, commit: Commit) -> None:
-        """Write down a round that is told."""
+        """Record a commit that is sent."""
         written = self._open.get(commit.at.session)
         if written is not None:
             written.add(commit)
@@ -181,7 +181,7 @@ class Account:
             self._ended.popleft()
 
     def close(self, session: str) -> None:
-        """Forget a session that is over."""
+        """Forget a session."""
         self._open.pop(session, None)
 
     def __iter__(self) -> Iterator[Written]:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.passes.behind_steps import MOST_UNDER_WAY
-from target_service.planning import VerifyRound, VerifyStep
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
+from target_service.verify_step import VerifyRound, VerifyStep
 
 
 def can_be_left(step: VerifyStep) -> bool:
@@ -62,7 +62,7 @@ def plan_behind(
     else:
         alike &= all(_needs_no_host(session) and not session.look_up(gamma) for session in going_on)
     if alike and all(waits(session) for session in sessions if id(session) not in places):
-        going_on = [session for session in going_on if len(session.tokens) + 1 < session.max_length]
+        going_on = [session for session in going_on if len(session.tokens) + 1 < session.asked.max_length]
         for session in going_on:
             ahead.rounds.append(_plan_round(session, places[id(session)], drafting, drafted, cost))
         ahead.left_running = bool(ahead.rounds)
@@ -71,11 +71,13 @@ def plan_behind(
 
 def _needs_no_host(session: TargetSession) -> bool:
     """Return whether nothing but its last token decides over a session's next one."""
-    looked_at = session.logprobs is not None or bool(session.rules)
+    looked_at = session.asked.logprobs is not None or bool(session.asked.rules)
     # One that is screened reads everything in a plain round, by which what it holds is confirmed.
-    chooses = session.reader is not None and session.screening is None and not session.reader.reads_all_alone
+    chooses = (
+        session.reading.reader is not None and session.screening is None and not session.reading.reader.reads_all_alone
+    )
     holds = session.screening is not None and bool(session.screening.rounds)
-    drafted = session.draft is not None and session.drafted and session.next_round.gamma > 0
+    drafted = session.draft.peer is not None and session.draft.awaited and session.next_round.gamma > 0
     return not drafted and not looked_at and not chooses and not holds
 
 
@@ -87,9 +89,9 @@ def _plan_round(
     What it reads to draft is chosen as if none of those were accepted.
     """
     base = len(session.tokens) + 1
-    drafted, read = Drafted([0] * count, [], session.sampling, base), None
+    drafted, read = Drafted([0] * count, [], session.asked.sampling, base), None
     if count:
-        assert drafting is not None and session.memory is not None
-        read = drafting.read(session.memory, base, count)
+        assert drafting is not None and session.reading.memory is not None
+        read = drafting.read(session.reading.memory, base, count)
     item = SequenceInput(session.kv, [0] * (count + 1), "all", read, drafted, follows=place)
     return VerifyRound(session, None, item, 0.0, drafting_cost=cost if count else 0.0)

@@ -1,152 +1,215 @@
-"""What each step took, and how by that the sessions' next rounds are made: what the controller is told, and when."""
+"""What each step took and gave, told to the policy, and the policy's choice, told to the sessions."""
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from specahead.config import TargetSettings
+from specahead.engine.steps.rounds.requests import gammas
 from specahead.engine.steps.runner import Runner
+from specahead.sparsity.plan import Plan
 from specahead.wire.messages import Commit
-from target_service.confirm_lengths import StepKind, StepReads, confirm_lengths
-from target_service.controller import UNDECIDED, Controller, RoundSeen
-from target_service.planning import VerifyRound, VerifyStep
-from target_service.round_costs import Choice, Load
-from target_service.self_drafting import SelfDrafting
+from target_service.policy import (
+    CostTable,
+    Ended,
+    Load,
+    Measured,
+    Options,
+    Policy,
+    Proposer,
+    RoundKind,
+    Sizes,
+    Verified,
+)
 from target_service.session import TargetSession
+from target_service.verify_step import VerifyRound, VerifyStep
+
+ALIKE = 7 / 8  # of the sessions, which must propose as many tokens for the time of their rounds to be a figure
 
 
-class StepSeen(NamedTuple):
-    """What is known of a step that has ended.
-
-    now: the time. load: the sessions that generate. size: about how long a step takes that reads everything for one
-    that reads the weights alone. kinds: how the sessions' last rounds were made. disturbed: whether something else than
-    rounds took time in it or before (prompts, or a graph that was captured). alone: whether it took the time of rounds
-    alone. reads: what it read of KV.
-    """
+@dataclass
+class StepSeen:
+    """What is known of a step that has ended."""
 
     now: float
+    """When it was committed, by time.monotonic."""
     load: Load
-    size: float
-    kinds: Counter[Choice]
+    kind: RoundKind
+    """How most of its rounds were made."""
     disturbed: bool
-    alone: bool
-    reads: StepReads
+    """Whether something else than rounds took time since the step before: prompts, or a graph that was captured."""
+    is_typical: bool
+    """Whether the other sessions make their rounds alike, so that what the rounds took is a figure."""
+    seconds: float
+    """What the step took."""
+    rounds: int
+    """Rounds that it had."""
+    took: list[float] = field(default_factory=list)
+    """Seconds from one commit to the next of the sessions whose last two rounds were made alike."""
+    tokens: int = 0
+    """Tokens that its rounds brought."""
+    drafting: float = 0.0
+    """What the draft took for its rounds, in seconds."""
 
 
 class Pacing:
-    """Has the controller decide over the rounds of the sessions that run, by name, and how many tokens each holds.
-
-    drafting: how sessions draft for themselves, if they do. imposed: whether a benchmark imposes the verdicts.
-    """
+    """Has the policy decide over the rounds of the sessions that run, by name."""
 
     def __init__(
-        self,
-        runner: Runner,
-        settings: TargetSettings,
-        sessions: Mapping[str, TargetSession],
-        drafting: SelfDrafting | None,
-        counters: Counter[str],
-        imposed: bool = False,
+        self, policy: Policy, runner: Runner, sessions: Mapping[str, TargetSession], imposed: bool = False
     ) -> None:
-        adaptive = settings.adaptive and settings.has_draft
-        self.controller = Controller(settings.most_drafted, adaptive, counters, runner.alternatives_beside)
-        self._runner, self._settings, self._sessions, self._drafting = runner, settings, sessions, drafting
-        self._lengths = confirm_lengths(settings, runner.weight_tokens)
-        self._captures_seen, self._imposed = 0, imposed
+        """imposed: whether verdicts are imposed that say nothing about who proposed."""
+        self.policy = policy
+        self._runner, self._sessions, self._imposed = runner, sessions, imposed
+        self._captures_seen = 0
         self._draft_has_read = False  # in this process, prompts, since the last step
-        self._read_last = False  # in the last step, parts of prompts, which may have run on behind it
 
     def begin(self, session: TargetSession) -> None:
         """Say how a session's first round is made, unless it has had one before it gave way."""
-        if self._lengths is not None and session.screening is not None:
-            session.screening.most = self._lengths.present
-        if session.pace is UNDECIDED:
-            tokens = len(session.tokens)
-            session.pace = self.controller.first_pace(tokens, session.announces)
-            session.next_round = self.controller.effective(session.pace, tokens)
+        self.policy.choose(self._load(everyone=True))
+        if session.screening is not None:
+            session.screening.most = self.policy.plan.held
+        if not session.pace.acceptance.chances:
+            session.pace.acceptance = self.policy.new_acceptance()
+            session.pace.next_round = self.policy.plan_of(session.pace, len(session.tokens), session.announces)
 
     def note_draft_reading(self, seconds: float) -> None:
-        """Take note that the draft in this process has read prompts for so long, on the same device."""
+        """Take note that the draft in this process has read prompts for `seconds`, on the same device."""
         self._draft_has_read = True
-        self.controller.note_reading(seconds / self._load()[1])
+        self.policy.note_reading(seconds)
 
-    def see(self, step: VerifyStep, fetched: int, now: float) -> StepSeen:
-        """Return what is known of a step that has ended at the time `now`; to be called once. fetched: (layer, KV head,
-        token) triples that its rounds have brought from the host.
+    def see(self, step: VerifyStep, fetched: int, seconds: float, now: float) -> StepSeen:
+        """Return what is known of a step that has ended at the time `now`; to be called once for each.
+
+        fetched: (layer, KV head, token) triples that its rounds have brought from the host. seconds: that it took.
         """
-        load, size = self._load()
-        kinds = Counter(session.pace.kind for session in self._sessions.values() if session.pace.kind)
-        tokens = [len(item.session.tokens) for item in step.rounds]
-        shares = (self._settings.self_read_share if item.screens else 1.0 for item in step.rounds)
-        read = sum(share * count for share, count in zip(shares, tokens, strict=True))
+        load, kind = self._load(), _kind_of(step)
         captured = self._runner.captures_made != self._captures_seen
         disturbed = self._draft_has_read or bool(step.prefills) or captured
-        alone = not disturbed and not self._read_last
         self._draft_has_read, self._captures_seen = False, self._runner.captures_made
-        self._read_last = bool(step.prefills)
-        if self._lengths is not None and alone:
-            self._lengths.choose(load, sum(tokens))
-        reads = StepReads(sum(tokens), read, fetched / self._triples)
-        return StepSeen(now, load, size, kinds, disturbed, alone, reads)
+        if fetched or load.away:
+            tokens = sum(len(item.session.tokens) for item in step.rounds)
+            triples = self._runner.kv.num_layers * self._runner.kv.kv_heads
+            self.policy.costs.sizes.note_fetched(kind.verified, fetched / triples / max(1, tokens))
+        lasts = [session.pace.last_gamma for session in self._sessions.values()]
+        others = sum(last >= 0 for last in lasts)
+        is_typical = lasts.count(kind.gamma) >= (ALIKE if kind.gamma else 1) * others
+        return StepSeen(now, load, kind, disturbed, is_typical, seconds, len(step.rounds))
 
-    @property
-    def _triples(self) -> int:
-        """How many (layer, KV head, token) triples a token of KV is."""
-        return self._runner.kv.num_layers * self._runner.kv.kv_heads
-
-    def _load(self) -> tuple[Load, float]:
-        """Return the load by the sessions that generate, and its size, as StepSeen has them."""
-        generating = [len(session.tokens) for session in self._sessions.values() if session.unread <= 0]
-        size = 1 + sum(generating) / self._runner.weight_tokens if self._runner.weight_tokens else 1.0
-        return (len(generating).bit_length(), sum(generating).bit_length()), size
-
-    def choose_length(self, item: VerifyRound, commit: Commit, seen: StepSeen) -> None:
-        """Say how many tokens a session holds, by what its steps take."""
-        screening, lengths = item.session.screening, self._lengths
-        if lengths is None or screening is None:
-            return
-        if not item.screens:
-            lengths.note_held(commit.screened, commit.confirmed)
-            screening.most = lengths.present
-        if seen.alone and commit.drafted and not item.is_guessed:
-            drafting = commit.draft_seconds if self._settings.draft_in_target else commit.wait_seconds
-            kind = StepKind.SCREENS if item.screens else StepKind.CONFIRMS if item.held else StepKind.DENSE
-            fetched = commit.kv_tokens_fetched / self._triples / len(item.session.tokens)
-            took = commit.verify_seconds, drafting
-            lengths.note_round(seen.load, kind, seen.reads, *took, commit.accepted + 1, fetched)
-
-    def decide(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:
-        """Have the controller say how a session's next round is made, by the one that was committed just now.
+    def note(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:
+        """Take note of a round that was committed just now, and say how its session's next one is made.
 
         alternative: whether the last accepted token is one.
         """
-        # Sessions that draft for themselves decide together (SelfDrafting): one that paused would take part in their
-        # steps, for a token each. Imposed verdicts say nothing about who proposed, but auto is measured by them.
-        together = self._drafting is not None and self._drafting.adaptive and item.drafting_cost > 0
-        fixed = self._imposed and not self._settings.adaptive
-        if fixed or together or commit.confirmed < commit.screened:
-            return
-        session, before = item.session, item.session.committed_at
+        session, pace = item.session, item.session.pace
+        seen.tokens += commit.accepted + 1
+        since, pace.committed_at = pace.committed_at, None if seen.disturbed or item.is_guessed else seen.now
+        if session.screening is not None and not item.screens:
+            if commit.screened:
+                self.policy.held.note(commit.screened, commit.confirmed)
+            session.screening.most = self.policy.plan.held
         if item.is_guessed:  # which says nothing about the draft
-            session.committed_at = None
             return
-        session.committed_at = None if seen.disturbed else seen.now
-        announces = session.announces
-        if not item.proposed and self.controller.goes_on_resting(session.pace, announces):
-            session.pace = session.pace.paused_with_all(len(session.tokens))
-            return
-        drafted = item.proposed if item.proposal is None else item.proposal.tokens
-        told = RoundSeen(
-            kind=Choice(len(drafted), announces and item.input.read is not None),
-            accepted=commit.accepted,
-            committed=len(session.tokens),
-            seconds=(seen.now - before) / seen.size if before is not None and not seen.disturbed else None,
-            drafting=commit.draft_seconds / seen.size,
-            step=commit.verify_seconds / seen.size,
-            announces=announces,
-            cost=item.drafting_cost,
-            alternative=alternative,
-            left_out=len(drafted) - len(item.proposed),
-        )
-        session.pace = self.controller.after_round(session.pace, told, seen.load, seen.kinds)
-        session.next_round = self.controller.effective(session.pace, told.committed)
+        drafted = len(item.proposed if item.proposal is None else item.proposal.tokens)
+        if since is not None and not seen.disturbed and drafted == pace.last_gamma:
+            seen.took.append(seen.now - since)
+        pace.last_gamma = drafted
+        if drafted and commit.confirmed >= commit.screened:
+            seen.drafting = max(seen.drafting, commit.draft_seconds)
+            self._note_proposed(item, drafted, commit, alternative)
+        pace.next_round = self.policy.plan_of(pace, len(session.tokens), session.announces)
+
+    def _note_proposed(self, item: VerifyRound, drafted: int, commit: Commit, alternative: bool) -> None:
+        policy, pace = self.policy, item.session.pace
+        judged, accepted = len(item.proposed), max(0, commit.accepted - alternative)
+        if accepted < judged:
+            policy.note_alternative(drafted, accepted, alternative)
+        is_own = item.drafting_cost > 0
+        if is_own or item.proposal is not None:
+            policy.note_round(pace, drafted, accepted, drafted - judged)
+        else:
+            pace.acceptance.note(drafted, accepted)
+        # Sessions that draft for themselves decide together: one that paused would take part in their steps, for a
+        # token each.
+        if not self._imposed and not (is_own and policy.options.adaptive):
+            policy.pause_if_useless(pace, drafted, len(item.session.tokens), item.drafting_cost)
+
+    def finish(self, seen: StepSeen) -> None:
+        """Take note that all rounds of a step are committed."""
+        measured, took = None, seen.took
+        if seen.is_typical and sum(took) > 0:
+            measured = Measured(seen.kind, sum(took) / len(took), len(took))
+            if seen.drafting and seen.kind.proposer is Proposer.DRAFT:
+                # Of what the draft took, the part counts that was not beside the target's step.
+                drafting = min(seen.drafting, max(0.0, measured.seconds - seen.seconds))
+                self.policy.costs.sizes.note_drafting(drafting, seen.seconds, seen.kind, seen.load)
+        if seen.rounds and seen.load.sessions:
+            self.policy.note_step(Ended(seen.now, seen.rounds, seen.tokens, seen.load, measured))
+
+    def _load(self, everyone: bool = False) -> Load:
+        """Return the load by the sessions that generate, or by all that run."""
+        sessions = tokens = announcing = screened = pausing = away = 0
+        kv = self._runner.kv
+        for session in self._sessions.values():
+            screened += session.screening is not None
+            if session.unread > 0 and not everyone:
+                continue
+            length = len(session.tokens)
+            sessions += 1
+            tokens += length
+            announcing += length if session.announces else 0
+            pausing += session.pace.pause.lasts(length)
+            if not kv.is_resident(session.kv):
+                away += length
+        return Load(sessions, tokens, announcing, min(screened, sessions), pausing, away)
+
+
+def _kind_of(step: VerifyStep) -> RoundKind:
+    """Return how most rounds of a step were made. The sessions share it: what one reads costs the others as well."""
+    counts = Counter(len(item.proposed if item.proposal is None else item.proposal.tokens) for item in step.rounds)
+    gamma = max(counts, key=counts.__getitem__, default=0)
+    if not gamma:
+        return RoundKind(Proposer.NOBODY, 0, Verified.DENSE)
+    proposer, verified = Proposer.LOOKUP, Verified.DENSE
+    for item in step.rounds:
+        if item.drafting_cost:
+            proposer = Proposer.SELF
+        elif item.proposal is not None:
+            proposer = Proposer.DRAFT
+        read = item.input.read
+        if item.screens:
+            verified = Verified.SCREENS
+        elif item.held and verified is not Verified.SCREENS:
+            verified = Verified.CONFIRMS
+        elif verified is Verified.DENSE and read is not None and not read.reads_all and not read.drafts:
+            verified = Verified.SPARSE
+    return RoundKind(proposer, gamma, verified)
+
+
+def policy_of(settings: TargetSettings, plan: Plan, runner: Runner, counters: Counter[str]) -> Policy:
+    """Return the policy of a target, by its settings."""
+    # A target without a draft model takes proposals of a draft that attaches in any case.
+    if settings.drafts_for_itself:
+        proposer = Proposer.SELF
+    else:
+        proposer = Proposer.LOOKUP if settings.draft == "lookup" else Proposer.DRAFT
+    chosen = settings.adaptive or settings.draft == "auto"
+    most, adaptive = settings.most_drafted, chosen and settings.draft != "lookup"
+    if settings.chosen.hold is None:
+        holds = (0, *range(most + 1, settings.most_held + 1, 2), settings.most_held)
+    else:
+        holds = (settings.chosen.hold,)
+    sparse = len(plan.sparse_layers) / plan.target_layers
+    sizes = Sizes(
+        runner.weight_tokens,
+        plan.budget,
+        plan.least_tokens,
+        dense_layers=1 - sparse,
+        own_share=settings.self_read_share,
+        screening_weights=0.5 if settings.screens_lightly else 1.0,
+        drafting_weights=0.5 if settings.speculation.draft_quantization == "fp8" else 1.0,
+    )
+    options = Options(
+        proposer, tuple(gammas(most)) if settings.adaptive else (most,), adaptive, True, tuple(sorted({*holds}))
+    )
+    return Policy(options, CostTable(sizes), counters, runner.alternatives_beside)

@@ -1,4 +1,4 @@
-"""What drafts and target say to each other about sessions. docs/architecture.md has the table of answers."""
+"""The events between drafts and target about sessions. docs/architecture.md has the table of answers."""
 
 import logging
 from collections import Counter
@@ -19,10 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class DraftProtocol:
-    """Owns the drafts that are attached. Says which draft a session has, and applies what it sends to the session.
-
-    sessions: those that run, by name. patience: is told what rounds of drafts take.
-    """
+    """Owns the attached drafts. Assigns a draft to each session, and applies the draft's events to the session."""
 
     def __init__(
         self,
@@ -34,6 +31,8 @@ class DraftProtocol:
         patience: Patience,
         hooks: Hooks = NO_HOOKS,
     ) -> None:
+        """sessions: the running ones, by name. patience: learns how long rounds of drafts take. hooks: of tests and
+        benchmarks."""
         self.drafts: list[DraftPeer] = []
         self._sessions, self._counters, self._patience, self._hooks = sessions, counters, patience, hooks
         self._number = _number(settings.name)
@@ -42,49 +41,48 @@ class DraftProtocol:
     # Which draft a session has.
 
     def attach(self, peer: DraftPeer) -> None:
-        """Take a draft up, for all sessions that have none."""
+        """Attach a draft; it drafts for all sessions that have none."""
         self.drafts.append(peer)
         self._counters["drafts_attached"] += 1
         for session in self._sessions.values():
             self.assign(session)
 
     def detach(self, peer: DraftPeer) -> None:
-        """Let a draft's sessions go on plainly, or with another draft where there is one."""
+        """Detach a draft. Its sessions go on with another draft, or plainly if there is none."""
         self.drafts.remove(peer)
-        for session in [session for session in self._sessions.values() if session.draft is peer]:
+        for session in [session for session in self._sessions.values() if session.draft.peer is peer]:
             session.forget_draft()
             self.assign(session)
 
     def assign(self, session: TargetSession, wait: bool = False) -> None:
-        """Have a session drafted, unless it has a draft, goes without one or is at its end, or there is none: by the
-        draft with the fewest sessions of all targets, and of several by that which was placed beside it (draft-2 beside
-        target-2).
+        """Assign a draft to a session, unless it has one, goes without one or is at its end, or no draft is attached.
 
-        wait: hold plain decoding back until the draft has had its time, as for a session that starts.
+        It is the draft with the fewest sessions of all targets; of several, the one that was placed beside this target
+        (draft-2 beside target-2). wait: wait for its proposals before decoding plainly, as for a session that starts.
         """
-        if not self.drafts or session.draft is not None or session.goes_alone or session.awaits_its_end:
+        if not self.drafts or session.draft.peer is not None or session.goes_alone or session.awaits_its_end:
             return
         peer = min(self.drafts, key=lambda draft: (draft.load, _number(draft.name) != self._number))
-        session.draft, session.drafted = peer, wait
+        session.draft.peer, session.draft.awaited = peer, wait
         peer.sessions.add(session.id)
         peer.send(session.begin())
 
     def end(self, session: TargetSession) -> None:
-        """Tell a session's draft that it has no more to do for it."""
-        if session.draft is not None:
-            session.draft.send(End(session.id))
+        """Tell a session's draft to stop drafting for it."""
+        if session.draft.peer is not None:
+            session.draft.peer.send(End(session.id))
             session.forget_draft()
 
     def judge(self, session: TargetSession, key: RoundKey, verdict: Verdict) -> None:
-        """Send a session's draft, if it has one, the verdict on round `key`; kept for a draft that asks again."""
-        if session.draft is not None:
-            session.last_judged = (key, verdict)
-            session.draft.send(verdict)
+        """Send the verdict on round `key` to a session's draft, if it has one; keep it in case the draft asks again."""
+        if session.draft.peer is not None:
+            session.draft.last_judged = (key, verdict)
+            session.draft.peer.send(verdict)
 
     # What drafts send.
 
     def receive(self, peer: DraftPeer, event: DraftEvent) -> None:
-        """Apply a draft's event. Raises InvalidArgument for one that no honest draft sends."""
+        """Apply a draft's event. Raises InvalidArgument for an event that no correct draft sends."""
         if self._hooks.on_draft_event is not None:
             self._hooks.on_draft_event(event)
         if isinstance(event, Load):
@@ -92,7 +90,7 @@ class DraftProtocol:
             return
         name = event.session if isinstance(event, Decline | Resync) else event.at.session
         session = self._sessions.get(name)
-        if session is None or session.draft is not peer:
+        if session is None or session.draft.peer is not peer:
             self._counters["unknown_session_frames"] += 1
             peer.send(End(name))
             return
@@ -104,24 +102,24 @@ class DraftProtocol:
             case Proposals():
                 self._take_proposals(peer, session, event)
             case Ready():
-                session.drafted = True
+                session.draft.awaited = True
                 session.stats.waiting_since = None
             case Decline():
-                session.drafted = False
+                session.draft.awaited = False
             case Resync():
                 session.epoch += 1
-                session.held.clear()
+                session.draft.forget()
                 peer.send(session.begin())
 
     def reject(self, peer: DraftPeer, name: str, error: InvalidArgument) -> None:
-        """Let a session for which its draft has sent something wrong go on without a draft for a while."""
+        """Let a session go on without its draft for a while, after a wrong event for it."""
         session = self._sessions.get(name)
-        if session is None or session.draft is not peer:
+        if session is None or session.draft.peer is not peer:
             return
         log.warning("draft %s, session %s: %s", peer.name, name, error)
         self._counters["rejected_events"] += 1
         self.end(session)
-        session.pace = session.pace.paused(len(session.tokens))
+        session.pause()
 
     def _take_proposals(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> None:
         if not self._is_current(peer, session, event):
@@ -134,12 +132,12 @@ class DraftProtocol:
             self._refuse(peer, session, str(error))
 
     def _take_late_proposals(self, session: TargetSession, event: Proposals) -> None:
-        """Take proposals that were made ahead for this round and crossed the verdict before it, if they foresaw it.
+        """Take proposals for this round that were sent before the verdict on the last one arrived, if they foresaw it.
 
-        The draft will say them again under the new epoch; they are not waited for.
+        The draft will send them again under the new epoch; taking them now saves the wait.
         """
         self._check_tokens(session, event)
-        if (len(session.tokens), session.tokens[-1]) in event.outcomes and session.key not in session.proposals:
+        if (len(session.tokens), session.tokens[-1]) in event.outcomes and session.key not in session.draft.proposals:
             try:
                 self._keep(session, replace(event, at=event.at._replace(epoch=session.epoch)), session.key)
                 self._counters["late_rounds"] += 1
@@ -150,33 +148,33 @@ class DraftProtocol:
         session.stats.stale_rounds += 1
 
     def _keep(self, session: TargetSession, event: Proposals, key: RoundKey) -> None:
-        """Keep the proposals for a round, and what it announces. Raises InvalidArgument, and UnknownReference for an
-        announcement against a selection that is not held.
+        """Keep the proposals for a round and their announcement. Raises InvalidArgument, and UnknownReference for an
+        announcement that refers to a selection that is not kept.
         """
         if event.selection:
-            reader, base, committed = session.reader, event.at.base, len(session.tokens)
-            if reader is None or not session.announced_by:
+            reader, base, committed = session.reading.reader, event.at.base, len(session.tokens)
+            if reader is None or not session.reading.announced_by:
                 raise InvalidArgument(f"session {session.id} takes no announcements")
             if base < committed - self._gamma:  # below the shortest of the outcomes that may have been drafted for
                 raise InvalidArgument(f"session {session.id}: announced up to {base}, {committed} tokens are committed")
             blocks = self._plan.num_blocks(base)
-            session.announced[key] = decode_selection(
-                event.selection, session.known_selections, reader.announced_rows, blocks
+            session.draft.announced[key] = decode_selection(
+                event.selection, session.draft.known_selections, reader.announced_rows, blocks
             )
             session.stats.announced_bytes += len(event.selection)
             self._counters["announced_bytes"] += len(event.selection)
-        session.proposals[key] = event
+        session.draft.proposals[key] = event
 
     def _is_current(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> bool:
-        """Return whether proposals are for this round or the next, and the first for it.
+        """Return whether proposals are the first for this round or the next one.
 
-        Else it is a repeat, stale, or a gap that is refused.
+        Others are repeats, which are answered again, stale ones, which are dropped, or leave a gap and are refused.
         """
         at = event.at
         key = (at.epoch, at.round)
-        if session.last_judged is not None and key == session.last_judged[0]:
+        if session.draft.last_judged is not None and key == session.draft.last_judged[0]:
             self._counters["repeated_frames"] += 1
-            peer.send(session.last_judged[1])
+            peer.send(session.draft.last_judged[1])
             return False
         if at.epoch < session.epoch or at.round < session.round:
             self._counters["stale_frames"] += 1
@@ -185,13 +183,13 @@ class DraftProtocol:
         if at.epoch > session.epoch or at.round > session.round + 1:
             self._refuse(peer, session, f"epoch {at.epoch}, round {at.round} leaves a gap")
             return False
-        self._counters["repeated_frames"] += key in session.proposals
-        return key not in session.proposals
+        self._counters["repeated_frames"] += key in session.draft.proposals
+        return key not in session.draft.proposals
 
     def _check_outcomes(self, session: TargetSession, event: Proposals) -> None:
-        """Raise InvalidArgument for proposals behind outcomes that cannot be.
+        """Raise InvalidArgument for proposals behind outcomes that are impossible.
 
-        Those of this round that come after its verdict build on the committed tokens.
+        Proposals for this round must build on the committed tokens.
         """
         base, committed, gamma = event.at.base, len(session.tokens), self._gamma
         if event.at.round > session.round:
@@ -212,7 +210,7 @@ class DraftProtocol:
             raise InvalidArgument(f"a proposal of {max(event.counts)} tokens, γ is {self._gamma}")
         if max(event.tokens) >= vocab or (ids.size and ids.max() >= vocab):
             raise InvalidArgument(f"a proposed token lies outside the vocabulary of {vocab}")
-        if session.sampling.greedy and ids.size:
+        if session.asked.sampling.greedy and ids.size:
             raise InvalidArgument(f"session {session.id} is greedy; its proposals carry no distributions")
 
     def _refuse(self, peer: DraftPeer, session: TargetSession, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What an orchestrator is told of the target: its load, and which prefixes it has KV of."""
+"""Reports to an orchestrator: the target's load, and the prefixes that it has KV of."""
 
 import time
 from collections.abc import Callable
@@ -23,20 +23,18 @@ class ReadingRate:
     seconds: float = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Count a step; the older ones count the less."""
+        """Count a step; older steps count less."""
         self.tokens = 0.9 * self.tokens + tokens
         self.seconds = 0.9 * self.seconds + seconds
 
     @property
     def per_second(self) -> float:
-        """Return the tokens read a second; 0 if nothing was counted."""
+        """Return the prompt tokens read a second; 0 before the first step."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Reporter:
-    """Makes the reports for one orchestrator, which owns the sessions of `emit`. opens: sessions that it asked for.
-    usage: counts what its callers use, too.
-    """
+    """Makes the reports for one orchestrator, which owns the sessions of `emit`."""
 
     def __init__(
         self,
@@ -47,7 +45,7 @@ class Reporter:
         left: LeftSessions,
         tokens: CallerTokens,
     ) -> None:
-        self.opens = 0
+        self.opens = 0  # sessions that the orchestrator asked for
         self.usage = StreamUsage(admission, tokens, emit)
         self._admission, self._reading, self._prefixes, self._emit = admission, reading, prefixes, emit
         self._left = left
@@ -55,7 +53,7 @@ class Reporter:
         self._number, self._due_at = 0, 0.0
 
     def due(self) -> list[Report]:
-        """Return the next report, none if the last one was REPORT_SECONDS ago or less."""
+        """Return the next report; an empty list if the last one was made less than REPORT_SECONDS ago."""
         now = time.monotonic()
         if self._number and now < self._due_at:
             return []
@@ -80,10 +78,10 @@ class Reporter:
         return [report]
 
     def hurry(self) -> None:
-        """Let the next report be due at once: what it says has changed so that requests may be taken that were not."""
+        """Let the next report be due at once, since the target can take requests now that it could not take before."""
         self._due_at = 0.0
 
     def close(self) -> None:
-        """Take note of nothing any more."""
+        """Stop watching for changes."""
         self._prefixes.unwatch(self._changed)
         self._left.unwatch(self._moved)

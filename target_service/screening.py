@@ -9,18 +9,17 @@ what is confirmed has that of dense attention. Knows no sessions and no KV.
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from specahead.config import TargetSettings
 from specahead.engine.sampling.distributions import Support
 from specahead.sparsity.methods import BY_MEMORY
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.wire.messages import Commit, FinishReason
 
-WEIGHED_EVERY = 4  # confirmations, of which one weighs what is read, as that takes a third of a dense pass's time
+WEIGHED_EVERY = 4  # every fourth confirmation weighs the KV, since that takes a third of a dense pass's time
 
 
 class Confirms(Enum):
-    """Whether the rounds of a step confirm what their sessions hold, and weigh what they read for it."""
+    """Whether the rounds of a step confirm what their sessions hold, and whether they weigh the KV that they read."""
 
     NO = 0
     YES = 1
@@ -35,47 +34,50 @@ _SUMMED = (
 )
 
 
-def screening_reader(plan: Plan, settings: TargetSettings, report_blocks: bool) -> Reader:
-    """Return how a session reads that is screened: by what its dense passes have weighed."""
-    return Reader(BY_MEMORY, replace(plan, budget=settings.self_read_share, least_tokens=0, rule=""), report_blocks)
+def screening_reader(plan: Plan, share: float, report_blocks: bool) -> Reader:
+    """Return how a session reads `share` of its KV to screen: by what its dense passes have weighed."""
+    return Reader(BY_MEMORY, replace(plan, budget=share, least_tokens=0, rule=""), report_blocks)
 
 
 @dataclass
 class Screening:
-    """What a session holds back.
-
-    most: tokens that it holds, at most. widest: tokens that a round runs, at most, held ones and the last confirmed one
-    among them. confirmed: how many of the session's tokens are confirmed; those behind them are held. supports: what
-    each of these was drawn from, none in a greedy session. rounds: the commits of the rounds since the last
-    confirmation, which nobody was told of. ends: whether the text ends with the held tokens, if they are confirmed.
-    unweighed: confirmations since the last that weighed what it read; of a session that has weighed nothing as many as
-    make the next one weigh. deterministic: whether the target draws its own tokens where it confirms, whatever was
-    screened, so that there are no supports, and reads everything in passes apart from those that screen.
-    """
+    """What a session holds back."""
 
     most: int
+    """Tokens that it holds, at most."""
     widest: int
+    """Tokens that a round runs, at most, with the held ones and the last confirmed one."""
     confirmed: int
+    """How many of the session's tokens are confirmed; the tokens behind them are held."""
     supports: list[Support] = field(default_factory=list)
+    """The distribution that each held token was drawn from; none in a greedy session."""
     rounds: list[Commit] = field(default_factory=list)
+    """The commits of the rounds since the last confirmation, which the session's owner has not received."""
     ends: bool = False
+    """Whether the text ends with the held tokens, if they are confirmed."""
     unweighed: int = WEIGHED_EVERY - 1
+    """Confirmations since the last one that weighed the KV that it read. A session that has weighed none yet has as
+    many as make the next one weigh.
+    """
     deterministic: bool = False
+    """Whether the target draws its own tokens where it confirms, whatever was screened: then there are no supports, and
+    sessions read everything in passes apart from those that screen.
+    """
 
     @property
     def settled(self) -> int:
-        """How many of the session's first tokens no later pass writes the KV of: not that of the last confirmed one,
-        which a round that screens may have written."""
+        """How many of the session's first tokens have KV that no later pass writes. The last confirmed token does not
+        count, since a screening round may have written its KV."""
         return self.confirmed - 1
 
     @property
     def is_to_weigh(self) -> bool:
-        """Whether the next confirmation is to weigh what it reads."""
+        """Whether the next confirmation weighs the KV that it reads."""
         return self.most > 0 and self.unweighed + 1 >= WEIGHED_EVERY
 
     @property
     def is_stale(self) -> bool:
-        """Whether what was weighed is too old to screen by, since nothing was held for long."""
+        """Whether the weights are too old to screen by, since nothing was held for long."""
         return self.unweighed >= WEIGHED_EVERY
 
     @property
@@ -84,22 +86,22 @@ class Screening:
         return self.most > 0 or bool(self.rounds)
 
     def hold(self, commit: Commit, supports: list[Support]) -> None:
-        """Hold the tokens of a screening round back. supports: what each of them was drawn from, and maybe more."""
+        """Hold the tokens of a screening round back. supports: the distribution of each of them, and maybe more."""
         self.rounds.append(commit)
         self.supports += supports[: len(commit.tokens)]
         self.ends = commit.finish_reason is not FinishReason.NONE
 
     def drop(self, tokens: list[int]) -> None:
-        """Take the held tokens back, the last of a session's `tokens`; nothing that was weighed counts any more. What
-        their rounds took is still to be told.
+        """Remove the held tokens from the end of a session's `tokens`, and forget the weights. The next commit still
+        includes the times of their rounds.
         """
         del tokens[self.confirmed :], self.supports[:]
         self.ends, self.unweighed = False, WEIGHED_EVERY - 1
 
     def release(self, commit: Commit, weighed: bool) -> Commit:
-        """Return the commit of a dense round with what the rounds before it took; nothing is held then.
+        """Return the commit of a dense round together with the figures of the rounds before it; nothing is held then.
 
-        weighed: whether the round weighed what it read.
+        weighed: whether the round weighed the KV that it read.
         """
         rounds = [*self.rounds, commit]
         told = replace(

@@ -1,4 +1,4 @@
-"""The target process: a model, a verifier, and the server that drafts and the orchestrator dial."""
+"""The target process: a model, a verifier, and the server that drafts and the orchestrator connect to."""
 
 import asyncio
 import logging
@@ -116,7 +116,7 @@ async def run(
 
 
 def _eight_bit(settings: TargetSettings) -> EightBit:
-    """Return which passes of the target read its weights in 8 bits: those that draft for itself, or that screen."""
+    """Return which passes of the target read its weights in 8 bits: its own drafting and screening ones, or none."""
     drafts = settings.drafts_for_itself and settings.speculation.draft_quantization == "fp8"
     return "drafting" if drafts or settings.screens_lightly else "none"
 

@@ -66,7 +66,7 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
             self._wake.set()
 
     def _receive(self, peer: DraftPeer, pb: speculation_pb2.DraftEvent) -> None:
-        """Apply an event; a wrong one ends the drafting of its session. Raises InvalidArgument if it names none."""
+        """Apply an event. A wrong event ends its session's drafting; raises InvalidArgument if it names no session."""
         try:
             event = convert.draft_event_from_pb(pb)
             if isinstance(event, Beat):
@@ -97,8 +97,8 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
 
 
 class ControlServicer(control_pb2_grpc.TargetControlServicer):
-    """An orchestrator's sessions live as long as its stream: when that breaks, they are aborted, and what they have
-    come to is kept for another one. No other stream may abort them.
+    """Serves orchestrators. An orchestrator's sessions live as long as its stream: when that breaks, they are aborted
+    and their commits are kept for another orchestrator. No other stream may abort them.
     """
 
     def __init__(self, verifier: Verifier, wake: asyncio.Event, read_status: Callable[[], ServiceStatus]) -> None:
@@ -180,7 +180,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
             self._wake.set()
 
     def _leave(self, account: Account) -> None:
-        """End the sessions of an orchestrator that is lost, and let the others know at once what it has left."""
+        """End the sessions of a lost orchestrator, and report the orphaned ones to the others at once."""
         for written in account:
             if not written.has_ended:
                 self._verifier.abort(written.request.session)
@@ -192,7 +192,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     def _receive(
         self, frame: control_pb2.ServeFrame, account: Account, reporter: Reporter, outbox: Outbox[ServedEvent | Beat]
     ) -> None:
-        """Do what a frame asks for. Raises ServiceError for a session that cannot be opened, and for a wrong frame."""
+        """Apply a frame. Raises ServiceError for a session that cannot be opened, and for a wrong frame."""
         request = convert.serve_request_from_pb(frame)
         if isinstance(request, Open):
             self._open(request, account, reporter.usage, outbox)
@@ -203,7 +203,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
             outbox.put(Beat())
 
     def _open(self, request: Open, account: Account, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]) -> None:
-        """Open a session, or go on with one that was left: what was committed of it is told first."""
+        """Open a session, or continue an orphaned one: then its commits are sent again first."""
         left = self._left.find(request)
         written = Written(request) if left is None else left.taken_up_by(request)
         if not written.has_ended:

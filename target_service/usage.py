@@ -1,4 +1,4 @@
-"""What callers use of a target, so that each orchestrator knows what a key uses through the others."""
+"""The requests and tokens of callers on a target: each orchestrator learns what a key uses through the others."""
 
 import time
 from collections import Counter, deque
@@ -11,14 +11,14 @@ _WINDOW = 60  # seconds
 
 
 class CallerTokens:
-    """Counts the tokens of callers, of prompts and of answers. total: since the start."""
+    """Counts the tokens of callers, in prompts and in answers."""
 
     def __init__(self) -> None:
-        self.total: Counter[str] = Counter()
+        self.total: Counter[str] = Counter()  # since the start
         self._recent: deque[tuple[int, Counter[str]]] = deque()  # by second
 
     def add(self, caller: str, tokens: int) -> None:
-        """Count tokens of a caller; those of requests without a key are nobody's."""
+        """Count tokens of a caller; requests without a key have none."""
         if not caller:
             return
         second = int(time.monotonic())
@@ -36,13 +36,12 @@ class CallerTokens:
 
 
 class StreamUsage:
-    """What the callers of all other orchestrators use, as one orchestrator is told of it, who owns the sessions of
-    `emit`."""
+    """What callers use through all other orchestrators, for the one orchestrator that owns the sessions of `emit`."""
 
     def __init__(self, admission: Admission, tokens: CallerTokens, emit: Callable[[ServedEvent], None]) -> None:
         self._admission, self._tokens, self._emit = admission, tokens, emit
         self._own: Counter[str] = Counter()
-        self._told = tokens.total - tokens.of_last_minute()  # it comes new, and knows of nothing
+        self._told = tokens.total - tokens.of_last_minute()  # its first report covers the last minute
 
     def add(self, caller: str, tokens: int) -> None:
         """Count tokens of this orchestrator's own."""
@@ -50,11 +49,13 @@ class StreamUsage:
         self._tokens.add(caller, tokens)
 
     def report(self) -> list[CallerUsage]:
-        """Return what is used through the others, tokens since the last report."""
+        """Return the requests that run through the others, and their tokens since the last report."""
         if not self._tokens.total:
             return []
         everyone = self._admission.everyone()
-        requests = Counter(each.caller for each in everyone if each.emit != self._emit and not each.choice)
+        requests = Counter(
+            each.asked.caller for each in everyone if each.asked.emit != self._emit and not each.asked.choice
+        )
         others = self._tokens.total - self._own
         fresh, self._told = others - self._told, others
         return [CallerUsage(caller, requests[caller], fresh[caller]) for caller in sorted({*requests, *fresh} - {""})]

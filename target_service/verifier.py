@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from specahead.config import TargetSettings
 from specahead.engine.kv.pages import pages_for
-from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from specahead.engine.steps.inputs import SequenceOutput, SparseRead
@@ -25,31 +24,25 @@ from specahead.sparsity.methods import METHODS, methods_of
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
-from specahead.wire.errors import InvalidArgument, NotFound, ServiceError
-from specahead.wire.messages import Commit, FinishReason, SessionReads
+from specahead.wire.errors import NotFound, ServiceError
+from specahead.wire.messages import SessionReads
 from specahead.wire.tracing import NO_SPANS, Spans
 from target_service.admission import Admission
-from target_service.commit import commit_round
-from target_service.counters import COUNTED, count_round, trace_round
-from target_service.device_chain import DraftedRound, plan_behind_rounds
+from target_service.committing import Committer
+from target_service.counters import COUNTED
+from target_service.device_chain import DraftedRound
 from target_service.hooks import NO_HOOKS, Hooks
-from target_service.inspection import ask_for_reads, take_reads
-from target_service.overlap import can_be_left, plan_behind
-from target_service.pacing import Pacing, StepSeen
+from target_service.inspection import ask_for_reads
+from target_service.overlap import can_be_left
+from target_service.pacing import Pacing, policy_of
 from target_service.patience import Patience
-from target_service.planning import (
-    VerifyResult,
-    VerifyRound,
-    VerifyStep,
-    drafted_for_themselves,
-    plan_verify_step,
-    waits,
-)
+from target_service.planning import StepPlanner
 from target_service.protocol import DraftProtocol
 from target_service.reporting import ReadingRate
 from target_service.screening import screening_reader
-from target_service.self_drafting import self_drafting
+from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
+from target_service.verify_step import VerifyResult, VerifyStep
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +50,8 @@ log = logging.getLogger(__name__)
 class Verifier:
     """Runs sessions on a target model, step by step: plan_step, execute, then finish_step or fail_step.
 
-    `admission` opens sessions; `protocol` takes drafts and their events. hooks: of tests and
-    benchmarks. grammars: what compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
+    `admission` opens sessions; `protocol` takes drafts and their events. hooks: of tests and benchmarks. grammars:
+    compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
     settings, or if the runner reads no prompts sparsely where they say so.
     """
 
@@ -86,13 +79,22 @@ class Verifier:
         self._hooks, self._spans = hooks, spans
         self._under_way: VerifyStep | None = None  # the step that was left running
         self._ended = 0.0  # when the last one had ended, by time.perf_counter
-        self._drafting = self_drafting(settings, plan, runner.weight_tokens)
+        self._drafting = (
+            SelfDrafting.over(plan, settings.self_read_share, settings.most_drafted)
+            if settings.drafts_for_itself
+            else None
+        )
         of_sessions = hooks, grammars, self._drafting
         self.admission = Admission(runner, plan, settings, self.counters, *of_sessions)
-        imposed = hooks.imposes_verdicts
-        self.pacing = Pacing(runner, settings, self.admission.running, self._drafting, self.counters, imposed)
+        self.policy = policy_of(settings, plan, runner, self.counters)
+        imposed = hooks.imposes_verdicts and not settings.adaptive
+        self.pacing = Pacing(self.policy, runner, self.admission.running, imposed)
         self.protocol = DraftProtocol(
             self.admission.running, plan, settings, runner.vocab_size, self.counters, self.patience, hooks
+        )
+        self._planner = StepPlanner(runner, plan, settings, self.policy, self._drafting, self.patience, self.counters)
+        self._committer = Committer(
+            runner, plan, settings, self.admission, self.protocol, self.pacing, self.counters, hooks, spans
         )
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if settings.speculation.prompt_read_share < 1:
@@ -112,14 +114,14 @@ class Verifier:
             reads += [] if read is None else [read]
         screened: list[SparseRead | None] = []
         if self.settings.most_held:
-            reader = screening_reader(self.plan, self.settings, self._hooks.reports_blocks)
+            reader = screening_reader(self.plan, self.settings.self_read_share, self._hooks.reports_blocks)
             reads.append(reader.read(None, 1, 1))
             reader.finish(SequenceOutput())  # its first round reads everything, as those that confirm
             screened.append(reader.read(None, 1, 1))
         if self._drafting is not None:
             reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
-        own_gammas = [] if self._drafting is None else self._drafting.gammas
+        own_gammas = [] if self._drafting is None else self.policy.options.gammas
         self.runner.warm_up(reads, self.settings.max_sessions, own_gammas, screened, self.settings.screens_lightly)
 
     @property
@@ -138,6 +140,7 @@ class Verifier:
         running = self.admission.running.values()
         return {
             **self.runner.kv.gauges,
+            **self.policy.choice.gauges,
             "sessions": len(running),
             "queued_sessions": len(self.admission.queue) + len(self.admission.preempted),
             "preempted_sessions": len(self.admission.preempted),
@@ -146,8 +149,8 @@ class Verifier:
             "draining": self.admission.draining,
             "drafts": len(self.protocol.drafts),
             "takes_drafts": self.settings.has_draft and not self.settings.draft_in_target,
-            "drafted_sessions": sum(session.drafted for session in running),
-            "paused_sessions": sum(session.is_paused for session in running),
+            "drafted_sessions": sum(session.draft.awaited for session in running),
+            "paused_sessions": sum(not session.next_round.gamma for session in running),
             "unprepared_steps": self.runner.unprepared,
         }
 
@@ -165,16 +168,12 @@ class Verifier:
         session = next((session for session in self.admission.everyone() if session.id == name), None)
         if session is not None:
             self.counters["aborted_sessions"] += session not in self.admission.queue
-            self._close(session)
+            self._committer.close(session)
 
     def close_all(self, error: ServiceError) -> None:
         """Tell every session's owner why it ends."""
         for session in self.admission.everyone():
             session.fail(error)
-
-    def _close(self, session: TargetSession) -> None:
-        self.protocol.end(session)
-        self.admission.close(session)
 
     # Steps.
 
@@ -184,19 +183,28 @@ class Verifier:
         The pages that it writes are taken; where they run out, sessions give way, the youngest first.
         """
         self.admission.release_closed()
+        self._start_admitted()
+        return self._plan_with_room() if self._under_way is None else self._plan_behind(self._under_way)
+
+    def _start_admitted(self) -> None:
         for session in self.admission.admit():
-            self._spans.add(session.traceparent, "target.queue", session.stats.queue_seconds)
+            self._spans.add(session.asked.traceparent, "target.queue", session.stats.queue_seconds)
             self.pacing.begin(session)
             self.protocol.assign(session, wait=True)
-        if self._under_way is not None:
-            return self._plan_behind(self._under_way)
-        while (step := self._plan_running()) is not None and not self.runner.kv.reserve(step.work):
-            *_, youngest = self.admission.running.values()
+
+    def _plan_with_room(self) -> VerifyStep | None:
+        while (step := self._cut_held(self._planner.plan(self._running, time.monotonic()))) is not None:
+            if self.runner.kv.reserve(step.work):
+                step.left_running = self.runner.goes_ahead and can_be_left(step)
+                break
+            *_, youngest = self._running
             self.protocol.end(youngest)
             self.admission.preempt_youngest()
-        if step is not None:
-            step.left_running = self.runner.goes_ahead and can_be_left(step)
         return step
+
+    @property
+    def _running(self) -> list[TargetSession]:
+        return list(self.admission.running.values())
 
     def make_room_for_rounds(self) -> None:
         """Have room for what rounds of a draft in this process leave on the device, before `warm_up`."""
@@ -224,11 +232,7 @@ class Verifier:
 
     def plan_behind_rounds(self, rounds: Mapping[str, DraftedRound]) -> VerifyStep | None:
         """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
-        running, now = list(self.admission.running.values()), time.monotonic()
-        plan, how = self.plan, (self.patience.seconds, self.counters, now)
-        beside, light = self.runner.alternatives_beside, self.settings.screens_lightly
-        step = plan_behind_rounds(running, rounds, plan, lambda each: waits(each, *how), beside, light, now)
-        self._cut_held(step)
+        step = self._cut_held(self._planner.plan_behind_rounds(rounds, self._running, time.monotonic()))
         if step is None or not self.runner.kv.reserve(step.work):
             return None
         self.counters["steps_behind_rounds"] += 1
@@ -236,27 +240,18 @@ class Verifier:
 
     def _plan_behind(self, under_way: VerifyStep) -> VerifyStep:
         """Return what to run while a step is under way, or a step that only waits for it."""
-        running, now = list(self.admission.running.values()), time.monotonic()
-        drafted = drafted_for_themselves(running, self._drafting, self.runner.kv)
-        most, how = self.settings.most_drafted, (self.patience.seconds, self.counters, now)
-        behind = plan_behind(under_way, running, most, lambda each: waits(each, *how), self._drafting, *drafted)
+        behind = self._planner.plan_behind(under_way, self._running, time.monotonic())
         if not self.runner.kv.reserve(behind.work):
             return VerifyStep(before=under_way)
         self.counters["steps_ahead"] += behind.left_running
         return behind
 
-    def _plan_running(self) -> VerifyStep | None:
-        running, now = self.admission.running.values(), time.monotonic()
-        how = self.settings, self._drafting, self.runner
-        step = plan_verify_step(running, *how, self.patience.seconds, self.counters, now)
-        self._cut_held(step)
-        return step
-
-    def _cut_held(self, step: VerifyStep | None) -> None:
-        """Cut the KV of tokens that a step is to confirm, which writes it anew."""
+    def _cut_held(self, step: VerifyStep | None) -> VerifyStep | None:
+        """Cut the KV of tokens that a step is to confirm, which writes it anew; return the step."""
         for item in step.rounds if step else []:
             if item.held:
                 self.runner.kv.truncate(item.session.kv, len(item.session.tokens) - item.held - 1)
+        return step
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with its draft ends; None if none is waiting."""
@@ -285,38 +280,14 @@ class Verifier:
         """Commit what a step gave, or the one that it waited for; sessions that have ended are passed over."""
         ending, step.before = step.ending, None
         self._under_way = step if step.left_running else None
-        if ending is not None:
-            self._commit(ending, result)
-
-    def _commit(self, step: VerifyStep, result: VerifyResult) -> None:
-        read = sum(len(given.tokens) for _, given in step.prefills)
+        if ending is None:
+            return
+        read = sum(len(given.tokens) for _, given in ending.prefills)
         if 2 * read > self.settings.prefill_chunk:
             self.reading.add(read, result.seconds)
-        self.patience.note(max([result.seconds, *(item.wait_seconds for item in step.rounds if item.proposal)]))
-        for (session, given), told in zip(step.prefills, result.prompts, strict=True):
-            if self.admission.is_open(session):
-                session.stats.prefill_seconds += result.seconds
-                if given.prompt is not None:
-                    session.stats.sparse_prompt_tokens += len(given.tokens)
-                    session.kv.dense_tokens = min(session.kv.dense_tokens, session.kv.length - len(given.tokens))
-                if session.lookup is not None:  # a part at a time: a long text takes milliseconds
-                    session.lookup.extend(session.tokens, session.kv.length)
-                self._spans.add(session.traceparent, "target.prefill", result.seconds, tokens=len(given.tokens))
-                if session.prompt_logprobs is not None:  # a prompt that is read again is told once
-                    known = len(session.prompt_logprobs) - (session.kv.length - len(told))
-                    session.prompt_logprobs += told[known:]
-                # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
-                dense = session.prompt_tokens - 1 if self.runner.deterministic else None
-                self.runner.kv.index_prefix(session.kv, session.tokens, dense)
-        fetched = sum(output.tokens_fetched for output in result.outputs)
-        seen = self.pacing.see(step, fetched, time.monotonic())
-        behind = self._under_way.rounds if self._under_way is not None else []
-        under_way = {id(item.session): item.input.rows for item in behind}
-        for item, output in zip(step.rounds, result.outputs, strict=True):
-            if item.is_void and self.admission.is_open(item.session):
-                self.runner.kv.truncate(item.session.kv, len(item.session.tokens) - 1)
-            elif self.admission.is_open(item.session):
-                self._finish_round(item, output, result.seconds, seen, under_way.get(id(item.session), 0))
+        waits = (item.wait_seconds for item in ending.rounds if item.proposal)
+        self.patience.note(max(result.seconds, *waits, 0.0))
+        self._committer.commit(ending, result, self._under_way, time.monotonic())
 
     def fail_step(self, step: VerifyStep, error: Exception) -> bool:
         """End the sessions of a step that raised `error` with INTERNAL; returns True, since the others can go on."""
@@ -330,79 +301,8 @@ class Verifier:
         self.counters["failed_sessions"] += len(failed)
         for session in failed:
             session.fail(ServiceError(f"the target failed in a step of this request: {reason}"))
-            self._close(session)
+            self._committer.close(session)
         return True
-
-    def _finish_round(
-        self, item: VerifyRound, output: SequenceOutput, seconds: float, seen: StepSeen, under_way: int
-    ) -> None:
-        """Commit a session's part of a step. under_way: tokens of the session that a step runs behind it already."""
-        session, key, verdict = item.session, item.session.key, output.verdict
-        assert verdict is not None
-        if session.grammar is not None and session.grammar.error:
-            self.counters["failed_sessions"] += 1
-            session.fail(InvalidArgument(session.grammar.error))
-            self._close(session)
-            return
-        if not output.finite:
-            log.error("session %s: the target's logits are NaN or infinite, which ends it", session.id)
-            self.counters["failed_sessions"] += 1
-            session.fail(ServiceError("the target's logits for this request are NaN or infinite"))
-            self.runner.kv.scrub(session.kv)
-            self._close(session)
-            return
-        if session.reader is not None:
-            if item.input.follows is not None:
-                session.reader.read_all(len(session.tokens))
-            session.reader.finish(output)
-        take_reads(session, self.plan, self.runner.kv)
-        if self._hooks.judge is not None:
-            accepted, following, alternative = self._hooks.judge(item, self.runner.vocab_size)
-            verdict, output.alternative = (accepted, following), alternative if alternative >= 0 else None
-        commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv, under_way)
-        self._report(session, commit)
-        trace_round(self._spans, session, commit)
-        count_round(self.counters, item, commit, output.alternative is not None)
-        if item.drafting_cost:
-            session.weighed = commit.at.base
-        if self._drafting is not None and (item.drafting_cost or not commit.drafted):
-            self._drafting.note_round(commit.drafted, commit.accepted)
-        self._tell(item, commit, output.supports)
-        self.pacing.choose_length(item, commit, seen)
-        session.guess(commit.drafted if item.is_guessed else 0, commit.accepted)
-        if session.kv_is_dense and not self.runner.deterministic:
-            self.runner.kv.index_prefix(session.kv, session.tokens)
-        if commit.finish_reason is not FinishReason.NONE:
-            self.protocol.end(session)
-            if not item.screens:  # else it ends once these tokens are confirmed
-                self.admission.close(session)
-            return
-        self.pacing.decide(item, commit, seen, output.alternative is not None)
-        if session.draft is not None and session.goes_alone:
-            self.protocol.end(session)
-        elif session.draft is not None:
-            gamma, dense = session.asked
-            self.protocol.judge(session, key, replace(answer, gamma=gamma, dense=dense))
-        else:
-            self.protocol.assign(session)
-
-    def _tell(self, item: VerifyRound, commit: Commit, supports: list[Support]) -> None:
-        """Tell a session's owner of a round, or hold its tokens back until they are confirmed."""
-        session, screening = item.session, item.session.screening
-        if screening is None:
-            session.emit(commit)
-        elif item.screens:
-            screening.hold(commit, supports)
-        else:
-            session.emit(screening.release(commit, weighed=item.input.read is not None))
-            session.kv.settled = screening.settled
-
-    def _report(self, session: TargetSession, commit: Commit) -> None:
-        """Tell `on_round` of a round that was read sparsely."""
-        reader = session.reader
-        if self._hooks.on_round is not None and reader is not None and reader.is_sparse:
-            assert reader.chosen is not None
-            self._hooks.on_round(commit.at, commit.accepted, reader.chosen)
 
 
 def _prompt_logprobs(session: TargetSession, output: SequenceOutput) -> list[TokenLogprobs]:
@@ -410,7 +310,7 @@ def _prompt_logprobs(session: TargetSession, output: SequenceOutput) -> list[Tok
     if session.prompt_logprobs is None:
         return []
     assert output.logits is not None
-    assert session.logprobs is not None
+    assert session.asked.logprobs is not None
     end = session.kv.length
     tokens = session.tokens[end - len(output.logits) + 1 : end + 1]
-    return token_logprobs(output.logits, tokens, session.logprobs)
+    return token_logprobs(output.logits, tokens, session.asked.logprobs)

@@ -225,8 +225,6 @@ class TargetSettings(_TargetPlacement):
 
     self_read_share: float = SELF_READ_SHARE
     """Share of the KV that the target reads when it drafts for itself or screens."""
-    self_from: int = -1
-    """Tokens of all sessions of a step from which on a target drafts for itself; negative: where it pays."""
     draft_timeout: float = 0.0
     """Seconds that the target waits for a proposal before decoding plainly; 0: by what recent rounds took."""
 

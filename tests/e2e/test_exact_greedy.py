@@ -152,7 +152,7 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     """
     file = tmp_path / "models.yaml"
     file.write_text(MODELS)
-    stack = launch("--config", str(file), altered='{"self_from": 0, "self_read_share": 0.25}')
+    stack = launch("--config", str(file), altered='{"self_read_share": 0.25}')
     assert list(stack.services) == ["target@pair", "draft@pair", "target@lookup", "target@self"]
     drafted, accepted = check(stack, "pair", prompts[2::3], greedy)
     assert accepted > 0.3 * drafted, "fewer drafted tokens were accepted than these books give"

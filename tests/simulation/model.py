@@ -23,7 +23,7 @@ from specahead.engine.steps.rounds.requests import (
 )
 from specahead.sparsity.plan import uniform_plan
 from specahead.sparsity.selection import last_word_mask, row_words
-from target_service.lookup import FirstGuess, PromptLookup
+from target_service.policy.lookup import FirstGuess, PromptLookup
 from tests.chaining import ChainingRunner, StepAtOnce
 
 VOCAB = 64
@@ -52,7 +52,7 @@ def guess_by_script(guess: FirstGuess, _: PromptLookup, text: Sequence[int], roo
     and in half of these cases with a wrong token.
     """
     checksum, guess.tokens = zlib.crc32(bytes(text), 1), []
-    if checksum % 8 == 0 and room > 0 and len(text) >= guess.begins:
+    if checksum % 8 == 0 and room > 0 and not guess.pause.lasts(len(text)):
         guess.tokens = script(list(text), min(guess.most, room), [])
         if checksum // 8 % 2:
             guess.tokens[checksum // 16 % len(guess.tokens)] ^= 1

@@ -72,7 +72,7 @@ def unowned_sessions(processes: Mapping[str, Process], made: Mapping[Process, An
     actors = [(name, made.get(process)) for name, process in running]
     targets = [(name, actor) for name, actor in actors if isinstance(actor, Verifier)]
     everyone = [(name, session) for name, target in targets for session in target.admission.everyone()]
-    return [(name, session.id) for name, session in everyone if session.emit.__self__._closed]  # type: ignore[attr-defined]
+    return [(name, session.id) for name, session in everyone if session.asked.emit.__self__._closed]  # type: ignore[attr-defined]
 
 
 def wrong_views(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> Iterator[str]:

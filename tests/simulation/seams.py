@@ -12,7 +12,7 @@ from unittest.mock import patch
 import grpc
 
 from specahead.config.garbage import no_garbage_collected
-from target_service.lookup import FirstGuess
+from target_service.policy.lookup import FirstGuess
 from tests.simulation.channels import Channel
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import guess_by_script

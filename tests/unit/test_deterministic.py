@@ -32,9 +32,9 @@ from specahead.engine.steps.passes.shape import PassShape
 from specahead.sparsity.reader import Reader
 from specahead.wire import messages as m
 from target_service.draft_in_target import StepsByTurns
-from target_service.planning import VerifyResult, VerifyStep
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier
+from target_service.verify_step import VerifyResult, VerifyStep
 from tests.plans import bundled_plan
 from tests.settings import target_settings
 from tests.unit.clock import Clock
@@ -143,7 +143,7 @@ def read_by(reader: Reader, base: int, tokens: int, everything: bool) -> SparseR
 
 def screening(probe: Probe, number: int, proposed: int) -> SequenceInput:
     """A round that screens, of a session that has weighed what it read."""
-    kv, reader = probe.read(TEXT[number : number + 150]), screening_reader(PLAN, SETTINGS, report_blocks=False)
+    kv, reader = (probe.read(TEXT[number : number + 150]), screening_reader(PLAN, SETTINGS.self_read_share, False))
     probe.runner.forward([round_of(kv, TEXT[:1], read=read_by(reader, 151, 0, everything=True))])
     tokens = TEXT[50 : 51 + proposed]
     read = read_by(reader, 152, proposed, everything=False)
@@ -167,7 +167,7 @@ def check_a_pass_over_many_tokens(probe: Probe, count: int, weighs: bool, beside
     others = [screening(probe, number, 1 + number) for number in range(3)] if beside else []
     others += [round_of(probe.read(TEXT[n : n + 90]), TEXT[: 1 + n], SAMPLED) for n in range(9)] if beside else []
     wrong = [*tokens[: count - 2], tokens[count - 2] ^ 1, *tokens[count - 1 : count]]
-    read = read_by(screening_reader(PLAN, SETTINGS, report_blocks=False), PROMPT, count, True) if weighs else None
+    read = read_by(screening_reader(PLAN, SETTINGS.self_read_share, False), PROMPT, count, True) if weighs else None
     given, output = probe.run(round_of(many, wrong, SAMPLED, read=read), others)
     assert output.verdict == (count - 3, tokens[count - 2]), "as far as the tokens are those that it draws by itself"
     assert same(given[: count - 2], torch.cat(rows)[: count - 2])
@@ -194,7 +194,7 @@ def test_in_sixteen_bits_too(count: int, weighs: bool, beside: bool) -> None:
 def test_every_step_has_one_shape_but_those_that_a_later_one_judges() -> None:
     """Whatever is proposed, held, weighed or drafted in the step, and beside whatever."""
     probe = Probe(runner_of())
-    weighing = read_by(screening_reader(PLAN, SETTINGS, report_blocks=False), PROMPT, 4, everything=True)
+    weighing = read_by(screening_reader(PLAN, SETTINGS.self_read_share, False), PROMPT, 4, everything=True)
     kvs = [probe.read(TEXT[n : n + PROMPT]) for n in range(4)]
     items = [round_of(kv, TEXT[:count]) for kv, count in zip(kvs, (1, 5, 13, 16), strict=True)]
     items[2] = replace(items[2], read=weighing)
@@ -224,8 +224,8 @@ CHAINS: dict[str, dict[str, Any]] = {
     "three levels": {"hold": 8},
     "three levels by auto": {"hold": None},
     "looked up first": {"lookup": True},
-    "self": {"draft": "self", "self_from": 0},
-    "self by auto": {"draft": "self", "self_from": 0, "gamma": 0},
+    "self": {"draft": "self"},
+    "self by auto": {"draft": "self", "gamma": None},
     "lookup": {"draft": "lookup"},
 }
 SERVED = [
@@ -319,7 +319,7 @@ class PinnedWorld(World):
         assert isinstance(self.target, PinnedScreeningRunner)
         if self.target_side.step is None:
             for session in self.sessions.values():
-                prompt = min(session.prompt_tokens - 1, session.kv.length)
+                prompt = min(session.asked.prompt_tokens - 1, session.kv.length)
                 assert self.target.runs(session.kv) == [1] * prompt + [2] * (session.kv.length - prompt)
 
 
@@ -428,8 +428,8 @@ def test_a_session_that_reads_everything_beside_others_that_screen_weighs_no_mor
 
     def note(step: VerifyStep) -> VerifyResult:
         if any(item.screens for item in step.rounds):
-            whole = [item for item in step.rounds if not item.screens and item.session.reader is not None]
-            begun = [item for item in whole if len(item.session.tokens) > item.session.prompt_tokens]
+            whole = [item for item in step.rounds if not item.screens and item.session.reading.reader is not None]
+            begun = [item for item in whole if len(item.session.tokens) > item.session.asked.prompt_tokens]
             weighed.update(item.input.read is not None for item in begun)
         return execute(step)
 

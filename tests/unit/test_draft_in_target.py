@@ -22,7 +22,7 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.step_loop import run_step_loop
 from specahead.wire import messages as m
 from target_service.draft_in_target import LaunchStep, Result, Step, StepsByTurns
-from target_service.planning import VerifyStep
+from target_service.verify_step import VerifyStep
 from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import VOCAB, FakeModel

@@ -4,6 +4,7 @@ Without a GPU the steps run at once; on a GPU they are captured and run while th
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specahead import models
+from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
@@ -28,11 +30,12 @@ from specahead.engine.steps.passes.outputs import StepUnderWay
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
+from target_service import planning
 from target_service.hooks import NO_HOOKS, Hooks
-from target_service.planning import VerifyResult, VerifyStep
-from target_service.self_drafting import SelfDrafting
-from target_service.session import DraftPeer
+from target_service.policy import Policy, Proposer, RoundPlan
+from target_service.session import DraftPeer, TargetSession
 from target_service.verifier import Verifier
+from target_service.verify_step import VerifyResult, VerifyStep
 from tests.settings import target_settings
 from tests.unit.test_graphs import CONFIGS, DEVICE
 
@@ -60,6 +63,16 @@ class Ask:
     aborted: int = 0
     logprobs: bool = False
     exactness: m.Exactness = m.Exactness.EXACT
+
+
+def drafts_from(patch: pytest.MonkeyPatch, least: int) -> None:
+    """Have sessions that may draft for themselves do so from `least` tokens of all of them on."""
+
+    def drafted(sessions: Iterable[TargetSession], policy: Policy, kv: KVCache) -> tuple[int, float]:
+        tokens = sum(len(each.tokens) for each in sessions if each.reading.memory is not None and not each.is_paused)
+        return (4, 0.4) if tokens and tokens >= least else (0, 0.0)
+
+    patch.setattr(planning, "drafted_for_themselves", drafted)
 
 
 @dataclass
@@ -127,19 +140,19 @@ def ahead(folder: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def proposing(folder: Path) -> Target:
-    """It drafts for itself from 60 tokens on, and looks up below."""
-    return target_of(folder, True, draft="auto", self_from=60, self_read_share=0.3)
+    """It drafts for itself, or looks up."""
+    return target_of(folder, True, draft="auto", self_read_share=0.3)
 
 
 @pytest.fixture(scope="module")
 def drafting(folder: Path) -> Target:
     """It drafts for itself whatever that costs, over all blocks: so it drafts the same wherever a round begins."""
-    return target_of(folder, True, draft="self", self_from=0, self_read_share=1.0)
+    return target_of(folder, True, draft="self", self_read_share=1.0)
 
 
 @pytest.fixture(scope="module")
 def drafting_waiting(folder: Path) -> Target:
-    return target_of(folder, False, draft="self", self_from=0, self_read_share=1.0)
+    return target_of(folder, False, draft="self", self_read_share=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +197,9 @@ def test_the_tokens_are_those_of_steps_that_are_waited_for(ahead: Target, waitin
 def test_what_the_target_proposes_by_itself_changes_no_token(
     proposing: Target, waiting: Target, asked: list[Ask]
 ) -> None:
-    proposing.run(asked)
+    with pytest.MonkeyPatch.context() as patch:
+        drafts_from(patch, 60)
+        proposing.run(asked)
     for i, ask in enumerate(asked):
         waiting.run([Ask(0, ask.prompt, ask.max_tokens, ask.sampling, ask.stops, logprobs=ask.logprobs)])
         assert proposing.told[str(i)] == waiting.told["0"]
@@ -198,7 +213,7 @@ def test_steps_that_draft_go_ahead_and_give_the_same(
 ) -> None:
     """Sampled tokens as well: each position has its uniforms, wherever the round before it has ended."""
     with pytest.MonkeyPatch.context() as patch:  # or sessions would pause, whose sampled tokens are others then
-        patch.setattr(SelfDrafting, "cost", lambda *_: 0.1)
+        patch.setattr(Policy, "pause_if_useless", lambda *_: None)
         drafting.run(asked)
         for i, ask in enumerate(asked):
             drafting_waiting.run([Ask(0, ask.prompt, ask.max_tokens, ask.sampling, ask.stops, logprobs=ask.logprobs)])
@@ -213,13 +228,8 @@ def test_steps_that_draft_go_ahead_and_give_the_same(
 def test_where_verdicts_are_imposed_the_next_step_begins_behind_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SelfDrafting, "cost", lambda *_: 0.1)
-    how: dict[str, Any] = {
-        "draft": "self",
-        "self_from": 0,
-        "self_read_share": 1.0,
-        "hooks": Hooks(judge=ImposedVerdicts(0.6)),
-    }
+    monkeypatch.setattr(Policy, "pause_if_useless", lambda *_: None)
+    how: dict[str, Any] = {"draft": "self", "self_read_share": 1.0, "hooks": Hooks(judge=ImposedVerdicts(0.6))}
     target, waited = (target_of(folder, goes_ahead, **how) for goes_ahead in (True, False))
     for each in (target, waited):
         each.run([Ask(0, 40, 60), Ask(0, 55, 50)])
@@ -232,11 +242,11 @@ def test_a_step_that_drafts_another_number_of_tokens_waits_for_the_one_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that drafts none, and the first that drafts."""
-    monkeypatch.setattr(SelfDrafting, "cost", lambda *_: 0.1)
-    target = target_of(folder, True, draft="self", self_from=0, self_read_share=0.3)
+    monkeypatch.setattr(Policy, "pause_if_useless", lambda *_: None)
+    target = target_of(folder, True, draft="self", self_read_share=0.3)
     target.open("0", Ask(0, 120, 100))
     for drafted in (4, 2, 0, 4):
-        monkeypatch.setattr(SelfDrafting, "drafted_in_step", lambda *_, drafted=drafted: drafted)
+        monkeypatch.setattr(Policy, "plan", RoundPlan(Proposer.SELF, drafted))
         assert target.verifier.under_way is None or not target.verifier.plan_step().rounds  # type: ignore[union-attr]
         for _ in range(4):
             assert target.step()
@@ -246,12 +256,13 @@ def test_a_step_that_drafts_another_number_of_tokens_waits_for_the_one_before(
 
 @pytest.mark.parametrize(("share", "least"), [(0.05, 0), (0.3, 0), (0.3, 380)])
 def test_steps_that_draft_by_little_go_ahead_and_change_no_token(
-    folder: Path, waiting: Target, share: float, least: int
+    folder: Path, waiting: Target, monkeypatch: pytest.MonkeyPatch, share: float, least: int
 ) -> None:
     """Some tokens are rejected, and the next round begins behind those that are not; least: tokens from which on steps
     draft, which in the last case they do not at first.
     """
-    target = target_of(folder, True, draft="self", self_from=least, self_read_share=share)
+    drafts_from(monkeypatch, least)
+    target = target_of(folder, True, draft="self", self_read_share=share)
     target.run([Ask(0, 200, 60), Ask(0, 150, 70), Ask(3, 20, 50)])
     counted = target.verifier.counters
     assert counted["steps_ahead"] > 10 and 0 < counted["self_accepted_tokens"] < counted["self_draft_tokens"]
@@ -260,9 +271,12 @@ def test_steps_that_draft_by_little_go_ahead_and_change_no_token(
         assert target.told[name] == waiting.told["0"]
 
 
-def test_a_target_left_to_itself_goes_ahead_looks_up_and_drafts(folder: Path, waiting: Target) -> None:
+def test_a_target_left_to_itself_goes_ahead_looks_up_and_drafts(
+    folder: Path, waiting: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As its sessions become longer: the prompt of the first one repeats itself."""
-    target = target_of(folder, True, draft="auto", self_from=90, self_read_share=0.3)
+    drafts_from(monkeypatch, 90)
+    target = target_of(folder, True, draft="auto", self_read_share=0.3)
     target.run([Ask(0, 12, 30), Ask(40, 60, 40)])
     counted = target.verifier.counters
     assert counted["steps_ahead"] > 0 and counted["ngram_rounds"] > 0 and counted["self_rounds"] > 0
@@ -361,8 +375,8 @@ def test_others_go_ahead_while_a_session_waits_for_its_draft(folder: Path, monke
     draft = DraftPeer("draft", sent.append)
     verifier = target.verifier
     plain, drafted = verifier.admission.running["plain"], verifier.admission.running["drafted"]
-    plain.pace = plain.pace.paused(len(plain.tokens), 500)
-    plain.next_round = verifier.pacing.controller.effective(plain.pace, len(plain.tokens))
+    plain.pace.pause.next = 500
+    plain.pause()
     verifier.protocol.attach(draft)
     verifier.protocol.receive(draft, m.Ready(drafted.at))
 

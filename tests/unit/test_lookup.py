@@ -18,9 +18,10 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire import messages as m
 from target_service.draft_in_target import StepsByTurns
-from target_service.lookup import FIRST_PAUSE, LONGEST, LONGEST_PAUSE, PLACES, SHORTEST, FirstGuess, PromptLookup
-from target_service.planning import VerifyStep
+from target_service.policy.lookup import LONGEST, PLACES, SHORTEST, FirstGuess, PromptLookup
+from target_service.policy.pace import FIRST_PAUSE, LONGEST_PAUSE
 from target_service.verifier import Verifier
+from target_service.verify_step import VerifyStep
 from tests.plans import bundled_plan
 from tests.settings import target_settings
 from tests.unit.clock import Clock
@@ -124,12 +125,12 @@ def test_a_guess_needs_a_long_match_and_pauses_longer_each_time_it_is_in_vain() 
         guess.note(15, 7, committed)
         guess.guess(lookup, text, 99)
         assert guess.tokens == []
-        pauses.append(guess.begins - committed)
-        committed = guess.begins
+        pauses.append(guess.pause.until - committed)
+        committed = guess.pause.until
     assert pauses == [FIRST_PAUSE * 2**i for i in range(6)] + [LONGEST_PAUSE] * 2
     guess.note(15, 8, committed)
     guess.note(15, 0, committed)
-    assert guess.begins == committed + FIRST_PAUSE
+    assert guess.pause.until == committed + FIRST_PAUSE
 
 
 # Sessions

@@ -52,7 +52,7 @@ class Room(World):
         assert admission.running or not admission.preempted or admission._closed, "the oldest of all runs"
         assert len(admission.running) <= self.verifier.settings.max_sessions
         for session in (*admission.preempted, *admission.queue):
-            assert not session.kv.pages and not session.kv.groups and session.draft is None
+            assert not session.kv.pages and not session.kv.groups and session.draft.peer is None
         if self.target_side.step is None:
             open_ = (*admission.running.values(), *admission._closed)
             assert pool.held == len({page for session in open_ for page in session.kv.pages})
@@ -138,7 +138,7 @@ class PinnedRoom(Room):
         assert isinstance(self.target, PinnedRunner)
         if self.target_side.step is None:
             for session in self.sessions.values():
-                prompt = min(session.prompt_tokens - 1, session.kv.length)
+                prompt = min(session.asked.prompt_tokens - 1, session.kv.length)
                 assert self.target.runs(session.kv) == [1] * prompt + [2] * (session.kv.length - prompt)
 
 
@@ -333,7 +333,7 @@ def test_the_draft_is_told_and_its_late_frames_count_for_nothing(clock: Clock) -
         target.verifier.protocol.receive(peer, m.Decline(name, "no room"))
     run_until_one_gives_way(target)
     (session,) = target.admission.preempted
-    assert (session.id, session.draft, peer.sessions) == ("b", None, {"a"})
+    assert (session.id, session.draft.peer, peer.sessions) == ("b", None, {"a"})
     begun = next(event for event in sent if isinstance(event, m.Begin) and event.at.session == "b")
     assert [event for event in sent if isinstance(event, m.End)] == [m.End("b")]
     late = together(m.Proposal(begun.at, begun.tokens[-1], [1, 2]))
@@ -347,12 +347,12 @@ def test_the_draft_is_told_and_its_late_frames_count_for_nothing(clock: Clock) -
     assert again.tokens == session.tokens
     target.verifier.protocol.receive(peer, late)
     assert target.verifier.counters["stale_frames"] == 1
-    assert not session.proposals
+    assert not session.draft.proposals
 
 
 def test_waits_and_pre_emptions_are_told_with_the_next_commit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("target_service.admission.time", clock)
-    monkeypatch.setattr("target_service.session.time", clock)
+    monkeypatch.setattr("target_service.session.session.time", clock)
     target = Target(12)
     target.open("a", 60, 120)
     target.open("b", 60, 120)

@@ -1,4 +1,4 @@
-"""Which rounds of a target count in what its rounds take (target_service/round_costs.py)."""
+"""Which rounds of a target count in what its rounds take (target_service/policy/costs.py)."""
 
 from typing import Any
 from unittest.mock import patch
@@ -26,10 +26,7 @@ def test_a_step_beside_which_a_graph_is_captured_is_no_figure(clock: Clock, capt
 
     world.attach()
     name = world.open([5] * 40, 60)
-    with (
-        patch.object(Verifier, "finish_step", finish),
-        patch.object(world.verifier.pacing.controller.costs, "add") as add,
-    ):
+    with patch.object(Verifier, "finish_step", finish), patch.object(world.verifier.policy.costs, "note") as note:
         world.run()
     world.check_greedy(name)
-    assert add.called == counts
+    assert note.called == counts

@@ -24,10 +24,10 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.wire import messages as m
 from target_service.hooks import Hooks
-from target_service.planning import VerifyResult, VerifyStep
 from target_service.screening import WEIGHED_EVERY, Screening
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
+from target_service.verify_step import VerifyResult, VerifyStep
 from tests.plans import bundled_plan
 from tests.settings import draft_settings, target_settings
 from tests.unit.clock import Clock
@@ -186,7 +186,7 @@ def test_sessions_of_a_step_confirm_together_and_every_fourth_time_weigh(clock: 
 
     def watched(step: VerifyStep) -> VerifyResult:
         nonlocal together
-        begun = [item for item in step.rounds if len(item.session.tokens) > item.session.prompt_tokens]
+        begun = [item for item in step.rounds if len(item.session.tokens) > item.session.asked.prompt_tokens]
         if any(item.held for item in begun):
             assert not any(item.screens for item in begun)
             together += len(begun) > 1

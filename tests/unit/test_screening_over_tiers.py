@@ -20,9 +20,9 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
-from target_service.planning import VerifyStep
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
+from target_service.verify_step import VerifyStep
 from tests.settings import draft_settings, target_settings
 from tests.unit.fake_models import GREEDY
 from tests.unit.test_graphs import DEVICE, tokens

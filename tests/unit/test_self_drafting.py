@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,13 @@ from hypothesis import strategies as st
 
 from specahead.config import TargetSettings
 from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.rounds.requests import gammas
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
 from target_service import service
-from target_service.self_drafting import SelfDrafting, self_drafting
+from target_service.policy import CostTable, Load, Options, Policy, Proposer, Sizes
+from target_service.policy.acceptance import OF_SELF
+from target_service.self_drafting import SelfDrafting
 from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, FakeModel
@@ -27,29 +31,44 @@ WEIGHT_TOKENS = 16.1e9 / 131072
 # Whether it pays, and what is read
 
 
-def test_drafting_pays_at_length_and_not_before() -> None:
-    drafting = SelfDrafting(LLAMA_8B, 8, WEIGHT_TOKENS, -1)
-    assert drafting.cost(8, 0) == pytest.approx(8 * 1.12), "without KV each drafting pass is a whole step, and more"
+def sizes(**how: float) -> Sizes:
+    return Sizes(WEIGHT_TOKENS, **how)  # type: ignore[arg-type]
+
+
+def cost(sizes: Sizes, gamma: int, tokens: int, away: int = 0) -> float:
+    """Return what drafting adds to a step, in plain steps."""
+    load = Load(1, tokens, away=away)
+    return sizes.own_drafting(gamma, load) / sizes.plain(load)
+
+
+def chosen(sizes: Sizes, load: Load, chance: float = OF_SELF, most: int = 8) -> int:
+    """Return how many tokens a target drafts that has measured nothing."""
+    options = Options(Proposer.SELF, tuple(gammas(most)), adaptive=True)
+    policy = Policy(options, CostTable(sizes), Counter(), prior=chance)
+    policy.choose(load)
+    return policy.plan.gamma
+
+
+def test_what_drafting_takes_follows_from_sizes() -> None:
+    assert cost(sizes(), 8, 0) == pytest.approx(8 * 1.12), "without KV each drafting pass is a whole step, and more"
     rounds = {8 * 102_400: 87.4 / 29.0, 8 * 32_768: 58.4 / 12.65, 102_400: 41.8 / 7.2, 32_768: 38.4 / 5.08}
     for tokens, steps in rounds.items():  # in plain steps, with γ = 7 (docs/performance.md)
-        assert 1 + drafting.cost(7, tokens) == pytest.approx(steps, rel=0.06)
-    assert not drafting.drafted_in_step(8 * 4_096)
-    assert drafting.drafted_in_step(8 * 16_384) == drafting.drafted_in_step(102_400) == 8
-    assert drafting.drafted_in_step(4_096, 4_096) == 8 and drafting.cost(8, 102_400, 102_400) < 0.2, (
-        "each step waits for the host's link"
-    )
-    forced = replace(drafting, least_tokens=100)
-    assert not forced.drafted_in_step(99) and forced.drafted_in_step(100) == 8
+        assert 1 + cost(sizes(), 7, tokens) == pytest.approx(steps, rel=0.06)
+    assert cost(sizes(), 8, 102_400, 102_400) < 0.2, "each step waits for the host's link"
 
 
-def test_weights_in_eight_bits_have_drafting_pay_sooner() -> None:
-    light, drafting = (
-        self_drafting(target_settings(draft="self", draft_quantization=each), LLAMA_8B, WEIGHT_TOKENS)
-        for each in ("fp8", "none")
-    )
-    assert light is not None and drafting is not None
-    assert drafting.cost(4, 0) - light.cost(4, 0) == pytest.approx(4 * 0.5)
-    assert light.drafted_in_step(8 * 4_096) and not drafting.drafted_in_step(8 * 4_096)
+def test_drafting_is_chosen_at_length_and_not_before_anything_is_measured() -> None:
+    assert chosen(sizes(), Load(8, 8 * 4_096)) == 0
+    assert chosen(sizes(), Load(8, 8 * 32_768)) > 1 and chosen(sizes(), Load(1, 102_400)) > 1
+    assert chosen(sizes(), Load(1, 4_096, away=4_096)) == 8
+    assert chosen(sizes(drafting_weights=0.5), Load(8, 8 * 8_192)) > 0, "weights in 8 bits have it pay sooner"
+
+
+def test_as_many_tokens_are_drafted_as_are_the_fastest_by_what_is_accepted() -> None:
+    load = Load(8, 8 * 102_400)
+    drafted = [chosen(sizes(), load, chance, 7) for chance in (0.05, 0.45, 0.65, 0.85, 0.97)]
+    assert drafted[0] == 0 and drafted[-1] == 7 and drafted == sorted(drafted) and len({*drafted}) > 3
+    assert chosen(sizes(), Load(1, 32_768), 0.97, 7) == 0, "weights are most of what a pass reads"
 
 
 @pytest.mark.parametrize(
@@ -78,61 +97,13 @@ def test_a_target_that_drafts_for_itself_holds_its_weights_in_eight_bits_too(
     assert asked == [expected]
 
 
-def test_as_many_tokens_are_drafted_as_are_the_fastest_by_what_was_accepted() -> None:
-    drafting = SelfDrafting(LLAMA_8B, 7, WEIGHT_TOKENS, -1, adaptive=True)
-    assert drafting.gammas == [1, 2, 4, 7]
-    by_chance = {0.05: 0, 0.35: 0, 0.45: 1, 0.65: 2, 0.85: 4, 0.97: 7}
-    for chance, expected in by_chance.items():
-        assert replace(drafting, chance=chance).drafted_in_step(8 * 102_400) == expected
-    assert replace(drafting, chance=0.97).drafted_in_step(32_768) == 0, "weights are most of what a pass reads"
-    assert replace(drafting, chance=0.05, least_tokens=100).drafted_in_step(100) == 1
-
-
-def test_what_is_seen_of_drafted_tokens_counts_and_is_forgotten_where_none_are_drafted() -> None:
-    drafting = SelfDrafting(LLAMA_8B, 4, WEIGHT_TOKENS, -1, adaptive=True)
-    for _ in range(500):
-        drafting.note_round(4, 3)  # of four judged tokens one is wrong
-    assert drafting.chance == pytest.approx(0.75, abs=0.01)
-    for _ in range(500):
-        drafting.note_round(4, 0)
-    assert drafting.chance < 0.2 and not drafting.drafted_in_step(8 * 102_400)
-    rounds = 0
-    while not drafting.drafted_in_step(8 * 102_400):
-        drafting.note_round(0, 0)
-        rounds += 1
-    assert 500 < rounds < 5_000, "it is tried again"
-
-
-def test_a_few_rounds_in_vain_are_enough_to_go_without() -> None:
-    """What is assumed counts little; later it takes more of them."""
-    drafting = SelfDrafting(LLAMA_8B, 4, WEIGHT_TOKENS, -1, adaptive=True)
-    assert drafting.drafted_in_step(8 * 102_400) == 4
-    for _ in range(30):
-        drafting.note_round(4, 0)
-    assert not drafting.drafted_in_step(8 * 102_400)
-    settled = replace(drafting, chance=0.9, judged=1000, present=4)
-    for _ in range(30):
-        settled.note_round(4, 0)
-    assert settled.drafted_in_step(8 * 102_400) > 0
-
-
-def test_another_number_of_tokens_has_to_be_faster_by_a_margin() -> None:
-    """As a step of another number does not go ahead."""
-    drafting = SelfDrafting(LLAMA_8B, 7, WEIGHT_TOKENS, -1, adaptive=True)
-    chances = [0.80 + 0.01 * i for i in range(17)]
-    rising = [replace(drafting, chance=chance, present=2).drafted_in_step(8 * 102_400) for chance in chances]
-    falling = [replace(drafting, chance=chance, present=7).drafted_in_step(8 * 102_400) for chance in chances]
-    assert rising == sorted(rising) and rising[-1] == 7 and falling[-1] == 7
-    assert sum(rising) < sum(falling), "each stays at what it was"
-
-
 def test_a_round_drafts_only_behind_one_that_weighed_the_kv() -> None:
-    drafting = SelfDrafting(LLAMA_8B, 4, 0.0, 0)
+    drafting = SelfDrafting(LLAMA_8B, 4)
     assert [drafting.can_draft(*of) for of in ((0, 100), (95, 100), (94, 100))] == [False, True, False]
 
 
 def test_the_budget_holds_sinks_means_and_new_tokens() -> None:
-    drafting = SelfDrafting(replace(LLAMA_8B, budget=0.06), 8, 0.0, 0)
+    drafting = SelfDrafting(replace(LLAMA_8B, budget=0.06), 8)
     read = drafting.read(drafting.new_memory(), 4096, 8)
     assert read.drafts and read.group_means and read.budget is not None
     blocks, always = 257, 1 + 1 + 1  # the sink, the newest committed block, one of drafted tokens
@@ -142,10 +113,10 @@ def test_the_budget_holds_sinks_means_and_new_tokens() -> None:
     assert not read.budget.bitmap.any()
 
 
-def test_only_a_target_that_says_so_drafts_for_itself() -> None:
-    assert self_drafting(target_settings(), LLAMA_8B, 0.0) is None
-    drafting = self_drafting(target_settings(draft="self", self_read_share=0.1), LLAMA_8B, 5.0)
-    assert drafting is not None and (drafting.plan.budget, drafting.weight_tokens) == (0.1, 5.0)
+def test_a_plan_without_sparse_layers_leaves_nothing_to_draft_over() -> None:
+    assert SelfDrafting.over(replace(LLAMA_8B, dense_layers=tuple(range(32))), 0.1, 4) is None
+    drafting = SelfDrafting.over(LLAMA_8B, 0.1, 4)
+    assert drafting is not None and drafting.plan.budget == 0.1
 
 
 # Sessions
@@ -203,18 +174,6 @@ def test_with_gamma_auto_rounds_draft_as_many_tokens_as_are_accepted(
     assert 8 in early and set(late) <= settled, (early, late)
     assert world.verifier.counters["rounds_gamma_8"] == drafted.count(8) > 5, "what was chosen is told"
     world.check_nothing_left()
-
-
-def test_what_does_not_pay_is_decoded_plainly(clock: Clock) -> None:
-    world = self_drafted(clock, 1, FakeModel(), gamma=4, self_from=60)
-    short = world.open([*range(20)], 20)
-    world.run()
-    assert {commit.drafted for commit in world.commits[short]} == {0}
-    names = [world.open([*range(20)], 20), world.open([*range(31)] * 2, 20)]
-    world.run()
-    for name in (short, *names):
-        world.check_greedy(name)
-    assert all(4 in {commit.drafted for commit in world.commits[name]} for name in names), "sessions draft together"
 
 
 def test_drafts_that_are_never_right_are_left_out_and_tried_again(clock: Clock) -> None:

@@ -83,7 +83,7 @@ class Session:
         self, runner: ModelRunner, prompt: list[int], share: float, sampling: Sampling = GREEDY, plan: Plan = PLAN
     ) -> None:
         self.runner, self.tokens, self.sampling, self.kv = runner, list(prompt), sampling, SequenceKV()
-        self.drafting = SelfDrafting(replace(plan, budget=share), GAMMA, 0.0, 0)
+        self.drafting = SelfDrafting(replace(plan, budget=share), GAMMA)
         self.memory = self.drafting.new_memory()
         for start in range(0, len(prompt) - 1, 64):
             runner.forward([SequenceInput(self.kv, prompt[start : min(start + 64, len(prompt) - 1)])])
@@ -349,9 +349,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(backing_t
     texts = [[(7 * i * i + 3 * i) % 4000 + n for i in range(length)] for n, length in ((50, 300), (90, 700))]
     plan: Plan = bundled_plan(group_size=64)
     runner = make_runner(model, 640 if backing_tokens else 4000, backing_tokens, 1000, (), step_queries=GAMMA + 1)
-    settings = target_settings(
-        draft="self", self_from=0, self_read_share=0.2, max_context=1000, max_sessions=3, prefill_chunk=128
-    )
+    settings = target_settings(draft="self", self_read_share=0.2, max_context=1000, max_sessions=3, prefill_chunk=128)
     verifier = Verifier(runner, plan, settings)
     served: dict[str, list[int]] = {"0": [], "1": [], "2": []}
     fetched = 0

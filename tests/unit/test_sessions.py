@@ -22,10 +22,9 @@ from specahead.sparsity.methods import METHODS
 from specahead.wire import messages as m
 from target_service import planning
 from target_service.commit import cut_at_end
-from target_service.controller import Controller, Pace, RoundSeen
 from target_service.hooks import Hooks
 from target_service.patience import LEAST_SECONDS, MOST_SECONDS, Patience
-from target_service.round_costs import PLAIN, Choice, Load
+from target_service.policy import PLAIN, Options, Pace, Policy, Proposer, RoundPlan
 from target_service.session import DraftPeer
 from tests.proposals import together
 from tests.unit.clock import Clock
@@ -677,7 +676,7 @@ def test_a_target_waits_as_long_as_its_machine_takes(clock: Clock) -> None:
     first = world.open([1] * 20, 10)
     while world.happen():
         session = world.sessions.get(first)
-        if session is not None and not session.drafted and session.round < 3:
+        if session is not None and not session.draft.awaited and session.round < 3:
             late = m.At(first, session.epoch, 0, 20)
             protocol.receive(slow, together(m.Proposal(late, 1, [4], [], 2.5)))
     assert clock.now == pytest.approx(1.0) and world.verifier.counters["stale_frames"]
@@ -803,7 +802,7 @@ def test_a_draft_that_is_never_right_is_left_out_and_tried_again(clock: Clock) -
         if session is not None and session.is_paused and not link.to_draft and not world.draft_side.dirty:
             admission = world.drafter.admission
             assert world.drafter.session_count == len(admission.waiting) == 0
-            assert not session.drafted
+            assert not session.draft.awaited
             idle += 1
     world.check_greedy(name)
     assert idle > 0
@@ -832,20 +831,23 @@ def test_a_draft_that_is_often_right_is_never_left_out(clock: Clock, agreement: 
     world.check_nothing_left()
 
 
-class Whimsical(Controller):
-    """Decides by chance: how many tokens are drafted, whether announcements are read, pauses, and what all try."""
+class Whimsical(Policy):
+    """Chooses by chance: how many tokens are drafted, whether announcements are read, and pauses."""
 
-    def __init__(self, most: int, rng: random.Random) -> None:
-        super().__init__(most, True, Counter())
-        self.rng, self.kinds = rng, set[Choice]()
+    def __init__(self, most: int, rng: random.Random, like: Policy) -> None:
+        super().__init__(Options(Proposer.DRAFT, (most,), announced=True), like.costs, like.counters)
+        self.rng, self.chosen = rng, set[RoundPlan]()
 
-    def after_round(self, pace: Pace, seen: RoundSeen, load: Load, others: Counter[Choice]) -> Pace:
-        self.kinds.add(seen.kind)
-        if self.rng.random() < 0.2:
-            self.probe = self.rng.choice([None, None, PLAIN, Choice(1, True), Choice(2, False)])
-        choice = Choice(self.rng.randint(1, self._most), self.rng.random() < 0.5)
-        pace = replace(pace, choice=self.rng.choice([pace.choice, choice]))
-        return pace.paused(seen.committed) if self.rng.random() < 0.03 else pace
+    def plan_of(self, pace: Pace, committed: int, announces: bool) -> RoundPlan:
+        if self.rng.random() < 0.03:
+            pace.pause.begin(committed)
+        if pace.pause.lasts(committed):
+            return PLAIN
+        gamma, sparse = self.rng.randint(1, self.options.gammas[0]), self.rng.random() < 0.5
+        made = RoundPlan(Proposer.DRAFT, gamma, sparse and announces)
+        chosen = self.rng.choice([pace.next_round, made, made, PLAIN])
+        self.chosen.add(chosen)
+        return chosen
 
 
 @settings(max_examples=20)
@@ -865,8 +867,8 @@ def test_greedy_is_plain_decoding_whatever_is_chosen(
         model = FakeModel(ends=True, agreement=3)
         wrong = Faults(faults, jumps=faults // 3)
         world = World(clock, seed, model, gamma=gamma, branches=branches, ahead=ahead, faults=wrong)
-        whims = Whimsical(gamma, world.rng)
-        world.verifier.pacing.controller = whims
+        whims = Whimsical(gamma, world.rng, world.verifier.policy)
+        world.verifier.pacing.policy = whims
         world.attach()
         kinds = (m.Exactness.APPROXIMATE, m.Exactness.EXACT)
         names = [world.open(p, 40, exactness=kinds[i % 2]) for i, p in enumerate(prompts(world.rng, 3))]
@@ -874,7 +876,7 @@ def test_greedy_is_plain_decoding_whatever_is_chosen(
         for name in names:
             world.check_greedy(name)
         world.check_nothing_left()
-    assert all(kind.gamma <= gamma for kind in whims.kinds) and len(whims.kinds) > 1
+    assert all(plan.gamma <= gamma for plan in whims.chosen) and len(whims.chosen) > 1
 
 
 def test_what_a_round_read_is_as_was_chosen(clock: Clock) -> None:
@@ -886,8 +888,8 @@ def test_what_a_round_read_is_as_was_chosen(clock: Clock) -> None:
         world.happen()
     session = world.sessions[name]
     sparse = session.next_round
-    for choice in (Choice(2, False), sparse):
-        session.pace = replace(session.pace, choice=choice)
+    for plan in (RoundPlan(Proposer.DRAFT, 2), sparse):
+        world.verifier.pacing.policy._present = plan
         before, announced = len(world.commits[name]), world.drafter.counters["announcements"]
         while len(world.commits[name]) < before + 8:
             world.happen()
@@ -918,7 +920,7 @@ def test_a_draft_that_attaches_during_a_pause_is_not_asked_before_its_end(clock:
     while not world.verifier.counters["drafting_pauses"]:
         assert world.happen()
     other = world.attach()
-    assert other.to_draft == [] and world.sessions[name].draft is None
+    assert other.to_draft == [] and world.sessions[name].draft.peer is None
     world.run()
     world.check_greedy(name)
     world.check_nothing_left()

@@ -78,7 +78,7 @@ class Stand:
     def proposal(self, tokens: list[int] | None = None, selection: bytes | None = None, **changes: Any) -> m.Proposals:
         """Return a proposal for the current round, with an announcement where the session takes one."""
         if selection is None:
-            announces = self.session.announced_by
+            announces = self.session.reading.announced_by
             selection = encode_selection(self.selection(self.session.at.base)) if announces else b""
         made = m.Proposal(self.session.at, self.session.tokens[-1], tokens or [1, 2, 3, 4])
         return together(replace(made, **changes), selection=selection)
@@ -89,9 +89,9 @@ class Stand:
     def state(self) -> Any:
         """All that a frame could change, but counters and statistics."""
         session = self.session
-        announced = {key: selection.words.tolist() for key, selection in session.announced.items()}
-        known = (session.at, list(session.tokens), session.drafted, dict(session.proposals), announced)
-        return *known, list(session.held), session.kv.length, list(session.kv.pages)
+        announced = {key: selection.words.tolist() for key, selection in session.draft.announced.items()}
+        known = (session.at, list(session.tokens), session.draft.awaited, dict(session.draft.proposals), announced)
+        return *known, list(session.draft.announced_before), session.kv.length, list(session.kv.pages)
 
 
 def test_the_reads_of_a_round_are_shown_to_who_asks_before_it() -> None:
@@ -129,9 +129,9 @@ def test_the_reads_of_a_long_exact_session_are_counted_in_columns() -> None:
     for columns, most in ((19, 256), (10, 10), (5, 5)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("target_service.inspection.MOST_COLUMNS", most)
-            session.reads_wanted = True
+            session.reading.is_watched = True
             take_reads(session, PLAN, stand.runner.kv)
-        reads = session.reads
+        reads = session.reading.seen
         assert reads is not None
         by_layer = np.array(reads.read).reshape(LAYERS, columns)
         assert (by_layer.sum(1) == 19 * KV_HEADS).all() and reads.blocks == 19
@@ -178,21 +178,21 @@ def test_the_first_announcement_of_a_round_counts() -> None:
     stand = Stand()
     other = encode_selection(stand.selection(stand.base, block=4))
     stand.receive(stand.proposal(selection=other))
-    kept = stand.session.announced[stand.session.key]
+    kept = stand.session.draft.announced[stand.session.key]
     assert np.array_equal(kept.words, stand.selection(stand.base, block=4).words)
     before = stand.state()
     stand.receive(stand.proposal())
     assert stand.state() == before, "another one for the same round changes nothing"
     assert stand.step()
-    assert stand.session.reader is not None
-    assert stand.session.reader.chosen is not None
-    assert stand.session.reader.chosen[1:, :, 4].all()
-    assert not stand.session.reader.chosen[1:, :, 2].any()
+    assert stand.session.reading.reader is not None
+    assert stand.session.reading.reader.chosen is not None
+    assert stand.session.reading.reader.chosen[1:, :, 4].all()
+    assert not stand.session.reading.reader.chosen[1:, :, 2].any()
 
 
 def test_a_method_without_announcements_is_sparse_without_a_draft() -> None:
     stand = Stand(sparsity="streaming")
-    assert stand.session.announced_by == ""
+    assert stand.session.reading.announced_by == ""
     with pytest.raises(InvalidArgument, match="takes no announcements"):
         stand.receive(stand.proposal(selection=encode_selection(stand.selection(stand.base))))
     stand.receive(stand.proposal())
@@ -328,14 +328,14 @@ def test_a_verdict_meets_one_of_several_outcomes_that_were_drafted_for() -> None
     met = replace(ahead(stand, 103, right[2]), tokens=right[3:7])
     stand.receive(together(others[0], met, others[1]))
     assert stand.step()
-    assert (stand.session.at.epoch, stand.session.at.base, stand.session.foreseen) == (0, 103, True)
+    assert (stand.session.at.epoch, stand.session.at.base, stand.session.draft.foreseen) == (0, 103, True)
     before = stand.state()
     stand.receive(together(others[2]))  # whatever else is said of the round
     assert stand.state() == before
     assert stand.verifier.counters["repeated_frames"] == 1
     assert stand.step()
     assert stand.session.tokens == [*stand.tokens, *right[:8]]
-    assert not stand.session.foreseen
+    assert not stand.session.draft.foreseen
     assert stand.verifier.counters["foreseen_rounds"] == 1
 
 
@@ -346,7 +346,7 @@ def test_a_verdict_that_meets_no_outcome_drops_what_was_drafted_ahead() -> None:
         stand.receive(event)
     assert stand.step()
     assert (stand.session.at.epoch, stand.session.at.base) == (1, 103)
-    assert not stand.session.proposals
+    assert not stand.session.draft.proposals
     assert not stand.step()
 
 
@@ -397,7 +397,7 @@ def test_an_announcement_that_crossed_the_verdict_is_read_with_its_proposals() -
     stand.receive(stand.proposal(right[:2]))
     assert stand.step()
     stand.receive(right_ahead)
-    assert np.array_equal(stand.session.announced[stand.session.key].words, selection.words)
+    assert np.array_equal(stand.session.draft.announced[stand.session.key].words, selection.words)
     assert stand.step()
     assert (stand.session.at.round, stand.verifier.counters["late_rounds"]) == (2, 1)
 
@@ -407,9 +407,9 @@ def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
     many = [ahead(stand, 101, token) for token in range(MAX_BRANCHES + 1)]
     with pytest.raises(InvalidArgument, match="17 proposals for one round, expected 16 at most"):
         stand.receive(together(*many))
-    assert not stand.session.proposals
+    assert not stand.session.draft.proposals
     stand.receive(together(*many[1:]))
-    assert stand.session.proposals
+    assert stand.session.draft.proposals
 
 
 def test_an_exact_session_takes_no_announcements() -> None:
@@ -439,7 +439,7 @@ def test_a_resync_during_a_step_makes_the_verdict_a_plain_one(proposes_anew: boo
     assert isinstance(verdict, m.Verdict)
     assert verdict.plain
     assert (verdict.at.base, verdict.at.epoch, verdict.at.round) == (100, 2, 1)
-    assert not stand.session.held
+    assert not stand.session.draft.announced_before
 
 
 def test_what_was_announced_before_a_resync_is_no_reference_behind_it() -> None:
@@ -449,12 +449,12 @@ def test_what_was_announced_before_a_resync_is_no_reference_behind_it() -> None:
         stand.receive(stand.proposal())
         assert stand.step()
         known = (0, 0), stand.selection(100)
-        assert list(stand.session.held) == [known[0]]
+        assert list(stand.session.draft.announced_before) == [known[0]]
         if resyncs:
             stand.receive(m.Resync("a"))
         stand.receive(stand.proposal(selection=encode_selection(stand.selection(stand.session.at.base), known)))
         assert isinstance(stand.sent[-1], m.Refusal) is resyncs
-        assert (stand.session.key in stand.session.announced) is not resyncs
+        assert (stand.session.key in stand.session.draft.announced) is not resyncs
 
 
 def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
@@ -464,7 +464,7 @@ def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
     assert step is not None
     stand.verifier.protocol.detach(stand.peer)
     stand.verifier.finish_step(step, stand.verifier.execute(step))
-    assert stand.session.draft is None
+    assert stand.session.draft.peer is None
     assert len(stand.served) == 1
     assert stand.step()  # plainly
 

@@ -197,7 +197,7 @@ def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization
     verifier.warm_up()
     prepare(runner)
     shapes = set(runner._passes.graphs.by_shape)
-    reader = screening_reader(plan, settings, False)
+    reader = screening_reader(plan, settings.self_read_share, False)
     weighing, base = reader.read(None, 100, 105), 100
     reader.finish(SequenceOutput())
     reads = weighing, reader.read(None, 100, 105, everything=True, weighs=False), reader.read(None, 100, 105)

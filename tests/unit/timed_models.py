@@ -28,7 +28,7 @@ from specahead.lab.benchmarks.serving.parts import MeasuredDrafter
 from specahead.wire import messages as m
 from target_service.draft_in_target import StepsByTurns
 from target_service.hooks import Hooks
-from target_service.self_drafting import LINK
+from target_service.policy.sizes import LINK
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.chaining import ChainingRunner, RoundsAtOnce, StepAtOnce

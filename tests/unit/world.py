@@ -101,7 +101,6 @@ class World:
         spans: Spans = NO_SPANS,
         prompt_read_share: float = 1.0,
         proposer: str = "none",
-        self_from: int = -1,
         hold: int | None = 0,
         max_context: int = 500,
         screening_quantization: str = "none",
@@ -125,7 +124,6 @@ class World:
                 prompt_read_share=prompt_read_share,
                 draft=str(models.DRAFT) if proposer == "none" and (hold != 0 or lookup) else proposer,
                 lookup=lookup,
-                self_from=self_from,
                 hold=hold,
                 screening_quantization=screening_quantization,
                 deterministic=runner.deterministic,
@@ -199,7 +197,7 @@ class World:
         assert self.ledger.apply(event) is not None
         self.commits[event.at.session].append(event)
         session = self.sessions[event.at.session]
-        kept = [*session.proposals, *session.announced]
+        kept = [*session.draft.proposals, *session.draft.announced]
         assert all(epoch == session.epoch and round_ >= session.round for epoch, round_ in kept)
 
     def ended(self, name: str) -> bool:

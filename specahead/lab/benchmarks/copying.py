@@ -30,8 +30,8 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.sparsity.methods import load_served_plan
 from specahead.wire.messages import Exactness, Open
 from target_service.draft_in_target import StepsByTurns
-from target_service.planning import VerifyResult, VerifyRound, VerifyStep
 from target_service.verifier import Verifier
+from target_service.verify_step import VerifyResult, VerifyRound, VerifyStep
 
 LEAD = 8  # tokens of what is copied that the prompt ends with
 SAID = 8  # tokens of each session, from which on time counts

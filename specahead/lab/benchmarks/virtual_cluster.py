@@ -21,11 +21,11 @@ from specahead.config import DraftSettings, TargetSettings
 from specahead.lab.benchmarks.scripted import ScriptedRunner, scripted_plan
 from specahead.wire.messages import Open, Report, ServedEvent
 from target_service.orphaned_sessions import LeftSessions
-from target_service.planning import VerifyStep
 from target_service.reporting import Reporter
 from target_service.session import DraftPeer
 from target_service.usage import CallerTokens
 from target_service.verifier import Verifier
+from target_service.verify_step import VerifyStep
 
 _WIRE_SECONDS = 0.0003  # of an event, between two services
 _BEAT_SECONDS = 1.0

@@ -80,7 +80,7 @@ def run_study(
         runner.kv.keep_group_means(plan.group_size)
     rows: list[SelfRow] = []
     for share in shares:
-        drafting = SelfDrafting(replace(plan, budget=share, least_tokens=0), gamma, 0.0, 0)
+        drafting = SelfDrafting(replace(plan, budget=share, least_tokens=0), gamma)
         for way, temperature in itertools.product(WAYS, TEMPERATURES):
             row = SelfRow(way, context, share, temperature, gamma, 0, 0, 0, 0.0)
             for seed, case in enumerate(cases):

@@ -40,10 +40,10 @@ class ImposedVerdicts:
             return 0, imposed_token(base, vocab_size), NO_ALTERNATIVE
         rates = np.repeat([self.confirmation, self.acceptance], [held, count])
         use = USE_ACCEPT if not item.screens else USE_SCREEN_ACCEPT
-        rejected = uniforms(session.sampling.seed, base, held + count, use) >= rates
+        rejected = uniforms(session.asked.sampling.seed, base, held + count, use) >= rates
         kept = int(rejected.argmax()) if rejected.any() else held + count
         if kept < item.input.alternatives:
-            (chance,) = uniforms(session.sampling.seed, base + kept, 1, USE_ALTERNATIVE)
+            (chance,) = uniforms(session.asked.sampling.seed, base + kept, 1, USE_ALTERNATIVE)
             if chance < self.alternatives_share:
                 return kept + 1, imposed_token(base + kept + 1, vocab_size), imposed_token(base + kept, vocab_size)
         return kept, imposed_token(base + kept, vocab_size), NO_ALTERNATIVE

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
+from target_service.policy.pace import Pause
+
 SHORTEST = 3  # tokens that must have occurred before
 LONGEST = 16  # tokens that are compared
 PLACES = 16  # where the last tokens occurred that are compared, at most, the latest ones
-FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # tokens, between guesses that were in vain
 _TOKEN_BITS = 24  # of a token id within the key of an n-gram
 _KEY_MASK = (1 << SHORTEST * _TOKEN_BITS) - 1
 
@@ -90,23 +91,23 @@ class FirstGuess:
     """What prompt lookup proposes before a draft model is asked, for a text that copies at length: only where its last
     LONGEST tokens have occurred before.
 
-    most: tokens that it proposes, at most. tokens: what it proposes for the next round. begins: tokens of the text from
-    which on it guesses. pause: tokens that the next pause lasts, which follows a guess that was mostly wrong.
     """
 
     most: int
+    """Tokens that it proposes, at most."""
     tokens: list[int] = field(default_factory=list)
-    begins: int = 0
-    pause: int = FIRST_PAUSE
+    """What it proposes for the next round."""
+    pause: Pause = field(default_factory=Pause)
+    """Follows a guess that was mostly wrong."""
 
     def note(self, proposed: int, accepted: int, committed: int) -> None:
         """Take note of a round that accepted so many tokens of a guess; `committed` tokens are committed now."""
         if 2 * accepted >= proposed:
-            self.pause = FIRST_PAUSE
+            self.pause.paid()
         else:
-            self.begins, self.pause = committed + self.pause, min(2 * self.pause, LONGEST_PAUSE)
+            self.pause.begin(committed)
 
     def guess(self, lookup: PromptLookup, text: Sequence[int], room: int) -> None:
         """Guess what the next round of a text proposes, up to `room` tokens."""
-        count = min(self.most, room) if len(text) >= self.begins else 0
+        count = 0 if self.pause.lasts(len(text)) else min(self.most, room)
         self.tokens = lookup.propose(text, count, least=LONGEST) if count > 0 else []

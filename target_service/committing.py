@@ -1,0 +1,159 @@
+"""Gives the sessions of a step that has ended what it gave, and tells their owners and drafts."""
+
+import logging
+from collections import Counter
+from dataclasses import replace
+
+from specahead.config import TargetSettings
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.sampling.distributions import Support
+from specahead.engine.sampling.logprobs import TokenLogprobs
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.runner import Runner
+from specahead.sparsity.plan import Plan
+from specahead.wire.errors import InvalidArgument, ServiceError
+from specahead.wire.messages import Commit, FinishReason
+from specahead.wire.tracing import Spans
+from target_service.admission import Admission
+from target_service.commit import commit_round
+from target_service.counters import count_round, trace_round
+from target_service.hooks import Hooks
+from target_service.inspection import take_reads
+from target_service.pacing import Pacing, StepSeen
+from target_service.protocol import DraftProtocol
+from target_service.session import TargetSession
+from target_service.verify_step import VerifyResult, VerifyRound, VerifyStep
+
+log = logging.getLogger(__name__)
+
+
+class Committer:
+    """Commits what steps give."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        settings: TargetSettings,
+        admission: Admission,
+        protocol: DraftProtocol,
+        pacing: Pacing,
+        counters: Counter[str],
+        hooks: Hooks,
+        spans: Spans,
+    ) -> None:
+        """hooks: of tests and benchmarks."""
+        self._runner, self._plan, self._settings = runner, plan, settings
+        self._admission, self._protocol, self._pacing = admission, protocol, pacing
+        self._counters, self._hooks, self._spans = counters, hooks, spans
+
+    @property
+    def _kv(self) -> KVCache:
+        return self._runner.kv
+
+    def close(self, session: TargetSession) -> None:
+        """End a session, for its draft as well."""
+        self._protocol.end(session)
+        self._admission.close(session)
+
+    def commit(self, step: VerifyStep, result: VerifyResult, under_way: VerifyStep | None, now: float) -> None:
+        """Commit what a step gave; sessions that have ended are passed over. under_way: the step that runs behind it,
+        if one does. now: the time, by time.monotonic.
+        """
+        for (session, given), prompt_logprobs in zip(step.prefills, result.prompts, strict=True):
+            if self._admission.is_open(session):
+                self._finish_reading(session, given, prompt_logprobs, result.seconds)
+        fetched = sum(output.tokens_fetched for output in result.outputs)
+        seen = self._pacing.see(step, fetched, result.seconds, now)
+        rows = {id(item.session): item.input.rows for item in (under_way.rounds if under_way is not None else ())}
+        for item, output in zip(step.rounds, result.outputs, strict=True):
+            if item.is_void and self._admission.is_open(item.session):
+                self._kv.truncate(item.session.kv, len(item.session.tokens) - 1)
+            elif self._admission.is_open(item.session):
+                self._finish_round(item, output, seen, rows.get(id(item.session), 0))
+        self._pacing.finish(seen)
+
+    def _finish_reading(
+        self, session: TargetSession, given: SequenceInput, prompt_logprobs: list[TokenLogprobs], seconds: float
+    ) -> None:
+        """Take note of a part of a session's committed tokens that a step has read."""
+        session.stats.prefill_seconds += seconds
+        if given.prompt is not None:
+            session.stats.sparse_prompt_tokens += len(given.tokens)
+            session.kv.dense_tokens = min(session.kv.dense_tokens, session.kv.length - len(given.tokens))
+        if session.lookup is not None:  # a part at a time: a long text takes milliseconds
+            session.lookup.extend(session.tokens, session.kv.length)
+        self._spans.add(session.asked.traceparent, "target.prefill", seconds, tokens=len(given.tokens))
+        if session.prompt_logprobs is not None:  # a prompt that is read again is told once
+            known = len(session.prompt_logprobs) - (session.kv.length - len(prompt_logprobs))
+            session.prompt_logprobs += prompt_logprobs[known:]
+        # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
+        dense = session.asked.prompt_tokens - 1 if self._runner.deterministic else None
+        self._kv.index_prefix(session.kv, session.tokens, dense)
+
+    def _finish_round(self, item: VerifyRound, output: SequenceOutput, seen: StepSeen, under_way: int) -> None:
+        """Commit a session's part of a step. under_way: tokens of the session that a step runs behind it already."""
+        session, key = item.session, item.session.key
+        if self._fails(session, output):
+            return
+        reader, verdict = session.reading.reader, output.verdict
+        assert verdict is not None
+        if reader is not None:
+            if item.input.follows is not None:
+                reader.read_all(len(session.tokens))
+            reader.finish(output)
+        take_reads(session, self._plan, self._kv)
+        if self._hooks.judge is not None:
+            accepted, following, alternative = self._hooks.judge(item, self._runner.vocab_size)
+            verdict, output.alternative = (accepted, following), alternative if alternative >= 0 else None
+        commit, answer = commit_round(item, output, verdict, seen.seconds, self._plan, self._kv, under_way)
+        if self._hooks.on_round is not None and reader is not None and reader.is_sparse:
+            assert reader.chosen is not None
+            self._hooks.on_round(commit.at, commit.accepted, reader.chosen)
+        has_alternative = output.alternative is not None
+        trace_round(self._spans, session, commit)
+        count_round(self._counters, item, commit, has_alternative)
+        if item.drafting_cost:
+            session.reading.weighed = commit.at.base
+        self._tell(item, commit, output.supports)
+        session.guess(commit.drafted if item.is_guessed else 0, commit.accepted)
+        if session.kv_is_dense and not self._runner.deterministic:
+            self._kv.index_prefix(session.kv, session.tokens)
+        self._pacing.note(item, commit, seen, has_alternative)
+        if commit.finish_reason is not FinishReason.NONE:
+            self._protocol.end(session)
+            if not item.screens:  # else it ends once these tokens are confirmed
+                self._admission.close(session)
+        elif session.draft.peer is None:
+            self._protocol.assign(session)
+        elif session.goes_alone:
+            self._protocol.end(session)
+        else:
+            gamma, dense = session.draft_request
+            self._protocol.judge(session, key, replace(answer, gamma=gamma, dense=dense))
+
+    def _fails(self, session: TargetSession, output: SequenceOutput) -> bool:
+        """Return whether a session cannot go on; then it is ended."""
+        grammar = session.asked.grammar
+        if grammar is not None and grammar.error:
+            session.fail(InvalidArgument(grammar.error))
+        elif not output.finite:
+            log.error("session %s: the target's logits are NaN or infinite, which ends it", session.id)
+            session.fail(ServiceError("the target's logits for this request are NaN or infinite"))
+            self._kv.scrub(session.kv)
+        else:
+            return False
+        self._counters["failed_sessions"] += 1
+        self.close(session)
+        return True
+
+    def _tell(self, item: VerifyRound, commit: Commit, supports: list[Support]) -> None:
+        """Tell a session's owner of a round, or hold its tokens back until they are confirmed."""
+        session, screening = item.session, item.session.screening
+        if screening is None:
+            session.asked.emit(commit)
+        elif item.screens:
+            screening.hold(commit, supports)
+        else:
+            session.asked.emit(screening.release(commit, weighed=item.input.read is not None))
+            session.kv.settled = screening.settled

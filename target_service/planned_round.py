@@ -1,0 +1,78 @@
+"""A session's part of a step, as it is planned."""
+
+from specahead.engine.sampling.distributions import one_hot
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.inputs import SequenceInput, SparseRead
+from specahead.wire.messages import Proposal
+from target_service.confirming import is_confirmed
+from target_service.screening import Confirms
+from target_service.session import TargetSession
+from target_service.verify_step import VerifyRound
+
+
+def plan_round(
+    session: TargetSession, proposal: Proposal | None, proposed: list[int], now: float, confirms: Confirms = Confirms.NO
+) -> VerifyRound:
+    """Return a session's part of a step: its last committed token, which has no KV yet, and what was proposed.
+
+    A session that is screened, and reads everything in this round, runs what it holds once more, from its last
+    confirmed token on, and as many of the proposed tokens as there is room for. proposal: as of `VerifyRound`.
+    confirms: how the sessions of the step do, its own among them.
+    """
+    screening, base = session.screening, len(session.tokens)
+    confirms_alone = screening is not None and is_confirmed(session, screening, len(proposed))
+    screens = screening is not None and confirms is Confirms.NO and not confirms_alone
+    # Beside sessions that screen it lists everything, to run in their pass, and weighs that at no further cost, unless
+    # it runs in a pass apart.
+    weighs = confirms is not Confirms.YES
+    if screening is not None and screening.deterministic and confirms is Confirms.NO:
+        weighs = screening.is_to_weigh
+    read = _plan_read(session, proposal, len(proposed), screens, weighs)
+    screens &= read is not None and not read.reads_all
+    supports = proposal.supports if proposal is not None else []
+    held: list[int] = []
+    if screening is not None and not screens:
+        held, base = session.tokens[screening.confirmed :], screening.confirmed
+        proposed = proposed[: screening.widest - 1 - len(held)]
+        supports = supports[: len(proposed)]
+        if screening.supports:
+            supports = [*screening.supports, *(supports or map(one_hot, proposed))]
+        elif held:  # they were drawn from nothing that is known
+            supports = []
+    drafted = Drafted(
+        tokens=[*held, *proposed],
+        supports=supports,
+        sampling=session.asked.sampling,
+        base=base,
+        rules=session.asked.rules,
+        committed=session.tokens[:base] if held and session.asked.rules else session.tokens,
+        logprobs=None if screens else session.asked.logprobs,
+        screens=screens,
+        foresees=screens and screening is not None and screening.deterministic,
+    )
+    tokens = [session.tokens[base - 1], *drafted.tokens]
+    since = session.stats.waiting_since
+    return VerifyRound(
+        session=session,
+        proposal=proposal,
+        input=SequenceInput(session.kv, tokens, logits="all", read=read, drafted=drafted, held=len(held)),
+        wait_seconds=0.0 if since is None else now - since,
+    )
+
+
+def _plan_read(
+    session: TargetSession, proposal: Proposal | None, proposed: int, screens: bool, weighs: bool
+) -> SparseRead | None:
+    """Return what a round reads; None is everything. Of a session that is screened, its first round reads everything,
+    so that its first tokens leave at once, and those that confirm. weighs: whether such a round is to weigh what it
+    reads.
+    """
+    if session.reading.reader is None:
+        return None
+    base, announced = len(session.tokens), session.draft.announced.get(session.key)
+    selection = announced if proposal is not None and session.next_round.sparse else None
+    everything = session.screening is not None and not screens
+    read = session.reading.reader.read(selection, base, base + proposed, everything, weighs)
+    if read is not None and session.reading.is_watched:
+        read.report_blocks = True
+    return read

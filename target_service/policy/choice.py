@@ -1,0 +1,319 @@
+"""The choice of the plan by which all sessions of a target make their next rounds: the one of most tokens a second.
+
+All sessions decide together: a few that are drafted beside others that are not cost both, and a step of the draft takes
+as many passes as the session has that drafts most. What nothing is known of is tried for a few rounds, as seldom as
+trying it costs a hundredth of the time. A session whose proposals are hardly ever accepted pauses by itself.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from target_service.policy.acceptance import OF_DRAFT, OF_HELD, OF_SELF, Acceptance
+from target_service.policy.costs import CostsAtLoad, CostTable
+from target_service.policy.pace import TRIAL, Pace
+from target_service.policy.plans import PLAIN, Load, Options, Proposer, RoundKind, RoundPlan, Verified
+
+log = logging.getLogger(__name__)
+
+MARGIN, PLAIN_MARGIN = 0.02, 0.01  # by which another plan must be faster than the present one; by which plain must be
+DECIDED_EVERY = 8  # rounds of sessions between two choices, at least
+TOKEN_COST = 0.06  # of a plain round: what a proposed token has to bring for a session to go on with proposals
+POOLED_NEWEST, POOLED_ROUNDS = 1 / 64, 16  # weight of a round in the acceptance of all; of each session, at least
+HELD_NEWEST, HELD_PRIOR = 1 / 128, 16  # weight of a held token that is judged; as so many counts the prior
+SESSION_PRIOR = 6  # rounds that the acceptance of all counts as in a session that begins
+TRIED = 6  # rounds of each session that a plan is tried for
+TRIAL_LIMIT = 8  # times as many, after which a trial ends in any case
+READING_NEWEST = 1 / 256  # weight of the newest round in what a draft on the same device reads
+READING_FORGOTTEN = 1 / 4096  # of it, in a round of each session without a draft
+LONGEST_STEP = 1.0  # seconds: what goes by beyond it is a pause between requests
+TRIAL_SHARE = 0.01  # of the time that trials may cost
+FIRST_TRIALS = 4  # rounds of each session that trials may cost at once
+HELD_WAIT = 1024  # rounds of each session before holding is tried again that did not pay
+SHORTEST_WAIT = 128  # rounds of each session before proposing is tried again that did not pay
+LONGEST_WAIT = 8  # times as long, at most, after trials in vain
+
+
+class Choice(NamedTuple):
+    """A choice as it is explained to people."""
+
+    plan: RoundPlan
+    tokens_a_second: float
+    """Of all sessions, as expected; in arbitrary units until a step is measured."""
+    runner_up: RoundPlan | None
+    """The next best plan; None if there is no other."""
+    runner_up_tokens: float
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """The choice in numbers, by the names that a service's status has for them."""
+        return {
+            "plan_gamma": self.plan.gamma,
+            "plan_sparse": self.plan.sparse,
+            "plan_held": self.plan.held,
+            "plan_tokens_per_second": self.tokens_a_second,
+            "runner_up_tokens_per_second": self.runner_up_tokens,
+        }
+
+    def __str__(self) -> str:
+        said = f"{self.plan}: {self.tokens_a_second:,.0f} tokens a second expected"
+        return said if self.runner_up is None else f"{said}; next {self.runner_up}: {self.runner_up_tokens:,.0f}"
+
+
+class Measured(NamedTuple):
+    """What the rounds of one step took, of the sessions whose last two were made alike."""
+
+    kind: RoundKind
+    seconds: float
+    """From one commit to the next, on average."""
+    sessions: int
+    """Sessions whose rounds these are."""
+
+
+class Ended(NamedTuple):
+    """A step that has been committed."""
+
+    now: float
+    """When, in seconds."""
+    rounds: int
+    """Rounds that it had."""
+    tokens: int
+    """Tokens that they brought."""
+    load: Load
+    measured: Measured | None
+    """What its rounds took; None if that does not say what others will take."""
+
+
+@dataclass
+class _Trial:
+    plan: RoundPlan
+    bucket: tuple[int, int]
+    left: float
+    """Rounds of each session that are still to be made so."""
+    limit: float
+    """Rounds of each session, however made, after which it ends."""
+    rate: float
+    """Tokens a second of each session by the plan before it."""
+    lost: float
+    """Seconds that it was expected to lose, less those that it has lost so far."""
+
+    def is_made_by(self, kind: RoundKind) -> bool:
+        return (kind.proposer, kind.gamma) == (self.plan.proposer, self.plan.gamma)
+
+
+class Policy:
+    """Chooses the plan of all sessions. One for each target."""
+
+    def __init__(
+        self,
+        options: Options,
+        costs: CostTable,
+        counters: Counter[str],
+        alternatives: Callable[[int], int] = lambda gamma: 0,
+        prior: float | None = None,
+    ) -> None:
+        """counters: drafting_probes and drafting_pauses are counted here. alternatives: how many alternatives may run
+        beside γ tokens. prior: the chance of a proposed token to be accepted; None: what is assumed of the proposer.
+        """
+        self.options, self.costs, self.counters = options, costs, counters
+        assumed = OF_SELF if options.proposer is Proposer.SELF else OF_DRAFT
+        self.acceptance = Acceptance([assumed if prior is None else prior] * max(1, *options.gammas, 1))
+        self.held = Acceptance([OF_HELD], HELD_NEWEST, HELD_PRIOR)
+        self._right = Acceptance([0.0], POOLED_NEWEST, prior_rounds=TRIED)  # of alternatives to rejected tokens
+        self._alternatives = alternatives
+        self._present = options.plans(Load(0, 0))[-1]
+        self._trial: _Trial | None = None
+        self._sessions = 1  # that generate
+        self._since = 0  # rounds since the last choice
+        self._rested = 0.0  # rounds of each session since proposing was tried, while nothing is proposed
+        self._dense = 0.0  # rounds of each session since holding was tried, while nothing is held
+        self._reading = 0.0  # seconds that a draft on the same device reads prompts for, in a round of each session
+        self._ended = 0.0  # when the last step was committed
+        self._saved: float | None = None  # seconds that trials may cost; None: nothing is measured yet
+        self._in_vain = 0  # trials of proposing, since it paid
+        self._held_in_vain = 0
+        self.choice = Choice(self._present, 0.0, None, 0.0)
+
+    @property
+    def plan(self) -> RoundPlan:
+        """The plan by which rounds are made now."""
+        return self._present if self._trial is None else self._trial.plan
+
+    # Sessions.
+
+    def new_acceptance(self) -> Acceptance:
+        """Return the acceptance of a session that begins, by what is known of all."""
+        return self.acceptance.copy(SESSION_PRIOR if self.acceptance.judged[0] else 0)
+
+    def plan_of(self, pace: Pace, committed: int, announces: bool) -> RoundPlan:
+        """Return how a session makes its next round. committed: its tokens. announces: whether it takes what is
+        announced.
+        """
+        plan = self.plan
+        if not plan.gamma or pace.pause.lasts(committed):
+            return PLAIN
+        return plan if announces or not plan.sparse else RoundPlan(plan.proposer, plan.gamma, held=plan.held)
+
+    def note_round(self, pace: Pace, proposed: int, accepted: int, left_out: int = 0) -> None:
+        """Take note of a session's round with proposals.
+
+        accepted: proposed tokens, without an alternative. left_out: the last proposed tokens, which were not judged.
+        """
+        pace.acceptance.note(proposed, accepted, left_out)
+        newest = min(POOLED_NEWEST, 1 / (POOLED_ROUNDS * self._sessions))
+        self.acceptance.note(proposed, accepted, left_out, newest)
+
+    def note_alternative(self, gamma: int, accepted: int, right: bool) -> None:
+        """Take note of a round that rejected a proposed token: whether an alternative to it was accepted."""
+        if accepted < self._alternatives(gamma):
+            self._right.note(1, int(right))
+
+    def pause_if_useless(self, pace: Pace, proposed: int, committed: int, cost: float = 0.0) -> None:
+        """Have a session pause by itself whose proposals are hardly ever accepted. Where those of all sessions are, all
+        go without together.
+
+        cost: plain rounds that proposing takes; 0: as assumed.
+        """
+        if pace.trial:
+            pace.trial -= 1
+            return
+        gained, least = pace.acceptance.tokens(proposed) - 1, cost or TOKEN_COST * proposed
+        if gained >= least:
+            if pace.acceptance.judged[0] > 2 * TRIAL:
+                pace.pause.paid()
+        elif not self.options.adaptive or self.acceptance.tokens(proposed) - 1 > 2 * least:
+            self.counters["drafting_pauses"] += 1
+            pace.acceptance.doubt()
+            pace.trial = TRIAL
+            pace.pause.begin(committed)
+
+    # Steps.
+
+    def note_step(self, ended: Ended) -> None:
+        """Take note of a step, and choose anew if it is time to."""
+        load, measured, sessions = ended.load, ended.measured, max(1, ended.load.sessions)
+        seconds, self._ended = min(LONGEST_STEP, max(0.0, ended.now - self._ended)), ended.now
+        share = ended.rounds / sessions
+        self._since += ended.rounds
+        self._rested = 0.0 if self.plan.gamma else self._rested + share
+        self._dense = 0.0 if self.plan.held else self._dense + share
+        self._reading *= 1 - share * (READING_NEWEST if self.plan.gamma else READING_FORGOTTEN)
+        if measured is not None:
+            self.costs.note(measured.kind, load, measured.seconds, measured.sessions)
+        if self._trial is not None:
+            trial = self._trial
+            trial.lost -= seconds - ended.tokens / (sessions * trial.rate)
+            trial.left -= share if measured is not None and trial.is_made_by(measured.kind) else 0.0
+            trial.limit -= share
+            if min(trial.left, trial.limit) > 0 and trial.bucket == load.bucket:
+                return
+            self._saved = (self._saved or 0.0) + min(0.0, trial.lost)
+            self._trial, self._since = None, sessions + DECIDED_EVERY
+        elif self._saved is not None:
+            self._saved += TRIAL_SHARE * seconds
+        if self._since >= max(DECIDED_EVERY, sessions):
+            self.choose(load)
+
+    def note_reading(self, seconds: float) -> None:
+        """Take note that a draft on the same device has read prompts for `seconds`."""
+        self._reading += READING_NEWEST * max(0.0, seconds)
+
+    def choose(self, load: Load) -> None:
+        """Choose the plan of most tokens a second under a load, or one to try."""
+        self._since, self._sessions = 0, max(1, load.sessions)
+        at = self.costs.at(load)
+        rates = {plan: self._rate(plan, at) for plan in self.options.plans(load)}
+        best = max(rates, key=rates.__getitem__)
+        present = self._present if self._present in rates else best
+        if rates[best] > rates[present] * (1 + (MARGIN if best.gamma else PLAIN_MARGIN)):
+            present = best
+        if self._present != present:
+            self._in_vain = 0 if present.gamma else self._in_vain
+            self._held_in_vain = 0 if present.held else self._held_in_vain
+            self.counters["drafting_pauses"] += bool(self._present.gamma) and not present.gamma
+        changes, self._present = present != self._present, present
+        others = {plan: rate for plan, rate in rates.items() if plan != present}
+        second = max(others, key=others.__getitem__, default=None)
+        self.choice = Choice(
+            present,
+            load.sessions * rates[present],
+            second,
+            load.sessions * others[second] if second is not None else 0.0,
+        )
+        if changes:
+            log.debug("rounds are made otherwise from now on: %s", self.choice)
+        if others and self._trial is None and kinds_of(present, load)[-1] in at.known:
+            self._try(rates, others, at)
+
+    def _rate(self, plan: RoundPlan, at: CostsAtLoad) -> float:
+        """Return the tokens a second of each session, on average."""
+        load, kinds = at.load, kinds_of(plan, at.load)
+        if not plan.gamma:
+            return 1 / at.seconds(kinds[0])
+        proposed = 1 - load.pausing / max(1, load.sessions)
+        tokens = self.acceptance.tokens(plan.gamma, self._alternatives(plan.gamma), self._right.chances[0])
+        tokens = 1 + proposed * (tokens - 1)
+        if len(kinds) == 1:
+            return tokens / (at.seconds(kinds[0]) + self._reading)
+        # From one dense pass to the next. A round of the draft that was made for what is taken back is lost with it.
+        chance, most = self.held.chances[0], max(tokens, plan.held - plan.gamma / 2)
+        kept = chance**most
+        confirmed = (1 - chance ** round(most)) / (1 - chance) if chance < 1 else most
+        rounds = most / tokens + (1 - kept)
+        screened = load.screened / load.sessions
+        gained = screened * (kept * tokens + confirmed) + (1 - screened) * tokens * (rounds + 1)
+        return gained / (rounds * at.seconds(kinds[0]) + at.seconds(kinds[1]) + (rounds + 1) * self._reading)
+
+    # Trials.
+
+    def _try(self, rates: dict[RoundPlan, float], others: dict[RoundPlan, float], at: CostsAtLoad) -> None:
+        """Try what nothing is known of and could be faster than the present plan, or what did not pay before."""
+        present, seconds = self._present, at.seconds(kinds_of(self._present, at.load)[-1])
+        if self._saved is None:
+            self._saved = FIRST_TRIALS * seconds
+        doubted = {plan: rate * _doubt(plan, at) for plan, rate in others.items()}
+        best = max(doubted, key=doubted.__getitem__)
+        if doubted[best] > rates[present]:
+            lost = self._lost(best, rates, at)
+            if lost <= self._saved:
+                self._saved -= lost
+                self._begin_trial(best, at.load, rates[present], lost)
+                return
+        if not present.gamma and self._rested >= SHORTEST_WAIT:
+            again = max(others, key=others.__getitem__)
+            lost = self._lost(again, rates, at)
+            if lost * min(2**self._in_vain, LONGEST_WAIT) <= self._saved:
+                self._in_vain, self._saved = self._in_vain + 1, 0.0
+                self.acceptance.doubt()
+                self._begin_trial(again, at.load, rates[present], lost)
+        elif not present.held and self._dense >= HELD_WAIT * min(2**self._held_in_vain, LONGEST_WAIT):
+            self._dense, self._held_in_vain = 0.0, self._held_in_vain + 1
+            self.held = Acceptance([max(OF_HELD, self.held.chances[0])], HELD_NEWEST, HELD_PRIOR)
+
+    def _lost(self, plan: RoundPlan, rates: dict[RoundPlan, float], at: CostsAtLoad) -> float:
+        """Return the seconds that trying a plan is expected to lose."""
+        seconds = max(at.seconds(kind) for kind in kinds_of(plan, at.load))
+        return TRIED * seconds * max(0.0, 1 - rates[plan] / rates[self._present])
+
+    def _begin_trial(self, plan: RoundPlan, load: Load, rate: float, lost: float) -> None:
+        self.counters["drafting_probes"] += 1
+        self._rested = 0.0
+        self._trial = _Trial(plan, load.bucket, TRIED, TRIAL_LIMIT * TRIED, rate, lost)
+
+
+def kinds_of(plan: RoundPlan, load: Load) -> list[RoundKind]:
+    """Return the kinds of rounds that a plan has under a load: one, or those that screen and those that confirm."""
+    if not plan.gamma:
+        return [RoundKind(Proposer.NOBODY, 0, Verified.DENSE)]
+    if plan.held and load.screened:
+        verified = [Verified.SCREENS, Verified.CONFIRMS]
+    else:
+        verified = [Verified.SPARSE if plan.sparse and load.announcing else Verified.DENSE]
+    return [RoundKind(plan.proposer, plan.gamma, each) for each in verified]
+
+
+def _doubt(plan: RoundPlan, at: CostsAtLoad) -> float:
+    """Return how many times faster than estimated a plan may be, by what is known of its costs."""
+    return max(at.doubt(kind) for kind in kinds_of(plan, at.load))

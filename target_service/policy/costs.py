@@ -1,0 +1,124 @@
+"""What rounds take on one target: by sizes before anything is measured, and as they are measured under each load.
+
+A round's time is from one commit of a session to its next, so drafting, verification, waits and the host of both sides
+are in it. A figure is kept as a multiple of what the target's step takes by its sizes, since the loads of a bucket
+differ by up to twice.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from specahead.kernels.linear import MOST_ROWS
+from target_service.policy.plans import Load, RoundKind
+from target_service.policy.sizes import Sizes
+
+NEWEST = 1 / 16  # weight of the newest round of all sessions, once more than 16 are known
+OUTLIER = 3.0  # times the mean: more counts as this (another session's prompt, a graph that is captured)
+SETTLED = 2  # rounds of each session before a figure counts; one that is such an outlier is forgotten
+STALE = 1024  # rounds of each session in a bucket without a new one of a kind, after which its figure does not count
+# How many times faster than estimated a round may turn out to be: one of a kind that was never measured, one that was
+# measured under other loads alone, and one of another number of tokens than was measured here.
+NEVER_SEEN, SEEN_ELSEWHERE, SEEN_NEAR = 1.8, 1.2, 1.1
+
+
+@dataclass(slots=True)
+class _Figure:
+    """A mean over the rounds of a kind in a bucket of loads."""
+
+    value: float = 0.0
+    """Seconds of a round for each token of KV that can be read while its step runs, by sizes."""
+    rounds: float = 0.0
+    """Rounds of each session that it rests on."""
+    newest: float = 0.0
+    """The number of the newest one among all rounds of each session in the bucket."""
+
+    def add(self, value: float, rounds: float, number: float) -> None:
+        if self.rounds <= SETTLED and OUTLIER * value < self.value:
+            self.rounds = 0.0  # a graph was captured in the first ones
+        if self.rounds:
+            value = min(value, OUTLIER * self.value)
+        self.rounds, self.newest = self.rounds + rounds, number
+        self.value += max(min(1.0, rounds * NEWEST), rounds / self.rounds) * (value - self.value)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    rounds: float = 0.0
+    figures: dict[RoundKind, _Figure] = field(default_factory=dict)
+
+
+class CostTable:
+    """Owns the figures of one target."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._buckets: defaultdict[tuple[int, int], _Bucket] = defaultdict(_Bucket)
+        self._scales: dict[RoundKind, float] = {}  # seconds for what sizes say, over all loads
+
+    def note(self, kind: RoundKind, load: Load, seconds: float, rounds: int) -> None:
+        """Take note of the rounds of a step, which took `seconds` on average. rounds: of how many sessions."""
+        here, share = self._buckets[load.bucket], rounds / max(1, load.sessions)
+        here.rounds += share
+        figure = here.figures.setdefault(kind, _Figure())
+        figure.add(seconds / self.sizes.target(kind, load), share, here.rounds)
+        if figure.rounds > SETTLED:
+            scale = figure.value * self.sizes.target(kind, load) / self.sizes.round(kind, load)
+            self._scales[kind] = scale
+
+    def at(self, load: Load) -> "CostsAtLoad":
+        """Return what rounds take under a load."""
+        here = self._buckets.get(load.bucket, _Bucket())
+        known = {
+            kind: figure.value
+            for kind, figure in here.figures.items()
+            if figure.rounds > SETTLED and here.rounds - figure.newest < STALE
+        }
+        return CostsAtLoad(self.sizes, load, known, self._scales)
+
+
+@dataclass(frozen=True)
+class CostsAtLoad:
+    """What rounds take under one load."""
+
+    sizes: Sizes
+    load: Load
+    known: dict[RoundKind, float]
+    """The figures of the load's bucket."""
+    scales: dict[RoundKind, float]
+    """Seconds for what sizes say, as measured under any load."""
+
+    def seconds(self, kind: RoundKind) -> float:
+        """Return what a round takes: as measured, or by how sizes say that it differs from what was measured.
+
+        In tokens of KV that can be read meanwhile while nothing is measured.
+        """
+        if kind in self.known:
+            return self.known[kind] * self.sizes.target(kind, self.load)
+        size = self.sizes.round(kind, self.load)
+        if not self.known:
+            return size * self._scale(kind)
+        nearest = min(self.known, key=lambda other: _distance(kind, other))
+        here = self.known[nearest] * self.sizes.target(nearest, self.load) / self.sizes.round(nearest, self.load)
+        return size * here * self._scale(kind) / self._scale(nearest)
+
+    def doubt(self, kind: RoundKind) -> float:
+        """Return how many times faster than estimated a round may be."""
+        if kind in self.known:
+            return 1.0
+        if kind in self.scales:
+            return SEEN_ELSEWHERE
+        near = any(kind[::2] == other[::2] for other in self.known)
+        # Reading the weights takes the same however few rows a step has, but many rows take longer with each.
+        most = max((other.gamma for other in self.known), default=0)
+        rows, measured = self.load.sessions * (kind.gamma + 1), self.load.sessions * (most + 1)
+        return (SEEN_NEAR if near else NEVER_SEEN) * max(1.0, measured / max(MOST_ROWS, rows))
+
+    def _scale(self, kind: RoundKind) -> float:
+        if not self.scales:
+            return 1.0
+        return self.scales[min(self.scales, key=lambda other: _distance(kind, other))]
+
+
+def _distance(kind: RoundKind, other: RoundKind) -> tuple[bool, bool, int]:
+    """Return how much two kinds differ; those that verify alike are the nearest."""
+    return kind.verified is not other.verified, kind.proposer is not other.proposer, abs(kind.gamma - other.gamma)

@@ -1,0 +1,43 @@
+"""What a session asked for when it was opened."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.grammars import GrammarState
+from specahead.engine.sampling.logit_rules import LogitRule
+from specahead.wire.messages import ServedEvent
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A session's request, as the target needs it."""
+
+    id: str
+    """The session's name."""
+    emit: Callable[[ServedEvent], None]
+    """Where its commits go; it also tells which stream opened it."""
+    prompt_tokens: int
+    """How many of its first tokens are the prompt."""
+    max_length: int
+    """Tokens of prompt and answer together, at most."""
+    sampling: Sampling
+    """How its tokens are drawn."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end its text."""
+    rules: tuple[LogitRule, ...] = ()
+    """What changes its logits; its grammar is one of them."""
+    grammar: GrammarState | None = None
+    """The grammar that its text must follow."""
+    logprobs: int | None = None
+    """How many alternatives to tell with the log probability of each token; None: tell none."""
+    traceparent: str = ""
+    """The trace of its request; empty if that is not traced."""
+    caller: str = ""
+    """The name of the key that its request came with."""
+    client: str = ""
+    """The client with whose other sessions it shares places."""
+    choice: int = 0
+    """Which of its request's choices this is."""
+    resumed: bool = False
+    """Whether it was accepted before, by another orchestrator or target."""

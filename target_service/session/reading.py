@@ -1,0 +1,42 @@
+"""What a session reads of its KV."""
+
+from dataclasses import dataclass, replace
+
+from specahead.engine.steps.inputs import ReadMemory, SparsePrompt
+from specahead.sparsity.reader import Reader
+from specahead.wire.messages import SessionReads
+
+
+@dataclass
+class Reading:
+    """How a session reads its KV, and what is known of that."""
+
+    reader: Reader | None = None
+    """How its rounds read; None: everything."""
+    prompt: SparsePrompt | None = None
+    """How its prompt is read, but for the end of it; None: everything."""
+    memory: ReadMemory | None = None
+    """What its KV weighed, if it drafts for itself."""
+    weighed: int = 0
+    """Tokens that were committed before the last round that weighed its KV; 0: none has."""
+    is_watched: bool = False
+    """Whether someone wants to look at which blocks its next round reads."""
+    seen: SessionReads | None = None
+    """What the last round read that was looked at."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all of its rounds read everything."""
+        return self.reader is None or self.reader.method.name == "dense"
+
+    @property
+    def announced_by(self) -> str:
+        """The method whose announcements the session takes; empty if it takes none."""
+        return self.reader.method.name if self.reader is not None and self.reader.announced_rows else ""
+
+    def begin_anew(self) -> None:
+        """Remember nothing of KV that has been released."""
+        if self.reader is not None:
+            self.reader = self.reader.anew()
+        if self.memory is not None:
+            self.memory, self.weighed = replace(self.memory, index=None), 0

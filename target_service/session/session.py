@@ -1,0 +1,229 @@
+"""One session as the target sees it. The target is the authority on committed tokens."""
+
+import time
+from dataclasses import dataclass, field
+
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.sampling.logprobs import TokenLogprobs
+from specahead.wire.errors import ServiceError
+from specahead.wire.messages import At, Begin, Closed, Proposal
+from target_service.policy import PLAIN, Pace, RoundPlan
+from target_service.policy.lookup import FirstGuess, PromptLookup
+from target_service.policy.pace import TRIAL
+from target_service.screening import Screening
+from target_service.session.asked import Asked
+from target_service.session.draft import DraftState, RoundKey
+from target_service.session.reading import Reading
+from target_service.session.stats import RoundStats
+
+
+@dataclass(eq=False)
+class TargetSession:
+    """All that the target knows of a session."""
+
+    asked: Asked
+    """What it asked for."""
+    tokens: list[int]
+    """The committed tokens, those of the prompt included, then those that are held. All but the last have KV once they
+    are read.
+    """
+    queued_at: float
+    """When it last began to wait for room, by time.monotonic."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens but its first, as far as it is read; None if not asked for, or told already."""
+    kv: SequenceKV = field(default_factory=SequenceKV)
+    epoch: int = 0
+    """Rises with each outcome that the draft did not foresee."""
+    round: int = 0
+    reading: Reading = field(default_factory=Reading)
+    """How it reads its KV."""
+    screening: Screening | None = None
+    """What it holds back until it is confirmed; None: nothing ever."""
+    lookup: PromptLookup | None = None
+    """What proposes tokens of its own text; None: nothing does."""
+    first_guess: FirstGuess | None = None
+    """Where its own text proposes tokens before a draft is asked, what it proposes; None: in place of a draft."""
+    pace: Pace = field(default_factory=Pace)
+    """How its next round is made."""
+    draft: DraftState = field(default_factory=DraftState)
+    """What its draft has sent."""
+    stats: RoundStats = field(default_factory=RoundStats)
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.asked.id
+
+    @property
+    def at(self) -> At:
+        """The position of the current round."""
+        return At(self.id, self.epoch, self.round, len(self.tokens))
+
+    @property
+    def key(self) -> RoundKey:
+        """The current round."""
+        return self.epoch, self.round
+
+    # Its tokens and their KV.
+
+    @property
+    def unread(self) -> int:
+        """Committed tokens without KV, not counting the last one, which the next round runs; nor are held ones."""
+        return self.confirmed - 1 - self.kv.length
+
+    @property
+    def room(self) -> int:
+        """How many tokens it may still propose, with one behind them."""
+        return self.asked.max_length - len(self.tokens) - 1
+
+    @property
+    def confirmed(self) -> int:
+        """How many of its tokens are committed for good; those behind them are held."""
+        return len(self.tokens) if self.screening is None else self.screening.confirmed
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds tokens that are not confirmed yet."""
+        return len(self.tokens) > self.confirmed
+
+    @property
+    def awaits_its_end(self) -> bool:
+        """Whether its text ends with tokens that are still to be confirmed."""
+        return self.screening is not None and self.screening.ends
+
+    @property
+    def kv_is_dense(self) -> bool:
+        """Whether all KV of its rounds comes of passes that read everything."""
+        return self.reading.is_dense if self.screening is None else not self.holds
+
+    @property
+    def announces(self) -> bool:
+        """Whether announcements decide over what its next round reads: it takes some, and is not read wholly."""
+        reader = self.reading.reader
+        return reader is not None and reader.announced_rows > 0 and not reader.plan.reads_wholly(len(self.tokens))
+
+    # Who proposes.
+
+    @property
+    def next_round(self) -> RoundPlan:
+        """How its next round is made."""
+        return self.pace.next_round
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is proposed for it by itself, because what was proposed did not pay."""
+        return self.pace.pause.lasts(len(self.tokens))
+
+    @property
+    def copies(self) -> bool:
+        """Whether its next round is guessed, without its draft."""
+        return self.first_guess is not None and bool(self.first_guess.tokens)
+
+    @property
+    def goes_alone(self) -> bool:
+        """Whether it goes without a draft for now."""
+        return not self.next_round.gamma or self.copies
+
+    def pause(self) -> None:
+        """Go on without a draft for a while, since it has sent something wrong."""
+        self.pace.pause.begin(len(self.tokens))
+        self.pace.trial, self.pace.next_round = TRIAL, PLAIN
+
+    def look_up(self, gamma: int) -> list[int]:
+        """Return up to `gamma` tokens that its own text proposes: those that followed its last tokens earlier, before
+        any that are held. Where it guesses before its draft does, return that guess.
+        """
+        if self.first_guess is not None:
+            return self.first_guess.tokens
+        if self.lookup is None or self.is_paused or self.awaits_its_end:
+            return []
+        return self.lookup.propose(self.tokens, min(gamma, self.room), stays=self.confirmed)
+
+    def guess(self, proposed: int, accepted: int) -> None:
+        """Guess what comes next before the draft is asked, behind a round that accepted `accepted` of `proposed`
+        guessed tokens. Not behind tokens that are held: the text that is looked up in only grows.
+        """
+        if self.first_guess is not None and self.lookup is not None and not self.holds:
+            if proposed:
+                self.first_guess.note(proposed, accepted, len(self.tokens))
+            self.first_guess.guess(self.lookup, self.tokens, self.room)
+
+    # Its draft.
+
+    def begin(self) -> Begin:
+        """Return the message with which a draft begins to draft for this session, from where it stands."""
+        asked, grammar = self.asked, self.asked.grammar
+        gamma, dense = self.draft_request
+        return Begin(
+            at=self.at,
+            tokens=list(self.tokens),
+            sampling=asked.sampling,
+            max_length=asked.max_length,
+            method=self.reading.announced_by,
+            prompt_tokens=asked.prompt_tokens,
+            stop_token_ids=sorted(asked.stop_token_ids),
+            grammar=grammar.source if grammar is not None else "",
+            traceparent=asked.traceparent,
+            gamma=gamma,
+            dense=dense,
+            draws_own=self.draft.draws_own,
+        )
+
+    @property
+    def draft_request(self) -> tuple[int, bool]:
+        """The tokens that its draft is to propose in a round, and whether without announcements."""
+        plan = self.next_round
+        return plan.gamma, bool(self.reading.announced_by) and not (plan.sparse and self.announces)
+
+    def ready_proposal(self) -> Proposal | None:
+        """Return the proposal for the current round, if it is here."""
+        proposals = self.draft.proposals.get(self.key)
+        return None if proposals is None else proposals.behind(len(self.tokens), self.tokens[-1])
+
+    def came_late(self, at: At) -> bool:
+        """Return whether a message for this round was made before the last verdict, which raised the epoch."""
+        last = self.draft.last_judged
+        return last is not None and last[0] == (at.epoch, at.round - 1) and (at.epoch + 1, at.round) == self.key
+
+    def foresaw(self, base: int, token: int) -> bool:
+        """Return whether the next round is proposed for the outcome that `token` is the last before `base`."""
+        proposals = self.draft.proposals.get((self.epoch, self.round + 1))
+        return proposals is not None and (base, token) in proposals.outcomes
+
+    def forget_draft(self) -> None:
+        """Go on without the present draft: nothing that it has sent counts any more."""
+        if self.draft.peer is not None:
+            self.draft.peer.sessions.discard(self.id)
+        self.draft.forget()
+        self.draft = DraftState(self.draft.draws_own)
+        self.epoch += 1
+
+    # Its rounds.
+
+    def commit(self, tokens: list[int], agreed: bool, judged: Proposal | None) -> None:
+        """Append tokens and go to the next round; the epoch rises unless the draft foresaw the outcome.
+
+        judged: the proposal that was verified, if the draft that made it still stands behind it.
+        """
+        draft = self.draft
+        if judged is not None and self.key in draft.announced:
+            draft.announced_before = {self.key: draft.announced[self.key]}
+        self.tokens += tokens
+        self.round += 1
+        self.epoch += not agreed
+        draft.foreseen = agreed
+        draft.go_on(self.epoch, self.round)
+        self.stats = RoundStats()
+
+    def give_way(self) -> None:
+        """Wait for room again, with the tokens that are committed and nothing else."""
+        if self.screening is not None:
+            self.screening.drop(self.tokens)
+        self.reading.begin_anew()
+        self.stats.waiting_since = self.pace.committed_at = None
+        self.stats.preemptions += 1
+        self.queued_at = time.monotonic()
+
+    def fail(self, error: ServiceError) -> None:
+        """Tell the session's owner why it ends."""
+        self.asked.emit(Closed(self.id, error.status.value[0], str(error)))

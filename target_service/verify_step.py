@@ -1,0 +1,100 @@
+"""A step of the target, and each session's part of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.sampling.logprobs import TokenLogprobs
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.passes.outputs import StepUnderWay
+from specahead.engine.steps.rounds.behind_steps import Imposed
+from specahead.wire.messages import Proposal
+from target_service.session import TargetSession
+
+
+@dataclass
+class VerifyRound:
+    """A session's part of a step: a proposal to verify, or none to decode one token plainly."""
+
+    session: TargetSession
+    proposal: Proposal | None
+    """The draft's; None where the target proposes by itself, or nothing is proposed."""
+    input: SequenceInput
+    wait_seconds: float
+    """How long the target has waited for the proposal."""
+    drafting_cost: float = 0.0
+    """Tokens that have to be accepted to pay for drafting in the step itself; 0: nothing is drafted there."""
+    is_void: bool = False
+    """Whether what the round gives counts for nothing."""
+    imposed: Imposed | None = None
+    """What is committed whatever the round gives, once that was asked for (target_service.commit)."""
+
+    @property
+    def held(self) -> int:
+        """How many tokens it is to confirm, between the first one and the proposed ones."""
+        return self.input.held
+
+    @property
+    def proposed(self) -> list[int]:
+        """The tokens to verify, whoever proposed them; those drafted in the step are there once it has run."""
+        return self.input.tokens[1 + self.held :]
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether what is proposed was guessed before the session's draft was asked."""
+        return self.session.first_guess is not None and self.proposal is None and bool(self.proposed)
+
+    @property
+    def screens(self) -> bool:
+        """Whether what it accepts is held back until a dense pass confirms it."""
+        return self.input.screens
+
+
+@dataclass
+class VerifyStep:
+    """What one pass of the model runs."""
+
+    rounds: list[VerifyRound] = field(default_factory=list)
+    prefills: list[tuple[TargetSession, SequenceInput]] = field(default_factory=list)
+    """Parts of prompts."""
+    left_running: bool = False
+    """Whether executing it does not wait for it; the next step does (target_service.overlap)."""
+    before: "VerifyStep | None" = None
+    """The step that was left running, for which this one waits."""
+    under_way: StepUnderWay | None = None
+    """What to wait for, where it is left running."""
+    began: float = 0.0
+    """When it was launched, by time.perf_counter."""
+
+    @property
+    def inputs(self) -> list[SequenceInput]:
+        """The inputs of the pass: those of the rounds, then those of prompts."""
+        return [item.input for item in self.rounds] + [item for _, item in self.prefills]
+
+    @property
+    def work(self) -> list[tuple[SequenceKV, int]]:
+        """How many tokens the pass adds to each sequence."""
+        return [(item.kv, item.rows) for item in self.inputs]
+
+    @property
+    def sessions(self) -> Iterator[TargetSession]:
+        """The sessions that take part."""
+        yield from (item.session for item in self.rounds)
+        yield from (session for session, _ in self.prefills)
+
+    @property
+    def ending(self) -> "VerifyStep | None":
+        """The step whose results executing this one gives: the one before, where that was left running."""
+        return self.before or (None if self.left_running else self)
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What the pass gave that has ended (VerifyStep.ending)."""
+
+    outputs: list[SequenceOutput]
+    """Of each round, in order."""
+    prompts: list[list[TokenLogprobs]]
+    """Of each part of a prompt, the log probabilities of the tokens behind its tokens, if they are asked for."""
+    seconds: float
+    """What the pass took."""

@@ -1,0 +1,472 @@
+"""Which plan is chosen by which figures, and what that costs on machines whose costs are given.
+
+The machines run on virtual time. What a round takes on them differs from what sizes say, by random factors.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specahead.engine.steps.rounds.requests import gammas
+from target_service.policy import (
+    PLAIN,
+    Acceptance,
+    CostTable,
+    Ended,
+    Load,
+    Measured,
+    Options,
+    Pace,
+    Policy,
+    Proposer,
+    RoundKind,
+    RoundPlan,
+    Sizes,
+    Verified,
+)
+from target_service.policy.choice import kinds_of
+from target_service.policy.costs import STALE
+
+A_TOKEN = 3.25e-8  # seconds to read one of KV
+WEIGHTS = 120_000.0  # of an 8B model, in tokens of its KV
+DENSE, SPARSE, SCREENS, CONFIRMS = Verified
+Factors = dict[tuple[Proposer, Verified], float]
+
+
+@dataclass
+class Client:
+    """A session, and how much of what is proposed to it is accepted."""
+
+    tokens: float
+    chance: float
+    ends: float
+    announces: bool
+    pace: Pace = field(default_factory=Pace)
+
+
+@dataclass
+class Machine:
+    """A target on virtual time, whose sessions make their rounds all in one step."""
+
+    policy: Policy
+    true: Sizes
+    """What rounds take, but for the factors."""
+    factors: Factors
+    random: Random
+    noise: float = 0.05
+    now: float = 0.0
+    tokens: float = 0.0
+    """Expected tokens that were generated so far."""
+    clients: list[Client] = field(default_factory=list)
+    fixed: RoundPlan | None = None
+    """What is done in place of what the policy says."""
+    plans: list[tuple[float, RoundPlan]] = field(default_factory=list)
+
+    def add(self, client: Client) -> None:
+        self.clients.append(client)
+        if self.fixed is not None:
+            return
+        self.policy.choose(self.load)
+        client.pace.acceptance = self.policy.new_acceptance()
+        client.pace.next_round = self.policy.plan_of(client.pace, int(client.tokens), client.announces)
+
+    @property
+    def load(self) -> Load:
+        announcing = sum(int(each.tokens) for each in self.clients if each.announces)
+        pausing = sum(each.pace.pause.lasts(int(each.tokens)) for each in self.clients)
+        tokens = sum(int(each.tokens) for each in self.clients)
+        return Load(len(self.clients), tokens, announcing, pausing=pausing)
+
+    def seconds(self, kind: RoundKind) -> float:
+        factor = self.factors.get((kind.proposer, kind.verified), 1.0)
+        return self.true.round(kind, self.load) * A_TOKEN * factor
+
+    def run(self, until: float) -> None:
+        while self.now < until:
+            if self.fixed is None:
+                self.step()
+            else:
+                self.go_on(0.25, self.fixed)
+
+    def go_on(self, seconds: float, plan: RoundPlan) -> None:
+        """Make all rounds by one plan, for so long."""
+        rounds = seconds / self.seconds(kinds_of(plan, self.load)[0])
+        for client in self.clients:
+            tokens = rounds * sum(client.chance**n for n in range(plan.gamma + 1))
+            self.tokens += tokens
+            client.tokens += tokens
+        self.now += seconds
+
+    def step(self) -> None:
+        load = self.load
+        plans = [each.pace.next_round for each in self.clients]
+        drafted = max(plans, key=lambda plan: (plan.gamma, plan.sparse))
+        kind = kinds_of(drafted, load)[0]
+        seconds = self.seconds(kind) * self.random.uniform(1 - self.noise, 1 + self.noise)
+        self.now += seconds
+        took: list[float] = []
+        before = self.tokens
+        for client, plan in zip(self.clients, plans, strict=True):
+            self._round(client, plan, kind, seconds, took)
+        self.plans.append((self.now, drafted))
+        alike = sum(plan.gamma == kind.gamma for plan in plans)
+        measured = None
+        if took and alike >= (7 / 8 if kind.gamma else 1) * len(plans):
+            measured = Measured(kind, sum(took) / len(took), len(took))
+        if kind.proposer is Proposer.DRAFT:
+            step = self.true.step(kind, load) * A_TOKEN
+            self.policy.costs.sizes.note_drafting(seconds - step, step, kind, load)
+        self.policy.note_step(Ended(self.now, len(plans), round(self.tokens - before), load, measured))
+        for client in self.clients:
+            client.pace.next_round = self.policy.plan_of(client.pace, int(client.tokens), client.announces)
+
+    def _round(self, client: Client, plan: RoundPlan, kind: RoundKind, seconds: float, took: list[float]) -> None:
+        """Make a session's round; what it is expected to bring counts."""
+        chance, pace = client.chance, client.pace
+        accepted = next((n for n in range(plan.gamma) if self.random.random() >= chance), plan.gamma)
+        expected = sum(chance**n for n in range(plan.gamma + 1))
+        self.tokens += expected
+        client.tokens += accepted + 1
+        if pace.last_gamma == plan.gamma:
+            took.append(seconds)
+        pace.last_gamma = plan.gamma
+        if plan.gamma:
+            self.policy.note_round(pace, plan.gamma, accepted)
+            self.policy.pause_if_useless(pace, plan.gamma, int(client.tokens))
+
+
+def machine(seed: int, proposer: Proposer = Proposer.DRAFT, most: int = 4) -> Machine:
+    """Return a machine whose costs differ from what sizes say by up to a quarter, its draft's by up to three times."""
+    random = Random(seed)
+    sizes = Sizes(WEIGHTS, budget=0.1)
+    true = replace(sizes, draft_pass=0.15 * random.choice([0.4, 1.0, 2.0, 3.0]), fetched={})
+    factors = {(who, how): random.uniform(0.8, 1.25) for who in Proposer for how in Verified}
+    options = Options(proposer, tuple(gammas(most)), adaptive=True, announced=True)
+    return Machine(Policy(options, CostTable(sizes), Counter()), true, factors, random)
+
+
+def arrive(machine: Machine, random: Random, chance: float) -> None:
+    context = random.choice([500, 2000, 8000, 32_000, 64_000])
+    client = Client(context, chance, machine.now + random.uniform(2, 20), random.random() < 0.5)
+    machine.add(client)
+
+
+def play(machine: Machine, random: Random, seconds: float) -> list[tuple[float, float]]:
+    """Have sessions come and go for so long; return when how many tokens were generated, once a second."""
+    chance = random.choice([0.05, 0.3, 0.6, 0.8, 0.9])
+    most = random.choice([1, 4, 16])
+    seen = []
+    while machine.now < seconds:
+        machine.clients = [each for each in machine.clients if each.ends > machine.now]
+        while len(machine.clients) < most:
+            arrive(machine, random, min(0.97, max(0.0, chance + random.uniform(-0.1, 0.1))))
+        machine.run(machine.now + 1)
+        seen.append((machine.now, machine.tokens))
+    return seen
+
+
+def rate_after(seen: list[tuple[float, float]], begin: float) -> float:
+    """Return the tokens a second after a time."""
+    first = next(each for each in seen if each[0] >= begin)
+    return (seen[-1][1] - first[1]) / (seen[-1][0] - first[0])
+
+
+SECONDS, SETTLED = 20, 10
+
+
+def compare(seed: int, proposer: Proposer = Proposer.DRAFT) -> tuple[float, float]:
+    """Return the policy's rate by that of the best fixed plan, from the beginning and after ten seconds."""
+    made = machine(seed, proposer)
+    own = play(made, Random(seed), SECONDS)
+    best = {}
+    for plan in made.policy.options.plans(Load(8, 10_000, announcing=5_000)):
+        other = machine(seed, proposer)
+        other.fixed = plan
+        best[plan] = play(other, Random(seed), SECONDS)
+    whole, late = (max(rate_after(seen, begin) for seen in best.values()) for begin in (0, SETTLED))
+    return rate_after(own, 0) / whole, rate_after(own, SETTLED) / late
+
+
+@pytest.mark.parametrize(("proposer", "seeds"), [(Proposer.DRAFT, range(5)), (Proposer.SELF, range(3))])
+def test_no_fixed_plan_is_much_faster_whatever_comes_and_goes(proposer: Proposer, seeds: range) -> None:
+    """On machines whose costs nobody has told: with what is tried in the first seconds, and without."""
+    for seed in seeds:
+        whole, late = compare(seed, proposer)
+        assert whole >= 0.97 and late >= 0.975, seed
+
+
+def alone(
+    acceptance: float, seed: int = 1, sessions: int = 1, context: int = 2000, announces: bool = False, **true: float
+) -> Machine:
+    """Return a machine with sessions that stay."""
+    made = machine(seed)
+    made.factors, made.true = {}, replace(made.true, draft_pass=0.15, **true)  # type: ignore[arg-type]
+    for _ in range(sessions):
+        made.add(Client(context, acceptance, 1e9, announces))
+    return made
+
+
+def gain(made: Machine, seconds: float) -> float:
+    """Return how many times as many tokens a second are generated, for so long from now, as by plain decoding."""
+    began, tokens = made.now, made.tokens
+    plain = made.seconds(RoundKind(Proposer.NOBODY, 0, DENSE))
+    made.run(began + seconds)
+    return (made.tokens - tokens) / (made.now - began) * plain / len(made.clients)
+
+
+def share(made: Machine, wanted: Callable[[RoundPlan], bool], since: float = 0.0) -> float:
+    """Return how much of the rounds since a time were made as is wanted."""
+    plans = [plan for at, plan in made.plans if at >= since]
+    return sum(map(wanted, plans)) / len(plans)
+
+
+def test_the_first_request_is_served_as_the_thousandth() -> None:
+    """What is announced is read at once, by sizes: everything would take 2.6 times as long, and is never tried."""
+    made = alone(0.8, sessions=8, context=32_768, announces=True)
+    assert made.clients[0].pace.next_round.sparse
+    early = gain(made, 1.0)
+    assert early > 0.97 * gain(made, 5.0)
+    assert share(made, lambda plan: plan.sparse) > 0.99 and share(made, lambda plan: plan.gamma == 4) > 0.95
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_a_draft_that_is_of_no_use_costs_next_to_nothing(sessions: int) -> None:
+    made = alone(0.005, sessions=sessions)
+    assert gain(made, 1.0) > 0.9 and gain(made, 10.0) > 0.985
+
+
+def test_a_draft_that_is_far_too_slow_costs_a_hundredth_at_most() -> None:
+    made = alone(0.8, draft_pass=2.5)
+    gain(made, 2.0)
+    assert gain(made, 10.0) > 0.98
+
+
+def test_it_follows_an_acceptance_that_changes() -> None:
+    made = alone(0.01)
+    made.run(5)
+    made.clients[0].chance = 0.9
+    made.run(15)
+    assert share(made, lambda plan: plan.gamma == 4, since=12) > 0.9
+    made.clients[0].chance = 0.01
+    made.run(20)
+    assert share(made, lambda plan: not plan.gamma, since=17) > 0.9
+
+
+def test_a_session_whose_draft_is_of_no_use_pauses_while_others_go_on() -> None:
+    made = alone(0.9, sessions=7)
+    made.add(Client(2000, 0.0, 1e9, False))
+    made.run(3)
+    odd = made.clients[-1].pace
+    assert odd.pause.next > 64 and odd.pause.lasts(int(made.clients[-1].tokens)) == (odd.next_round == PLAIN)
+    assert all(each.pace.next_round.gamma for each in made.clients[:-1])
+
+
+def test_a_plan_that_the_settings_give_is_made_but_for_sessions_that_it_does_not_help() -> None:
+    counters: Counter[str] = Counter()
+    policy = Policy(Options(Proposer.DRAFT, (4,), announced=True), CostTable(Sizes(WEIGHTS)), counters)
+    load = Load(2, 1000, announcing=500)
+    policy.choose(load)
+    assert policy.options.plans(load) == [policy.plan] == [RoundPlan(Proposer.DRAFT, 4, sparse=True)]
+    good, bad = Pace(policy.new_acceptance()), Pace(policy.new_acceptance())
+    for _ in range(20):
+        for pace, accepted in ((good, 4), (bad, 0)):
+            policy.note_round(pace, 4, accepted)
+            policy.pause_if_useless(pace, 4, 100)
+    assert policy.plan_of(good, 100, announces=False) == RoundPlan(Proposer.DRAFT, 4)
+    assert policy.plan_of(bad, 100, announces=True) == PLAIN and counters["drafting_pauses"] > 0
+    assert policy.plan_of(bad, 100 + bad.pause.until, announces=True).gamma == 4
+
+
+def test_what_is_chosen_is_explained() -> None:
+    made = alone(0.8, sessions=2)
+    made.run(3)
+    said = made.policy.choice
+    assert said.plan == made.policy.plan and said.runner_up != said.plan
+    assert said.tokens_a_second > said.runner_up_tokens > 0
+    assert str(said).startswith("draft, 4 tokens") and "tokens a second expected; next " in str(said)
+    measured = made.tokens
+    made.run(4)
+    assert said.tokens_a_second == pytest.approx(made.tokens - measured, rel=0.1)
+
+
+def test_a_choice_takes_the_host_little_time() -> None:
+    """Since it is made once for a step, of however many sessions."""
+    policy = machine(1).policy
+    chosen: list[Load] = []
+    policy.choose = chosen.append  # type: ignore[method-assign]
+    for _ in range(10):
+        policy.note_step(Ended(0.0, 16, 16, Load(16, 16_000), None))
+    assert len(chosen) == 10
+
+
+# Acceptance
+
+
+@given(st.lists(st.integers(0, 4), max_size=60), st.integers(1, 4))
+def test_chances_are_shares_and_more_proposed_tokens_never_promise_fewer(rounds: list[int], proposed: int) -> None:
+    known = Acceptance([0.6] * 4)
+    for accepted in rounds:
+        known.note(proposed, min(accepted, proposed))
+    assert all(0 <= chance <= 1 for chance in known.chances)
+    assert known.tokens(0) == 1 <= known.tokens(1) <= known.tokens(2) <= known.tokens(4) <= 5
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.2, 0.5, 0.8, 0.95])
+def test_chances_come_near_what_they_are(chance: float) -> None:
+    random, known = Random(3), Acceptance([0.6] * 2)
+    seen = []
+    for number in range(400):
+        known.note(2, next((n for n in range(2) if random.random() >= chance), 2))
+        seen += [known.chances[0]] if number >= 40 else []
+    assert sum(seen) / len(seen) == pytest.approx(chance, abs=0.06)
+
+
+def test_tokens_that_are_not_proposed_are_taken_for_such_as_the_last_that_are() -> None:
+    """So a round of few tokens tells whether more would pay."""
+    known = Acceptance([0.6] * 4)
+    for _ in range(100):
+        known.note(4, 0)
+    assert known.chances[0] < 0.1
+    for _ in range(300):
+        known.note(1, 1)
+    assert all(chance > 0.8 for chance in known.chances) and known.judged[1] == 0
+
+
+def test_proposed_tokens_that_were_not_judged_say_nothing() -> None:
+    """Those for which there was no room beside held tokens are neither accepted nor rejected."""
+    known = Acceptance([0.6] * 4)
+    known.note(4, 2, left_out=2)
+    assert known.judged == [1, 1, 0, 0] and known.chances[1] > 0.6 == known.chances[2]
+    known.note(4, 2)
+    assert known.judged == [2, 2, 1, 0]
+
+
+def test_a_round_with_alternatives_is_expected_to_commit_more() -> None:
+    """By hand: half of the tokens are accepted, and of those rejected among the first two half have a right one."""
+    known = Acceptance([0.5] * 3)
+    assert known.tokens(3) == 1 + 0.5 + 0.25 + 0.125
+    assert known.tokens(3, alternatives=2, right=0.5) == known.tokens(3) + 0.5 * (0.5 + 0.25)
+    assert Acceptance([0.5]).tokens(3) == known.tokens(3), "further tokens count as the last position"
+
+
+# Costs
+
+
+def costs_of(load: Load, *figures: tuple[RoundKind, float], rounds: int = 4) -> CostTable:
+    table = CostTable(Sizes(WEIGHTS, budget=0.1))
+    for kind, seconds in figures:
+        for _ in range(rounds):
+            table.note(kind, load, seconds, load.sessions)
+    return table
+
+
+PLAIN_KIND = RoundKind(Proposer.NOBODY, 0, DENSE)
+DRAFT_4 = RoundKind(Proposer.DRAFT, 4, DENSE)
+LOAD = Load(4, 80_000, announcing=80_000)
+
+
+def test_what_was_not_measured_follows_from_sizes_and_what_was() -> None:
+    sizes = Sizes(WEIGHTS, budget=0.1)
+    at = costs_of(LOAD, (DRAFT_4, 0.02)).at(LOAD)
+    assert at.seconds(DRAFT_4) == pytest.approx(0.02)
+    for other in (PLAIN_KIND, DRAFT_4._replace(gamma=2), DRAFT_4._replace(verified=SPARSE)):
+        assert at.seconds(other) == pytest.approx(0.02 * sizes.round(other, LOAD) / sizes.round(DRAFT_4, LOAD))
+    assert at.doubt(DRAFT_4) == 1.0 < at.doubt(DRAFT_4._replace(gamma=2)) < at.doubt(PLAIN_KIND)
+
+
+def test_how_a_kind_differs_from_its_size_is_known_under_other_loads_too() -> None:
+    table = costs_of(LOAD, (DRAFT_4, 0.02), (PLAIN_KIND, 0.002))
+    far = Load(32, 1_000_000)
+    ratio = table.sizes.round(PLAIN_KIND, far) / table.sizes.round(DRAFT_4, far)
+    known = table.sizes.round(PLAIN_KIND, LOAD) / table.sizes.round(DRAFT_4, LOAD)
+    at = table.at(far)
+    assert at.seconds(PLAIN_KIND) / at.seconds(DRAFT_4) == pytest.approx(0.1 * ratio / known)
+    assert not at.known and at.doubt(PLAIN_KIND) > 1
+
+
+def test_few_rounds_are_no_figure_and_an_outlier_counts_little() -> None:
+    """In the first ones a graph may be captured; all sessions wait for it."""
+    assert not costs_of(LOAD, (DRAFT_4, 0.02), rounds=2).at(LOAD).known
+    table = costs_of(LOAD, (DRAFT_4, 2.2), rounds=1)
+    for _ in range(20):
+        table.note(DRAFT_4, LOAD, 0.013, LOAD.sessions)
+    assert table.at(LOAD).seconds(DRAFT_4) == pytest.approx(0.013)
+    table.note(DRAFT_4, LOAD, 10.0, LOAD.sessions)
+    assert table.at(LOAD).seconds(DRAFT_4) == pytest.approx(0.013 * (1 + 2 / 16))
+
+
+def test_a_figure_that_is_not_renewed_counts_no_more() -> None:
+    table = costs_of(LOAD, (PLAIN_KIND, 0.01))
+    for _ in range(STALE + 1):
+        table.note(DRAFT_4, LOAD, 0.02, LOAD.sessions)
+    assert PLAIN_KIND not in table.at(LOAD).known
+    assert table.at(LOAD).seconds(PLAIN_KIND) == pytest.approx(0.01, rel=0.05), "but tells how it differs from others"
+
+
+def test_what_comes_over_the_link_is_part_of_what_a_step_takes() -> None:
+    cold = Load(4, 80_000, screened=4, away=60_000)
+    sizes = Sizes(WEIGHTS)
+    screens = DRAFT_4._replace(verified=SCREENS)
+    assert sizes.step(DRAFT_4, cold) > 10 * sizes.step(DRAFT_4, Load(4, 80_000)) > 10 * 80_000
+    assert sizes.step(screens, cold) < 0.2 * sizes.step(DRAFT_4, cold), "it lists little of what is cold"
+    for _ in range(50):
+        sizes.note_fetched(SCREENS, 0.75)
+        sizes.note_fetched(DENSE, 0.75)
+    assert sizes.step(screens, cold) > 0.8 * sizes.step(DRAFT_4, cold), "until it brings as much"
+
+
+# Held tokens
+
+
+def held_tokens(load: Load, chance: float, measured: float = 1.0, **how: float) -> int:
+    """Return how many tokens are held under a load. chance: of each to be confirmed. measured: how many times as long
+    as its size says a pass takes that confirms.
+    """
+    sizes = Sizes(WEIGHTS, **how)  # type: ignore[arg-type]
+    options = Options(Proposer.DRAFT, (4,), holds=(0, *range(5, 25)))
+    policy = Policy(options, CostTable(sizes), Counter(), prior=0.8)
+    policy.held = Acceptance([chance])
+    for kind, times in ((DRAFT_4, 1.0), (DRAFT_4._replace(verified=CONFIRMS), measured)):
+        for _ in range(4):
+            policy.costs.note(kind, load, times * sizes.round(kind, load), load.sessions)
+    policy.choose(load)
+    return policy.plan.held
+
+
+def test_tokens_are_held_where_contexts_are_long_and_most_are_confirmed() -> None:
+    long = Load(4, 400_000, screened=4)
+    assert held_tokens(long, 0.99) > 12 > held_tokens(long, 0.9) > 0
+    assert held_tokens(long, 0.5) == 0 == held_tokens(Load(4, 8_000, screened=4), 0.98)
+    assert held_tokens(replace(long, screened=0), 0.99) == 0, "no session may hold any"
+
+
+def test_what_passes_that_confirm_take_decides_over_how_many_are_held() -> None:
+    long = Load(4, 400_000, screened=4)
+    at_best = [held_tokens(long, 0.97, slower) for slower in (0.8, 1.3, 4.0)]
+    assert 0 < at_best[0] <= at_best[1] and at_best[2] == 0
+    middle = Load(1, 30_000, screened=1)
+    assert held_tokens(middle, 0.98, screening_weights=0.5) > 0, "weights in 8 bits have it pay sooner"
+    cold = replace(middle, away=20_000)
+    assert held_tokens(cold, 0.98) > 16, "what comes over the link has more held"
+
+
+def test_holding_is_tried_again_where_it_did_not_pay() -> None:
+    options = Options(Proposer.DRAFT, (4,), holds=(0, 11))
+    policy = Policy(options, CostTable(Sizes(WEIGHTS)), Counter(), prior=0.8)
+    load, rounds = Load(4, 400_000, screened=4), 0
+    policy.held = Acceptance([0.3])
+    policy.choose(load)
+    assert policy.plan.held == 0
+    while not policy.plan.held and rounds < 20_000:
+        policy.note_step(Ended(0.02 * rounds, 4, 13, load, Measured(DRAFT_4, 0.02, 4)))
+        rounds += 1
+    assert 500 < rounds < 5_000
+
+
+def test_numbers_of_tokens_to_propose() -> None:
+    assert [gammas(most) for most in (1, 3, 4, 6)] == [[1], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
