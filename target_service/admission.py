@@ -52,7 +52,7 @@ class Admission:
         self._first_epoch = 0  # of later sessions: higher than any before, so that a name can be used again
 
     def everyone(self) -> Iterator[TargetSession]:
-        """Yield all open sessions, those that wait included."""
+        """Yield all open sessions: running and waiting ones."""
         yield from self.running.values()
         yield from self.preempted
         yield from self.queue
@@ -91,7 +91,7 @@ class Admission:
         self.queue.append(self._maker.make(request, emit, time.monotonic()))
 
     def _make_place(self, tokens: int, emit: Callable[[ServedEvent], None]) -> None:
-        """Raise ResourceExhausted if a session of so many tokens can neither run at once nor be queued."""
+        """Raise ResourceExhausted if a session of `tokens` tokens can neither run at once nor be queued."""
         most, before, evicted = self._settings.max_queued, self.queue.copy(), list[TargetSession]()
         while (queued := self._queued_with(tokens)) > most:
             session = self._next_to_evict(emit)
@@ -107,8 +107,8 @@ class Admission:
             session.fail(ResourceExhausted("its place in the queue is needed for another client; try again later"))
 
     def _next_to_evict(self, emit: Callable[[ServedEvent], None]) -> TargetSession | None:
-        """Return the session whose place in the queue goes to a new one of the stream that `emit` belongs to; None if
-        nobody has more places than is fair, of those that sessions have which were not accepted before.
+        """Return the queued session that gives its place to a new one of the stream of `emit`; None if nobody has more
+        than a fair share. Sessions that were accepted before keep their places and do not count.
         """
         peer, waiting = self._peers.get(emit, ""), self._evictable()
         peers = Counter(map(self._peer_of, waiting))
@@ -126,7 +126,7 @@ class Admission:
         return [session for session in self.queue if not session.asked.resumed]
 
     def _queued_with(self, tokens: int) -> int:
-        """Return how many sessions the next step would leave in the queue if one more of so many tokens were in it."""
+        """Return how many sessions the next step would leave in the queue if it also held one of `tokens` tokens."""
         left, running, free = self._after_next_step()
         if not left and self._may_run(self._need(tokens), running, free):
             return 0
@@ -177,7 +177,7 @@ class Admission:
         return self._kv.pool.available - missing
 
     def _may_run(self, need: int, running: int, free: int) -> bool:
-        """Return whether one more session, which needs so many pages, may run beside so many others.
+        """Return whether one more session, which needs `need` pages, may run beside `running` others, of `free` pages.
 
         Some of the free pages are kept, so that it does not have to give way at once. By itself it always fits.
         """
@@ -185,7 +185,7 @@ class Admission:
         return running == 0 or (places and need + self._kept(running) <= free)
 
     def _kept(self, running: int) -> int:
-        """Return how many pages stay free when a session begins to run beside so many others; none if it is alone."""
+        """Return how many pages stay free when a session begins to run beside `running` others; 0 if it is alone."""
         return max(running, int(KEPT_SHARE * self._kv.pool.num_pages)) if running else 0
 
     # Between steps.
@@ -193,9 +193,9 @@ class Admission:
     def admit(self) -> list[TargetSession]:
         """Let sessions run while there is room; return those that start or go on.
 
-        First come those that gave way. Then the turn is theirs who have the fewest running: of the peers, then of the
-        streams of a peer, then of the clients of a stream. Of the sessions of a client it is the first that came. A
-        session takes over indexed pages that hold a prefix of its tokens.
+        Sessions that gave way come first. Then follows the peer with the fewest running sessions, of its streams the
+        one with the fewest, of that stream's clients the one with the fewest, and of its sessions the first. A session
+        takes over indexed pages that hold a prefix of its tokens.
         """
         admitted = []
         while self.preempted or self.queue:
@@ -245,8 +245,8 @@ class Admission:
         self._counters["preemptions"] += 1
 
     def release_closed(self) -> None:
-        """Release the pages of sessions that have ended. No step may be running, but for one that was left running:
-        what it writes behind their text is written before whatever a later step writes there.
+        """Release the pages of sessions that have ended. No step may be running, except one that was left running: its
+        writes behind their text come before those of any later step.
         """
         for session in self._closed:
             self._kv.release(session.kv)

@@ -8,9 +8,10 @@ from target_service.verify_step import VerifyRound
 
 
 def how_each_confirms(rounds: Sequence[tuple[TargetSession, int]], away: Collection[str]) -> dict[str, Confirms]:
-    """Return how each of these sessions does, by name, with so many proposed tokens: each by itself of those that are
-    `away`, whose KV has partly left the GPU, and the others together. The link brings the KV of one session in the time
-    that it takes for it among others, so that confirming before it must would only bring it more often.
+    """Decide, per session, whether its round confirms. rounds: sessions and the numbers of their proposed tokens.
+
+    Sessions that are `away`, whose KV has partly left the GPU, decide alone, the others together: the link takes as
+    long for one session's KV alone as among others, so confirming early would only fetch it more often.
     """
     near = [(session, proposed) for session, proposed in rounds if session.id not in away]
     confirms = dict.fromkeys((session.id for session, _ in near), how_to_confirm(near))
@@ -19,11 +20,11 @@ def how_each_confirms(rounds: Sequence[tuple[TargetSession, int]], away: Collect
 
 
 def how_to_confirm(rounds: Iterable[tuple[TargetSession, int]]) -> Confirms:
-    """Return whether one of these sessions, with so many proposed tokens each, has to confirm what it holds.
+    """Return whether sessions confirm the tokens that they hold: all do once one has to. rounds: the sessions and the
+    numbers of their proposed tokens.
 
-    Then all of them do, and weigh what they read if one is to that holds something, or soon may: one dense pass for
-    all takes less time than passes that list everything for some of them, between which the others screen
-    (docs/performance.md).
+    One dense pass for all takes less time than several, each of which lists everything for some of the sessions. They
+    weigh the KV that they read if one of them is due to that holds tokens, or soon may.
     """
     screened = [(session, session.screening, proposed) for session, proposed in rounds if session.screening is not None]
     confirm = [(session, screening) for session, screening, n in screened if is_confirmed(session, screening, n)]
@@ -35,9 +36,8 @@ def how_to_confirm(rounds: Iterable[tuple[TargetSession, int]]) -> Confirms:
 
 
 def screen_lightly(rounds: list[VerifyRound], away: Collection[str] = ()) -> None:
-    """Have the rounds of a step that screen run by the weights for what a later pass judges, unless others run beside
-    them in one pass, by the weights of these. Rounds that read everything have a pass of their own where their sessions
-    are `away`: some of their KV has left the GPU.
+    """Have the screening rounds of a step read the weights in 8 bits, unless other rounds run in the same pass. Rounds
+    that read everything have a pass of their own where their sessions are `away`: some of their KV has left the GPU.
     """
     light = all(item.screens or item.session.id in away for item in rounds)
     for item in rounds:
@@ -45,9 +45,10 @@ def screen_lightly(rounds: list[VerifyRound], away: Collection[str] = ()) -> Non
 
 
 def is_confirmed(session: TargetSession, screening: Screening, proposed: int) -> bool:
-    """Return whether a round confirms what a session holds, with so many proposed tokens, and is not screened itself:
-    where nothing is proposed or it is guessed, where it would hold too many tokens, where it does not know what to
-    read, and where the KV of what it holds was cut already for a step that had no room.
+    """Return whether a round of `proposed` tokens has to confirm the tokens that its session holds.
+
+    It has to if nothing is proposed or it is a guess, if the session would hold too many tokens, if its weights are too
+    old to screen by, or if the KV of held tokens was cut already for a step that found no room.
     """
     too_many = len(session.tokens) + proposed >= screening.confirmed + screening.most
     is_cut = session.kv.length < len(session.tokens) - 1

@@ -1,4 +1,4 @@
-"""Which sessions can be opened, and how each is made of its request."""
+"""Checks the requests of sessions, and makes the sessions."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ from target_service.session import Asked, DraftState, Reading, TargetSession
 
 
 class SessionMaker:
-    """Makes sessions of their requests."""
+    """Checks requests, and makes their sessions."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SessionMaker:
         grammars: Grammars | None,
         drafting: SelfDrafting | None,
     ) -> None:
-        """hooks: of tests and benchmarks. grammars: compiles those of sessions; None: sessions have none. drafting: what
+        """hooks: of tests and benchmarks. grammars: compiles those of sessions; None: they have none. drafting: what
         sessions read to draft for themselves; None: none does.
         """
         self._runner, self._plan, self._settings = runner, plan, settings
@@ -140,5 +140,5 @@ class SessionMaker:
 
 
 def pages_of_round(tokens: int, settings: TargetSettings) -> int:
-    """Return the KV pages of so many tokens and one round beyond them."""
+    """Return the KV pages of `tokens` tokens and one round behind them."""
     return pages_for(tokens + settings.most_drafted + 1)

@@ -1,4 +1,4 @@
-"""What each step took and gave, told to the policy, and the policy's choice, told to the sessions."""
+"""Tells the policy what each step took and gave, and sets the policy's choice as the sessions' next rounds."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ from target_service.policy import (
 from target_service.session import TargetSession
 from target_service.verify_step import VerifyRound, VerifyStep
 
-ALIKE = 7 / 8  # of the sessions, which must propose as many tokens for the time of their rounds to be a figure
+ALIKE = 7 / 8  # share of the sessions that must propose equally many tokens for their rounds' time to be a figure
 
 
 @dataclass
 class StepSeen:
-    """What is known of a step that has ended."""
+    """Figures of a step that has ended."""
 
     now: float
     """When it was committed, by time.monotonic."""
@@ -37,35 +37,35 @@ class StepSeen:
     kind: RoundKind
     """How most of its rounds were made."""
     disturbed: bool
-    """Whether something else than rounds took time since the step before: prompts, or a graph that was captured."""
+    """Whether anything other than rounds took time since the step before: prompts, or the capture of a graph."""
     is_typical: bool
-    """Whether the other sessions make their rounds alike, so that what the rounds took is a figure."""
+    """Whether most sessions make their rounds alike, so that their time is a figure of such rounds."""
     seconds: float
-    """What the step took."""
+    """How long the step took."""
     rounds: int
     """Rounds that it had."""
     took: list[float] = field(default_factory=list)
-    """Seconds from one commit to the next of the sessions whose last two rounds were made alike."""
+    """Seconds from one commit to the next, of each session whose last two rounds were made alike."""
     tokens: int = 0
     """Tokens that its rounds brought."""
     drafting: float = 0.0
-    """What the draft took for its rounds, in seconds."""
+    """Seconds that the draft took for its rounds."""
 
 
 class Pacing:
-    """Has the policy decide over the rounds of the sessions that run, by name."""
+    """Lets the policy decide over the rounds of the running sessions."""
 
     def __init__(
         self, policy: Policy, runner: Runner, sessions: Mapping[str, TargetSession], imposed: bool = False
     ) -> None:
-        """imposed: whether verdicts are imposed that say nothing about who proposed."""
+        """sessions: the running ones, by name. imposed: whether verdicts are imposed: then no proposal is useless."""
         self.policy = policy
         self._runner, self._sessions, self._imposed = runner, sessions, imposed
         self._captures_seen = 0
         self._draft_has_read = False  # in this process, prompts, since the last step
 
     def begin(self, session: TargetSession) -> None:
-        """Say how a session's first round is made, unless it has had one before it gave way."""
+        """Set how a session's first round is made, unless it had one before it gave way."""
         self.policy.choose(self._load(everyone=True))
         if session.screening is not None:
             session.screening.most = self.policy.plan.held
@@ -79,7 +79,7 @@ class Pacing:
         self.policy.note_reading(seconds)
 
     def see(self, step: VerifyStep, fetched: int, seconds: float, now: float) -> StepSeen:
-        """Return what is known of a step that has ended at the time `now`; to be called once for each.
+        """Return the figures of a step that has ended at the time `now`; call it once for each step.
 
         fetched: (layer, KV head, token) triples that its rounds have brought from the host. seconds: that it took.
         """
@@ -97,7 +97,7 @@ class Pacing:
         return StepSeen(now, load, kind, disturbed, is_typical, seconds, len(step.rounds))
 
     def note(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:
-        """Take note of a round that was committed just now, and say how its session's next one is made.
+        """Take note of a round that was just committed, and set how its session's next round is made.
 
         alternative: whether the last accepted token is one.
         """
@@ -188,28 +188,23 @@ def _kind_of(step: VerifyStep) -> RoundKind:
 
 def policy_of(settings: TargetSettings, plan: Plan, runner: Runner, counters: Counter[str]) -> Policy:
     """Return the policy of a target, by its settings."""
-    # A target without a draft model takes proposals of a draft that attaches in any case.
-    if settings.drafts_for_itself:
-        proposer = Proposer.SELF
-    else:
-        proposer = Proposer.LOOKUP if settings.draft == "lookup" else Proposer.DRAFT
-    chosen = settings.adaptive or settings.draft == "auto"
-    most, adaptive = settings.most_drafted, chosen and settings.draft != "lookup"
-    if settings.chosen.hold is None:
-        holds = (0, *range(most + 1, settings.most_held + 1, 2), settings.most_held)
-    else:
-        holds = (settings.chosen.hold,)
-    sparse = len(plan.sparse_layers) / plan.target_layers
+    most, hold = settings.most_drafted, settings.chosen.hold
+    proposer = Proposer.SELF if settings.drafts_for_itself else Proposer.DRAFT
+    proposed = tuple(gammas(most)) if settings.adaptive else (most,)
+    adaptive = settings.adaptive or settings.draft == "auto"
+    if settings.draft == "lookup":  # costs nothing where the text proposes nothing
+        proposer, proposed, adaptive = Proposer.LOOKUP, (most,), False
+    elif settings.draft == "none" and adaptive:
+        proposer, proposed = Proposer.NOBODY, ()
+    holds = (hold,) if hold is not None else (0, *range(most + 1, settings.most_held, 2), settings.most_held)
     sizes = Sizes(
         runner.weight_tokens,
         plan.budget,
         plan.least_tokens,
-        dense_layers=1 - sparse,
+        dense_layers=1 - len(plan.sparse_layers) / plan.target_layers,
         own_share=settings.self_read_share,
         screening_weights=0.5 if settings.screens_lightly else 1.0,
         drafting_weights=0.5 if settings.speculation.draft_quantization == "fp8" else 1.0,
     )
-    options = Options(
-        proposer, tuple(gammas(most)) if settings.adaptive else (most,), adaptive, True, tuple(sorted({*holds}))
-    )
+    options = Options(proposer, proposed, adaptive, announced=True, holds=holds)
     return Policy(options, CostTable(sizes), counters, runner.alternatives_beside)

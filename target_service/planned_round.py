@@ -13,11 +13,11 @@ from target_service.verify_step import VerifyRound
 def plan_round(
     session: TargetSession, proposal: Proposal | None, proposed: list[int], now: float, confirms: Confirms = Confirms.NO
 ) -> VerifyRound:
-    """Return a session's part of a step: its last committed token, which has no KV yet, and what was proposed.
+    """Return a session's part of a step: its last committed token, which has no KV yet, and the proposed tokens.
 
-    A session that is screened, and reads everything in this round, runs what it holds once more, from its last
-    confirmed token on, and as many of the proposed tokens as there is room for. proposal: as of `VerifyRound`.
-    confirms: how the sessions of the step do, its own among them.
+    A screened session that reads everything in this round runs its held tokens once more, from its last confirmed
+    token on, and the proposed tokens that there is room for. proposal: as in `VerifyRound`. confirms: whether the
+    sessions of the step confirm.
     """
     screening, base = session.screening, len(session.tokens)
     confirms_alone = screening is not None and is_confirmed(session, screening, len(proposed))

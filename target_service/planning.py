@@ -1,5 +1,5 @@
-"""What a step runs: every session whose proposal is here (γ + 1 tokens each), every session that no draft serves for
-now (one token each, and those that it proposes or drafts by itself), and a share of the prompts still to be read.
+"""Plans a step: it runs every session whose proposal has come (γ + 1 tokens each), every session that no draft serves
+for now (one token each and the tokens that it proposes itself), and a share of the unread prompts.
 """
 
 from collections import Counter

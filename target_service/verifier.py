@@ -104,7 +104,7 @@ class Verifier:
             runner.kv.keep_group_means(plan.group_size)
 
     def warm_up(self) -> None:
-        """Make the runner ready for the steps of plain and exact sessions, and of those that share a budget out."""
+        """Prepare the runner for the steps of plain, exact and approximate sessions."""
         reads: list[SparseRead | None] = [None]
         if "ahead" in methods_of(self.plan):
             any_length = replace(self.plan, least_tokens=0)
@@ -116,7 +116,7 @@ class Verifier:
         if self.settings.most_held:
             reader = screening_reader(self.plan, self.settings.self_read_share, self._hooks.reports_blocks)
             reads.append(reader.read(None, 1, 1))
-            reader.finish(SequenceOutput())  # its first round reads everything, as those that confirm
+            reader.finish(SequenceOutput())  # its first round reads everything, as confirming ones do
             screened.append(reader.read(None, 1, 1))
         if self._drafting is not None:
             reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
@@ -137,7 +137,7 @@ class Verifier:
     @property
     def gauges(self) -> dict[str, float]:
         """What there is at the moment, by name."""
-        running = self.admission.running.values()
+        running, proposes = self.admission.running.values(), bool(self.policy.options.gammas)
         return {
             **self.runner.kv.gauges,
             **self.policy.choice.gauges,
@@ -150,7 +150,7 @@ class Verifier:
             "drafts": len(self.protocol.drafts),
             "takes_drafts": self.settings.has_draft and not self.settings.draft_in_target,
             "drafted_sessions": sum(session.draft.awaited for session in running),
-            "paused_sessions": sum(not session.next_round.gamma for session in running),
+            "paused_sessions": sum(not session.next_round.gamma for session in running) if proposes else 0,
             "unprepared_steps": self.runner.unprepared,
         }
 
@@ -218,7 +218,7 @@ class Verifier:
         return self._under_way
 
     def imposed_verdicts(self, step: VerifyStep) -> list[Imposed] | None:
-        """Return what will be committed of a step whatever it gives; None: what it gives."""
+        """Return the verdicts that replace those of a step; None: its own verdicts count."""
         if self._hooks.judge is None:
             return None
         return [self._hooks.judge(item, self.runner.vocab_size) for item in step.rounds]
@@ -306,7 +306,7 @@ class Verifier:
 
 
 def _prompt_logprobs(session: TargetSession, output: SequenceOutput) -> list[TokenLogprobs]:
-    """Return the log probabilities of the tokens behind those that a session has just read, if they are asked for."""
+    """Return the log probabilities of the tokens behind the prompt tokens that were just read, if requested."""
     if session.prompt_logprobs is None:
         return []
     assert output.logits is not None

@@ -27,7 +27,7 @@ class VerifyRound:
     is_void: bool = False
     """Whether what the round gives counts for nothing."""
     imposed: Imposed | None = None
-    """What is committed whatever the round gives, once that was asked for (target_service.commit)."""
+    """The verdict that replaces the round's own, once it was made (target_service.commit)."""
 
     @property
     def held(self) -> int:
@@ -41,7 +41,7 @@ class VerifyRound:
 
     @property
     def is_guessed(self) -> bool:
-        """Whether what is proposed was guessed before the session's draft was asked."""
+        """Whether the session's own text proposed, before its draft was asked."""
         return self.session.first_guess is not None and self.proposal is None and bool(self.proposed)
 
     @property

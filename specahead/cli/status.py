@@ -125,7 +125,7 @@ def _plan(values: dict[str, Any]) -> str:
     """Return how a target makes its rounds at the moment, and why."""
     gamma, held = values["plan_gamma"], values["plan_held"]
     proposed = f"{gamma} proposed tokens a round" if gamma else "plain decoding"
-    reads = ", approximate requests read what is announced" if values["plan_sparse"] else ""
+    reads = ", approximate requests read announced blocks" if values["plan_sparse"] else ""
     holds = f", exact requests hold up to {held} tokens for one dense pass" if held else ""
     rates = f"{values['plan_tokens_per_second']:,.0f} tokens a second expected"
     other = values["runner_up_tokens_per_second"]

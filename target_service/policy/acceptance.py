@@ -45,11 +45,11 @@ class Acceptance:
             judged[position] += 1
             weight = max(least, 1 / (self._prior_rounds + judged[position]))
             chances[position] += weight * ((token < accepted) - chances[position])
-        for position in range(proposed, last + 1 if proposed else 0):  # what is not tried becomes like what is
+        for position in range(proposed, last + 1 if proposed else 0):  # untried positions follow the last tried one
             chances[position] += least * (chances[proposed - 1] - chances[position])
 
     def doubt(self) -> None:
-        """Let the next rounds count as much as if nothing were known, since what was seen may have changed."""
+        """Let the next rounds count as much as the first ones did, since the chances may have changed."""
         self.chances = [max(RETRIED, chance) for chance in self.chances]
         self.judged = [0] * len(self.judged)
 

@@ -1,8 +1,8 @@
 """The choice of the plan by which all sessions of a target make their next rounds: the one of most tokens a second.
 
-All sessions decide together: a few that are drafted beside others that are not cost both, and a step of the draft takes
-as many passes as the session has that drafts most. What nothing is known of is tried for a few rounds, as seldom as
-trying it costs a hundredth of the time. A session whose proposals are hardly ever accepted pauses by itself.
+All sessions share one plan: where only some are drafted, they and the others wait for each other, and a step of the
+draft takes the passes of its longest round. A plan whose costs are not known is tried for a few rounds, so seldom that
+trials cost a hundredth of the time. A session whose proposals are hardly ever accepted pauses by itself.
 """
 
 import logging
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 MARGIN, PLAIN_MARGIN = 0.02, 0.01  # by which another plan must be faster than the present one; by which plain must be
 DECIDED_EVERY = 8  # rounds of sessions between two choices, at least
 TOKEN_COST = 0.06  # of a plain round: what a proposed token has to bring for a session to go on with proposals
-POOLED_NEWEST, POOLED_ROUNDS = 1 / 64, 16  # weight of a round in the acceptance of all; of each session, at least
-HELD_NEWEST, HELD_PRIOR = 1 / 128, 16  # weight of a held token that is judged; as so many counts the prior
+POOLED_NEWEST, POOLED_ROUNDS = 1 / 64, 16  # weight of a round in the acceptance of all, for one session and for many
+HELD_NEWEST, HELD_PRIOR = 1 / 128, 16  # weight of a judged held token; the number of them that the prior counts as
 SESSION_PRIOR = 6  # rounds that the acceptance of all counts as in a session that begins
 TRIED = 6  # rounds of each session that a plan is tried for
-TRIAL_LIMIT = 8  # times as many, after which a trial ends in any case
+TRIAL_LIMIT = 8  # times TRIED rounds of each session, after which a trial ends in any case
 READING_NEWEST = 1 / 256  # weight of the newest round in what a draft on the same device reads
 READING_FORGOTTEN = 1 / 4096  # of it, in a round of each session without a draft
 LONGEST_STEP = 1.0  # seconds: what goes by beyond it is a pause between requests
@@ -97,7 +97,7 @@ class _Trial:
     rate: float
     """Tokens a second of each session by the plan before it."""
     lost: float
-    """Seconds that it was expected to lose, less those that it has lost so far."""
+    """Seconds that it was expected to lose, less the seconds that it has lost so far."""
 
     def is_made_by(self, kind: RoundKind) -> bool:
         return (kind.proposer, kind.gamma) == (self.plan.proposer, self.plan.gamma)
@@ -115,7 +115,7 @@ class Policy:
         prior: float | None = None,
     ) -> None:
         """counters: drafting_probes and drafting_pauses are counted here. alternatives: how many alternatives may run
-        beside γ tokens. prior: the chance of a proposed token to be accepted; None: what is assumed of the proposer.
+        beside γ tokens. prior: the chance of a proposed token to be accepted; None: the one assumed of the proposer.
         """
         self.options, self.costs, self.counters = options, costs, counters
         assumed = OF_SELF if options.proposer is Proposer.SELF else OF_DRAFT
@@ -144,12 +144,12 @@ class Policy:
     # Sessions.
 
     def new_acceptance(self) -> Acceptance:
-        """Return the acceptance of a session that begins, by what is known of all."""
+        """Return the acceptance of a session that begins: that of all sessions, as a prior."""
         return self.acceptance.copy(SESSION_PRIOR if self.acceptance.judged[0] else 0)
 
     def plan_of(self, pace: Pace, committed: int, announces: bool) -> RoundPlan:
-        """Return how a session makes its next round. committed: its tokens. announces: whether it takes what is
-        announced.
+        """Return how a session makes its next round. committed: the number of its tokens. announces: whether it takes
+        announcements.
         """
         plan = self.plan
         if not plan.gamma or pace.pause.lasts(committed):
@@ -257,7 +257,7 @@ class Policy:
         tokens = 1 + proposed * (tokens - 1)
         if len(kinds) == 1:
             return tokens / (at.seconds(kinds[0]) + self._reading)
-        # From one dense pass to the next. A round of the draft that was made for what is taken back is lost with it.
+        # From one dense pass to the next. Where held tokens are rejected, the round drafted behind them is lost too.
         chance, most = self.held.chances[0], max(tokens, plan.held - plan.gamma / 2)
         kept = chance**most
         confirmed = (1 - chance ** round(most)) / (1 - chance) if chance < 1 else most
@@ -269,7 +269,7 @@ class Policy:
     # Trials.
 
     def _try(self, rates: dict[RoundPlan, float], others: dict[RoundPlan, float], at: CostsAtLoad) -> None:
-        """Try what nothing is known of and could be faster than the present plan, or what did not pay before."""
+        """Begin to try a plan of unknown costs that could be the fastest, or one that did not pay before."""
         present, seconds = self._present, at.seconds(kinds_of(self._present, at.load)[-1])
         if self._saved is None:
             self._saved = FIRST_TRIALS * seconds
@@ -304,7 +304,7 @@ class Policy:
 
 
 def kinds_of(plan: RoundPlan, load: Load) -> list[RoundKind]:
-    """Return the kinds of rounds that a plan has under a load: one, or those that screen and those that confirm."""
+    """Return the kinds of rounds that a plan has under a load: one, or screening and then confirming rounds."""
     if not plan.gamma:
         return [RoundKind(Proposer.NOBODY, 0, Verified.DENSE)]
     if plan.held and load.screened:
@@ -315,5 +315,5 @@ def kinds_of(plan: RoundPlan, load: Load) -> list[RoundKind]:
 
 
 def _doubt(plan: RoundPlan, at: CostsAtLoad) -> float:
-    """Return how many times faster than estimated a plan may be, by what is known of its costs."""
+    """Return how many times faster than estimated a plan may be."""
     return max(at.doubt(kind) for kind in kinds_of(plan, at.load))

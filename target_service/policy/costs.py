@@ -1,4 +1,4 @@
-"""What rounds take on one target: by sizes before anything is measured, and as they are measured under each load.
+"""The costs of rounds on one target: by sizes before anything is measured, then as measured under each load.
 
 A round's time is from one commit of a session to its next, so drafting, verification, waits and the host of both sides
 are in it. A figure is kept as a multiple of what the target's step takes by its sizes, since the loads of a bucket
@@ -88,7 +88,7 @@ class CostsAtLoad:
     """Seconds for what sizes say, as measured under any load."""
 
     def seconds(self, kind: RoundKind) -> float:
-        """Return what a round takes: as measured, or by how sizes say that it differs from what was measured.
+        """Return the seconds of a round: measured, or by how its size differs from that of a measured kind.
 
         In tokens of KV that can be read meanwhile while nothing is measured.
         """
@@ -120,5 +120,5 @@ class CostsAtLoad:
 
 
 def _distance(kind: RoundKind, other: RoundKind) -> tuple[bool, bool, int]:
-    """Return how much two kinds differ; those that verify alike are the nearest."""
+    """Return how much two kinds differ; kinds that verify alike are the nearest."""
     return kind.verified is not other.verified, kind.proposer is not other.proposer, abs(kind.gamma - other.gamma)

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last tokens of a text when they occurred in it before.
 
 Prompt lookup decoding (Saxena, 2023), the n-gram proposer of vLLM. It needs no model, and proposes well where a text
-repeats itself: an agent that copies from its context, code that is edited, what is quoted. Knows no sessions.
+repeats itself: an agent copies from its context, code is edited, passages are quoted. Knows no sessions.
 """
 
 from collections.abc import Sequence
@@ -39,10 +39,10 @@ class PromptLookup:
             self._key = _with_token(self._key, tokens[place])
 
     def propose(self, tokens: Sequence[int], count: int, least: int = SHORTEST, stays: int | None = None) -> list[int]:
-        """Return the tokens behind the latest of the longest matches of the text's last tokens, [] if there is none of
-        `least` tokens: as many as match, and `count` at most. A match that reaches into what it proposes goes round in
-        a circle. stays: how many of the tokens will never change, all of them if that is None: no match lies behind
-        these, since what is indexed is not taken back.
+        """Return the tokens behind the latest of the longest matches of the text's last tokens: one for each matching
+        token, `count` at most; [] if fewer than `least` tokens match. A match that reaches into its own proposal goes
+        round in a circle. stays: how many of the tokens will never change; None: all. Only these are indexed, since
+        nothing is ever removed from the index.
         """
         self.extend(tokens, len(tokens) if stays is None else stays)
         place, length = self._best_match(tokens)
@@ -101,7 +101,7 @@ class FirstGuess:
     """Follows a guess that was mostly wrong."""
 
     def note(self, proposed: int, accepted: int, committed: int) -> None:
-        """Take note of a round that accepted so many tokens of a guess; `committed` tokens are committed now."""
+        """Take note of a round that accepted `accepted` tokens of a guess; `committed` tokens are committed now."""
         if 2 * accepted >= proposed:
             self.pause.paid()
         else:

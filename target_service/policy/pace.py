@@ -1,4 +1,4 @@
-"""What the policy keeps of one session."""
+"""The policy's state of one session."""
 
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ class Pause:
 
 @dataclass(slots=True)
 class Pace:
-    """How a session's next round is made, and what is known of its last ones."""
+    """How a session's next round is made, and figures of its last ones."""
 
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(()))
     """Of what its draft, or it itself, proposes; of no position before its first round is planned."""

@@ -16,12 +16,12 @@ class Proposer(Enum):
 
 
 class Verified(Enum):
-    """How a step verifies what is proposed."""
+    """How a step verifies proposed tokens."""
 
     DENSE = "dense"  # over all KV
-    SPARSE = "sparse"  # over what is announced
-    SCREENS = "screens"  # over a small share of KV; what is accepted is held back
-    CONFIRMS = "confirms"  # over all KV, what is held back included
+    SPARSE = "sparse"  # over the announced blocks
+    SCREENS = "screens"  # over a small share of KV; accepted tokens are held back
+    CONFIRMS = "confirms"  # over all KV, held tokens included
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RoundPlan:
     gamma: int = 0
     """Tokens that are proposed; 0: none."""
     sparse: bool = False
-    """Whether sessions that take announcements read what is announced only; else they read everything."""
+    """Whether sessions that take announcements read the announced blocks only; else they read everything."""
     held: int = 0
     """Tokens that an exact session holds back, at most, before a dense pass confirms them; 0: every pass is dense."""
 
@@ -44,7 +44,7 @@ class RoundPlan:
     def __str__(self) -> str:
         if not self.gamma:
             return "plain"
-        reads = ", reads what is announced" if self.sparse else ""
+        reads = ", reads announced blocks" if self.sparse else ""
         return f"{self.proposer.value}, {self.gamma} tokens{reads}{f', holds {self.held}' if self.held else ''}"
 
 
@@ -92,7 +92,7 @@ class Options:
     adaptive: bool = False
     """Whether rounds may also be made plainly, or read everything where something is announced."""
     announced: bool = False
-    """Whether the draft announces what is to be read."""
+    """Whether the draft announces blocks to read."""
     holds: tuple[int, ...] = (0,)
     """Numbers of tokens that exact sessions may hold back."""
 

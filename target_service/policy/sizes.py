@@ -1,4 +1,4 @@
-"""What rounds take by the sizes of weights and KV alone, in tokens of KV that can be read meanwhile.
+"""The costs of rounds by the sizes of weights and KV, in tokens of KV that can be read in the same time.
 
 A step reads the weights and KV; one that chooses what it reads takes longer by a share of both (docs/performance.md).
 """
@@ -14,7 +14,7 @@ CONFIRMING = 1.2  # of reading the KV: a pass of many tokens of each session
 FULL_ROWS = 160  # of a step: from here on arithmetic takes longer than reading the weights
 DRAFT_PASS = 0.15  # of a plain step: a pass of the draft, before any is measured
 DRAFT_KV = 0.25  # bytes of a token of the draft's KV, of those of the target's
-NEWEST = 1 / 16  # weight of the newest step in what is learnt
+NEWEST = 1 / 16  # weight of the newest step
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Sizes:
     weight_tokens: float
     """Tokens of KV that take as much memory as the weights."""
     budget: float = 0.1
-    """Share of the KV that a sparse layer reads of what is announced."""
+    """Share of the KV that a sparse layer reads where blocks are announced."""
     least_tokens: int = 0
     """Tokens of a session that a sparse layer reads at least."""
     dense_layers: float = 0.0
@@ -57,12 +57,12 @@ class Sizes:
         return weights * self.weight_tokens + read + self._over_link(verified, load)
 
     def target(self, kind: RoundKind, load: Load) -> float:
-        """Return what the target's part of a round takes, what it drafts itself included."""
+        """Return what the target's part of a round takes, with its own drafting."""
         step = self.step(kind, load)
         return step + self.own_drafting(kind.gamma, load) if kind.proposer is Proposer.SELF else step
 
     def round(self, kind: RoundKind, load: Load) -> float:
-        """Return what a round takes, what is drafted for it included."""
+        """Return what a round takes, with its drafting."""
         drafting = (kind.gamma + 1) * self._draft_pass(load) if kind.proposer is Proposer.DRAFT else 0.0
         return self.target(kind, load) + drafting
 

@@ -50,7 +50,7 @@ class DraftState:
 
     @property
     def known_selections(self) -> dict[RoundKey, BlockSelection]:
-        """What an announcement may refer to: of the round judged last, and of those that wait for their judgement."""
+        """Selections that an announcement may refer to: of the round judged last and of rounds not judged yet."""
         return self.announced_before | self.announced
 
     def forget(self) -> None:

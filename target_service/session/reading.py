@@ -9,7 +9,7 @@ from specahead.wire.messages import SessionReads
 
 @dataclass
 class Reading:
-    """How a session reads its KV, and what is known of that."""
+    """How a session reads its KV, and what it has read."""
 
     reader: Reader | None = None
     """How its rounds read; None: everything."""

@@ -24,9 +24,7 @@ class TargetSession:
     asked: Asked
     """What it asked for."""
     tokens: list[int]
-    """The committed tokens, those of the prompt included, then those that are held. All but the last have KV once they
-    are read.
-    """
+    """The prompt, the committed tokens and the held ones. All but the last have KV once they are read."""
     queued_at: float
     """When it last began to wait for room, by time.monotonic."""
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -111,7 +109,7 @@ class TargetSession:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is proposed for it by itself, because what was proposed did not pay."""
+        """Whether it pauses by itself, because proposals for it did not pay."""
         return self.pace.pause.lasts(len(self.tokens))
 
     @property
@@ -130,8 +128,8 @@ class TargetSession:
         self.pace.trial, self.pace.next_round = TRIAL, PLAIN
 
     def look_up(self, gamma: int) -> list[int]:
-        """Return up to `gamma` tokens that its own text proposes: those that followed its last tokens earlier, before
-        any that are held. Where it guesses before its draft does, return that guess.
+        """Return up to `gamma` tokens that its own text proposes: tokens that followed its last ones earlier, before
+        any held ones. Where it guesses before its draft does, return that guess.
         """
         if self.first_guess is not None:
             return self.first_guess.tokens
