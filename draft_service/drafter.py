@@ -23,8 +23,8 @@ from draft_service.steps import (
 )
 from specahead.config import DraftSettings
 from specahead.engine.sampling.grammars import Grammars
-from specahead.engine.steps.rounds.requests import gammas
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.requests import gammas
+from specahead.engine.steps.runner import DraftRunner
 from specahead.engine.steps.step_loop import describe, prefill_chunk
 from specahead.sparsity.methods import METHODS
 from specahead.sparsity.plan import Plan
@@ -47,7 +47,7 @@ class Drafter:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: DraftRunner,
         plan: Plan,
         settings: DraftSettings,
         grammars: Grammars | None = None,

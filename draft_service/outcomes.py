@@ -2,7 +2,7 @@
 
 from operator import itemgetter
 
-from specahead.engine.steps.rounds.requests import DraftedTokens
+from specahead.engine.steps.requests import DraftedTokens
 
 Outcome = tuple[int, int]  # number of accepted tokens, and the token that the target adds
 

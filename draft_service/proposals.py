@@ -6,7 +6,7 @@ import numpy as np
 
 from draft_service.sessions import CodedSelection, DraftedOutcome, DraftedRound, DraftSession
 from draft_service.steps import PlannedRound
-from specahead.engine.steps.rounds.requests import DraftedTokens, RoundOutput
+from specahead.engine.steps.requests import DraftedTokens, RoundOutput
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.rounds import announced_selection
 from specahead.wire.messages import Proposals
@@ -45,8 +45,8 @@ def _outcomes(planned: PlannedRound, output: RoundOutput) -> list[DraftedOutcome
     if not planned.overlaps:
         base = planned.base
         starts = [(base - 1, session.tokens[base - 1], base - 1)]
-    elif output.began_behind is not None:
-        accepted, token = output.began_behind
+    elif output.began is not None:
+        accepted, token = output.began
         length = session.committed + accepted
         starts = [(length, token, length)]
     else:

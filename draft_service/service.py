@@ -18,7 +18,7 @@ from specahead.config.version import running_version
 from specahead.engine.loading.model import default_device
 from specahead.engine.loading.opening import open_model
 from specahead.engine.sampling.grammars import Grammars
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.runner import DraftRunner
 from specahead.engine.steps.step_loop import preparation_of, run_step_loop
 from specahead.kernels.compiling import end_compiling
 from specahead.sparsity.methods import load_served_plan
@@ -114,7 +114,7 @@ def _status(hello: Hello, drafter: Drafter, links: Links) -> ServiceStatus:
 
 async def serve(
     settings: DraftSettings,
-    runner: Runner,
+    runner: DraftRunner,
     plan: Plan,
     hello: Hello,
     on_ready: Callable[[RunningServer], None],

@@ -15,8 +15,8 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.grammars import GrammarState
-from specahead.engine.steps.rounds.requests import Branch, CodedBitmap, DraftedTokens, MovedKV
-from specahead.engine.steps.rounds.rules import RoundRules, SessionRules, session_rules
+from specahead.engine.steps.requests import Branch, CodedBitmap, DraftedTokens, MovedKV
+from specahead.engine.steps.rules import RoundRules, SessionRules, session_rules
 from specahead.sparsity.methods import Method, method_named
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At, Begin, DraftEvent, Verdict

@@ -14,7 +14,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.distributions import USE_DRAFT, USE_TARGET, uniforms
 from specahead.engine.steps.inputs import SequenceInput
-from specahead.engine.steps.rounds.requests import (
+from specahead.engine.steps.requests import (
     AllowedTokens,
     AnnouncementRequest,
     Branch,
@@ -23,7 +23,7 @@ from specahead.engine.steps.rounds.requests import (
     StepBefore,
     branches_of,
 )
-from specahead.engine.steps.rounds.rules import RoundRules
+from specahead.engine.steps.rules import RoundRules
 from specahead.engine.steps.step_loop import share_prefill
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.rounds import announcement_request
@@ -183,7 +183,7 @@ def _request(
     starts: Sequence[list[int]] = (),
     rules: RoundRules | None = None,
     branches: tuple[Branch, ...] = (),
-    behind: StepBefore | None = None,
+    follows: StepBefore | None = None,
 ) -> RoundRequest:
     """Return the request of a round that builds on `base` tokens.
 
@@ -204,7 +204,7 @@ def _request(
         min_p=sampling.min_p,
         rules=rules,
         allowed=_allowed_tokens(session, starts),
-        behind=behind,
+        follows=follows,
     )
 
 
@@ -231,15 +231,15 @@ def _needs_no_host(session: DraftSession) -> bool:
 def _plan_behind(session: DraftSession, place: int, plan: Plan, gamma: int) -> PlannedRound:
     """Return the round that begins behind the tokens which a running step accepts, at this place of the step."""
     assert session.present is not None
-    most = session.committed + session.present.drafted.proposed + 1  # tokens, if all are accepted
-    bases = range(most, session.committed, -1)
+    first, proposed = session.committed + 1, session.present.drafted.proposed
+    bases = range(first, first + proposed + 1)  # where the round begins, by the number of accepted tokens
     before = StepBefore(
-        place,
-        [session.tokens[base - 2] for base in bases],
-        [_draws(session, base, gamma + 1) for base in bases],
-        [_announcement_request(session, plan, base) for base in bases],
+        row=place,
+        previous=[session.tokens[base - 2] for base in bases],
+        uniforms=_draws(session, first, proposed + gamma + 1),
+        announce=[_announcement_request(session, plan, base) for base in bases],
     )
-    request = _request(session, plan, gamma, most, [before.before[0], 0], behind=before)
+    request = _request(session, plan, gamma, bases[-1], [before.previous[-1], 0], follows=before)
     number = session.at.round + 1
     return PlannedRound(session, request, True, session.committed + 1, number, session.newest_known)
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a round's passes stand that run one token of each branch, for all passes at once."""
+"""Positions of the tokens of a round's passes that run one token of each branch, for all passes at once."""
 
 from dataclasses import dataclass
 
@@ -10,57 +10,57 @@ from specahead.kernels.backends import check_backend, jit, tl
 
 @dataclass(frozen=True)
 class Branches:
-    """The branches of sequences; a sequence that does not branch is one. Rows are the branches of all sequences.
-
-    before: [rows] int32, tokens of the sequence that a branch sees; 0: there is none. own: [rows] int32, where its own
-    tokens begin in the sequence's KV. kept: [rows] int32, whether the KV of these is written. tables: [sequences,
-    pages] int32. each: how many a sequence has.
-    """
+    """The branches of sequences; a sequence that does not branch is one. Rows are the branches of all sequences."""
 
     before: Tensor
+    """[rows] int32, tokens of the sequence that a branch sees; 0: there is no branch."""
     own: Tensor
+    """[rows] int32, where its own tokens begin in the sequence's KV."""
     kept: Tensor
+    """[rows] int32, whether the KV of these is written."""
     tables: Tensor
+    """[sequences, pages] int32, block tables."""
     each: int
+    """Branches of each sequence."""
 
 
 @dataclass(frozen=True)
-class PassPlaces:
-    """Where the tokens of each pass stand.
-
-    starts: [sequences + 1] int32, the first row of each sequence. positions, slots: [passes, rows] int64, slots as
-    page * page_size + offset, -1: not written. visible: [passes, rows, 3] int32, tokens of its sequence that each sees,
-    and from where to where its own ones lie, as of `Batch.visible`; None where no sequence branches. ends: [passes,
-    rows] int32, where the tokens that each sees end: the last of these three.
-    """
+class PassPositions:
+    """Where the tokens of each pass stand."""
 
     starts: Tensor
+    """[sequences + 1] int32, the first row of each sequence."""
     positions: Tensor
+    """[passes, rows] int64."""
     slots: Tensor
+    """[passes, rows] int64, page * page_size + offset; -1: not written."""
     visible: Tensor | None
+    """[passes, rows, 3] int32, tokens of its sequence that each sees, and from where to where its own ones lie, as in
+    `Batch.visible`; None where no sequence branches."""
     ends: Tensor
+    """[passes, rows] int32, the last of these three."""
 
 
-def place_passes(branches: Branches, passes: int, page_size: int, backend: str = "torch") -> PassPlaces:
-    """Return where the token of each branch stands in each of so many passes, the first of which runs its first one."""
-    check_backend("place_passes", backend)
+def pass_positions(branches: Branches, passes: int, page_size: int, backend: str = "torch") -> PassPositions:
+    """Return where the token of each branch stands in each pass; the first pass runs its first token. Launches only."""
+    check_backend("pass_positions", backend)
     rows, device = len(branches.before), branches.before.device
     if backend == "torch":
-        return _place_by_torch(branches, passes, page_size)
+        return _positions_by_torch(branches, passes, page_size)
     positions, slots = (torch.empty(passes, rows, dtype=torch.int64, device=device) for _ in range(2))
     visible = torch.empty(passes, rows, 3, dtype=torch.int32, device=device) if branches.each > 1 else None
     ends = torch.empty(passes, rows, dtype=torch.int32, device=device)
     starts = torch.empty(rows // branches.each + 1, dtype=torch.int32, device=device)
     given = branches.before, branches.own, branches.kept, branches.tables
-    places = PassPlaces(starts, positions, slots, visible, ends)
+    made = PassPositions(starts, positions, slots, visible, ends)
     numbers = passes, rows, branches.tables.shape[1], branches.each
-    _place_passes_kernel[(-(-max(1, passes) * (rows + 1) // 128),)](
+    _pass_positions_kernel[(-(-max(1, passes) * (rows + 1) // 128),)](
         *given, starts, positions, slots, visible, ends, *numbers, PAGE=page_size, CHUNK=128
     )
-    return places
+    return made
 
 
-def _place_by_torch(branches: Branches, passes: int, page_size: int) -> PassPlaces:
+def _positions_by_torch(branches: Branches, passes: int, page_size: int) -> PassPositions:
     before, own, present = branches.before, branches.own, branches.before > 0
     rows, device = len(before), before.device
     index = torch.arange(passes, dtype=torch.int32, device=device)[:, None]
@@ -73,11 +73,11 @@ def _place_by_torch(branches: Branches, passes: int, page_size: int) -> PassPlac
     visible = None
     if branches.each > 1:
         visible = torch.stack((before.expand_as(ends), own.expand_as(ends), ends), 2)
-    return PassPlaces(starts, positions, slots.where(branches.kept > 0, -1), visible, ends)
+    return PassPositions(starts, positions, slots.where(branches.kept > 0, -1), visible, ends)
 
 
 @jit
-def _place_passes_kernel(
+def _pass_positions_kernel(
     before_ptr,
     own_ptr,
     kept_ptr,
@@ -94,7 +94,7 @@ def _place_passes_kernel(
     PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Some of the branches of all passes."""
+    """A chunk of the branches of all passes."""
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     tl.store(starts_ptr + at, at * each, mask=at * each <= rows)
     inside = at < passes * rows

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from specahead.config import TargetSettings
 from specahead.engine.kv.pages import KEPT_SHARE
 from specahead.engine.sampling.grammars import Grammars
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.plan import Plan
 from specahead.wire.errors import InvalidArgument, ResourceExhausted
 from specahead.wire.messages import Open, Report, ServedEvent
@@ -29,7 +29,7 @@ class Admission:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TargetRunner,
         plan: Plan,
         settings: TargetSettings,
         counters: Counter[str],

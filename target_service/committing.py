@@ -9,7 +9,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.plan import Plan
 from specahead.wire.errors import InvalidArgument, ServiceError
 from specahead.wire.messages import Commit, FinishReason
@@ -32,7 +32,7 @@ class Committer:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TargetRunner,
         plan: Plan,
         settings: TargetSettings,
         admission: Admission,

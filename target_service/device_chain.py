@@ -1,45 +1,135 @@
-"""A step that judges what a draft in the target has drafted, launched while its rounds still run.
+"""Steps that are launched before the host has seen what they build on: the host follows one step later.
 
-Tokens go from the draft's rounds to the step on the device, so that the device does not wait for the host in between.
-The host hears what was drafted while the step runs, and puts it into the step before it commits.
+Such a step follows another one, or judges what a draft in this process drafts. What it needs lies on the device already
+(specahead.engine.steps.device_chain): the last token and how many tokens were accepted, or the tokens that rounds have
+drafted. So the host commits and sends the tokens of one step, and plans and launches the next but one, while the device
+runs the next. Sessions that wait for their draft meanwhile are in none of these steps. A session that ends at a stop
+token has run its part of one step in vain; what it wrote lies after its text, in pages of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.device_chain import MOST_CHAINED
+from specahead.engine.steps.inputs import SequenceInput
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At
 from target_service.confirming import how_to_confirm, screen_lightly
 from target_service.planned_round import plan_round
+from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
-from target_service.verify_step import VerifyStep
+from target_service.verify_step import VerifyRound, VerifyStep
+
+Waits = Callable[[TargetSession], bool]  # whether a session would not take part in a step now
 
 
-class DraftedRound(NamedTuple):
-    """A session's round that is being drafted. at: what it builds on. gamma: tokens that will be proposed. place: of it
-    among the rounds that run. announces: whether it will say what is to be read.
+# A step that follows a step.
+
+
+def may_be_followed(step: VerifyStep) -> bool:
+    """Return whether the next step may be launched while this one runs: all of its sessions decode plainly, or all
+    draft as many tokens for themselves.
     """
+    drafted = {_drafted_by_itself(item) for item in step.rounds}
+    alike = len(drafted) == 1 and None not in drafted and all(_needs_no_host(item.session) for item in step.rounds)
+    return alike and not step.prefills and len(step.rounds) <= MOST_CHAINED
+
+
+def _drafted_by_itself(item: VerifyRound) -> int | None:
+    """Return how many tokens a round drafts for itself, 0 if it decodes plainly; None if it is made otherwise."""
+    read, drafted = item.input.read, len(item.input.tokens) - 1
+    if read is not None:
+        return drafted if read.drafts and drafted else None
+    return None if drafted else 0
+
+
+def plan_following_step(
+    running: VerifyStep,
+    sessions: list[TargetSession],
+    gamma: int,
+    waits: Waits,
+    drafting: SelfDrafting | None = None,
+    drafted: int = 0,
+    cost: float = 0.0,
+) -> VerifyStep:
+    """Return the step to execute while `running` is under way, which it waits for.
+
+    sessions: all that run. gamma: tokens that a text proposes, at most. drafting, drafted, cost: how sessions draft for
+    themselves, and what they would now (planning.drafted_for_themselves).
+
+    The step has rounds if each session either goes on as in the one that runs, plainly or drafting as many tokens, or
+    is known to end in it, or waits; else it does nothing but wait. Where a text repeats itself the next token is waited
+    for, which tells whether it goes on to.
+    """
+    rows = {id(item.session): row for row, item in enumerate(running.rounds)}
+    going_on = [session for session in sessions if id(session) in rows]
+    following = VerifyStep(before=running)
+    alike = all(_drafted_by_itself(item) == drafted for item in running.rounds)
+    if drafted:
+        alike &= all(_needs_no_host(session) and not session.is_paused for session in going_on)
+    else:
+        alike &= all(_needs_no_host(session) and not session.look_up(gamma) for session in going_on)
+    if not alike or not all(waits(session) for session in sessions if id(session) not in rows):
+        return following
+    for session in going_on:
+        base = len(session.tokens) + 1
+        if base >= session.asked.max_length:
+            continue
+        read = None
+        if drafted:  # what it reads is chosen as if nothing that runs was accepted
+            assert drafting is not None and session.reading.memory is not None
+            read = drafting.read(session.reading.memory, base, drafted)
+        judged = Drafted([0] * drafted, [], session.asked.sampling, base)
+        item = SequenceInput(session.kv, [0] * (drafted + 1), "all", read, judged, follows=rows[id(session)])
+        following.rounds.append(VerifyRound(session, None, item, 0.0, drafting_cost=cost if drafted else 0.0))
+    following.left_running = bool(following.rounds)
+    return following
+
+
+def _needs_no_host(session: TargetSession) -> bool:
+    """Return whether nothing but its last token decides over a session's next one."""
+    looked_at = session.asked.logprobs is not None or bool(session.asked.rules)
+    # One that is screened reads everything in a plain round, by which what it holds is confirmed.
+    chooses = (
+        session.reading.reader is not None and session.screening is None and not session.reading.reader.reads_all_alone
+    )
+    holds = session.screening is not None and bool(session.screening.rounds)
+    drafted = session.draft.peer is not None and session.draft.awaited and session.next_round.gamma > 0
+    return not drafted and not looked_at and not chooses and not holds
+
+
+# A step that judges rounds.
+
+
+@dataclass(frozen=True)
+class DraftedRound:
+    """A session's round that is being drafted."""
 
     at: At
+    """What it builds on."""
     gamma: int
-    place: int
+    """Tokens that will be proposed."""
+    row: int
+    """The row of its drafts in the device chain."""
     announces: bool
+    """Whether it will say what is to be read."""
 
 
-def plan_behind_rounds(
+def plan_judging_step(
     sessions: Sequence[TargetSession],
     rounds: Mapping[str, DraftedRound],
     plan: Plan,
-    waits: Callable[[TargetSession], bool],
+    waits: Waits,
     beside: Callable[[int], int],
     light: bool,
     now: float,
 ) -> VerifyStep | None:
     """Return the step that judges these rounds, by session; None where one of the sessions would take part otherwise.
 
-    waits: says of a session that it would not take part in a step now. beside: how many alternatives run beside so many
-    drafted tokens (Runner.alternatives_beside). light: whether the runner has weights for what is screened.
+    beside: how many alternatives run beside so many drafted tokens (TargetRunner.alternatives_beside). light: whether
+    the runner has weights for what is screened.
     """
     step = VerifyStep(left_running=True)
     ours = {
@@ -54,7 +144,7 @@ def plan_behind_rounds(
             if _needs_the_host(session, drafted):
                 return None
             item = plan_round(session, None, [0] * drafted.gamma, now, confirms)
-            item.input.behind = drafted.place
+            item.input.draft_row = drafted.row
             if not item.held:
                 item.input.alternatives = beside(drafted.gamma)
             if session.reading.reader is not None and session.reading.announced_by and drafted.announces:
@@ -71,7 +161,7 @@ def plan_behind_rounds(
 
 
 def take_proposals(step: VerifyStep) -> None:
-    """Put what was proposed into the rounds of a step behind rounds, which runs: what it judges.
+    """Put what was proposed into the rounds of a step that judges rounds, and runs: what it judges.
 
     A round of which nothing was proposed, because its draft has failed, counts for nothing.
     """

@@ -2,9 +2,8 @@
 
 Both read memory as fast as it goes, so that side by side neither would gain. Draft and target are those of the two
 services, with the same events between them, which are handed over as they are. Where nothing needs the host between
-drafting and judging, the target's step is launched behind the draft's rounds before these have ended
-(target_service.device_chain), and the draft's next rounds behind that step: the host is always one step behind the
-device.
+drafting and judging, the target's step is launched before the draft's rounds have ended
+(target_service.device_chain), and the draft's next rounds before that step has: the host follows one step later.
 """
 
 import time
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, PlannedRound
-from specahead.engine.steps.rounds.under_way import RoundsUnderWay
+from specahead.engine.steps.device_chain import Imposed
+from specahead.engine.steps.outputs import RoundsUnderWay
 from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Decline, DraftEvent, Load, Resync, TargetEvent
 from target_service.device_chain import DraftedRound, take_proposals
@@ -23,33 +23,34 @@ from target_service.verify_step import VerifyResult, VerifyStep
 
 
 @dataclass(frozen=True)
-class LaunchStep:
-    """A draft's step whose rounds are launched, and waited for later. before: the step of the target that they are
-    launched behind, whose sessions they go on with; None: the host has seen what they go on behind.
-    """
+class LaunchRounds:
+    """A draft's step whose rounds are launched, and waited for later."""
 
     drafted: DraftStep
     before: VerifyStep | None = None
+    """The step of the target, still running, that the rounds follow; None: the host has seen what they build on."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """Rounds that run, launched at a time by time.perf_counter."""
+    """Rounds that run."""
 
     rounds: RoundsUnderWay
     began: float
+    """When they were launched, by time.perf_counter."""
 
 
 @dataclass(frozen=True)
-class BehindStep:
-    """A draft's step whose rounds run, and the target's step to launch behind them; None: there is none yet."""
+class JudgeRounds:
+    """A draft's step whose rounds run, and are waited for once the target's step that judges them is launched."""
 
     drafted: DraftStep
     launched: Launched
     verify: VerifyStep | None
+    """None: no step can judge them before the host has seen them."""
 
 
-Step = DraftStep | LaunchStep | BehindStep | VerifyStep
+Step = DraftStep | LaunchRounds | JudgeRounds | VerifyStep
 Result = DraftStepResult | Launched | VerifyResult
 
 
@@ -61,11 +62,10 @@ class StepsByTurns:
         self._drafts_next = True
         self._spoke = False  # one of them to the other, since a step was looked for
         self._launched: tuple[DraftStep, Launched] | None = None
-        self._judged = 0.0  # when the last step of the target that was left running had ended, by time.perf_counter
-        self._chains = verifier.runner.chains and drafter.runner.chains
+        self._judged = 0.0  # when the last launched step of the target had ended, by time.perf_counter
+        self._chains = verifier.runner.chains_rounds and drafter.runner.chains_rounds
         if self._chains:
-            verifier.make_room_for_rounds()
-            drafter.runner.make_room_for_verdicts(verifier.settings.max_sessions)
+            drafter.runner.join_chain(verifier.make_chain())
         self._target = TargetPeer(self._tell_target)
         self._draft = DraftPeer("draft in target", self._tell_draft)
         drafter.attach(self._target)
@@ -88,16 +88,14 @@ class StepsByTurns:
     def plan_step(self) -> Step | None:
         """Return the next step, of the one that did not run last if it has something to do; None if neither has.
 
-        While rounds run that were launched it is the one behind them, once the one before them has ended.
+        While rounds run that were launched it is the one that judges them, once the step before them has ended.
         """
-        under_way = self.verifier.under_way
-        if self._launched is not None and under_way is not None:
-            return self.verifier.plan_step()
+        running = self.verifier.under_way
         if self._launched is not None:
-            return self._plan_behind(*self._launched)
-        if under_way is not None and (drafted := self._plan_rounds_behind(under_way)) is not None:
+            return self._plan_judging(*self._launched) if running is None else self.verifier.plan_step()
+        if running is not None and (drafted := self._plan_following_rounds(running)) is not None:
             self.verifier.counters["rounds_behind_steps"] += 1
-            return LaunchStep(drafted, under_way)
+            return LaunchRounds(drafted, running)
         while True:
             self._spoke = False
             order = (self.drafter, self.verifier) if self._drafts_next else (self.verifier, self.drafter)
@@ -105,32 +103,32 @@ class StepsByTurns:
                 step = owner.plan_step()
                 if step is not None:
                     self._drafts_next = owner is self.verifier
-                    return LaunchStep(step) if isinstance(step, DraftStep) and self._can_launch(step) else step
+                    return LaunchRounds(step) if isinstance(step, DraftStep) and self._can_launch(step) else step
             if not self._spoke:  # else the one may have something to do by what the other said
                 return None
 
     def _can_launch(self, step: DraftStep) -> bool:
-        """Return whether the target's step may be launched behind a draft's: it drafts rounds for what there is."""
+        """Return whether a target's step may judge the rounds of a draft's step while they run."""
         if not self._chains or not step.rounds or step.inputs or self.verifier.under_way is not None:
             return False
         return not any(item.overlaps or item.request.allowed or item.request.branches for item in step.rounds)
 
-    def _plan_behind(self, step: DraftStep, launched: Launched) -> BehindStep:
+    def _plan_judging(self, step: DraftStep, launched: Launched) -> JudgeRounds:
         self._launched = None
-        verify = None
-        if launched.rounds.of_one_branch:
-            drafted = {item.session.id: self._drafted_round(item, place) for place, item in enumerate(step.rounds)}
-            verify = self.verifier.plan_behind_rounds({name: each for name, each in drafted.items() if each})
-        return BehindStep(step, launched, verify)
+        if not launched.rounds.of_one_branch:
+            return JudgeRounds(step, launched, None)
+        rounds = {item.session.id: self._drafted_round(item, row) for row, item in enumerate(step.rounds)}
+        judged = {name: each for name, each in rounds.items() if each is not None}
+        return JudgeRounds(step, launched, self.verifier.plan_behind_rounds(judged))
 
-    def _drafted_round(self, item: PlannedRound, place: int) -> DraftedRound | None:
+    def _drafted_round(self, item: PlannedRound, row: int) -> DraftedRound | None:
         """Return a round that runs as the target sees it; None if the target does not go on with it.
 
-        Of a round behind a step the draft hears once it has ended where it stands: the target knows already. It does
-        not go on with one whose step has taken back tokens that the draft went on behind.
+        Of a round that follows a step the draft hears once it has ended where it stands: the target knows already. It
+        does not go on with one whose step has taken back tokens that the draft built on.
         """
         session, at, base = item.session, item.session.at, item.base
-        if item.request.behind is not None:
+        if item.request.follows is not None:
             judged = self.verifier.admission.running.get(session.id)
             if judged is None or judged.draft.last_judged is None:
                 return None
@@ -138,16 +136,16 @@ class StepsByTurns:
             if key != (at.epoch, at.round) or verdict.at.base != session.committed:
                 return None
             at, base = judged.at, len(judged.tokens)
-        return DraftedRound(at, session.tokens_to_propose(base), place, item.request.announce is not None)
+        return DraftedRound(at, session.tokens_to_propose(base), row, item.request.announce is not None)
 
-    def _plan_rounds_behind(self, judging: VerifyStep) -> DraftStep | None:
-        """Return what the draft drafts behind a step of the target that runs; None if that has to wait.
+    def _plan_following_rounds(self, judging: VerifyStep) -> DraftStep | None:
+        """Return what the draft drafts while a step of the target runs; None if that has to wait.
 
-        So it has behind a step of plain decoding, and where nothing was proposed that counts.
+        It has to after a step of plain decoding, and where nothing was proposed that counts.
         """
-        if any(item.input.behind is None or item.is_void for item in judging.rounds):
+        if any(item.input.draft_row is None or item.is_void for item in judging.rounds):
             return None
-        return self.drafter.plan_behind_step({item.session.id: place for place, item in enumerate(judging.rounds)})
+        return self.drafter.plan_behind_step({item.session.id: row for row, item in enumerate(judging.rounds)})
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with the draft ends; None if none is waiting."""
@@ -162,21 +160,25 @@ class StepsByTurns:
                 verified = self.verifier.execute(step)
                 self._judged = time.perf_counter()
                 return verified
-            case LaunchStep(drafted, before):
-                began, runner = time.perf_counter(), self.drafter.runner
-                if before is not None:
-                    assert before.under_way is not None
-                    held = [item.held for item in before.rounds]
-                    runner.take_verdicts(before.under_way, held, self.verifier.imposed_verdicts(before))
-                return Launched(runner.launch_rounds([item.request for item in drafted.rounds]), began)
-            case BehindStep(_, launched, verify):
+            case LaunchRounds(drafted, before):
+                began, imposed = time.perf_counter(), None if before is None else self._imposed(before)
+                requests = [item.request for item in drafted.rounds]
+                return Launched(self.drafter.runner.launch_rounds(requests, imposed), began)
+            case JudgeRounds(_, launched, verify):
                 if verify is not None:
-                    self.verifier.runner.take_rounds(launched.rounds)
                     self.verifier.execute(verify)
                 outputs, ended = launched.rounds.outputs(), time.perf_counter()
                 if verify is not None:
                     verify.began = ended
                 return DraftStepResult(outputs, ended - max(launched.began, self._judged))
+
+    def _imposed(self, step: VerifyStep) -> list[Imposed] | None:
+        """Return what will be committed of a step whatever it gives, of the tokens of the last rounds alone."""
+        imposed = self.verifier.imposed_verdicts(step)
+        if imposed is None:
+            return None
+        each = zip(imposed, step.rounds, strict=True)
+        return [(max(0, accepted - item.held), token, other) for (accepted, token, other), item in each]
 
     def finish_step(self, step: Step, result: Result) -> None:
         """Take what a step gave."""
@@ -189,9 +191,9 @@ class StepsByTurns:
                 self.drafter.finish_step(step, result)
             case VerifyStep(), VerifyResult():
                 self.verifier.finish_step(step, result)
-            case LaunchStep(drafted), Launched():
+            case LaunchRounds(drafted), Launched():
                 self._launched = drafted, result
-            case BehindStep(drafted, _, verify), DraftStepResult():
+            case JudgeRounds(drafted, _, verify), DraftStepResult():
                 self.drafter.finish_step(drafted, result)
                 if verify is not None:
                     take_proposals(verify)
@@ -204,6 +206,6 @@ class StepsByTurns:
         if isinstance(step, VerifyStep):
             return self.verifier.fail_step(step, error)
         drafted = step if isinstance(step, DraftStep) else step.drafted
-        if isinstance(step, BehindStep) and step.verify is not None:
+        if isinstance(step, JudgeRounds) and step.verify is not None:
             self.verifier.fail_step(step.verify, error)
         return self.drafter.fail_step(drafted, error)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specahead.engine.steps.rounds.behind_steps import Imposed
+from specahead.engine.steps.device_chain import Imposed
 from specahead.sparsity.methods import Method
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader

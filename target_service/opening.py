@@ -8,7 +8,7 @@ from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.sampling.grammars import Grammars, GrammarState
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.steps.inputs import SparsePrompt
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.methods import METHODS, methods_of
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
@@ -26,7 +26,7 @@ class SessionMaker:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TargetRunner,
         plan: Plan,
         settings: TargetSettings,
         hooks: Hooks,

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from specahead.config import TargetSettings
-from specahead.engine.steps.rounds.requests import gammas
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.requests import gammas
+from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.plan import Plan
 from specahead.wire.messages import Commit
 from target_service.policy import (
@@ -56,7 +56,7 @@ class Pacing:
     """Lets the policy decide over the rounds of the running sessions."""
 
     def __init__(
-        self, policy: Policy, runner: Runner, sessions: Mapping[str, TargetSession], imposed: bool = False
+        self, policy: Policy, runner: TargetRunner, sessions: Mapping[str, TargetSession], imposed: bool = False
     ) -> None:
         """sessions: the running ones, by name. imposed: whether verdicts are imposed: then no proposal is useless."""
         self.policy = policy
@@ -186,7 +186,7 @@ def _kind_of(step: VerifyStep) -> RoundKind:
     return RoundKind(proposer, gamma, verified)
 
 
-def policy_of(settings: TargetSettings, plan: Plan, runner: Runner, counters: Counter[str]) -> Policy:
+def policy_of(settings: TargetSettings, plan: Plan, runner: TargetRunner, counters: Counter[str]) -> Policy:
     """Return the policy of a target, by its settings."""
     most, hold = settings.most_drafted, settings.chosen.hold
     proposer = Proposer.SELF if settings.drafts_for_itself else Proposer.DRAFT

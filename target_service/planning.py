@@ -8,12 +8,11 @@ from functools import partial
 
 from specahead.config import TargetSettings
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.plan import Plan
 from specahead.wire.messages import Proposal
 from target_service.confirming import how_each_confirms, screen_lightly
-from target_service.device_chain import DraftedRound, plan_behind_rounds
-from target_service.overlap import plan_behind
+from target_service.device_chain import DraftedRound, plan_following_step, plan_judging_step
 from target_service.patience import Patience
 from target_service.planned_round import plan_round
 from target_service.policy import Load, Policy, Proposer
@@ -28,7 +27,7 @@ class StepPlanner:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TargetRunner,
         plan: Plan,
         settings: TargetSettings,
         policy: Policy,
@@ -61,18 +60,18 @@ class StepPlanner:
         step.prefills = plan_prompts(reading, self._settings, self._runner.deterministic)
         return step if step.rounds or step.prefills else None
 
-    def plan_behind(self, under_way: VerifyStep, sessions: list[TargetSession], now: float) -> VerifyStep:
+    def plan_following(self, under_way: VerifyStep, sessions: list[TargetSession], now: float) -> VerifyStep:
         """Return what to run while a step is under way, or a step that only waits for it."""
         drafted = drafted_for_themselves(sessions, self._policy, self._runner.kv)
         waits = partial(self.waits, now=now)
-        return plan_behind(under_way, sessions, self._settings.most_drafted, waits, self._drafting, *drafted)
+        return plan_following_step(under_way, sessions, self._settings.most_drafted, waits, self._drafting, *drafted)
 
-    def plan_behind_rounds(
+    def plan_judging(
         self, rounds: Mapping[str, DraftedRound], sessions: list[TargetSession], now: float
     ) -> VerifyStep | None:
         """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
         beside, light = self._runner.alternatives_beside, self._settings.screens_lightly
-        return plan_behind_rounds(sessions, rounds, self._plan, partial(self.waits, now=now), beside, light, now)
+        return plan_judging_step(sessions, rounds, self._plan, partial(self.waits, now=now), beside, light, now)
 
     def waits(self, session: TargetSession, now: float) -> bool:
         """Return whether a session has no part in a step at the time `now`: it waits for its grammar, or for its draft.

@@ -17,7 +17,7 @@ from specahead.config.version import running_version
 from specahead.engine.loading.model import default_device
 from specahead.engine.loading.opening import EightBit, OpenedModel, open_both, open_model
 from specahead.engine.sampling.grammars import Grammars
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.runner import TargetRunner
 from specahead.engine.steps.step_loop import preparation_of, run_step_loop
 from specahead.kernels.compiling import end_compiling
 from specahead.sparsity.methods import load_served_plan
@@ -142,7 +142,7 @@ def _next_preparation(verifier: Verifier, drafter: Drafter | None) -> Callable[[
 
 async def serve(
     settings: TargetSettings,
-    runner: Runner,
+    runner: TargetRunner,
     plan: Plan,
     hello: Hello,
     on_ready: Callable[[RunningServer], None],

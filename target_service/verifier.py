@@ -15,10 +15,10 @@ from specahead.config import TargetSettings
 from specahead.engine.kv.pages import pages_for
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.sampling.logprobs import TokenLogprobs, token_logprobs
+from specahead.engine.steps.device_chain import DeviceChain, Imposed
 from specahead.engine.steps.inputs import SequenceOutput, SparseRead
-from specahead.engine.steps.rounds.behind_steps import Imposed, Verdict
-from specahead.engine.steps.rounds.requests import gammas
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.requests import gammas
+from specahead.engine.steps.runner import TargetRunner
 from specahead.engine.steps.step_loop import describe, prefill_chunk
 from specahead.sparsity.methods import METHODS, methods_of
 from specahead.sparsity.plan import Plan
@@ -30,10 +30,9 @@ from specahead.wire.tracing import NO_SPANS, Spans
 from target_service.admission import Admission
 from target_service.committing import Committer
 from target_service.counters import COUNTED
-from target_service.device_chain import DraftedRound
+from target_service.device_chain import DraftedRound, may_be_followed
 from target_service.hooks import NO_HOOKS, Hooks
 from target_service.inspection import ask_for_reads
-from target_service.overlap import can_be_left
 from target_service.pacing import Pacing, policy_of
 from target_service.patience import Patience
 from target_service.planning import StepPlanner
@@ -57,7 +56,7 @@ class Verifier:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TargetRunner,
         plan: Plan,
         settings: TargetSettings,
         hooks: Hooks = NO_HOOKS,
@@ -195,7 +194,7 @@ class Verifier:
     def _plan_with_room(self) -> VerifyStep | None:
         while (step := self._cut_held(self._planner.plan(self._running, time.monotonic()))) is not None:
             if self.runner.kv.reserve(step.work):
-                step.left_running = self.runner.goes_ahead and can_be_left(step)
+                step.left_running = self.runner.chains_steps and may_be_followed(step)
                 break
             *_, youngest = self._running
             self.protocol.end(youngest)
@@ -206,11 +205,11 @@ class Verifier:
     def _running(self) -> list[TargetSession]:
         return list(self.admission.running.values())
 
-    def make_room_for_rounds(self) -> None:
-        """Have room for what rounds of a draft in this process leave on the device, before `warm_up`."""
+    def make_chain(self) -> DeviceChain | None:
+        """Have steps judge what rounds of a draft in this process leave on the device, before `warm_up`."""
         own, rows = self.settings.own_draft, Reader(METHODS["ahead"], self.plan).announced_rows
         of_rounds = own.most_drafted, own.support, rows, self.plan.block_size
-        self.runner.make_room_for_rounds(self.settings.max_sessions, *of_rounds)
+        return self.runner.make_chain(self.settings.max_sessions, *of_rounds)
 
     @property
     def under_way(self) -> VerifyStep | None:
@@ -223,16 +222,15 @@ class Verifier:
             return None
         return [self._hooks.judge(item, self.runner.vocab_size) for item in step.rounds]
 
-    def _imposed_before(self, step: VerifyStep) -> list[Verdict] | None:
+    def _imposed_before(self, step: VerifyStep) -> list[Imposed] | None:
         """Return what will be committed of the step that this one follows, where it is not what that gives."""
         if step.before is None or all(item.input.follows is None for item in step.rounds):
             return None
-        imposed = self.imposed_verdicts(step.before)
-        return None if imposed is None else [(accepted, following) for accepted, following, _ in imposed]
+        return self.imposed_verdicts(step.before)
 
     def plan_behind_rounds(self, rounds: Mapping[str, DraftedRound]) -> VerifyStep | None:
         """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
-        step = self._cut_held(self._planner.plan_behind_rounds(rounds, self._running, time.monotonic()))
+        step = self._cut_held(self._planner.plan_judging(rounds, self._running, time.monotonic()))
         if step is None or not self.runner.kv.reserve(step.work):
             return None
         self.counters["steps_behind_rounds"] += 1
@@ -240,7 +238,7 @@ class Verifier:
 
     def _plan_behind(self, under_way: VerifyStep) -> VerifyStep:
         """Return what to run while a step is under way, or a step that only waits for it."""
-        behind = self._planner.plan_behind(under_way, self._running, time.monotonic())
+        behind = self._planner.plan_following(under_way, self._running, time.monotonic())
         if not self.runner.kv.reserve(behind.work):
             return VerifyStep(before=under_way)
         self.counters["steps_ahead"] += behind.left_running

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.logprobs import TokenLogprobs
+from specahead.engine.steps.device_chain import Imposed
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.passes.outputs import StepUnderWay
-from specahead.engine.steps.rounds.behind_steps import Imposed
+from specahead.engine.steps.outputs import StepUnderWay
 from specahead.wire.messages import Proposal
 from target_service.session import TargetSession
 
@@ -58,7 +58,7 @@ class VerifyStep:
     prefills: list[tuple[TargetSession, SequenceInput]] = field(default_factory=list)
     """Parts of prompts."""
     left_running: bool = False
-    """Whether executing it does not wait for it; the next step does (target_service.overlap)."""
+    """Whether executing it does not wait for it; the next step does (device_chain.py)."""
     before: "VerifyStep | None" = None
     """The step that was left running, for which this one waits."""
     under_way: StepUnderWay | None = None

@@ -2,19 +2,14 @@
 
 import numpy as np
 
-from specahead.engine.steps.rounds.requests import AnnouncementRequest, RoundSettings
+from specahead.engine.steps.requests import AnnouncementRequest, RoundSettings
 from specahead.sparsity.methods import METHODS, Method, methods_of
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection, row_words
 
 
-def round_settings(
-    plan: Plan, gamma: int, support: int, read_share: float = 1.0, refresh_every: int = 1
-) -> RoundSettings:
-    """Return the settings of rounds that can announce by every method that a plan allows.
-
-    Raises ValueError as RoundSettings does.
-    """
+def round_settings(plan: Plan, gamma: int, support: int, read_share: float = 1.0) -> RoundSettings:
+    """Return the settings of rounds that can announce by every method that a plan allows."""
     methods = [METHODS[name] for name in methods_of(plan)]
     return RoundSettings(
         gamma=gamma,
@@ -28,7 +23,6 @@ def round_settings(
             for method in methods
             if method.announcing is not None
         },
-        refresh_every=refresh_every,
     )
 
 

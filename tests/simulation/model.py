@@ -10,10 +10,10 @@ import numpy as np
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.steps.device_chain import Imposed
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.passes.outputs import StepUnderWay
-from specahead.engine.steps.rounds.behind_steps import Verdict
-from specahead.engine.steps.rounds.requests import (
+from specahead.engine.steps.outputs import FinishedStep, StepUnderWay
+from specahead.engine.steps.requests import (
     AnnouncementRequest,
     Branch,
     DraftedTokens,
@@ -24,7 +24,7 @@ from specahead.engine.steps.rounds.requests import (
 from specahead.sparsity.plan import uniform_plan
 from specahead.sparsity.selection import last_word_mask, row_words
 from target_service.policy.lookup import FirstGuess, PromptLookup
-from tests.chaining import ChainingRunner, StepAtOnce
+from tests.chaining import ChainingRunner
 
 VOCAB = 64
 STOP = 0
@@ -110,8 +110,8 @@ class ScriptedRunner(ChainingRunner):
             item.kv.length += len(item.tokens)
         return outputs
 
-    def launch(self, inputs: list[SequenceInput], imposed: Sequence[Verdict] | None = None) -> StepUnderWay:
-        if any(item.behind is not None for item in inputs):
+    def launch(self, inputs: list[SequenceInput], imposed: Sequence[Imposed] | None = None) -> StepUnderWay:
+        if any(item.draft_row is not None for item in inputs):
             return super().launch(inputs, imposed)
         lengths = [item.kv.length for item in inputs]
         for item in inputs:
@@ -127,7 +127,7 @@ class ScriptedRunner(ChainingRunner):
             item.kv.length += len(item.tokens)
         verdicts = [output.verdict for output in outputs if output.verdict is not None]
         self._left = [(begin + 1 + kept, token) for begin, (kept, token) in zip(begins, verdicts, strict=True)]
-        return StepAtOnce(outputs)
+        return FinishedStep(outputs)
 
     def _draft_for_itself(self, item: SequenceInput) -> None:
         """Draft all tokens of a round except the first."""

@@ -19,7 +19,7 @@ from orchestrator.sessions.router import Router
 from orchestrator.sessions.served_models import ServedModels
 from protos import inference_pb2_grpc
 from specahead.config.access import Timeouts
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.runner import DraftRunner, TargetRunner
 from specahead.wire.access import OPEN, PeerAccess
 from specahead.wire.messages import Hello
 from specahead.wire.server import start_server
@@ -63,7 +63,7 @@ def _hello(side: str, scenario: Scenario, name: str) -> Hello:
 
 
 async def run_target(
-    name: str, scenario: Scenario, runner: Runner, draft: Runner | None, keep: Callable[[Drafter], None]
+    name: str, scenario: Scenario, runner: TargetRunner, draft: DraftRunner | None, keep: Callable[[Drafter], None]
 ) -> None:
     """Run a target. draft: the model of a draft in its process, or None. keep: called with that draft's drafter."""
     settings = target_settings(
@@ -89,7 +89,7 @@ async def run_target(
     await target_service.serve(settings, runner, PLAN, hello, lambda server: None, drafter=drafter)
 
 
-async def run_draft(name: str, scenario: Scenario, runner: Runner, keep: Callable[[Drafter], None]) -> None:
+async def run_draft(name: str, scenario: Scenario, runner: DraftRunner, keep: Callable[[Drafter], None]) -> None:
     """Run a draft service. keep: called with its drafter."""
 
     def make(*args: Any) -> Drafter:

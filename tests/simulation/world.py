@@ -114,7 +114,7 @@ class World:
         """Return a model for the process of this name."""
         runner = ScriptedRunner(pages, errs, self.report, lambda: self.faults.before_step(name))
         runner.is_sick = lambda: self.faults.is_sick(name)
-        runner.goes_ahead = runner.chains = self.scenario.goes_ahead
+        runner.chains_steps = runner.chains_rounds = self.scenario.goes_ahead
         runner.beside = 3  # alternatives, always right, where a step runs behind rounds
         return runner
 

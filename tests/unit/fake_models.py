@@ -29,7 +29,7 @@ from specahead.engine.sampling.judging import (
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.steps.announcing import choose_blocks, predict_weights
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
-from specahead.engine.steps.rounds.requests import (
+from specahead.engine.steps.requests import (
     AnnouncementRequest,
     Branch,
     DraftedTokens,
@@ -38,7 +38,7 @@ from specahead.engine.steps.rounds.requests import (
     RoundRequest,
     RoundSettings,
 )
-from specahead.engine.steps.rounds.rules import RoundRules
+from specahead.engine.steps.rules import RoundRules
 from specahead.engine.steps.staging import Staging
 from specahead.kernels.backends import default_backend
 from specahead.kernels.finite_rows import are_finite

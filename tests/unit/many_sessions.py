@@ -15,8 +15,8 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.grammars import unpack_mask
 from specahead.engine.sampling.next_tokens import draw_tokens
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.rounds.requests import DraftedTokens, RoundOutput, RoundRequest
-from specahead.engine.steps.rounds.rules import ChangedLogits
+from specahead.engine.steps.requests import DraftedTokens, RoundOutput, RoundRequest
+from specahead.engine.steps.rules import ChangedLogits
 from tests.unit.distributions import Draws, changed_probs
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, TABLE, VOCAB, FakeModel, FakeRunner
 from tests.unit.world import World
@@ -54,7 +54,7 @@ class Scripted(FakeRunner):
         how = [torch.tensor([getattr(item, name) for item in requests]) for name in ("temperature", "top_p", "min_p")]
         least = how.pop()[:, None].repeat(1, VOCAB)
         for row, item in zip(least, requests, strict=True):
-            row[item.top_k or VOCAB :] = 2  # as specahead.engine.steps.rounds.buffers has it
+            row[item.top_k or VOCAB :] = 2  # as specahead.engine.steps.buffers has it
         uniforms = torch.from_numpy(np.stack([item.uniforms for item in requests], 1))
         token, rules = torch.tensor([item.tokens[-1] for item in requests]), rules_of_rounds(requests)
         drawn: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -12,7 +12,7 @@ import transformers
 
 from specahead.cli.main import main
 from specahead.engine.steps.inputs import SequenceOutput
-from specahead.engine.steps.rounds.requests import DraftedTokens
+from specahead.engine.steps.requests import DraftedTokens
 from specahead.lab.benchmarks import serve
 from specahead.lab.benchmarks.read_trace import load_reads
 from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down

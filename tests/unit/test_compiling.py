@@ -35,29 +35,27 @@ from specahead.lab.benchmarks.shapes import Shape, random_decoder
 from specahead.engine.steps.announcing import Announcer
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.pass_runner import PassRunner
-from specahead.engine.steps.passes.behind_rounds import LeftRounds
-from specahead.engine.steps.passes.grouping import StepLimits
-from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.grouping import StepLimits
+from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape, RoundShape
 from specahead.engine.steps.read_memories import ReadMemories
 from specahead.engine.steps.round_runner import RoundRunner
-from specahead.engine.steps.rounds.behind_steps import LeftVerdicts
-from specahead.engine.steps.rounds.buffers import RoundShape
-from specahead.engine.steps.rounds.requests import RoundSettings
+from specahead.engine.steps.device_chain import DeviceChain
+from specahead.engine.steps.requests import RoundSettings
 
 shape = Shape(4, 1024, 16, 2, 64, 2048, 4096)
 decoder = random_decoder(shape, 8192, "cpu")
 kv = KVCache(4, 2, 64, 600, torch.bfloat16, "cpu")
 kv.keep_group_means(64)
 announcer = Announcer(torch.randint(64, (8, 3), dtype=torch.int32), torch.rand(8, 3), "over_all")
-settings = RoundSettings(6, 64, 16, 0.1, 1, 4, {"ahead": announcer}, refresh_every=4)
+settings = RoundSettings(6, 64, 16, 0.1, 1, 4, {"ahead": announcer})
 rounds = RoundRunner(decoder.with_eight_bit_weights(), kv, settings, 4096, 400, "triton", captures=False)
-rounds.left_verdicts = LeftVerdicts.make(8, torch.device("cpu"))
+chain = DeviceChain.make(8, torch.device("cpu")).with_drafts(8, 6, 4, (8, 7))
+rounds.chain = chain
 steps = PassRunner(decoder, kv, StepLimits(400, 5, 16, 4096), ReadMemories(8), False, None)
-steps.left_rounds = LeftRounds.make(8, 6, 4, (8, 7), torch.device("cpu"))
-step = PassShape(
-    2, 10, 5, 400, 16, width=400, groups=100, read_weights=True, decay=0.9, judged=True, behind=True
-)
-round_ = RoundShape(2, 2, 400, sampled=False, method="ahead", refreshes=False, behind=True)
+steps.chain = chain
+reads = ReadShape(16, width=400, groups=100, emits_weights=True, decay=0.9)
+step = PassShape(2, 10, 5, 400, judges_drafts=True, read=reads, judge=JudgeShape())
+round_ = RoundShape(2, 2, 400, sampled=False, method="ahead", gamma=6, chained=True)
 make_buffers, launch = rounds._ways_of(round_)
 buffers = make_buffers()
 with torch.inference_mode():
@@ -113,8 +111,9 @@ def runner_of(shape, **how):
     kv = KVCache(shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, "cpu")
     light = decoder.with_eight_bit_weights()
     runner = ModelRunner(decoder, kv, shape.vocab_size, 1024, drafting=light, **how)
-    runner._captures = runner._joins = runner.goes_ahead = True
+    runner._captures = runner._joins = runner.chains_steps = True
     runner._passes = PassRunner(decoder, kv, runner._limits, runner._passes.memories, True, None, light)
+    runner._warm_up._passes = runner._passes
     return runner
 
 limits = {"gamma": None, "max_sessions": 2, "max_context": 1024}
@@ -264,8 +263,8 @@ def test_a_round_and_a_step_compile_and_write_nothing(tmp_path: Path) -> None:
         "_remember_weights_kernel",
         "_score_own_blocks_kernel",
         "threshold_kernel",
-        "_cut_rounds_kernel",
-        "_take_drafted_kernel",
+        "_advance_rows_kernel",
+        "_copy_drafts_kernel",
     }
 
 

@@ -28,7 +28,7 @@ from specahead.engine.steps.graphs import Captured
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.model_runner import STEP_QUERIES, ModelRunner
 from specahead.engine.steps.pass_runner import Started
-from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.shapes import PassShape
 from specahead.sparsity.reader import Reader
 from specahead.wire import messages as m
 from target_service.draft_in_target import StepsByTurns
@@ -207,15 +207,15 @@ def test_every_step_has_one_shape_but_those_that_a_later_one_judges() -> None:
         for inputs, shape, _ in pinned:
             sizes = shape.sequences, shape.queries, shape.rows
             assert sizes == (SEQUENCES, STEP_QUERIES, SEQUENCES * STEP_QUERIES)
-            assert shape.pinned and shape.draws_own and shape.judged
-            assert [shape.weighs] * len(inputs) == [item.read is weighing for item in inputs]
+            assert shape.pinned and shape.judge is not None and shape.judge.draws_own
+            assert [shape.read.weighs] * len(inputs) == [item.read is weighing for item in inputs]
             assert [shape.shares_out] * len(inputs) == [item.read is sparse.read for item in inputs]
         assert sum(len(ran.inputs) for ran in pinned) == sum(not item.screens for item in step)
         for item in step:
             probe.runner.kv.truncate(item.kv, item.kv.length - len(item.tokens))
     shape = probe.runner._of_step(screens)
     assert (shape.sequences, shape.queries, shape.rows) == (4, GAMMA + 1, 4 * (GAMMA + 1))
-    assert shape.draws_own and not shape.pinned and not shape.weighs
+    assert shape.judge is not None and shape.judge.draws_own and not shape.pinned and not shape.read.weighs
 
 
 CHAINS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from specahead.engine.loading.opening import open_both
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.step_loop import run_step_loop
 from specahead.wire import messages as m
-from target_service.draft_in_target import LaunchStep, Result, Step, StepsByTurns
+from target_service.draft_in_target import LaunchRounds, Result, Step, StepsByTurns
 from target_service.verify_step import VerifyStep
 from tests.settings import target_settings
 from tests.unit.clock import Clock
@@ -46,7 +46,7 @@ class Turns:
             step = self.steps.plan_step()
             if step is None:
                 return
-            if not isinstance(step, LaunchStep):
+            if not isinstance(step, LaunchRounds):
                 self.kinds.append("verify" if isinstance(step, VerifyStep) else "draft")
             self.steps.finish_step(step, self.execute(step))
             if self.world.verifier.under_way is None:
@@ -67,7 +67,7 @@ class Turns:
 
 def turns(clock: Clock, seed: int = 0, model: FakeModel | None = None, chains: bool = True, **settings: Any) -> Turns:
     world = World(clock, seed, model or FakeModel(agreement=3), ahead=False, **settings)
-    world.target.chains = world.draft.chains = chains
+    world.target.chains_rounds = world.draft.chains_rounds = chains
     return Turns(world)
 
 

@@ -5,7 +5,6 @@ the torch kernels; on a GPU they are captured.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,9 @@ from specahead.engine.loading.model import load_model, load_modules
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, uniforms
 from specahead.engine.sampling.grammars import Grammars, unpack_mask
+from specahead.engine.steps import round_launches as launches
+from specahead.engine.steps.drafting import Draws
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.engine.steps.rounds import launches
 from specahead.kernels.rejection import race, truncated_probs
 from specahead.lab.evaluation.attending import forward_weighing
 from specahead.sparsity.announce import announce
@@ -251,10 +251,14 @@ def test_the_last_round_of_a_session_is_short(runner: ModelRunner) -> None:
     side.close()
 
 
-def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) -> None:
+def test_later_passes_may_read_what_the_first_weighed_most(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a share of everything the same; with a small one other evidence, and still γ tokens a round."""
-    selections, proposed = [], []
-    for share in (1.0, 0.999, 0.1):
+    selections, proposed, read = [], [], []
+    drafts = runner.draft_rounds
+    monkeypatch.setattr(runner, "draft_rounds", lambda requests: read.extend(drafts(requests)) or read[-1:])
+    for share in (1.0, 0.999, 0.3):
         side = Side(runner, overlap=False, draft_read_share=share)
         sent = side.run(begin("a", 500, "ahead", GREEDY))
         (proposal,) = proposals_in(sent)
@@ -262,6 +266,8 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
         proposed.append(proposal.tokens)
         selections.append(side.decode(announcement).matrix())
         side.close()
+    heads, listed = PLAN.draft_layers * runner.kv.kv_heads, int(0.3 * PLAN.num_blocks(504))
+    assert [output.blocks_read for output in read[::2]] == [None, heads * (PLAN.num_blocks(500) + (GAMMA - 1) * listed)]
     dense, all_listed, few = selections
     assert proposed[0] == proposed[1]
     # Lists split the work otherwise than dense reads, and nearly equal scores may change places.
@@ -283,12 +289,14 @@ def test_a_draft_that_fell_behind_catches_up_before_its_round(runner: ModelRunne
 def test_a_draft_draws_from_a_nucleus_of_just_top_p(top_p: float, kept: int) -> None:
     """Of four tokens of one probability, which is exact in binary."""
     rows = 100
-    given = {"temperature": torch.ones(rows), "top_p": torch.full((rows,), top_p), "least": torch.zeros(1, 1)}
-    given["uniforms"] = torch.from_numpy(uniforms(1, 0, rows, 0))[None]
-    round_ = SimpleNamespace(given=given, settings=SimpleNamespace(support=64), shape=SimpleNamespace(sampled=True))
-    drawn, distribution = launches._sample(torch.zeros(rows, 4), torch.zeros(rows).long(), round_, 0)  # type: ignore[arg-type]
-    assert distribution is not None
-    ids, probs = distribution
+    draws = Draws(
+        temperature=torch.ones(rows),
+        top_p=torch.full((rows,), top_p),
+        least=torch.zeros(1, 1),
+        uniforms=torch.from_numpy(uniforms(1, 0, rows, 0))[None],
+        support=64,
+    )
+    drawn, ids, probs = draws.draw(torch.zeros(rows, 4), torch.zeros(rows).long(), 0)
     assert probs.tolist() == rows * [pytest.approx([1 / kept] * kept + [0.0] * (4 - kept))]
     assert set(drawn.tolist()) == set(ids[0, :kept].tolist())
 

@@ -14,7 +14,7 @@ from draft_service.sessions import DraftedOutcome, DraftedRound, DraftSession, T
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import OutOfPages, SequenceKV
 from specahead.engine.sampling.distributions import Sampling
-from specahead.engine.steps.rounds.requests import DraftedTokens
+from specahead.engine.steps.requests import DraftedTokens
 from specahead.engine.steps.step_loop import MOST_FAILURES, run_step_loop
 from specahead.sparsity.announce import announce
 from specahead.sparsity.methods import METHODS

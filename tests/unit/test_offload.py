@@ -22,7 +22,7 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps import pass_runner
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.rounds.requests import RoundSettings
+from specahead.engine.steps.requests import RoundSettings
 from specahead.kernels.prompt_attention import PromptReads, attend_to_prompts
 from specahead.sparsity.methods import METHODS
 from specahead.sparsity.plan import Plan

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_service.outcomes import likely_outcomes
-from specahead.engine.steps.rounds.requests import MOST_ROWS, DraftedTokens, branches_of
+from specahead.engine.steps.requests import MOST_ROWS, DraftedTokens, branches_of
 from specahead.kernels.backends import power_of_two
 from specahead.wire.messages import Exactness
 from tests.unit.clock import Clock

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specahead.engine.steps.rounds.requests import gammas
+from specahead.engine.steps.requests import gammas
 from target_service.policy import (
     PLAIN,
     Acceptance,

@@ -7,7 +7,7 @@ from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
-from specahead.engine.steps.rounds.requests import RoundOutput, RoundRequest
+from specahead.engine.steps.requests import RoundOutput, RoundRequest
 from specahead.lab.benchmarks.scripted import KV_HEADS, LAYERS, ScriptedRunner, right_tokens, scripted_plan
 from specahead.sparsity.methods import method_named
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings

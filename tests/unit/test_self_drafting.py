@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specahead.config import TargetSettings
 from specahead.engine.sampling.distributions import Sampling
-from specahead.engine.steps.rounds.requests import gammas
+from specahead.engine.steps.requests import gammas
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
 from target_service import service

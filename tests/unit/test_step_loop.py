@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.runner import Runner
 from specahead.engine.steps.step_loop import HUNG, MOST_FAILURES, preparation_of, run_step_loop, share_prefill
 from specahead.kernels.prompt_attention import UNIT, size_of_own
@@ -115,6 +116,9 @@ def test_what_is_to_be_done_once_all_runners_are_ready_is_done_once() -> None:
 
         def warm_up_more(self) -> None:
             self.kinds -= 1
+
+        def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+            raise AssertionError("nothing runs")
 
     runners = [Unprepared(2), Unprepared(1)]
     told: list[list[int]] = []

@@ -9,7 +9,7 @@ from draft_service.sessions import DraftedOutcome, DraftedRound, DraftSession, T
 from draft_service.steps import Work, put_off_until
 from draft_service.verdict_times import VerdictTimes
 from specahead.engine.sampling.distributions import Sampling
-from specahead.engine.steps.rounds.requests import DraftedTokens
+from specahead.engine.steps.requests import DraftedTokens
 from specahead.wire.messages import At, Begin
 
 

@@ -23,12 +23,12 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted
 from specahead.engine.sampling.logit_rules import rules_of
-from specahead.engine.steps import model_runner
+from specahead.engine.steps import warm_up
 from specahead.engine.steps.graphs import Captured, Graphs
+from specahead.engine.steps.grouping import FEW, StepLimits, step_shape
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.engine.steps.passes.grouping import FEW, StepLimits, step_shape
-from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.shapes import JudgeShape, PassShape
 from specahead.engine.steps.staging import Buffers, Staging
 from specahead.wire.messages import At, Begin, DraftEvent, End, Proposals, Verdict
 from target_service.screening import screening_reader
@@ -71,7 +71,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert all(callable(make()) for make in makers)
         compiled.append(len(makers))
 
-    for module in ("specahead.engine.steps.model_runner", "specahead.engine.steps.round_runner"):
+    for module in ("specahead.engine.steps.warm_up", "specahead.engine.steps.round_runner"):
         monkeypatch.setattr(f"{module}.WARM_SESSIONS", 1)
         if not torch.cuda.is_available():
             monkeypatch.setattr(f"{module}.compile_ahead", compile_ahead)
@@ -89,6 +89,10 @@ def runner_of(folder: Any, most_queries: int = 0, **how: Any) -> ModelRunner:
     return runner
 
 
+def cuts_of(shape: Any) -> int:
+    return shape.judge.cuts if shape.judge else 0
+
+
 def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], caplog: pytest.LogCaptureFixture) -> None:
     runner = runner_of(models.TARGET)
     with caplog.at_level(logging.INFO):
@@ -96,13 +100,13 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
     now = set(runner._passes.graphs.by_shape)
     told = next(record for record in caplog.records if record.message == "CUDA graphs are captured")
     assert (vars(told)["of"], vars(told)["graphs"]) == ("steps", len(now)) and vars(told)["seconds"] >= 0
-    assert {(shape.sequences, shape.cuts) for shape in now} == {(1, 0)}  # type: ignore[attr-defined]
+    assert {(shape.sequences, cuts_of(shape)) for shape in now} == {(1, 0)}  # type: ignore[attr-defined]
     prepare(runner)
     shapes = set(runner._passes.graphs.by_shape)
-    rare = {shape for shape in shapes if shape.cuts}  # type: ignore[attr-defined]
+    rare = set(filter(cuts_of, shapes))
     assert rare and len(shapes - rare) == 2 * len(now)
     # The kernels of each are compiled before, and those that judge rounds of one token and of all by rules.
-    by_rules = len(model_runner.SAMPLINGS) * 2 * SESSIONS
+    by_rules = len(warm_up.SAMPLINGS) * 2 * SESSIONS
     assert captures == ([] if torch.cuda.is_available() else [len(shapes) + by_rules])
     for sampling, count, queries in itertools.product(SAMPLINGS, range(1, SESSIONS + 1), (1, 3, GAMMA + 1)):
         kvs, rules = [SequenceKV() for _ in range(count)], rules_of(sampling, 9, [3])
@@ -125,7 +129,7 @@ def test_a_client_cannot_have_a_graph_captured_for_each_top_k() -> None:
         (output,) = runner.forward([SequenceInput(kv, [4, 5, 6], "all", drafted=drafted)])
         verdicts.append(output.verdict)
         runner.kv.truncate(kv, 0)
-    assert {shape.cuts for shape in runner._passes.graphs.by_shape} == {0, FEW, WIDE_SUPPORT}  # type: ignore[attr-defined]
+    assert set(map(cuts_of, runner._passes.graphs.by_shape)) == {0, FEW, WIDE_SUPPORT}
     assert len(runner._passes.graphs.by_shape) == 3
     assert runner.vocab_size == 1 << 12 and set(verdicts[13:]) == {verdicts[0]}
     assert verdicts[0] != verdicts[1]
@@ -141,10 +145,15 @@ def test_no_number_that_a_client_or_a_draft_chooses_has_more_than_three_sizes(vo
         drafted = Drafted([0], supports, Sampling(1.0, top_k=top_k), 7)
         return step_shape([SequenceInput(SequenceKV(), [0, 0], "all", drafted=drafted)], kv, limits)
 
+    def judged(top_k: int, support: int) -> JudgeShape:
+        shape = shape_of(top_k, support)
+        assert shape.judge is not None
+        return shape.judge
+
     counts = [min(vocab, 1 << i) for i in range(18)]
     for top_k in [*counts, 2**31 - 1]:
-        assert min(top_k, vocab) <= shape_of(top_k, 1).cuts <= max(vocab, WIDE_SUPPORT)
-    assert all(support <= shape_of(1, support).support <= max(vocab, WIDE_SUPPORT) for support in counts)
+        assert min(top_k, vocab) <= judged(top_k, 1).cuts <= max(vocab, WIDE_SUPPORT)
+    assert all(support <= judged(1, support).support <= max(vocab, WIDE_SUPPORT) for support in counts)
     shapes = {shape_of(top_k, support) for top_k in [*counts, 2**31 - 1] for support in counts}
     assert len(shapes) <= 3 * 3
 
@@ -237,7 +246,7 @@ def test_no_round_of_a_draft_is_captured_for_a_request(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], rows: int
 ) -> None:
     """rows: of all branches in a step, at most."""
-    monkeypatch.setattr("specahead.engine.steps.rounds.requests.MOST_ROWS", rows)
+    monkeypatch.setattr("specahead.engine.steps.requests.MOST_ROWS", rows)
     plan, runner = bundled_plan(), runner_of(models.DRAFT)
     settings = {"gamma": GAMMA, **settings}
     drafter = Drafter(runner, plan, draft_settings(max_sessions=SESSIONS, **settings))

@@ -15,11 +15,10 @@ from specahead import models
 from specahead.config import TargetSettings
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.device_chain import Imposed
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.passes.outputs import StepUnderWay
-from specahead.engine.steps.rounds.behind_steps import Verdict
-from specahead.engine.steps.rounds.requests import RoundOutput, RoundRequest
-from specahead.engine.steps.rounds.under_way import RoundsUnderWay
+from specahead.engine.steps.outputs import FinishedRounds, FinishedStep, RoundsUnderWay, StepUnderWay
+from specahead.engine.steps.requests import RoundOutput, RoundRequest
 from specahead.kernels.linear import MOST_ROWS
 from specahead.lab.benchmarks.scripted import KV_HEADS, LAYERS, VOCAB, ScriptedRunner, scripted_plan
 from specahead.lab.benchmarks.serving.controls import Controls
@@ -31,7 +30,7 @@ from target_service.hooks import Hooks
 from target_service.policy.sizes import LINK
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
-from tests.chaining import ChainingRunner, RoundsAtOnce, StepAtOnce
+from tests.chaining import ChainingRunner
 from tests.settings import draft_settings, target_settings
 from tests.unit.clock import Clock
 
@@ -82,25 +81,24 @@ TARGET = Costs(0.0039, 0.0017, 3e-5, 3.25e-8, 2.7e-5)
 DRAFT_PASS = Costs(0.00095, 0.0, 1e-5, 2e-9, 3.5e-6)
 
 
-class _TimedStep(StepAtOnce):
-    def __init__(self, device: Device, ends: float, given: list[SequenceOutput]) -> None:
-        super().__init__(given)
-        self._device, self._ends = device, ends
+@dataclass(frozen=True)
+class _TimedStep(FinishedStep):
+    device: Device
+    ends: float
 
     def outputs(self) -> list[SequenceOutput]:
-        self._device.wait(self._ends)
-        return super().outputs()
+        self.device.wait(self.ends)
+        return self.given
 
 
 @dataclass(frozen=True)
-class _TimedRounds(RoundsAtOnce):
-    device: Device | None = None
-    ends: float = 0.0
+class _TimedRounds(FinishedRounds):
+    device: Device
+    ends: float
 
     def outputs(self) -> list[RoundOutput]:
-        assert self.device is not None
         self.device.wait(self.ends)
-        return super().outputs()
+        return self.given
 
 
 def _drafts(item: SequenceInput) -> bool:
@@ -118,7 +116,7 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
 
     def __init__(self, device: Device, costs: Costs, errs: bool, pages: int) -> None:
         super().__init__(errs, pages)
-        self.goes_ahead = self.chains = True
+        self.chains_steps = self.chains_rounds = True
         self.weight_tokens = costs.always / costs.a_kv_token
         self._device, self._costs = device, costs
         self.cold, self.anew = 0.0, LISTED_ANEW
@@ -166,19 +164,19 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
         self._run(self._step_seconds(inputs, outputs))
         return outputs
 
-    def launch(self, inputs: list[SequenceInput], imposed: Sequence[Verdict] | None = None) -> StepUnderWay:
+    def launch(self, inputs: list[SequenceInput], imposed: Sequence[Imposed] | None = None) -> StepUnderWay:
         def forward() -> list[SequenceOutput]:
-            is_behind = any(item.behind is not None for item in inputs)
-            return super(TimedRunner, self).launch(inputs, imposed).outputs() if is_behind else self.forward(inputs)
+            judges = any(item.draft_row is not None for item in inputs)
+            return super(TimedRunner, self).launch(inputs, imposed).outputs() if judges else self.forward(inputs)
 
         outputs = self._launched(forward)
-        return _TimedStep(self._device, self._ends, outputs)
+        return _TimedStep(outputs, self._device, self._ends)
 
     def alternatives_beside(self, gamma: int) -> int:
         """As many as fit into a tile of queries beside a token that runs in any case, with 4 heads to a KV head."""
         return max(0, min(gamma, TILE // 4 - 1 - gamma))
 
-    def _go_on_behind_alternative(self, *of_round: object) -> None:
+    def _accept_alternative(self, *of_round: object) -> None:
         """Do nothing: verdicts are imposed, and an alternative runs in the pass of what was drafted."""
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
@@ -189,9 +187,9 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
         self._run(passes * (self._costs.always + read + rows * self._costs.a_session))
         return outputs
 
-    def launch_rounds(self, requests: list[RoundRequest]) -> RoundsUnderWay:
-        outputs = self._launched(lambda: ChainingRunner.launch_rounds(self, requests).outputs())
-        return _TimedRounds([], outputs, self._device, self._ends)
+    def launch_rounds(self, requests: list[RoundRequest], imposed: Sequence[Imposed] | None = None) -> RoundsUnderWay:
+        outputs = self._launched(lambda: ChainingRunner.launch_rounds(self, requests, imposed).outputs())
+        return _TimedRounds(outputs, self._device, self._ends)
 
 
 class Timed:
@@ -365,7 +363,7 @@ class TimedPair(Timed):
     def have_cold(self, share: float, anew: float = LISTED_ANEW) -> None:
         """Have this share of the target's KV lie on the host; such a part of it is fetched anew where it is listed."""
         self.target.cold, self.target.anew = share, anew
-        self.target.goes_ahead = self.target.chains = False
+        self.target.chains_steps = self.target.chains_rounds = False
         self.target.kv.is_resident = lambda sequence: False  # type: ignore[method-assign]
 
     def run_until_idle(self) -> None:

@@ -22,7 +22,7 @@ from specahead.engine.loading.tokenizer import (
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import count_parameters, unbuilt_feature
 from specahead.engine.sampling.grammars import Grammars
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.runner import TargetOrDraftRunner
 from specahead.kernels.compiling import begin_compiling
 
 # Which passes of few rows read the weights in 8 bits: none, all, or those whose tokens a later pass judges, that is
@@ -34,7 +34,7 @@ EightBit = Literal["none", "all", "drafting"]
 class OpenedModel:
     """A model that is ready to serve."""
 
-    runner: Runner
+    runner: TargetOrDraftRunner
     shape: ModelShape
     tokenizer_hash: str
     grammars: Grammars

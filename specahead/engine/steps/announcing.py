@@ -1,4 +1,4 @@
-"""What a draft's round announces: each block's weight is predicted for every row, and blocks are chosen by it.
+"""The announcement of a draft's round: each block's weight is predicted for every row, and blocks are chosen by it.
 
 Every method that announces has rows that are weighted sums of a few of the draft's heads, and a rule that chooses
 blocks. The same functions run inside a round's CUDA graph and, by the torch references, on a CPU.
@@ -13,7 +13,7 @@ from torch import Tensor
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.selection import WORD, mark_over_rows, score_announced, select_nucleus, select_top_k
 
-# over_all: one budget for all rows at once. by_row: so many blocks of each row. nucleus: a share of each row's weight.
+# over_all: one budget for all rows at once. by_row: a number of blocks in each row. nucleus: a share of a row's weight.
 Choice = Literal["over_all", "by_row", "nucleus"]
 
 
@@ -22,7 +22,7 @@ class Announcer:
     """How one method announces.
 
     heads, weights: [rows, width] int32 and float32, of each row of an announcement the draft's heads (layer * heads of
-    a layer + head) whose weighted sum it is, weights of 0 behind the last. mass: the share of a row's weight that a
+    a layer + head) whose weighted sum it is, weights of 0 after the last. mass: the share of a row's weight that a
     nucleus holds. stickiness: a block that was announced last round counts this many times.
     """
 

@@ -1,4 +1,4 @@
-"""What a runner is given and what it gives back, a sequence each. Knows no tensors of a batch."""
+"""The inputs and outputs of a runner, one of each for a sequence. Knows no tensors of a batch."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +11,7 @@ from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.sampling.logprobs import TokenLogprobs
 
-NO_MEMORY = -1  # the index of a sequence of which nothing is remembered
+NO_MEMORY = -1  # the index of a sequence that has no memory
 Logits = Literal["none", "last", "all"]
 # Per layer: None (dense) or block lists [kv_heads, width] int32 and counts [kv_heads] int32, on the CPU.
 LayerLists = list[tuple[Tensor, Tensor] | None]
@@ -19,58 +19,61 @@ LayerLists = list[tuple[Tensor, Tensor] | None]
 
 @dataclass
 class ReadMemory:
-    """The weights that each block of one sequence got when it was last read, faded since. The runner keeps them.
-
-    importance: [rows] float32, a factor of each row's weights; rows are (sparse layer, KV head). decay: the factor by
-    which weights fade in a pass. index: the sequence's index among the memories that the runner keeps, None before its
-    first pass; NO_MEMORY: nothing is remembered of it.
-    """
+    """The weights that each block of one sequence got when it was last read, faded since. The runner keeps them."""
 
     importance: Tensor
+    """[rows] float32, a factor of each row's weights; rows are (sparse layer, KV head)."""
     decay: float
+    """The factor by which weights fade in a pass."""
     index: int | None = None
+    """The sequence's index among the memories of the runner; None before its first pass; NO_MEMORY: it has none."""
 
 
 @dataclass
 class SharedBudget:
-    """Blocks that are read in any case, and `room` for so many from `first` up to `last` - 1, in all layers and heads.
-
-    bitmap: uint64 [rows, words], a bit a block, lowest first: read in any case, as are blocks before `first` and from
-    `last` on. Those between these count. The other blocks are those that `memory` holds the highest weights for.
-    everything: all blocks are read.
-    """
+    """Which blocks a pass reads: some in any case, and others by their remembered weights, as the budget allows."""
 
     bitmap: np.ndarray
+    """uint64 [rows, words], a bit for each block, lowest first: blocks that are read in any case. Bits from `first` up
+    to `last` - 1 count."""
     first: int
+    """Blocks before this one are read in any case."""
     last: int
+    """Blocks from this one on are read in any case."""
     room: int
+    """How many blocks between `first` and `last` are read, over all layers and heads."""
     memory: ReadMemory
+    """Blocks that are not read in any case compete by its weights."""
     dense_layers: tuple[int, ...]
+    """Layers that read everything and have no rows."""
     everything: bool = False
+    """Whether all blocks are read."""
 
     @staticmethod
     def of_everything(memory: ReadMemory, dense_layers: tuple[int, ...]) -> "SharedBudget":
-        """Return what reads all blocks, and has `memory` take up what they weigh."""
+        """Return the budget of a pass that reads all blocks, and has `memory` take up their weights."""
         return SharedBudget(np.empty((len(memory.importance), 0), np.uint64), 0, 0, 0, memory, dense_layers, True)
 
 
 @dataclass
 class SparseRead:
-    """What a sequence's queries read: lists that are known before the pass, or a budget that the pass shares out.
-
-    group_means: let means stand in for what is not read (KVCache.means). emit_weights: return what weight each listed
-    block got. report_blocks: return which blocks were read. drafts: it is not the pass that reads so, which reads
-    everything and has the budget's memory take up what it weighs. Its tokens behind the first are drafted before by
-    passes that read so, one token each (specahead.engine.steps.passes.drafting).
-    """
+    """What a sequence's queries read. It has either lists or a budget."""
 
     block_size: int
+    """Tokens of a block."""
     lists: LayerLists | None = None
+    """Block lists that are known before the pass."""
     budget: SharedBudget | None = None
+    """A budget that the pass shares out."""
     group_means: bool = False
+    """Whether means stand in for what is not read (KVCache.means)."""
     emit_weights: bool = False
+    """Whether the output has the weight of each listed block."""
     report_blocks: bool = False
+    """Whether the output has the blocks that were read."""
     drafts: bool = False
+    """Whether the sequence drafts for itself: passes of one token that read by the budget draft its tokens after the
+    first. The pass that judges these reads everything and has the budget's memory take up the weights."""
 
     def __post_init__(self) -> None:
         if (self.lists is None) == (self.budget is None):
@@ -93,43 +96,44 @@ class SparseRead:
 
 @dataclass(frozen=True)
 class SparsePrompt:
-    """How a part of a prompt is read sparsely (specahead.kernels.sparse_prompt_attention).
-
-    share: of the tokens before them, that its tokens read. dense_layers: the layers that read everything.
-    """
+    """How a part of a prompt is read sparsely (specahead.kernels.sparse_prompt_attention)."""
 
     share: float
+    """Which share of the tokens before them its tokens read."""
     dense_layers: tuple[int, ...] = ()
+    """The layers that read everything."""
 
 
 @dataclass
 class SequenceInput:
-    """`tokens` to run at positions kv.length …; their KV is written and kv.length moves on.
-
-    read, prompt: how queries read sparsely; with neither, they read everything. drafted: of `tokens` all but the first,
-    to be judged; then logits must be "all", and the output is a verdict instead of them. Where the read drafts, tokens
-    behind the first are put in the place of those given, in `drafted` as well. follows: the place that the sequence had
-    in the step before, which still runs (Runner.launch): its first token is the one which that step leaves, not the one
-    given. It had as many tokens there, and may begin before kv.length: behind those which that step accepts.
-    behind: its place in a draft's rounds, which still run (Runner.take_rounds): its last tokens, and the bitmap of its
-    budget if it has one, are those that its round leaves, not those given. held: how many tokens behind the first come
-    before these. alternatives: beside how many of the drafted tokens, the first ones, runs what else its round found
-    likeliest there, if it is behind one. Where the token that follows those accepted is such an alternative, it counts
-    as accepted, and the one behind it follows. light: whether it runs by the weights that the runner has for what a
-    later pass judges, if it has such.
-    """
+    """Tokens of a sequence to run; their KV is written and kv.length moves on."""
 
     kv: SequenceKV
     tokens: list[int]
+    """They stand at positions kv.length …"""
     logits: Logits = "none"
+    """Which tokens give logits: none, the last one, or all."""
     read: SparseRead | None = None
+    """How queries read sparsely. With neither this nor `prompt` they read everything."""
     drafted: Drafted | None = None
+    """All of `tokens` but the first, to be judged; then logits must be "all", and the output is a verdict in place of
+    them. Where the read drafts, the tokens that it drafts replace those given, here and in `tokens`."""
     prompt: SparsePrompt | None = None
+    """How a part of a prompt is read sparsely."""
     follows: int | None = None
-    behind: int | None = None
+    """The row of the sequence's verdict in the device chain, where it follows a step that still runs: its first token
+    is the one that this step adds. It had as many tokens there, and may begin before kv.length: after those that the
+    step accepts."""
+    draft_row: int | None = None
+    """The row of its drafts in the device chain, where it judges rounds that still run: its last tokens, and the bitmap
+    of its budget if it has one, are those of its round."""
     held: int = 0
+    """How many tokens after the first come before those of the round."""
     alternatives: int = 0
+    """Beside how many of the drafted tokens, the first ones, runs what else its round found likeliest there. Where the
+    token that follows those accepted is such an alternative, it counts as accepted, and the one after it follows."""
     light: bool = False
+    """Whether it runs by the weights that the runner has for what a later pass judges, if it has such."""
 
     @property
     def screens(self) -> bool:
@@ -138,7 +142,7 @@ class SequenceInput:
 
     @property
     def rows(self) -> int:
-        """How many tokens run, alternatives included; behind `tokens` their KV lies for this pass alone."""
+        """How many tokens run, alternatives included; after `tokens` their KV lies for this pass alone."""
         return len(self.tokens) + self.alternatives
 
     @property
@@ -154,25 +158,26 @@ class SequenceInput:
 
 @dataclass
 class SequenceOutput:
-    """What one sequence of a pass gives.
-
-    logits: [rows, vocab] float32 for the rows asked for, or None. read_weights: [layers, kv_heads, blocks] float32 on
-    the CPU, what each block that was read got: the sum over a KV head's query heads of the mean over the queries; 0 for
-    what was not read and in dense layers; None if not asked for. blocks_read: over all sparse layers and heads, where a
-    budget was shared out. blocks: bool [layers, kv_heads, blocks] on the CPU, those that were read, if asked for.
-    tokens_fetched: (layer, KV head, token) triples that came from the backing store. verdict: tokens accepted and the
-    next token, where the input was drafted and the runner judges; then there are no logits. finite: whether
-    the logits of the verdict were numbers; if not, it means nothing. alternative: the last accepted token, if it is
-    none of those drafted but an alternative to one. logprobs, supports: of the tokens of the verdict, if asked for.
-    """
+    """What one sequence of a pass gives."""
 
     logits: Tensor | None = None
+    """[rows, vocab] float32 for the rows that give logits; None if there are none or the pass judges."""
     read_weights: Tensor | None = None
+    """[layers, kv_heads, blocks] float32 on the CPU, the weight of each block that was read, if asked for: the sum over
+    a KV head's query heads of the mean over the queries; 0 for blocks that were not read and in dense layers."""
     blocks_read: int | None = None
+    """Blocks read over all sparse layers and heads, where a budget was shared out."""
     blocks: Tensor | None = None
+    """bool [layers, kv_heads, blocks] on the CPU, the blocks that were read, if asked for."""
     tokens_fetched: int = 0
+    """(layer, KV head, token) triples that came from the backing store."""
     verdict: tuple[int, int] | None = None
+    """Tokens accepted and the next token, where the input was drafted."""
     finite: bool = True
+    """Whether the logits of the verdict were numbers; if not, the verdict means nothing."""
     alternative: int | None = None
+    """The last accepted token, if it is an alternative to the one that was drafted."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the verdict's tokens, if asked for."""
     supports: list[Support] = field(default_factory=list)
+    """What the verdict's tokens were drawn from, if asked for."""

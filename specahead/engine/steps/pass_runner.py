@@ -13,18 +13,17 @@ from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.layer_attention import LayerPages, PromptsOfLayer
 from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.steps.buffers import make_buffers
+from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.graphs import Captured, Graphs
+from specahead.engine.steps.grouping import StepLimits
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparsePrompt
-from specahead.engine.steps.passes.behind_rounds import LeftRounds
-from specahead.engine.steps.passes.behind_steps import LeftStep
-from specahead.engine.steps.passes.buffers import make_buffers
-from specahead.engine.steps.passes.grouping import StepLimits
-from specahead.engine.steps.passes.launches import run_pass
-from specahead.engine.steps.passes.layout import lay_out_pass
-from specahead.engine.steps.passes.outputs import StepUnderWay, read_outputs
-from specahead.engine.steps.passes.reads import heads_of
-from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.launches import run_pass
+from specahead.engine.steps.layout import lay_out_pass
+from specahead.engine.steps.outputs import LaunchedStep, StepUnderWay, read_outputs
 from specahead.engine.steps.read_memories import ReadMemories
+from specahead.engine.steps.reads import heads_of
+from specahead.engine.steps.shapes import PassShape
 from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.prompt_attention import (
@@ -63,8 +62,7 @@ class PassRunner:
         self._attention = attention or default_backend(kv.device)
         dim, dtype = kv.k_pages[0].shape[3], kv.k_pages[0].dtype
         self._cudnn = attention is None and cudnn_attends(dim, dtype, kv.device)
-        self.left_step = LeftStep.make(kv.device)
-        self.left_rounds: LeftRounds | None = None  # by a draft on the same device
+        self.chain = DeviceChain.make(1, kv.device)
         self._room: Tensor | None = None  # for the pieces that prompts are read in
         self._unfinished: torch.cuda.Event | None = None  # of the last pass that nobody has waited for
 
@@ -78,7 +76,7 @@ class PassRunner:
         return partial(self._launch, shape, self._make_buffers(shape, None))
 
     def _launch(self, shape: PassShape, buffers: Buffers) -> None:
-        run_pass(self._decoder, self._kv, shape, buffers, self._attention, drafting=self._drafting)
+        run_pass(self._decoder, self._kv, shape, buffers, self._attention, drafting=self._drafting, chain=self.chain)
 
     def run_fetching(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
         """Run the captured step of a shape that fetches. Return None if the GPU has no room for all that is listed.
@@ -89,7 +87,7 @@ class PassRunner:
         self._lay_out(step.buffers, shape, inputs, [item.kv.table() for item in inputs])
         step.run()
         results = step.buffers.results.fetch()
-        if not self._kv.count_step(results, shape.block_size):
+        if not self._kv.count_step(results, shape.read.block_size):
             return None
         return read_outputs(step.buffers, shape, inputs, self._kv, results)
 
@@ -118,7 +116,7 @@ class PassRunner:
         done = step.buffers.results.send_back()
         for item in inputs:
             item.kv.length += item.rows
-        return StepUnderWay(step.buffers.results, inputs, done)
+        return LaunchedStep(step.buffers.results, inputs, done)
 
     def start_exact(
         self,
@@ -144,17 +142,16 @@ class PassRunner:
 
     def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:
         memory = None
-        if shape.decay is not None:
+        if shape.read.decay is not None:
             rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
-        left, rounds = self.left_step if shape.turn else None, self.left_rounds if shape.behind else None
-        return make_buffers(shape, self._kv, memory, logits_rows, rounds, left)
+        return make_buffers(shape, self._kv, memory, logits_rows)
 
     def _lay_out(
         self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None
     ) -> None:
-        if shape.groups:
+        if shape.read.groups:
             # What no pass reads sparsely has nothing that means would stand in for, nor room for them.
             sparse = [item for item in inputs if item.kv.drafts or not item.kv.dense]
             self._kv.extend_group_means([item.kv for item in sparse], [item.first_position for item in sparse])
@@ -170,7 +167,7 @@ class PassRunner:
         return self._cudnn or self._kv.device.type == "cpu"
 
     def _is_read_by_cudnn(self, shape: PassShape) -> bool:
-        return self._cudnn and not shape.pinned and not shape.width and shape.queries > self._limits.queries
+        return self._cudnn and not shape.pinned and not shape.read.width and shape.queries > self._limits.queries
 
     def launches_of_prompt(self, tokens: int) -> Callable[[], None]:
         """Return what launches the layers of a pass over so many tokens of a prompt, without attention, once."""
@@ -221,7 +218,7 @@ class PassRunner:
     def _wait_for_the_one_before(self) -> None:
         """Wait for the last pass that gave nothing, and leave the present one, which gives nothing either, to run.
 
-        So the host lays out the next part of a prompt meanwhile, and is never more than one part ahead.
+        So the host lays out the next part of a prompt meanwhile, and lays out at most one part before it.
         """
         before, self._unfinished = self._unfinished, torch.cuda.Event()
         self._unfinished.record()

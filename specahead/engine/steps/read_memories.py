@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from specahead.engine.steps.inputs import ReadMemory
-from specahead.engine.steps.rounds.requests import RoundMemory
 
 
 class ReadMemories:
@@ -30,7 +29,7 @@ class ReadMemories:
             self._weights[rows, blocks] = torch.zeros(self._sequences, rows, blocks, device=device)
         return self._weights[rows, blocks]
 
-    def index_of(self, memory: ReadMemory | RoundMemory) -> int:
+    def index_of(self, memory: ReadMemory) -> int:
         """Return the index of a sequence's memory: given with its first pass, free again when `memory` is dropped.
 
         Raises RuntimeError if there is no room for one more.

@@ -11,18 +11,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.sampling.grammars import WORD, unpack_mask
+from specahead.engine.steps.buffers import make_round_buffers
+from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.graphs import Captured, Graphs, tell_captures
-from specahead.engine.steps.read_memories import ReadMemories
-from specahead.engine.steps.rounds.behind_steps import LeftVerdicts
-from specahead.engine.steps.rounds.buffers import RoundShape, bring_rules, lay_out_round, make_round_buffers
-from specahead.engine.steps.rounds.launches import run_round
-from specahead.engine.steps.rounds.requests import RoundMemory, RoundRequest, RoundSettings, branches_of
-from specahead.engine.steps.rounds.under_way import LaunchedRound, RoundsUnderWay
+from specahead.engine.steps.layout import bring_rules, lay_out_round
+from specahead.engine.steps.outputs import LaunchedPart, LaunchedRounds
+from specahead.engine.steps.requests import RoundRequest, RoundSettings, branches_of
+from specahead.engine.steps.round_launches import run_round
 from specahead.engine.steps.runner import COMPILED_SESSIONS, WARM_SESSIONS
+from specahead.engine.steps.shapes import RoundShape
 from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import Backend, power_of_two
 from specahead.kernels.compiling import compile_ahead
@@ -49,10 +49,8 @@ class RoundRunner:
         self._settings = settings.to(kv.device)
         self._vocab_size, self._max_pages, self._graphs = vocab_size, max_pages, Graphs(captures)
         self._one_by_one = Graphs(captures=False)
-        self._memories = ReadMemories(settings.memories + 1)
-        self._nobody = RoundMemory()  # takes what is left by sequences that nothing is remembered of
         self._rules = torch.empty(3, 0, 0)
-        self.left_verdicts: LeftVerdicts | None = None  # of the last step that rounds may be launched behind
+        self.chain: DeviceChain | None = None  # that rounds of one branch belong to
 
     def warm_up(self, sequences: int, methods: Sequence[str], gammas: Sequence[int]) -> list[Callable[[], object]]:
         """Capture rounds that announce nothing or by `methods`: greedy and sampled ones, of up to WARM_SESSIONS
@@ -64,14 +62,11 @@ class RoundRunner:
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
         draws = {"sampled": False, "ruled": False}, {"sampled": True, "ruled": False}, {"sampled": True, "ruled": True}
         self._rules_of(sizes[0])  # all shapes share it, so it is made to fit the largest
-        shapes = []
         sized = [(count, most) for count in sizes for most in sorted({1, self._branches_of(count)}, reverse=True)]
-        for draw, method, (count, of_each) in itertools.product(draws, ("", *methods), sized):
-            shape = RoundShape(count, ROUND_QUERIES, self._max_pages, method=method, branches=of_each, **draw)
-            shape = replace(shape, behind=self._may_go_behind(of_each))
-            shapes.append(shape)
-            if self._settings.refresh_every > 1 and of_each == self._branches_of(count):
-                shapes.append(replace(shape, refreshes=False))
+        shapes = [
+            self._captured_shape(count, of_each, method, self._settings.gamma, **draw)
+            for draw, method, (count, of_each) in itertools.product(draws, ("", *methods), sized)
+        ]
         compiled = [shape for shape in shapes if shape.sequences <= COMPILED_SESSIONS]
         compile_ahead([partial(self._launches_of, shape) for shape in compiled])
         now = [shape for shape in shapes if shape.sequences <= WARM_SESSIONS and not shape.ruled]
@@ -83,65 +78,62 @@ class RoundRunner:
         later = sorted([*later, *fewer], key=lambda shape: (shape.ruled, shape.sequences))
         return [partial(self._round_of, shape, prepared=True) for shape in later]
 
-    def launch(self, requests: list[RoundRequest]) -> RoundsUnderWay:
-        """Draft a round of each, those of one method and one γ that refresh, or do not, together. Raises OutOfPages.
+    def launch(self, requests: list[RoundRequest]) -> LaunchedRounds:
+        """Draft a round of each, those of one method and one γ together. Raises OutOfPages.
 
         Those that do not allow all tokens are drafted apart, and waited for.
         """
-        parts: list[LaunchedRound] = []
-        refreshes = [item.refresh or self._settings.refresh_every == 1 for item in requests]
+        parts: list[LaunchedPart] = []
         methods = [item.announce.method if item.announce else "" for item in requests]
-        gammas = [0 if item.gamma == self._settings.gamma else item.gamma for item in requests]
-        kinds = list(zip(methods, refreshes, (item.allowed is not None for item in requests), gammas, strict=True))
+        gammas = [item.gamma or self._settings.gamma for item in requests]
+        kinds = list(zip(methods, (item.allowed is not None for item in requests), gammas, strict=True))
         for kind in sorted(set(kinds)):
-            chosen = [i for i, of_request in enumerate(kinds) if of_request == kind]
-            parts.append(self._launch(chosen, [requests[i] for i in chosen], *kind))
-        return RoundsUnderWay(parts)
+            method, asks, gamma = kind
+            places = [i for i, of_request in enumerate(kinds) if of_request == kind]
+            chosen = [requests[i] for i in places]
+            for item in chosen:
+                self._kv.grow(item.kv, item.kv.length + item.tokens_written(self._settings.gamma))
+            shape = self._shape_of(chosen, method, gamma)
+            round_ = self._round_of(shape, chosen if asks else None)
+            lay_out_round(round_.buffers, shape, chosen)
+            bring_rules(round_.buffers, chosen)
+            round_.run()
+            results = round_.buffers.results
+            done = results.send_back()
+            parts.append(LaunchedPart(places, chosen, shape, results, done, self._settings.runs_last))
+        return LaunchedRounds(parts)
 
-    def _launch(
-        self, places: list[int], requests: list[RoundRequest], method: str, refreshes: bool, asks: bool, gamma: int
-    ) -> LaunchedRound:
-        for item in requests:
-            self._kv.grow(item.kv, item.kv.length + item.tokens_written(self._settings.gamma))
-        shape = replace(self._shape_of(requests, method, refreshes), gamma=gamma)
-        round_ = self._round_of(shape, requests if asks else None)
-        memories = [self._nobody if item.memory is None else item.memory for item in requests]
-        remembered = []
-        if self._settings.refresh_every > 1:
-            remembered = [self._memories.index_of(memory) for memory in (*memories, self._nobody)]
-        lay_out_round(round_.buffers, shape, requests, remembered)
-        bring_rules(round_.buffers, requests)
-        round_.run()
-        for item, memory in zip(requests, memories, strict=True):
-            if refreshes:
-                memory.length = min([branch.length for branch in item.branches] or [item.kv.length + len(item.tokens)])
-            memory.rounds = 0 if refreshes else memory.rounds + 1
-        results = round_.buffers.results
-        return LaunchedRound(places, requests, shape, results, results.send_back(), self._settings.runs_last)
-
-    def _shape_of(self, requests: list[RoundRequest], method: str, refreshes: bool) -> RoundShape:
+    def _shape_of(self, requests: list[RoundRequest], method: str, gamma: int) -> RoundShape:
         ruled = any(item.rules is not None for item in requests)
         # Rounds with rules are sampled ones: a graph serves both, and greedy sessions are greedy in any.
         sampled = ruled or any(item.temperature > 0 for item in requests)
         # KV is moved by rounds with branches; those of one branch need not know how.
         branched = any(len(item.branches) > 1 or item.moved is not None for item in requests)
-        if not self._graphs.captures:
-            pages = max(len(item.kv.pages) for item in requests)
-            queries = max(1, *(len(item.tokens) for item in requests), 1)
-            branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
-            behind = any(item.behind is not None for item in requests)
-            return RoundShape(len(requests), queries, pages, sampled, method, branches, refreshes, ruled, behind=behind)
-        branches = self._branches_of(len(requests)) if branched else 1
-        sizes = power_of_two(len(requests)), ROUND_QUERIES, self._max_pages
-        behind = self._may_go_behind(branches)
-        return RoundShape(*sizes, sampled, method, branches, refreshes, ruled, behind=behind)
+        if self._graphs.captures:
+            branches = self._branches_of(len(requests)) if branched else 1
+            return self._captured_shape(power_of_two(len(requests)), branches, method, gamma, sampled, ruled)
+        branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
+        return RoundShape(
+            sequences=len(requests),
+            queries=max(1, *(len(item.tokens) for item in requests), 1),
+            pages=max(len(item.kv.pages) for item in requests),
+            sampled=sampled,
+            method=method,
+            gamma=gamma,
+            branches=branches,
+            ruled=ruled,
+            chained=self.chain is not None and branches == 1,
+        )
+
+    def _captured_shape(
+        self, sequences: int, branches: int, method: str, gamma: int, sampled: bool, ruled: bool
+    ) -> RoundShape:
+        # One graph serves rounds that follow a step and others.
+        chained, pages = self.chain is not None and branches == 1, self._max_pages
+        return RoundShape(sequences, ROUND_QUERIES, pages, sampled, method, gamma, branches, ruled, chained)
 
     def _branches_of(self, sequences: int) -> int:
         return branches_of(sequences, self._settings.branches)
-
-    def _may_go_behind(self, branches: int) -> bool:
-        """Return whether rounds of so many branches may be behind a step: one graph serves them and others."""
-        return self.left_verdicts is not None and branches == 1
 
     def _round_of(
         self, shape: RoundShape, asking: list[RoundRequest] | None = None, prepared: bool = False
@@ -158,26 +150,20 @@ class RoundRunner:
         """Return what makes the buffers of a shape, and what launches its rounds."""
 
         def make_buffers() -> Buffers:
-            nobody = self._memories.index_of(self._nobody)
-            buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device, nobody)
-            if self._settings.refresh_every > 1:
-                buffers.tensors["memory"] = self._weights()
+            buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device)
             if shape.ruled:
                 buffers.tensors["rules"] = self._rules_of(shape.sequences)
-            if shape.behind:
-                assert self.left_verdicts is not None
-                buffers.tensors |= {f"left_{name}": kept for name, kept in vars(self.left_verdicts).items()}
             return buffers
 
         def launch(buffers: Buffers) -> None:
             forbid = None if asking is None else partial(_forbid, asking, shape.branches)
-            run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention, forbid)
+            run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention, forbid, self.chain)
 
         return make_buffers, launch
 
     def _launches_of(self, shape: RoundShape) -> Callable[[], None]:
-        """Return what launches all that a round of a shape does, in buffers of its own: of passes behind the second,
-        which launch what that one does, none.
+        """Return a function that launches a round of a shape in buffers of its own, but for passes after the second,
+        which launch the same kernels.
         """
         make_buffers, launch = self._ways_of(replace(shape, gamma=min(2, self._settings.gamma)))
         return partial(launch, make_buffers())
@@ -188,14 +174,11 @@ class RoundRunner:
             self._rules = torch.zeros(3, sequences, self._vocab_size, device=self._kv.device)
         return self._rules[:, :sequences]
 
-    def _weights(self) -> Tensor:
-        """Return what is remembered of all sessions, [places, layers * heads, blocks] float32."""
-        blocks = -(-self._max_pages * PAGE_SIZE // self._settings.block_size)
-        return self._memories.weights(self._decoder.num_layers * self._decoder.heads, blocks, self._kv.device)
-
 
 def _forbid(requests: list[RoundRequest], branches: int, logits: Tensor, tokens: list[Tensor]) -> None:
-    """Set to -inf, in place, what requests do not allow behind the tokens drafted so far. logits: [rows, vocab]."""
+    """Set to -inf, in place, the tokens that requests do not allow after those drafted so far. logits: [rows,
+    vocab].
+    """
     drafted = torch.stack(tokens, 1).tolist() if tokens else [[]] * len(logits)
     masks = np.full((len(logits), -(-logits.shape[1] // WORD)), -1, dtype=np.int32)
     for i, item in enumerate(requests):

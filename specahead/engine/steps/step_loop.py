@@ -95,7 +95,7 @@ def preparation_of(runners: Sequence[Runner], on_end: Callable[[], None]) -> Cal
 
 
 async def _in_thread(pool: Executor, most_seconds: float, function: Callable[..., Result], *given: object) -> Result:
-    """Run a function in the model's thread. The process ends where that takes more than so many seconds."""
+    """Run a function in the model's thread. The process ends if that takes more than `most_seconds`."""
     loop = asyncio.get_running_loop()
     alarm = loop.call_later(most_seconds, _end_hung, most_seconds)
     try:
@@ -122,17 +122,17 @@ def describe(error: Exception) -> str:
 
 
 def prefill_chunk(asked: int, device: torch.device) -> int:
-    """Return how many prompt tokens a step may run: what was asked for, or what suits the device if that is 0."""
+    """Return how many prompt tokens a step may run: `asked`, or a number that suits the device if that is 0."""
     return asked or (8192 if device.type == "cuda" else 512)
 
 
 def share_prefill(starts: list[int], remaining: list[int], budget: int) -> list[int]:
     """Return how many prompt tokens each sequence may run in this step, in order of arrival.
 
-    Half of the budget goes to the shortest prompts first, so that they never queue behind a long one; the
-    rest to the oldest, so that a long one never starves. starts: tokens that each has behind it. A part that does not
-    end its prompt ends at a multiple of UNIT, what is over is not given: a part that began between two of them would be
-    filled up by as many queries as half of it (kernels/prompt_attention.py). Budgets below two of them are given whole.
+    Half of the budget goes to the shortest prompts first, so that they never queue behind a long one; the rest to the
+    oldest, so that a long one never starves. starts: tokens of each that are read. A part that does not end its prompt
+    ends at a multiple of UNIT, and tokens beyond it wait: a part that began between two of these would be padded with
+    half as many queries again (kernels/prompt_attention.py). Budgets below two of them are given whole.
     """
     shares = [0] * len(remaining)
 

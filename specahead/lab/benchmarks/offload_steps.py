@@ -20,11 +20,11 @@ from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.buffers import make_buffers
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
-from specahead.engine.steps.passes.buffers import make_buffers
-from specahead.engine.steps.passes.launches import run_pass
-from specahead.engine.steps.passes.layout import lay_out_pass
-from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.launches import run_pass
+from specahead.engine.steps.layout import lay_out_pass
+from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape
 from specahead.kernels.backends import default_backend, power_of_two
 from specahead.kernels.selection import WORD
 from specahead.lab.benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
@@ -159,13 +159,19 @@ def step_shape(case: Case, fetches: bool) -> PassShape:
     """Return the shape that ModelRunner has for verification with a shared budget."""
     sequences = power_of_two(case.batch)
     return PassShape(
-        *(sequences, sequences * case.queries, case.queries, case.pages_each, PAGE_SIZE),
-        width=case.pages_each,
-        groups=case.context // GROUP,
-        read_weights=True,
-        decay=DECAY,
-        judged=True,
-        fetches=fetches,
+        sequences=sequences,
+        rows=sequences * case.queries,
+        queries=case.queries,
+        pages=case.pages_each,
+        read=ReadShape(
+            block_size=PAGE_SIZE,
+            width=case.pages_each,
+            groups=case.context // GROUP,
+            emits_weights=True,
+            decay=DECAY,
+            fetches=fetches,
+        ),
+        judge=JudgeShape(),
     )
 
 
@@ -195,7 +201,7 @@ class Step:
         self.buffers = make_buffers(shape, kv, memory)
         sequences = open_sequences(kv, case)
         inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
-        tables = [sequence.table() for sequence in sequences] if shape.fetches else None
+        tables = [sequence.table() for sequence in sequences] if shape.read.fetches else None
         lay_out_pass(self.buffers.inputs, shape, inputs, list(range(case.batch)), kv, tables)
         self._tables = self._copy_tables()  # nothing is hot but what a step writes
         if isinstance(kv, HomeKV):

@@ -18,14 +18,8 @@ from specahead.config import DraftSettings, Speculation, TargetSettings
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SharedBudget
-from specahead.engine.steps.rounds.requests import (
-    AnnouncementRequest,
-    DraftedTokens,
-    RoundOutput,
-    RoundRequest,
-    RoundSettings,
-)
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.requests import AnnouncementRequest, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
+from specahead.engine.steps.runner import TargetOrDraftRunner
 from specahead.sparsity.plan import Plan, uniform_plan
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import Hello
@@ -45,7 +39,7 @@ def right_tokens(position: int, count: int) -> list[int]:
     return [(position - 1 + i) % _PERIOD + 1 for i in range(count)]
 
 
-class ScriptedRunner(Runner):
+class ScriptedRunner(TargetOrDraftRunner):
     """Tokens follow from positions; KV pages hold one number each. It knows greedy sessions and shared budgets alone.
 
     Block weights are random and change from position to position so that about a third of a round's selection is new,

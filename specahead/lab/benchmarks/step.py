@@ -12,12 +12,11 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.steps.announcing import Announcer
-from specahead.engine.steps.passes.buffers import make_buffers
-from specahead.engine.steps.passes.launches import run_pass
-from specahead.engine.steps.passes.shape import PassShape
-from specahead.engine.steps.rounds.buffers import RoundShape, make_round_buffers
-from specahead.engine.steps.rounds.launches import run_round
-from specahead.engine.steps.rounds.requests import RoundSettings
+from specahead.engine.steps.buffers import make_buffers, make_round_buffers
+from specahead.engine.steps.launches import run_pass
+from specahead.engine.steps.requests import RoundSettings
+from specahead.engine.steps.round_launches import run_round
+from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape, RoundShape
 from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import default_backend
 from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
@@ -63,8 +62,8 @@ class Bench:
         pages = context // PAGE_SIZE
         width = int(pages * share)
         dense = tuple(range(dense_layers))
-        sizes = batch, batch * queries, queries, pages, PAGE_SIZE if share else 0
-        shape = PassShape(*sizes, width=width, dense_layers=dense)
+        read_shape = ReadShape(PAGE_SIZE if share else 0, width, dense_layers=dense)
+        shape = PassShape(batch, batch * queries, queries, pages, read=read_shape)
         buffers = self._buffers(shape, context)
         if width:
             lists, counts = buffers.tensors["lists"], buffers.tensors["counts"]
@@ -93,15 +92,17 @@ class Bench:
         self, what: str, batch: int, context: int, queries: int, share: float, read: float, drafts: bool = False
     ) -> TimedRow:
         pages, rows = context // PAGE_SIZE, self.shape.num_hidden_layers * self.shape.num_key_value_heads
+        read_shape = ReadShape(
+            PAGE_SIZE, width=pages, groups=context // GROUP, emits_weights=not drafts, decay=0.9, weighs=drafts
+        )
         shape = PassShape(
-            *(batch, batch * queries, queries, pages, PAGE_SIZE),
-            width=pages,
-            groups=context // GROUP,
-            read_weights=not drafts,
-            decay=0.9,
-            judged=True,
+            batch,
+            batch * queries,
+            queries,
+            pages,
             drafts=queries - 1 if drafts else 0,
-            weighs=drafts,
+            read=read_shape,
+            judge=JudgeShape(),
         )
         if self.kv.means is None:
             self.kv.keep_group_means(GROUP)
@@ -113,7 +114,7 @@ class Bench:
         given["logits_rows"].copy_(torch.arange(batch * queries))
         room = int(share * rows * pages) - 5 * rows
         numbers = {"importance": 1, "first": 1, "last": pages - 4, "blocks": pages, "room": room}
-        for name, value in (numbers | {"group_counts": shape.groups, "draft_counts": queries - 1}).items():
+        for name, value in (numbers | {"group_counts": read_shape.groups, "draft_counts": queries - 1}).items():
             given[name].fill_(value)
         return self._measure(what, shape, buffers, read, queries if drafts else 1)
 
@@ -146,7 +147,7 @@ class Bench:
             gamma, 64, PAGE_SIZE, share, 1, 4, {"ahead": announcer}, branches=branches, alternatives=4 * (branches > 1)
         )
         pages = context // PAGE_SIZE
-        shape = RoundShape(batch, 1, pages, False, "ahead" if announces else "", branches)
+        shape = RoundShape(batch, 1, pages, False, "ahead" if announces else "", gamma, branches)
         buffers = make_round_buffers(shape, settings, self.shape.vocab_size, self.device)
         given, base = buffers.tensors, context - branches * (gamma + 1)
         given["lengths"].fill_(base)
@@ -161,7 +162,8 @@ class Bench:
         given["block_tables"].copy_(tables)
         slots = tables[:, (base - 1) // PAGE_SIZE] * PAGE_SIZE + (base - 1) % PAGE_SIZE
         given["slots"].copy_(slots.repeat_interleave(branches))
-        given["limits"].copy_(torch.tensor([[1], [pages - 8], [int(0.09 * rows * pages)]]).expand(-1, batch))
+        if announces:
+            given["limits"].copy_(torch.tensor([[1], [pages - 8], [int(0.09 * rows * pages)]]).expand(-1, batch))
         ms = graph_milliseconds(
             lambda: run_round(self.decoder, self.kv, settings, shape, buffers, self.attention), self.repeats
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.engine.steps.rounds.requests import RoundRequest
+from specahead.engine.steps.requests import RoundRequest
 from specahead.lab.evaluation.attending import forward_weighing
 from specahead.lab.evaluation.cases import Case
 from specahead.lab.evaluation.forks import fork

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from specahead.engine.sampling.distributions import USE_ACCEPT, USE_ALTERNATIVE, USE_SCREEN_ACCEPT, uniforms
-from specahead.engine.steps.rounds.behind_steps import NO_ALTERNATIVE, Imposed
-from specahead.engine.steps.rounds.requests import DraftedTokens
+from specahead.engine.steps.device_chain import NO_ALTERNATIVE, Imposed
+from specahead.engine.steps.requests import DraftedTokens
 from target_service.planning import VerifyRound
 
 ALTERNATIVES_RIGHT = 0.7  # of the acceptance, how often a second choice is right; the bundled pair has that at 0.8

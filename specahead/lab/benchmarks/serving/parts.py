@@ -23,7 +23,7 @@ from specahead.engine.loading.opening import OpenedModel
 from specahead.engine.loading.tokenizer import load_tokenizer, tokenizer_hash
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.inputs import SparseRead
-from specahead.engine.steps.rounds.requests import RoundOutput
+from specahead.engine.steps.requests import RoundOutput
 from specahead.lab.benchmarks.recording import ReadRecording
 from specahead.lab.benchmarks.scripted import ScriptedRunner
 from specahead.lab.benchmarks.serving.controls import Controls
@@ -34,7 +34,7 @@ from specahead.sparsity.selection import last_word_mask, row_words
 from specahead.wire.messages import DraftEvent, Proposals, TargetEvent, Verdict
 from specahead.wire.session_names import name_of_client
 from target_service import service as target_service
-from target_service.draft_in_target import BehindStep, LaunchStep
+from target_service.draft_in_target import JudgeRounds, LaunchRounds
 from target_service.hooks import Hooks
 from target_service.planning import VerifyStep
 from target_service.verifier import Verifier
@@ -149,14 +149,14 @@ def _judged_rounds(step: VerifyStep) -> tuple[list[RoundKey], int]:
     return [(item.session.id, *item.session.key) for item in ending.rounds], len(ending.prefills)
 
 
-def _drafted_rounds(step: DraftStep | LaunchStep | BehindStep) -> tuple[list[RoundKey], int]:
+def _drafted_rounds(step: DraftStep | LaunchRounds | JudgeRounds) -> tuple[list[RoundKey], int]:
     """Return the rounds that end with a step, and how many prompts it reads.
 
     Launched rounds count in the step that waits for them. The target knows the epoch of rounds launched behind a step.
     """
-    if isinstance(step, LaunchStep):
+    if isinstance(step, LaunchRounds):
         return [], 0
-    if isinstance(step, BehindStep):
+    if isinstance(step, JudgeRounds):
         if step.verify is not None:
             return [(item.session.id, *item.session.key) for item in step.verify.rounds], 0
         step = step.drafted

@@ -1,4 +1,4 @@
-"""What changes the logits of a draft's rounds, on the device: the counterpart of `engine.logit_rules` for launches.
+"""Rules that change the logits of a draft's rounds on the device: the counterpart of `engine.logit_rules`.
 
 A round that changes logits has launches of its own, so that others do not pay for it. The draft's distributions come
 close to the target's so; that outcomes are right does not depend on it.
@@ -15,7 +15,7 @@ from specahead.engine.sampling.logit_rules import TokenCounts, penalise
 
 
 class SessionRules:
-    """What changes the logits of one session, and the rows of it that are kept where the model lives."""
+    """The rules of one session, and its rows of biases and counts on the model's device."""
 
     def __init__(self, sampling: Sampling, prompt_tokens: int, stop_token_ids: list[int]) -> None:
         self.sampling, self.prompt_tokens, self.stop_token_ids = sampling, prompt_tokens, stop_token_ids
@@ -24,7 +24,7 @@ class SessionRules:
         self._masked: bool | None = None  # whether stop tokens are, by min_tokens
 
     def update(self, committed: Sequence[int], vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what is added to logits behind the committed tokens, [vocab] float32, and `TokenCounts` of these."""
+        """Return what is added to logits after the committed tokens, [vocab] float32, and `TokenCounts` of these."""
         masked = len(committed) < self.prompt_tokens + self.sampling.min_tokens
         if masked != self._masked:
             stops = dict.fromkeys(self.stop_token_ids, -torch.inf) if masked else {}
@@ -37,13 +37,14 @@ class SessionRules:
 
 @dataclass(frozen=True)
 class RoundRules:
-    """The rules of a session's round. guessed: of each branch that it has, the tokens that it begins with behind the
-    committed ones; in a round ahead without branches, of its one continuation.
-    """
+    """The rules of a session's round."""
 
     session: SessionRules
     committed: Sequence[int]
+    """The committed tokens."""
     guessed: list[list[int]]
+    """The tokens that each branch begins with after the committed ones; without branches those of the one continuation
+    of a round that is drafted before its verdict."""
 
 
 def session_rules(sampling: Sampling, prompt_tokens: int, stop_token_ids: list[int]) -> SessionRules | None:
@@ -57,7 +58,7 @@ class ChangedLogits:
     """Changes the logits of a round's passes, and counts the tokens that they lead to. It launches only.
 
     given: the buffers of a round with rules. rules: what SessionRules.update gives, [3, sequences, vocab]. penalties:
-    repetition, frequency and presence, [3, rows]. guessed: RoundRules.guessed, [rows, γ + 1], -1 behind the last.
+    repetition, frequency and presence, [3, rows]. guessed: RoundRules.guessed, [rows, γ + 1], -1 after the last.
     """
 
     def __init__(self, given: dict[str, Tensor], branches: int) -> None:

@@ -1,4 +1,4 @@
-"""A step that is launched behind a draft's rounds judges what they leave as if the host had brought it.
+"""A step that judges rounds while they run, by what they leave, judges as if the host had brought it.
 
 Without a GPU both run at once through the torch kernels; on a GPU they are captured, and the step is launched before
 the rounds have ended.
@@ -15,11 +15,11 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, Support, uniforms
 from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.device_chain import DeviceChain
+from specahead.engine.steps.grouping import alternatives_beside
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.engine.steps.passes.behind_rounds import LeftRounds, take_left_rounds
-from specahead.engine.steps.passes.grouping import alternatives_beside
-from specahead.engine.steps.rounds.requests import Branch, RoundRequest, RoundSettings
+from specahead.engine.steps.requests import Branch, RoundRequest, RoundSettings
 from specahead.sparsity.methods import METHODS
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
@@ -42,8 +42,8 @@ def pair() -> tuple[ModelRunner, ModelRunner]:
         make_runner(load_model(str(path), torch.float32, DEVICE), 4096, max_context=400, step_queries=GAMMA + 1)
         for path in (models.TARGET, models.DRAFT)
     )
-    target.make_room_for_rounds(8, GAMMA, SUPPORT, 4, 16)
     draft.prepare_rounds(RoundSettings(GAMMA, SUPPORT, 16, branches=2))
+    draft.join_chain(target.make_chain(8, GAMMA, SUPPORT, 4, 16))
     return target, draft
 
 
@@ -70,10 +70,9 @@ def test_it_judges_what_the_rounds_leave(
     requests = [request_of(*of) for of in zip(kvs[draft], texts, chosen, strict=True)]
     order = list(reversed(range(len(texts))))
     rounds = draft.launch_rounds([requests[i] for i in order])
-    target.take_rounds(rounds)
     judged = [Drafted([0] * count, [], chosen[i], len(texts[i])) for i, count in enumerate(proposed)]
     behind = [
-        SequenceInput(kv, [text[-1], *drafted.tokens], "all", drafted=drafted, behind=order.index(i))
+        SequenceInput(kv, [text[-1], *drafted.tokens], "all", drafted=drafted, draft_row=order.index(i))
         for i, (kv, text, drafted) in enumerate(zip(kvs[target], texts, judged, strict=True))
     ]
     given = target.launch(behind).outputs()
@@ -88,7 +87,7 @@ def test_it_judges_what_the_rounds_leave(
             assert ids is not None and probs is not None
             supports = [Support(*of_token) for of_token in zip(ids[:count], probs[:count], strict=True)]
         drafted = replace(judged[i], tokens=tokens, supports=supports)
-        known.append(replace(item, tokens=[texts[i][-1], *tokens], drafted=drafted, behind=None))
+        known.append(replace(item, tokens=[texts[i][-1], *tokens], drafted=drafted, draft_row=None))
     expected = target.forward(known)
     assert [output.verdict for output in given] == [output.verdict for output in expected]
     assert all(output.finite for output in given)
@@ -102,8 +101,8 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
     target, draft = pair
     plan, method = bundled_plan(budget=0.25, group_size=0), METHODS["ahead"]
     rows = Reader(method, plan).announced_rows
-    target.make_room_for_rounds(8, GAMMA, SUPPORT, rows, plan.block_size)
     draft.prepare_rounds(replace(round_settings(plan, GAMMA, SUPPORT), branches=2))
+    draft.join_chain(target.make_chain(8, GAMMA, SUPPORT, rows, plan.block_size))
     random = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, 4000, (length,), generator=random).tolist() for length in (300, 40, 217)]
     kvs = {}
@@ -117,7 +116,6 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
         for kv, text in zip(kvs[draft], texts, strict=True)
     ]
     rounds = draft.launch_rounds(requests)
-    target.take_rounds(rounds)
     judged = [Drafted([0] * GAMMA, [], Sampling(0.0), len(text)) for text in texts]
 
     def input_of(i: int, announced: BlockSelection) -> SequenceInput:
@@ -126,7 +124,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
         return SequenceInput(kvs[target][i], [texts[i][-1], *judged[i].tokens], "all", read, judged[i])
 
     nothing = [BlockSelection.of_nothing(rows, plan.num_blocks(len(text))) for text in texts]
-    behind = [replace(input_of(i, nothing[i]), behind=i) for i in range(len(texts))]
+    behind = [replace(input_of(i, nothing[i]), draft_row=i) for i in range(len(texts))]
     given = target.launch(behind).outputs()
     known = []
     for i, (output, text) in enumerate(zip(rounds.outputs(), texts, strict=True)):
@@ -143,7 +141,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
 
 
 def test_rounds_of_branches_or_of_several_kinds_have_to_be_waited_for(pair: tuple[ModelRunner, ModelRunner]) -> None:
-    target, draft = pair
+    _, draft = pair
     kvs = [SequenceKV(), SequenceKV()]
     draft.forward([SequenceInput(kv, [1, 2, 3, 4]) for kv in kvs])
     first, second = (request_of(kv, [1, 2, 3, 4, 5], Sampling(0.0)) for kv in kvs)
@@ -154,26 +152,23 @@ def test_rounds_of_branches_or_of_several_kinds_have_to_be_waited_for(pair: tupl
     ):
         rounds = draft.launch_rounds(requests)
         assert not rounds.of_one_branch
-        with pytest.raises(ValueError, match="wait for them"):
-            target.take_rounds(rounds)
         assert len(rounds.outputs()) == len(requests)
 
 
-def test_only_sequences_behind_rounds_take_what_these_have_left() -> None:
-    """Of three sequences the last one runs behind the first round, with a token before, and the first one behind the
-    second.
-    """
-    left = LeftRounds.make(2, 3, 2, (1, 2), torch.device(DEVICE))
-    left.take(
-        {
-            "tokens": torch.tensor([[11, 12, 13], [21, 22, 23]], dtype=torch.int32),
-            "ids": torch.full((2, 3, 2), 7, dtype=torch.int32),
-            "probs": torch.full((2, 3, 2), 0.5),
-            "bitmaps": torch.tensor([[[5]], [[6]]]),
-        }
-    )
+@torch.inference_mode()
+def test_only_sequences_that_judge_rounds_take_what_these_have_left() -> None:
+    """Of three sequences the last one judges the first round, with a token before, and the first one the second."""
+    chain = DeviceChain.make(2, torch.device(DEVICE)).with_drafts(2, 3, 2, (1, 2))
+    assert chain.drafts is not None
+    left = {
+        "tokens": torch.tensor([[11, 21], [12, 22], [13, 23]], dtype=torch.int32),
+        "ids": torch.full((3, 2, 2), 7, dtype=torch.int32),
+        "probs": torch.full((3, 2, 2), 0.5),
+        "bitmaps": torch.tensor([[[5]], [[6]]]),
+    }
+    chain.leave_drafts({name: tensor.to(DEVICE) for name, tensor in left.items()}, 3)
     given = {
-        "behind": torch.tensor([1, -1, 0], dtype=torch.int32),
+        "draft_rows": torch.tensor([1, -1, 0], dtype=torch.int32),
         "held": torch.tensor([0, 0, 1], dtype=torch.int32),
         "query_starts": torch.tensor([0, 3, 5, 9], dtype=torch.int32),
         "token_ids": torch.tensor([1, 0, 0, 2, 9, 3, 8, 0, 0, 0]),
@@ -184,14 +179,14 @@ def test_only_sequences_behind_rounds_take_what_these_have_left() -> None:
         "bitmaps": torch.tensor([[[1, 1]], [[2, 2]], [[3, 3]]]),
     }
     given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
-    take_left_rounds(given | {f"left_{name}": tensor for name, tensor in vars(left).items()})
+    chain.take_drafts(given)
     assert given["token_ids"].tolist() == [1, 21, 22, 2, 9, 3, 8, 11, 12, 0]
     assert given["draft_tokens"][1].tolist() == [9, 0, 0] and given["draft_tokens"][2].tolist() == [8, 11, 12]
     assert given["support_ids"].sum(2).tolist() == [[14] * 3, [0] * 3, [0, 14, 14]]
     assert given["support_probs"].sum((1, 2)).tolist() == [3, 0, 2]
-    left.take({"tokens": torch.zeros(2, 3, dtype=torch.int32)})
-    assert not left.bitmaps.any(), "these rounds announced nothing"
     assert given["bitmaps"].tolist() == [[[6, 0]], [[2, 2]], [[5, 0]]]
+    chain.leave_drafts({"tokens": torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)}, 3)
+    assert not chain.drafts.bitmaps.any(), "these rounds announced nothing"
 
 
 class Judging:
@@ -203,7 +198,7 @@ class Judging:
         self.target, self.reads = target, reads
         self.plan, self.method = bundled_plan(budget=0.25, group_size=0), METHODS["ahead"]
         self.rows = Reader(self.method, self.plan).announced_rows
-        target.make_room_for_rounds(8, GAMMA, SUPPORT, self.rows, self.plan.block_size)
+        self.chain = target.make_chain(8, GAMMA, SUPPORT, self.rows, self.plan.block_size)
         random = torch.Generator().manual_seed(3)
         self.texts = [torch.randint(0, 4000, (length,), generator=random).tolist() for length in (90, 41, 137, 60, 75)]
         self.samplings = [samplings[i % len(samplings)] for i in range(len(self.texts))]
@@ -230,15 +225,18 @@ class Judging:
         self.begin()
         drafted, beside = torch.tensor(tokens, dtype=torch.int32), self.target.alternatives_beside(GAMMA)
         left = {"tokens": drafted, "ids": drafted[..., None], "probs": torch.ones(*drafted.shape, 1)}
-        assert self.target._passes.left_rounds is not None
-        self.target._passes.left_rounds.take(left | {"likeliest": torch.tensor(likeliest, dtype=torch.int32)})
+        left["alternatives"] = torch.tensor(likeliest, dtype=torch.int32)
+        with torch.inference_mode():
+            self.chain.leave_drafts({name: tensor.transpose(0, 1).to(DEVICE) for name, tensor in left.items()}, GAMMA)
         inputs = []
         for i, (kv, text) in enumerate(zip(self.kvs, self.texts, strict=True)):
             judged, read = Drafted([0] * GAMMA, [], self.samplings[i], len(text)), None
             if self.reads:
                 nothing = BlockSelection.of_nothing(self.rows, self.plan.num_blocks(len(text)))
                 read = Reader(self.method, self.plan).read(nothing, len(text), len(text) + GAMMA + beside)
-            behind = SequenceInput(kv, [text[-1], *judged.tokens], "all", read, judged, behind=i, alternatives=beside)
+            behind = SequenceInput(
+                kv, [text[-1], *judged.tokens], "all", read, judged, draft_row=i, alternatives=beside
+            )
             inputs.append(behind)
         outputs = self.target.launch(inputs).outputs()
         assert [kv.length for kv in self.kvs] == [len(text) + GAMMA + beside for text in self.texts]

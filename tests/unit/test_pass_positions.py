@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specahead.kernels.pass_positions import Branches, place_passes
+from specahead.kernels.pass_positions import Branches, pass_positions
 from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,7 +36,7 @@ def test_places_of_all_passes(backend: str, sequences: int, each: int, passes: i
         pytest.importorskip("triton")
     branches = branches_of(torch.Generator().manual_seed(seed), sequences, each, passes)
     before, own, kept, tables = (tensor for tensor in vars(branches).values() if isinstance(tensor, torch.Tensor))
-    places = place_passes(
+    places = pass_positions(
         Branches(*(tensor.to(DEVICE) for tensor in (before, own, kept, tables)), each), passes, PAGE, backend
     )
     assert places.starts.tolist() == [each * i for i in range(sequences + 1)]
@@ -68,6 +68,6 @@ def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
     fixed: dict[str, object] = {"PAGE": 16, "CHUNK": 128}
     variants = [fixed, fixed | {"visible_ptr": None}]
     assert (
-        len(compile_for_a_gpu("specahead.kernels.pass_positions", "_place_passes_kernel", types, variants, tmp_path))
+        len(compile_for_a_gpu("specahead.kernels.pass_positions", "_pass_positions_kernel", types, variants, tmp_path))
         == 2
     )

@@ -23,10 +23,10 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.grouping import step_shape
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.engine.steps.passes.grouping import step_shape
-from specahead.engine.steps.passes.outputs import StepUnderWay
+from specahead.engine.steps.outputs import StepUnderWay
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
@@ -125,10 +125,10 @@ class Target:
             number += 1
 
 
-def target_of(folder: Path, goes_ahead: bool, pages: int = 200, hooks: Hooks = NO_HOOKS, **how: Any) -> Target:
+def target_of(folder: Path, chains: bool, pages: int = 200, hooks: Hooks = NO_HOOKS, **how: Any) -> Target:
     loaded = load_model(str(folder), torch.float32, DEVICE)
     runner = make_runner(loaded, pages * PAGE_SIZE, 0, 300, step_queries=5)
-    runner.goes_ahead = goes_ahead
+    runner.chains_steps = chains
     settings = {"max_context": 300, "max_sessions": 4, "draft": "none"} | how
     return Target(Verifier(runner, PLAN, target_settings(**settings), hooks))
 
@@ -230,7 +230,7 @@ def test_where_verdicts_are_imposed_the_next_step_begins_behind_them(
 ) -> None:
     monkeypatch.setattr(Policy, "pause_if_useless", lambda *_: None)
     how: dict[str, Any] = {"draft": "self", "self_read_share": 1.0, "hooks": Hooks(judge=ImposedVerdicts(0.6))}
-    target, waited = (target_of(folder, goes_ahead, **how) for goes_ahead in (True, False))
+    target, waited = (target_of(folder, chains, **how) for chains in (True, False))
     for each in (target, waited):
         each.run([Ask(0, 40, 60), Ask(0, 55, 50)])
     assert target.told == waited.told
@@ -271,7 +271,7 @@ def test_steps_that_draft_by_little_go_ahead_and_change_no_token(
         assert target.told[name] == waiting.told["0"]
 
 
-def test_a_target_left_to_itself_goes_ahead_looks_up_and_drafts(
+def test_a_target_left_to_itself_chains_looks_up_and_drafts(
     folder: Path, waiting: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As its sessions become longer: the prompt of the first one repeats itself."""

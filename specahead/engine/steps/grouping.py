@@ -7,7 +7,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.sampling.judging import WIDE_SUPPORT, cuts_of, support_of
 from specahead.engine.steps.inputs import NO_MEMORY, SequenceInput, SharedBudget, SparseRead
-from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import power_of_two
 from specahead.kernels.paged_attention import LEAST_ROWS, MAX_ROWS
 
@@ -16,19 +16,20 @@ FEW = 64  # entries of a drafted token's distribution, and a top_k, that the gra
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The sizes of captured steps.
-
-    pages: of a sequence, at most. step_queries: tokens of a sequence that most steps have. queries: that a step has, at
-    most; a sequence with more reads a prompt. vocab: entries of a row of logits. pinned_sequences: of every step, where
-    results must not depend on the batch; 0: a power of two. Such steps all have room for `queries` tokens of each, but
-    for those whose tokens a later pass judges, of which nothing depends on how they round.
-    """
+    """The sizes of captured steps."""
 
     pages: int
+    """Pages of a sequence, at most."""
     step_queries: int
+    """Tokens of a sequence in most steps."""
     queries: int
+    """Tokens of a sequence in a step, at most; a sequence with more reads a prompt."""
     vocab: int
+    """Entries of a row of logits."""
     pinned_sequences: int = 0
+    """Sequences of every step, where results must not depend on the batch; 0: a power of two. Pinned steps have room
+    for `queries` tokens of each sequence, except for steps whose tokens a later pass judges: their rounding changes no
+    result."""
 
     @property
     def pinned(self) -> bool:
@@ -47,7 +48,7 @@ class StepLimits:
 
 
 def alternatives_beside(gamma: int, queries: int, group: int) -> int:
-    """Return beside how many of γ drafted tokens an alternative runs, in steps of up to so many queries a sequence.
+    """Return how many of γ drafted tokens have an alternative, in steps of up to `queries` queries a sequence.
 
     As many as fit into the tile of rows that attention takes for such a step anyway: they cost next to nothing.
     group: query heads of a KV head.
@@ -62,7 +63,7 @@ def with_alternatives(shape: PassShape, group: int) -> PassShape:
     """Return the shape of a captured step with room for the alternatives of all numbers of drafted tokens."""
     beside = [alternatives_beside(gamma, shape.queries, group) for gamma in range(shape.queries)]
     longest = max([1 + gamma + count for gamma, count in enumerate(beside)] + [shape.queries])
-    return replace(shape, rows=shape.sequences * longest, alternatives=max(beside), longest=longest)
+    return replace(shape, rows=shape.sequences * longest, longest=longest).judging(alternatives=max(beside))
 
 
 def join_rounds(inputs: list[SequenceInput]) -> list[SequenceInput]:
@@ -114,8 +115,10 @@ def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> 
         queries = longest  # all but the first of a sequence are drafted
     shape = PassShape(sequences, sequences * queries, queries, limits.pages, pinned=pinned)
     shape = _complete(shape, inputs, kv, limits)
-    shape = replace(shape, support=_size_for(shape.support, limits), cuts=_size_for(shape.cuts, limits))
-    return replace(shape, width=max(16, power_of_two(shape.width))) if _lists(inputs) else shape
+    if shape.judge is not None:
+        support, cuts = _size_for(shape.judge.support, limits), _size_for(shape.judge.cuts, limits)
+        shape = shape.judging(support=support, cuts=cuts)
+    return shape.reading(width=max(16, power_of_two(shape.read.width))) if _lists(inputs) else shape
 
 
 def _size_for(count: int, limits: StepLimits) -> int:
@@ -138,12 +141,14 @@ def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits, ro
         longest = max(longest, MAX_ROWS)  # so that tiles of queries have one size, whatever the chunks
     pages = max(len(item.kv.pages) for item in inputs)
     if kv.device.type == "cuda" and inputs[0].read is not None:
-        pages = limits.pages  # kernels take what is remembered of whole contexts
+        pages = limits.pages  # kernels take remembered weights of whole contexts
     count = rows or sum(item.rows for item in inputs)
     shape = PassShape(len(inputs), count, longest, pages, pinned=rows > 0)
+    shape = _complete(shape, inputs, kv, limits)
     if alternatives:
-        shape = replace(shape, alternatives=alternatives, longest=max(item.rows for item in inputs))
-    return _complete(shape, inputs, kv, limits)
+        longest = max(item.rows for item in inputs)
+        shape = replace(shape, longest=longest).judging(alternatives=alternatives)
+    return shape
 
 
 def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:
@@ -152,24 +157,27 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits
     shape = replace(shape, kept=bool(kv.kept_layers), light=first.light)
     if first.drafted is not None:
         rounds = [item.drafted for item in inputs if item.drafted is not None]
-        shape = replace(shape, judged=True, draws_own=limits.pinned)
-        shape = replace(shape, support=support_of(rounds), cuts=min(cuts_of(rounds), limits.vocab))
+        cuts = min(cuts_of(rounds), limits.vocab)
+        shape = shape.judging(support=support_of(rounds), cuts=cuts, draws_own=limits.pinned)
     if read is None:
         return shape
     kv.check_dense_layers(read.dense_layers)
-    shape = replace(shape, block_size=read.block_size, dense_layers=read.dense_layers)
+    shape = shape.reading(block_size=read.block_size, dense_layers=read.dense_layers)
     if read.group_means:
         if kv.means is None:
             raise ValueError("no room for group means was made: call keep_group_means first")
-        shape = replace(shape, groups=max(1, shape.pages * PAGE_SIZE // kv.means.group_size))
-    if read.budget is not None:
-        support = WIDE_SUPPORT if read.drafts and shape.support else shape.support
-        shape = replace(shape, width=shape.blocks, decay=read.budget.memory.decay, support=support)
-        drafts = len(first.tokens) - 1 if read.drafts else 0
-        weighs = read.drafts or all(item.read and item.read.budget and item.read.budget.everything for item in inputs)
-        return replace(shape, read_weights=not weighs, drafts=drafts, weighs=weighs)
-    width = max((entry[0].shape[1] for entry in _lists(inputs)), default=0)
-    return replace(shape, width=max(1, width), read_weights=read.emit_weights)
+        shape = shape.reading(groups=max(1, shape.pages * PAGE_SIZE // kv.means.group_size))
+    if read.budget is None:
+        width = max((entry[0].shape[1] for entry in _lists(inputs)), default=0)
+        return shape.reading(width=max(1, width), emits_weights=read.emit_weights)
+    weighs = read.drafts or all(item.read and item.read.budget and item.read.budget.everything for item in inputs)
+    decay = read.budget.memory.decay
+    shape = shape.reading(width=shape.blocks, decay=decay, emits_weights=not weighs, weighs=weighs)
+    if not read.drafts:
+        return shape
+    if shape.judge is not None and shape.judge.support:
+        shape = shape.judging(support=WIDE_SUPPORT)
+    return replace(shape, drafts=len(first.tokens) - 1)
 
 
 def _lists(inputs: list[SequenceInput]) -> list:

@@ -1,4 +1,4 @@
-"""What the layers of a pass read: all, or lists made before the pass or in it."""
+"""The reads of a pass's layers: everything, or lists made before the pass or in it."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from specahead.engine.kv.fetch import FetchPlan
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.layer_attention import Heads, ListedReads, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
-from specahead.engine.steps.passes.shape import PassShape
+from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import Backend
 from specahead.kernels.paged_attention import BlockLists, GroupMeans, Tuning
 
@@ -49,12 +49,12 @@ def listed_reads(
     fetched: FetchPlan | None = None,
     tuning: Tuning | None = None,
 ) -> ListedReads:
-    """Return what the lists and counts of a pass say, in `given`, with the means that stand in for the rest."""
+    """Return the reads by the lists and counts in `given`, with the means that stand in for other blocks."""
     means: list[GroupMeans] | None = None
-    if shape.groups:
+    if shape.read.groups:
         assert kv.means is not None
         means = kv.means.over(given["group_tables"], given["group_counts"])
     lines, wait = (None, None) if fetched is None else (fetched.lines, fetched.wait)
-    blocks = BlockLists(given["lists"], given["counts"], shape.block_size, lines)
+    blocks = BlockLists(given["lists"], given["counts"], shape.read.block_size, lines)
     work = plan_reads(heads, rows, attention, tuning, blocks, means)
     return ListedReads(blocks, listed_layers(shape, kv), work, means, wait)

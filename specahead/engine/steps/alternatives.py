@@ -1,0 +1,77 @@
+"""Alternatives: the tokens that a draft found likeliest beside its own run with these, and save a step where right.
+
+Where a step rejects a drafted token it adds one of its own, which often is the draft's second choice. That one runs in
+the same pass, as a leaf of a token tree (SpecInfer, arXiv:2305.09781) beside the chain of drafted tokens, so that the
+logits after it are there already. Drafted tokens are judged, and the token that follows them is drawn, as without
+alternatives, and what follows one of these as in a step of its own: it only comes sooner.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.sampling.judging import judge, verdict_layout
+from specahead.engine.steps.shapes import PassShape
+from specahead.kernels.backends import default_backend
+from specahead.kernels.finite_rows import are_finite
+from specahead.kernels.kv_write import move_kv
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdicts of a pass, int32 [sequences] each: tokens accepted, the one that follows, and whether the logits
+    were numbers.
+    """
+
+    accepted: Tensor
+    following: Tensor
+    finite: Tensor
+
+
+def drafted_logits(logits: Tensor, shape: PassShape) -> Tensor:
+    """Return the logits of the rows that judge drafted tokens, [sequences, queries, vocab]. logits: of all rows."""
+    return logits[: shape.sequences * shape.queries].view(shape.sequences, shape.queries, -1)
+
+
+def accept_alternatives(
+    judged: Judged, given: dict[str, Tensor], shape: PassShape, kv: KVCache
+) -> tuple[Judged, Tensor]:
+    """Return the verdicts with alternatives: where one is the token that follows, it is accepted, and the next follows.
+
+    Also returns the accepted alternatives, int32 [sequences], -1 where none was. Their KV is moved to the place of that
+    of the rejected tokens. given: the buffers of the pass, with its logits.
+    """
+    backend, sequences = default_backend(given["logits"].device), shape.sequences
+    assert shape.judge is not None
+    at, count = judged.accepted.long(), given["draft_counts"].long()
+    leaf = at.clamp(max=shape.alternatives - 1)[:, None]
+    is_one = given["alternatives"].gather(1, leaf)[:, 0] == judged.following
+    is_one &= at < given["alternative_counts"]
+    logits = given["logits"][sequences * shape.queries :].view(sequences, shape.alternatives, -1)
+    next_row = logits[torch.arange(sequences, device=at.device), leaf[:, 0]][:, None]
+    nothing = torch.zeros_like(given["draft_counts"])
+    _, following = judge(next_row, _one_more(given, at), backend, cuts=shape.judge.cuts)
+    finite = judged.finite.bool() & (are_finite(next_row, nothing, backend).bool() | ~is_one)
+    row = given["query_starts"][:-1].long() + 1 + at
+    most = len(given["slots"]) - 1
+    source, target = (given["slots"][each.clamp(max=most)] for each in (row + count, row))
+    target = target.where(is_one, -1)
+    move_kv(kv.k_pages, kv.v_pages, kv.addresses, source, target, backend)
+    alternative = judged.following.where(is_one, -1)
+    following = following.to(judged.following.dtype).where(is_one, judged.following)
+    return Judged(judged.accepted + is_one, following, finite.int()), alternative
+
+
+def _one_more(given: dict[str, Tensor], at: Tensor) -> dict[str, Tensor]:
+    """Return the inputs (`verdict_layout`) to judge one more token, none drafted, after `at` + 1 tokens [sequences]."""
+    more = dict(given)
+    for name, (sizes, _) in verdict_layout(0, 0, 1).items():
+        if name in given and len(sizes) > 1 and name != "draw_uniforms":
+            more[name] = given[name][:, :0].contiguous()
+    more["draft_counts"] = torch.zeros_like(given["draft_counts"])
+    if "draw_uniforms" in given:
+        last = given["draw_uniforms"].shape[1] - 1
+        more["draw_uniforms"] = given["draw_uniforms"].gather(1, (at + 1).clamp(max=last)[:, None])
+    return more

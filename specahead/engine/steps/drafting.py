@@ -1,0 +1,194 @@
+"""Passes that draft: each runs one token of every row and draws the next, by a model itself or by a draft's rounds.
+
+A model that drafts for itself (PillarAttn of SparseSpec) reads lists, which stay the same for all of these passes: what
+earlier passes over everything have weighed most. The KV that they write is written again by the pass that judges.
+Listed pages that have left the GPU are fetched once for all of these passes, before the layers of the first.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.fetch import FetchPlan
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.layer_attention import Evidence, LayerAttention, ListedReads, Rows, plan_reads
+from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.sampling.judging import WIDE_SUPPORT
+from specahead.engine.sampling.next_tokens import draw_tokens
+from specahead.engine.steps.reads import heads_of, listed_reads, slots_of_layers, tables_of_layers
+from specahead.engine.steps.shapes import PassShape
+from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.selection import top_few
+
+
+@dataclass(frozen=True)
+class OneToken:
+    """Where the tokens of a pass stand that runs one token of each row."""
+
+    rows: Rows
+    positions: Tensor
+    """[rows] int64."""
+    slots: Tensor | list[Tensor]
+    """[rows] int64, for all layers or for each."""
+
+
+@dataclass(frozen=True)
+class DraftPasses:
+    """The passes that run one token of each row, one after another."""
+
+    decoder: Decoder | ModulesDecoder
+    kv: KVCache
+    attention: Backend
+    at: list[OneToken]
+    """Where the tokens of each pass stand."""
+    reads: ListedReads | None = None
+    """What layers with lists read; None: no layer has any."""
+    evidence: Evidence | None = None
+    """Where passes add the weights of their queries."""
+    dense_layers: bool = True
+    """Whether there are layers without lists."""
+    tables_of: Callable[[int], Tensor] | None = None
+    """The block tables of a layer; None: those of the rows."""
+
+    def run(self, index: int, tokens: Tensor) -> Tensor:
+        """Run a token of each row in the pass of this index. tokens: [rows] int64. Returns logits [rows, vocab]."""
+        at, heads = self.at[index], heads_of(self.decoder, self.kv)
+        reads = self.reads
+        if reads is not None and reads.wait is not None and index > 0:
+            reads = replace(reads, wait=None)  # the first pass has waited
+        attend = LayerAttention(
+            heads, at.rows, self.kv.layer_pages, self.attention, reads, self.evidence, tables_of=self.tables_of
+        )
+        if self.dense_layers:
+            attend.dense_work = plan_reads(heads, at.rows, self.attention)
+        return self.decoder.run(tokens, at.positions, at.slots, self.kv.k_pages, self.kv.v_pages, attend)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The parameters and random numbers that drafted tokens are drawn with (specahead.engine.sampling.next_tokens)."""
+
+    temperature: Tensor
+    """[rows] float32; 0: the likeliest token is taken."""
+    top_p: Tensor
+    """[rows] float32."""
+    least: Tensor
+    """[rows or 1, n or 1] float32, the share of the likeliest token's probability that others need."""
+    uniforms: Tensor
+    """[passes, rows] float64."""
+    support: int
+    """Of how many tokens one is drawn."""
+
+    def draw(self, logits: Tensor, best: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw tokens [rows] from logits [rows, vocab]; returns them with the ids and probabilities drawn from."""
+        how = self.temperature, self.top_p, self.least, self.uniforms[index]
+        return draw_tokens(logits, best, *how, self.support)
+
+
+def draft_tokens(
+    passes: DraftPasses,
+    logits: Tensor,
+    count: int,
+    draws: Draws | None,
+    first: int = 0,
+    likeliest: int = 1,
+    change: Callable[[Tensor, list[Tensor]], Tensor] | None = None,
+    note: Callable[[Tensor], None] | None = None,
+) -> dict[str, list[Tensor]]:
+    """Draw `count` tokens one after another, and run each but the last. It launches only.
+
+    logits: [rows, vocab], of what the first token is drawn from. draws: None: all rows are greedy. first: the index of
+    the pass that runs the first token. likeliest: how many of the likeliest tokens are given at each position. change:
+    returns the logits to draw from, given these and the tokens drawn so far. note: called with each token drawn.
+    Returns, a tensor for each position: tokens [rows] int64, likeliest [rows, likeliest] int64 and, with draws, ids
+    int64 and probs float32 [rows, support].
+    """
+    drawn: dict[str, list[Tensor]] = defaultdict(list)
+    for index in range(count):
+        if change is not None:
+            logits = change(logits, drawn["tokens"])
+        best = top_few(logits, likeliest, default_backend(logits.device))
+        token = best[:, 0].contiguous()
+        if draws is not None:
+            token, ids, probs = draws.draw(logits, token, index)
+            drawn["ids"].append(ids)
+            drawn["probs"].append(probs)
+        if note is not None:
+            note(token)
+        drawn["tokens"].append(token)
+        drawn["likeliest"].append(best)
+        if index < count - 1:
+            logits = passes.run(first + index, token)
+    return drawn
+
+
+def draft_for_itself(
+    decoder: Decoder | ModulesDecoder,
+    kv: KVCache,
+    shape: PassShape,
+    given: dict[str, Tensor],
+    attention: Backend,
+    fetched: FetchPlan | None = None,
+) -> Tensor:
+    """Draft all tokens of a pass but the first of each sequence, and put them where the pass takes them from.
+
+    given: the buffers of the pass, lists among them; tokens go to token_ids and draft_tokens, their distributions to
+    support_ids and support_probs. fetched: what brings the listed pages, if some are not on the GPU. It launches only.
+    Returns the tokens, int64 [sequences, drafts].
+    """
+    count = shape.drafts
+    passes = _own_passes(decoder, kv, shape, given, attention, fetched)
+    tokens = given["token_ids"][: shape.sequences * (count + 1)].view(shape.sequences, count + 1)
+    logits = passes.run(0, tokens[:, 0].contiguous())
+    drawn = draft_tokens(passes, logits, count, _own_draws(given, logits.shape[1]), first=1)
+    drafted = torch.stack(drawn["tokens"], 1)
+    tokens[:, 1:] = drafted
+    given["draft_tokens"][:, :count] = drafted
+    for name, result in (("support_ids", "ids"), ("support_probs", "probs")):
+        for index, values in enumerate(drawn[result]):
+            given[name][:, index, : values.shape[1]] = values
+    return drafted
+
+
+def _own_passes(
+    decoder: Decoder | ModulesDecoder,
+    kv: KVCache,
+    shape: PassShape,
+    given: dict[str, Tensor],
+    attention: Backend,
+    fetched: FetchPlan | None,
+) -> DraftPasses:
+    """Return the passes in which a model drafts for itself, over lists."""
+    heads, tables, lengths = heads_of(decoder, kv), given["block_tables"], given["lengths"]
+    sequences, count = shape.sequences, shape.drafts
+    starts, index = (torch.arange(n, dtype=torch.int32, device=lengths.device) for n in (sequences + 1, count))
+    ends = (lengths - count + index[:, None]).where(lengths > 0, 0)
+    rows = sequences * (count + 1)  # a pinned shape has room for more
+    of_tokens: dict[str, Tensor] = {
+        name: given[name][:rows].view(sequences, count + 1).T.contiguous()
+        for name in ("positions", "slots", "kept_slots")
+        if name in given
+    }
+    at = []
+    for i in range(count):
+        of_pass: dict[str, Tensor] = {name: values[i] for name, values in of_tokens.items()}
+        slots = slots_of_layers(shape, kv, of_pass)
+        at.append(OneToken(Rows(starts, ends[i], tables, 1), of_pass["positions"], slots))
+    listed = listed_reads(heads, Rows(starts, lengths, tables, 1), kv, shape, given, attention, fetched)
+    dense = bool(shape.read.dense_layers)
+    return DraftPasses(decoder, kv, attention, at, listed, None, dense, tables_of_layers(shape, kv, given))
+
+
+def _own_draws(given: dict[str, Tensor], vocab: int) -> Draws | None:
+    """Return what the tokens of a pass are drawn with, before it judges them."""
+    if "draft_uniforms" not in given:
+        return None
+    least = given["temperature"].new_zeros(1, 1)
+    if "top_k" in given:
+        beyond = torch.arange(min(WIDE_SUPPORT, vocab), device=least.device) >= given["top_k"][:, None]
+        least = given["min_p"][:, None].where(~beyond | (given["top_k"] == 0)[:, None], 2.0)  # which no token has
+    return Draws(given["temperature"], given["top_p"], least, given["draft_uniforms"].T, WIDE_SUPPORT)

@@ -1,0 +1,269 @@
+"""From the results of passes and of rounds to the outputs of their sequences."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.sampling.distributions import Support
+from specahead.engine.sampling.judging import judge_by_rules
+from specahead.engine.steps.alternatives import drafted_logits
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.requests import CodedBitmap, DraftedTokens, RoundOutput, RoundRequest
+from specahead.engine.steps.shapes import PassShape, RoundShape
+from specahead.engine.steps.staging import Buffers, Staging
+
+
+class StepUnderWay(Protocol):
+    """A step that has been launched and not been waited for."""
+
+    def outputs(self) -> list[SequenceOutput]:
+        """Wait for the step and return what it gave each sequence. To be called once, before the next but one."""
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that ran at once."""
+
+    given: list[SequenceOutput]
+
+    def outputs(self) -> list[SequenceOutput]:
+        return self.given
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that runs on the device."""
+
+    results: Staging
+    """Where it leaves verdicts."""
+    inputs: list[SequenceInput]
+    done: torch.cuda.Event | None
+    """Comes when the step has ended; None: it has."""
+
+    def outputs(self) -> list[SequenceOutput]:
+        if self.done is not None:
+            self.done.synchronize()
+        results = self.results.host
+        outputs = read_verdicts(results, len(self.inputs))
+        for output, read in zip(outputs, results.get("blocks_read", ()), strict=False):
+            output.blocks_read = int(read)
+        for output, token in zip(outputs, results.get("alternative", ()), strict=False):
+            output.alternative = int(token) if token >= 0 else None
+        if "drafted" in results:
+            _tell_drafted(self.inputs, results["drafted"])
+        return outputs
+
+
+def read_outputs(
+    buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], kv: KVCache, results: dict[str, np.ndarray]
+) -> list[SequenceOutput]:
+    """Return what each input asked for, copied out of the buffers, and advance the lengths of their KV.
+
+    results: of the buffers, once they are on the host. The outputs of passes that only draft say how much was
+    fetched, and lengths stay: the pass that judges writes this KV again.
+    """
+    outputs = read_verdicts(results, len(inputs)) if shape.judge else [SequenceOutput() for _ in inputs]
+    for i, output in enumerate(outputs):
+        if "blocks_read" in results:
+            output.blocks_read = int(results["blocks_read"][i])
+        if shape.read.fetches:
+            output.tokens_fetched = int(results["missed"][i]) * shape.read.block_size
+    if shape.drafts:
+        _tell_drafted(inputs, results["drafted"])
+        _tell_supports(buffers, shape, inputs)
+    if shape.drafts_alone:
+        return outputs
+    for item in inputs:
+        item.kv.length += item.rows
+    if shape.judge:
+        _judge_by_rules(buffers, shape, inputs, outputs)
+    else:
+        _give_logits(buffers, inputs, outputs)
+    for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
+        blocks = -(-item.kv.length // shape.read.block_size) if shape.read.block_size else 0
+        if item.read is not None and item.read.emit_weights and shape.read.decay is None:
+            output.read_weights = _by_layer(buffers, shape, kv, i, blocks, buffers.tensors["read_weights"][:, i], 0.0)
+        if item.read is not None and item.read.report_blocks and (shape.read.decay is None or shape.shares_out):
+            ones = torch.ones_like(buffers.tensors["lists"][:, i], dtype=torch.float32)
+            output.blocks = _by_layer(buffers, shape, kv, i, blocks, ones, 1.0) > 0
+    return outputs
+
+
+def read_verdicts(results: dict[str, np.ndarray], count: int) -> list[SequenceOutput]:
+    """Return the verdicts of the first `count` sequences of a pass."""
+    every = zip(results["accepted"].tolist(), results["following"].tolist(), results["finite"].tolist(), strict=True)
+    return [
+        SequenceOutput(verdict=(accepted, following), finite=bool(finite))
+        for accepted, following, finite in itertools.islice(every, count)
+    ]
+
+
+def _tell_drafted(inputs: list[SequenceInput], tokens: np.ndarray) -> None:
+    """Replace the inputs' tokens by those that were drafted, [sequences, drafted] int32."""
+    for item, drafted in zip(inputs, tokens.tolist(), strict=False):
+        assert item.drafted is not None
+        item.tokens[1:] = item.drafted.tokens[:] = drafted
+
+
+def _tell_supports(buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> None:
+    """Give the inputs that the host or another pass judges the distributions of their drafted tokens."""
+    for i, item in enumerate(inputs):
+        assert item.drafted is not None
+        if (shape.drafts_alone or not item.drafted.is_plain) and not item.drafted.sampling.greedy:
+            ids, probs = (buffers.tensors[name][i].cpu().numpy() for name in ("support_ids", "support_probs"))
+            of_tokens = zip(ids[: shape.drafts], probs[: shape.drafts], strict=True)
+            item.drafted.supports[:] = [Support(*of_token) for of_token in of_tokens]
+
+
+def _give_logits(buffers: Buffers, inputs: list[SequenceInput], outputs: list[SequenceOutput]) -> None:
+    """Logits stand in rows of their own where only some rows give them, else in the rows of all tokens."""
+    row, of_all = 0, "logits_rows" not in buffers.tensors
+    for item, output in zip(inputs, outputs, strict=True):
+        count = item.logits_rows
+        row += len(item.tokens) if of_all else count
+        if count:
+            logits = buffers.tensors["logits"][row - count : row]
+            output.logits = logits.clone() if logits.dtype == torch.float32 else logits.float()
+
+
+def _judge_by_rules(
+    buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], outputs: list[SequenceOutput]
+) -> None:
+    """Replace the verdicts of the inputs that are not plain by those that follow from their rules."""
+    ruled = [(i, item.drafted) for i, item in enumerate(inputs) if item.drafted and not item.drafted.is_plain]
+    if not ruled:
+        return
+    assert shape.judge is not None
+    logits = drafted_logits(buffers.tensors["logits"], shape)[[i for i, _ in ruled]]
+    judged = judge_by_rules(logits, [drafted for _, drafted in ruled], whatever_is_drafted=shape.judge.draws_own)
+    for (i, _), item in zip(ruled, judged, strict=True):
+        outputs[i].verdict, outputs[i].logprobs, outputs[i].supports = item.verdict, item.logprobs, item.supports
+        outputs[i].finite &= item.finite
+
+
+def _by_layer(
+    buffers: Buffers, shape: PassShape, kv: KVCache, sequence: int, blocks: int, values: Tensor, of_dense: float
+) -> Tensor:
+    """Spread the values of listed blocks [sparse layers, kv_heads, width], on the CPU: [layers, kv_heads, blocks]."""
+    lists, counts = buffers.tensors["lists"][:, sequence], buffers.tensors["counts"][:, sequence]
+    listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
+    spread = torch.zeros(*counts.shape, blocks + 1, device=lists.device)
+    spread.scatter_add_(2, lists.where(listed, blocks).long().clamp(max=blocks), values.where(listed, 0.0))
+    out = torch.full((kv.num_layers, kv.kv_heads, blocks), of_dense)
+    out[shape.sparse_layers(kv.num_layers)] = spread[..., :blocks].cpu()
+    return out
+
+
+# Rounds of a draft.
+
+
+class RoundsUnderWay(Protocol):
+    """Rounds that have been launched and not been waited for."""
+
+    @property
+    def of_one_branch(self) -> bool:
+        """Whether all are drafted together, each after the tokens that there are: then a step may judge them."""
+
+    def outputs(self) -> list[RoundOutput]:
+        """Wait for the rounds and return what they give, in the order of the requests: before the next are launched."""
+
+
+@dataclass(frozen=True)
+class FinishedRounds:
+    """Rounds that ran at once."""
+
+    given: list[RoundOutput]
+
+    @property
+    def of_one_branch(self) -> bool:
+        return all(len(output.branches) == 1 for output in self.given)
+
+    def outputs(self) -> list[RoundOutput]:
+        return self.given
+
+
+@dataclass(frozen=True)
+class LaunchedPart:
+    """Requests that are drafted together."""
+
+    places: list[int]
+    """The place of each among all that were launched with it."""
+    requests: list[RoundRequest]
+    shape: RoundShape
+    results: Staging
+    """Where the round leaves what it gives."""
+    done: torch.cuda.Event | None
+    """Comes when the round has ended; None: it has."""
+    runs_last: bool
+    """As of the settings."""
+
+
+@dataclass(frozen=True)
+class LaunchedRounds:
+    """Rounds that run on the device, by what is drafted together."""
+
+    parts: list[LaunchedPart]
+
+    @property
+    def of_one_branch(self) -> bool:
+        return len(self.parts) == 1 and self.parts[0].shape.branches == 1
+
+    def outputs(self) -> list[RoundOutput]:
+        outputs: dict[int, RoundOutput] = {}
+        for part in self.parts:
+            if part.done is not None:
+                part.done.synchronize()
+            read = read_round(part.results.host, part.shape, part.requests, part.runs_last)
+            outputs.update(zip(part.places, read, strict=True))
+        return [outputs[i] for i in range(len(outputs))]
+
+
+def read_round(
+    results: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest], runs_last: bool
+) -> list[RoundOutput]:
+    """Return the results of a round, which are on the host, in the order of the requests.
+
+    runs_last: as of the settings.
+    """
+    tokens = results["tokens"].T.tolist()
+    alternatives = results["alternatives"].transpose(1, 0, 2).copy() if "alternatives" in results else None
+
+    def drafted(row: int, drawn: bool) -> DraftedTokens:
+        return DraftedTokens(
+            tokens[row],
+            results["ids"][:, row].copy() if drawn else None,
+            results["probs"][:, row].copy() if drawn else None,
+            None if alternatives is None else alternatives[row],
+            runs_last,
+        )
+
+    def coded(sequence: int, words: int) -> CodedBitmap:
+        flags = np.ascontiguousarray(results["flags"][sequence, :, :words])
+        values = results["values"][sequence, : results["value_counts"][sequence]]
+        return CodedBitmap(flags.tobytes() + values.tobytes(), int(results["checksums"][sequence]) % (1 << 64))
+
+    began = results["began"].T.tolist() if "began" in results else []
+    outputs = []
+    for i, item in enumerate(requests):
+        first, announce, follows, alternative = i * shape.branches, item.announce, None, None
+        if item.follows is not None:
+            accepted, following, other = began[i]
+            assert 0 <= accepted <= item.follows.judged, "the step accepted more tokens than it judged"
+            follows, alternative = (accepted, following), other if other >= 0 else None
+            announce = item.follows.announce[accepted]
+        outputs.append(
+            RoundOutput(
+                branches=[drafted(first + j, item.temperature > 0) for j in range(len(item.branches) or 1)],
+                bitmap=None if announce is None else results["bitmaps"][i].view(np.uint64).copy(),
+                blocks_read=int(results["blocks_read"][i]) if "blocks_read" in results else None,
+                coded=None if announce is None else coded(i, announce.words),
+                began=follows,
+                alternative=alternative,
+            )
+        )
+    return outputs

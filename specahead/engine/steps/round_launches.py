@@ -1,0 +1,210 @@
+"""A draft's whole round, the same launches for all rounds of a shape: γ + 1 passes, the evidence, the announcement.
+
+The first pass runs the tokens that are pending and attends densely; later passes run one token each, and may read only
+what the first one weighed most. The evidence is the mean over the passes of each head's weights on each block.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.layer_attention import Evidence, LayerAttention, ListedReads, Rows, plan_reads
+from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.steps.announcing import choose_blocks, predict_weights
+from specahead.engine.steps.device_chain import DeviceChain
+from specahead.engine.steps.drafting import DraftPasses, Draws, OneToken, draft_tokens
+from specahead.engine.steps.reads import heads_of
+from specahead.engine.steps.requests import RoundSettings
+from specahead.engine.steps.rules import ChangedLogits
+from specahead.engine.steps.shapes import RoundShape
+from specahead.engine.steps.staging import Buffers
+from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.draft_reads import count_reads, score_own_blocks
+from specahead.kernels.kv_write import move_kv
+from specahead.kernels.paged_attention import BlockLists
+from specahead.kernels.pass_positions import Branches, pass_positions
+from specahead.kernels.selection import select_top_k
+from specahead.kernels.selection_difference import CodedDifferences, code_difference
+
+# Called before each token is drawn, outside of graphs, with the logits [rows, vocab] in which it sets to -inf what must
+# not be, and the tokens [rows] drafted so far.
+Forbid = Callable[[Tensor, list[Tensor]], None]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What all passes of a round share."""
+
+    decoder: Decoder | ModulesDecoder
+    kv: KVCache
+    settings: RoundSettings
+    shape: RoundShape
+    given: dict[str, Tensor]
+    """The tensors of make_round_buffers."""
+    attention: Backend
+    evidence: Tensor | None
+    """[sequences, layers, heads, blocks] float32, if any pass needs it."""
+
+    @property
+    def passes(self) -> int:
+        return self.settings.passes(self.shape.gamma)
+
+    def evidence_of_pass(self, first: bool = False) -> Evidence | None:
+        """Return where a pass adds the weights of its last queries; the first one sets them."""
+        if self.evidence is None:
+            return None
+        return Evidence(self.evidence, 1 / self.passes, self.settings.block_size, self.shape.branches, first)
+
+    @property
+    def ends(self) -> Tensor:
+        """The tokens of each sequence once the round has run, int32 [sequences]."""
+        return self.given["totals"] if self.shape.branches > 1 else self.given["lengths"] + (self.passes - 1)
+
+
+def run_round(
+    decoder: Decoder | ModulesDecoder,
+    kv: KVCache,
+    settings: RoundSettings,
+    shape: RoundShape,
+    buffers: Buffers,
+    attention: Backend,
+    forbid: Forbid | None = None,
+    chain: DeviceChain | None = None,
+) -> None:
+    """Draft the round that the buffers hold. It launches only; results are left in the buffers.
+
+    chain: the device chain, for a shape that is chained.
+    """
+    given, results = buffers.tensors, buffers.results.device
+    if shape.chained:
+        assert chain is not None
+        chain.follow_step_in_round(given, settings.passes(shape.gamma))
+        results["began"].copy_(given["began"])
+    if shape.branches > 1:
+        moves = given["source"], given["target"], default_backend(kv.device)
+        move_kv(kv.k_pages, kv.v_pages, kv.addresses, *moves)
+    evidence = _make_evidence(decoder, kv, settings, shape)
+    round_ = _Round(decoder, kv, settings, shape, given, attention, evidence)
+    at, branched = _positions_of_passes(round_), shape.branches > 1
+    logits = _run_first_pass(round_, at[0] if branched else None)
+    later = None
+    if settings.read_share < 1:
+        later = _own_lists(round_)
+        sizes = round_.passes - 1, settings.block_size
+        read = count_reads(given["lengths"], later.blocks.counts, *sizes, default_backend(kv.device))
+        results["blocks_read"].copy_(read)
+    weighed = round_.evidence_of_pass() if shape.method else None
+    passes = DraftPasses(decoder, kv, attention, at, later, weighed, later is None)
+    for name, drawn in _draft(round_, passes, logits, forbid).items():
+        if name in results:
+            results[name].copy_(torch.stack(drawn))
+    if shape.method:
+        bitmaps = _announce(round_)
+        coded = CodedDifferences(*(results[name] for name in ("flags", "values", "value_counts", "checksums")))
+        code_difference(bitmaps, given["announced"], given["words"], coded, default_backend(bitmaps.device))
+        results["bitmaps"].copy_(bitmaps)
+    if shape.chained and chain is not None and chain.drafts is not None:
+        chain.leave_drafts(results, shape.gamma)
+
+
+def _make_evidence(
+    decoder: Decoder | ModulesDecoder, kv: KVCache, settings: RoundSettings, shape: RoundShape
+) -> Tensor | None:
+    """Return room for evidence, which the first pass sets, if any pass needs it."""
+    if not shape.method and settings.read_share == 1:
+        return None
+    sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings.block_size)
+    return torch.empty(sizes, device=kv.device)
+
+
+def _draft(round_: _Round, passes: DraftPasses, logits: Tensor, forbid: Forbid | None) -> dict[str, list[Tensor]]:
+    """Draw a token from the logits of the first pass, and run it and draw the next in each of the others."""
+    given, shape, settings = round_.given, round_.shape, round_.settings
+    rules = ChangedLogits(given, shape.branches) if shape.ruled else None
+
+    def change(logits: Tensor, tokens: list[Tensor]) -> Tensor:
+        logits = logits if rules is None else rules.change(logits)
+        if forbid is not None:
+            forbid(logits, tokens)
+        return logits
+
+    draws = None
+    if shape.sampled:
+        draws = Draws(given["temperature"], given["top_p"], given["least"], given["uniforms"], settings.support)
+    drawn = draft_tokens(
+        passes,
+        logits,
+        round_.passes,
+        draws,
+        first=int(shape.branches > 1),  # the first pass of branches stands among the others
+        likeliest=max(1, settings.alternatives),
+        change=None if rules is None and forbid is None else change,
+        note=None if rules is None else rules.count,
+    )
+    drawn["alternatives"] = drawn.pop("likeliest")
+    return drawn
+
+
+def _announce(round_: _Round) -> Tensor:
+    """Choose the blocks to announce: [sequences, rows, words] int64."""
+    assert round_.evidence is not None
+    announcer, limits = round_.settings.announcers[round_.shape.method], round_.given["limits"]
+    scores = predict_weights(announcer, round_.evidence, round_.given["announced"], limits)
+    return choose_blocks(announcer, scores, limits, default_backend(scores.device))
+
+
+def _positions_of_passes(round_: _Round) -> list[OneToken]:
+    """Return where each of the passes stands that run one token of each branch: made at once, by one launch."""
+    given, shape, tables = round_.given, round_.shape, round_.given["block_tables"]
+    lengths, backend = given["lengths"], default_backend(tables.device)
+    if shape.branches == 1:  # KV is written wherever there are tokens
+        places = pass_positions(Branches(lengths, lengths, lengths, tables, 1), round_.passes - 1, PAGE_SIZE, backend)
+        each = zip(places.ends, places.positions, places.slots, strict=True)
+        return [OneToken(Rows(places.starts, ends, tables, 1), *at) for ends, *at in each]
+    branches = Branches(given["before"], given["own"], given["kept_own"], tables, shape.branches)
+    places = pass_positions(branches, round_.passes, PAGE_SIZE, backend)
+    assert places.visible is not None
+    each = zip(places.visible, places.positions, places.slots, strict=True)
+    return [OneToken(Rows(places.starts, given["totals"], tables, shape.branches, sees), *at) for sees, *at in each]
+
+
+def _run_first_pass(round_: _Round, branches: OneToken | None) -> Tensor:
+    """Run the pending tokens of each session or, where `branches` stand, the first token of each branch.
+
+    Returns the logits [rows, vocab] of the first drafted token.
+    """
+    given, kv, heads = round_.given, round_.kv, heads_of(round_.decoder, round_.kv)
+    if branches is None:
+        rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], round_.shape.queries)
+        ends: Tensor | None = given["query_starts"][1:] - 1  # of an empty place any row will do
+        at = OneToken(rows, given["positions"], given["slots"])
+    else:
+        at, ends = branches, None
+    work = plan_reads(heads, at.rows, round_.attention)
+    evidence = round_.evidence_of_pass(first=True)
+    attend = LayerAttention(heads, at.rows, kv.layer_pages, round_.attention, None, evidence, dense_work=work)
+    return round_.decoder.run(given["token_ids"], at.positions, at.slots, kv.k_pages, kv.v_pages, attend, ends)
+
+
+def _own_lists(round_: _Round) -> ListedReads:
+    """Return what later passes read: of each KV head the blocks that the first one weighed most, sinks, window, new
+    ones.
+    """
+    assert round_.evidence is not None
+    settings, given, lengths = round_.settings, round_.given, round_.given["lengths"]
+    layers, kv_heads = round_.decoder.num_layers, round_.kv.kv_heads
+    n, backend = round_.shape.blocks(settings.block_size), default_backend(lengths.device)
+    sizes, kept = (layers, kv_heads, n, settings.block_size), (settings.sink_blocks, settings.window_blocks)
+    weights = round_.evidence.flatten(1, 2)
+    of_rows = score_own_blocks(weights, lengths, round_.ends, sizes, kept, settings.read_share, backend)
+    lists, counts = select_top_k(*of_rows, backend, n)
+    shape = layers, len(lengths), kv_heads
+    blocks = BlockLists(lists.view(*shape, n), counts.view(shape), settings.block_size)
+    rows = Rows(given["query_starts"], lengths, given["block_tables"], round_.shape.branches)
+    work = plan_reads(heads_of(round_.decoder, round_.kv), rows, round_.attention, blocks=blocks)
+    return ListedReads(blocks, {layer: layer for layer in range(layers)}, work)
