@@ -14,7 +14,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     file = tmp_path / "rows.json"
     main(["bench", "copy", "--sessions", "2", *SIZES, "--draft", "--json", str(file)])
     rows = {(row["text"].split()[0], row["proposer"]): row for row in json.loads(file.read_text())["rows"]}
-    copied, first = rows["copied", "lookup"], rows["copied", "ngram, draft"]
+    copied, first = rows["copied", "lookup"], rows["copied", "lookup, draft"]
     assert (copied["rounds"], copied["proposed"], copied["accepted"]) == (8, 1, 32)
     # A round or two with the draft, until 16 tokens match; then rounds of 15 proposed tokens.
     assert first["rounds"] <= 8 < rows["copied", "draft"]["rounds"] and first["accepted"] >= 32

@@ -211,7 +211,7 @@ class Deployment:
         side, sessions = side_of(name), self._room.sessions
         command = [_SERVICE, side, "--model", self._models[side], "--plan", self._plan, "--load-format", "dummy"]
         command += ["--port", port_of(self._addresses[name]), "--max-context", str(self._room.context)]
-        command += ["--log-level", "warning", "--controls", str(self._controls)]
+        command += ["--logging", '{"level": "warning"}', "--controls", str(self._controls)]
         command += ["--timeline", str(self.timeline(name))] if self._timed else []
         if side == "target":
             command += self._target_flags(name)
