@@ -20,7 +20,6 @@ from specahead.lab.benchmarks.recording import SessionReads, load_reads
 from specahead.models import PLAN
 from specahead.sparsity.announce import summary_tokens
 from specahead.sparsity.plan import load_plan
-from tests.altered import PATIENT
 from tests.client import APPROXIMATE, EXACT, Result, generate, metric, read_by_rounds, wait_until_idle
 from tests.faulty_line import FaultyLine, faulty_line
 from tests.lines import Line, lines
@@ -29,7 +28,7 @@ from tests.stack import Services, Stack, start_gateway, start_services
 ONE_WAY = 0.02  # seconds; a round of the bundled pair takes less
 TEXT = " ".join(f"It was the year {1800 + i}, and in the town nothing had changed." for i in range(60))
 SERVICE = "specahead.lab.benchmarks.serving.service"
-TARGET = ("-m", "tests.altered", PATIENT, SERVICE, "target", "--record-reads")
+TARGET = ("-m", SERVICE, "target", "--record-reads")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ recorded selections.
 import argparse
 import os
 import sys
+from dataclasses import replace
 
 from specahead.config import DraftSettings, SettingsError, TargetSettings, resolve_service
 from specahead.config.garbage import collect_seldom
@@ -55,6 +56,8 @@ def add_flags(parser: argparse.ArgumentParser, side: str) -> None:
 
 def _run_target(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
     settings, flags = resolve_service(parser, TargetSettings(port=50052), arguments, os.environ)
+    if flags.record_reads:  # plain rounds are in no recording, so a busy machine, too, waits for its draft
+        settings = replace(settings, draft_timeout=60.0)
     from specahead.lab.benchmarks.serving.parts import target_parts  # loads torch, which --help does not need
     from target_service.service import run
 
