@@ -212,6 +212,7 @@ def _serve(prompts: list[list[int]], budget: float, name: str) -> list[SessionRe
         target, draft = free_addresses(2)
         room = str(2 * AT_ONCE * (PROMPT + GENERATED + 64))  # twice: prompts stay indexed while there is room
         shared = ("--plan", plan_file)
+        speculation = ("--speculation", json.dumps({"gamma": 4}))  # as recorded: no policy leaves rounds out
         limits = ("--kv-tokens", room, "--device", "cpu")
         with children() as start:
             for module, model, address, *own in (
@@ -219,7 +220,7 @@ def _serve(prompts: list[list[int]], budget: float, name: str) -> list[SessionRe
                 (("draft_service",), models.DRAFT, draft, "--target", target),
             ):
                 command = (*module, "--model", str(model), "--port", port_of(address), *own)
-                wait_for_service(start(*command, *shared, *limits, stdout=subprocess.PIPE))
+                wait_for_service(start(*command, *shared, *limits, *speculation, stdout=subprocess.PIPE))
             endpoints = start_endpoints(start, "--target-address", target, "--draft-address", draft, *shared)
             with (
                 ThreadPoolExecutor(AT_ONCE) as pool,
