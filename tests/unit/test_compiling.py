@@ -68,7 +68,6 @@ A_START = """
 from functools import partial
 import specahead.engine.steps.graphs, specahead.kernels.compiling
 from specahead.lab.benchmarks.shapes import Shape, random_decoder
-from specahead.config import TargetSettings
 from draft_service.drafter import Drafter
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.kv.cache import KVCache
@@ -80,6 +79,7 @@ from specahead.kernels.compiling import compiles_only, note_launch, without_plac
 from specahead.sparsity.plan import uniform_plan
 from target_service.draft_in_target import StepsByTurns
 from target_service.verifier import Verifier
+from tests.settings import target_settings
 
 foreseen, launched, compiled = set(), set(), iter(range(100))
 
@@ -226,7 +226,6 @@ def kernel(x_ptr, SIZE: tl.constexpr):
 
 A_FAULT = """
 from specahead.kernels.backends import jit, tl
-from tests.settings import target_settings
 
 @jit
 def kernel(x_ptr, SIZE: tl.constexpr):
