@@ -176,8 +176,8 @@ class Policy:
 
         cost: plain rounds that proposing takes; 0: as assumed.
         """
+        pace.trial = max(0, pace.trial - 1)
         if pace.trial:
-            pace.trial -= 1
             return
         gained, least = pace.acceptance.tokens(proposed) - 1, cost or TOKEN_COST * proposed
         if gained >= least:

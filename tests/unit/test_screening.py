@@ -95,17 +95,17 @@ def check_kv(world: World) -> None:
                 assert all(position >= session.screening.confirmed - 1 for position in sparse)
 
 
-@pytest.mark.parametrize("most", [11, -1])
+@pytest.mark.parametrize("most", [11, None])
 @pytest.mark.parametrize("screening", [0, 2, 3, 4])
 @pytest.mark.parametrize("agreement", [0, 3, 4])
 def test_greedy_is_plain_decoding_whatever_each_level_rejects(
-    clock: Clock, screening: int, agreement: int, most: int
+    clock: Clock, screening: int, agreement: int, most: int | None
 ) -> None:
     model = Screens(agreement=agreement, screening=screening)
     world = screened(clock, 2 + screening, model, most, branches=1 + 2 * (screening % 2))
     world.attach()
     # By auto nothing is held until 16 dense rounds were seen.
-    names = [world.open(prompt, 40 if most > 0 else 150) for prompt in prompts(world.rng, 3)]
+    names = [world.open(prompt, 40 if most else 150) for prompt in prompts(world.rng, 3)]
     while world.happen():
         check_kv(world)
     for name in names:
@@ -117,7 +117,7 @@ def test_greedy_is_plain_decoding_whatever_each_level_rejects(
     assert sum(each.screening_rounds for each in totals) == counted["screening_rounds"]
     if screening == 4:
         assert counted["confirmed_tokens"] == counted["screened_tokens"] > 0
-    elif most > 0:
+    elif most:
         assert (counted["confirmed_tokens"] > 0) == (screening > 0)
         assert counted["confirmed_tokens"] < counted["screened_tokens"]
     assert world.drafter.counters["refused_frames"] == counted["refused_frames"] == 0
@@ -280,7 +280,7 @@ def test_whatever_happens_only_confirmed_tokens_leave(
     screening: int,
     agreement: int,
     gamma: int,
-    most: int,
+    most: int | None,
     aborted: set[int],
     pages: int,
     faults: int,
@@ -383,7 +383,7 @@ def test_rules_go_back_where_held_tokens_are_rejected(clock: Clock, screening: i
         said.append([world.ledger.records[name].generated for name in names])
         ruled = [world.ledger.records[name].totals for name in names[:-1]]
         assert world.drafter.counters["failed_sessions"] == world.verifier.counters["failed_sessions"] == 0
-        if most > 0:
+        if most:
             screened_rounds = sum(totals.screening_rounds for totals in ruled)
             assert (sum(each.confirmed for each in ruled) < sum(each.screened for each in ruled)) == (screening < 4)
         world.check_nothing_left()
@@ -579,13 +579,13 @@ class Circles(Screens):
     seed=st.integers(0, 10**6),
     screening=st.integers(1, 4),
     agreement=st.integers(0, 4),
-    most=st.sampled_from([-1, 6, 11]),
+    most=st.sampled_from([None, 6, 11]),
     pages=st.sampled_from([40, 200]),
     aborted=st.sets(st.integers(0, 4), max_size=2),
     faults=st.integers(0, 8),
 )
 def test_what_is_looked_up_first_is_judged_by_a_dense_pass(
-    seed: int, screening: int, agreement: int, most: int, pages: int, aborted: set[int], faults: int
+    seed: int, screening: int, agreement: int, most: int | None, pages: int, aborted: set[int], faults: int
 ) -> None:
     """Where nothing is held, beside sessions that hold tokens; whoever leaves, gives way or is lost meanwhile."""
     clock = Clock()
@@ -615,12 +615,12 @@ def test_what_is_looked_up_first_is_judged_by_a_dense_pass(
     seed=st.integers(0, 10**6),
     screening=st.integers(0, 4),
     gamma=st.integers(1, 4),
-    most=st.sampled_from([-1, 6, 11]),
+    most=st.sampled_from([None, 6, 11]),
     pages=st.sampled_from([40, 200]),
     aborted=st.sets(st.integers(0, 4), max_size=2),
 )
 def test_what_is_looked_up_without_a_draft_is_screened(
-    seed: int, screening: int, gamma: int, most: int, pages: int, aborted: set[int]
+    seed: int, screening: int, gamma: int, most: int | None, pages: int, aborted: set[int]
 ) -> None:
     """Sessions that repeat themselves now and then, in the same steps; some give way for room, some are aborted."""
     clock = Clock()
@@ -640,7 +640,7 @@ def test_what_is_looked_up_without_a_draft_is_screened(
             world.run_and_check_greedy(names, aborted)
         counted = world.verifier.counters
         assert counted["rounds"] == counted["ngram_rounds"]
-        assert most < 0 or counted["screened_tokens"] > 50
+        assert most is None or counted["screened_tokens"] > 50
         if screening == 4:
             assert counted["confirmed_tokens"] == counted["screened_tokens"]
         check_kv(world)

@@ -60,7 +60,7 @@ def test_what_drafting_takes_follows_from_sizes() -> None:
 def test_drafting_is_chosen_at_length_and_not_before_anything_is_measured() -> None:
     assert chosen(sizes(), Load(8, 8 * 4_096)) == 0
     assert chosen(sizes(), Load(8, 8 * 32_768)) > 1 and chosen(sizes(), Load(1, 102_400)) > 1
-    assert chosen(sizes(), Load(1, 4_096, away=4_096)) == 8
+    assert chosen(sizes(), Load(1, 4_096, away=4_096)) == 4
     assert chosen(sizes(drafting_weights=0.5), Load(8, 8 * 8_192)) > 0, "weights in 8 bits have it pay sooner"
 
 
@@ -68,7 +68,7 @@ def test_as_many_tokens_are_drafted_as_are_the_fastest_by_what_is_accepted() -> 
     load = Load(8, 8 * 102_400)
     drafted = [chosen(sizes(), load, chance, 7) for chance in (0.05, 0.45, 0.65, 0.85, 0.97)]
     assert drafted[0] == 0 and drafted[-1] == 7 and drafted == sorted(drafted) and len({*drafted}) > 3
-    assert chosen(sizes(), Load(1, 32_768), 0.97, 7) == 0, "weights are most of what a pass reads"
+    assert chosen(sizes(), Load(1, 32_768), 0.9, 7) == 0, "weights are most of what a pass reads"
 
 
 @pytest.mark.parametrize(
