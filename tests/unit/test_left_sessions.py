@@ -12,6 +12,7 @@ import pytest
 from orchestrator.cluster.directory import Directory
 from orchestrator.sessions.ledger import Record
 from orchestrator.sessions.router import Router
+from specahead.config.access import Timeouts
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.access import PeerAccess
@@ -143,7 +144,7 @@ async def test_another_request_of_that_name_gets_nothing_of_it(other: dict[str, 
 
 
 async def test_what_is_left_is_kept_for_resume_timeout() -> None:
-    async with two_gateways(resume_timeout=0.3) as (first, second):
+    async with two_gateways(timeouts=Timeouts(resume=0.3)) as (first, second):
         await some_of(first, record(), 10)
         await until(lambda: second.left == {"a"})
         await until(lambda: not second.left)
