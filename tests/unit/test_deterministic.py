@@ -370,7 +370,7 @@ def test_three_levels_say_what_is_said_without_a_draft(clock: Clock, screening: 
     world.attach()
     assert said(world) == plain
     counted = world.verifier.counters
-    if most > 0:
+    if most is not None:
         assert counted["screened_tokens"] > 30
         assert (counted["confirmed_tokens"] == counted["screened_tokens"]) == (screening == 4), (
             "where both levels have one distribution they draw the same"
@@ -383,7 +383,7 @@ def test_three_levels_say_what_is_said_without_a_draft(clock: Clock, screening: 
     screening=st.integers(1, 4),
     agreement=st.integers(0, 4),
     gamma=st.integers(1, 4),
-    most=st.sampled_from([-1, 6, 11, 24]),
+    most=st.sampled_from([None, 6, 11, 24]),
     pages=st.sampled_from([26, 40, 200]),
     faults=st.integers(0, 8),
     breaks=st.booleans(),

@@ -180,7 +180,7 @@ def test_any_truncation(session: tuple[BlockSelection, NamedSelection | None]) -
     for size in range(len(data)) if len(data) < 100 else (*range(40), len(data) // 2, len(data) - 1):
         with pytest.raises(InvalidArgument, match="bytes"):
             decode(data[:size], reference, selection)
-    with pytest.raises(InvalidArgument, match="bytes behind the header"):
+    with pytest.raises(InvalidArgument, match="bytes after the header"):
         decode(data + b"\0", reference, selection)
 
 
@@ -191,9 +191,9 @@ def test_any_truncation(session: tuple[BlockSelection, NamedSelection | None]) -
         (packet(3, 9, [2, 8, 0]), "3 heads x 9 blocks, expected 2 x 9"),
         (packet(2, 10, [2, 8]), "2 heads x 10 blocks, expected 2 x 9"),
         (packet(2, 9, [2, 8])[:35], "35 bytes, a header has 36"),
-        (packet(2, 9, [2, 8])[:37], "1 bytes behind the header, its bitmap asks for 3"),
-        (packet(2, 9, [2, 8])[:39], "3 bytes behind the header, its bitmap asks for 4"),
-        (packet(2, 9, [2, 8]) + b"\1", "5 bytes behind the header, its bitmap asks for 4"),
+        (packet(2, 9, [2, 8])[:37], "1 bytes after the header, its bitmap asks for 3"),
+        (packet(2, 9, [2, 8])[:39], "3 bytes after the header, its bitmap asks for 4"),
+        (packet(2, 9, [2, 8]) + b"\1", "5 bytes after the header, its bitmap asks for 4"),
         (packet(2, 9, [2, 8])[:-1] + b"\7", "checksum"),
         (packet(2, 9, [2, 512]), "beyond the last block"),
         (packet(2, 9, [2, 8], [2, 0], NAME), f"no selection of epoch {NAME[0]}, round 200"),
