@@ -186,7 +186,8 @@ class StepsByTurns:
             case DraftStep(), DraftStepResult():
                 if step.inputs:
                     self.verifier.pacing.note_draft_reading(
-                        result.seconds - self.drafter.round_seconds * bool(step.rounds)
+                        result.seconds - self.drafter.round_seconds * bool(step.rounds),
+                        sum(len(item.tokens) for item in step.inputs),
                     )
                 self.drafter.finish_step(step, result)
             case VerifyStep(), VerifyResult():

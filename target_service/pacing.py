@@ -1,6 +1,6 @@
 """Tells the policy what each step took and gave, and sets the policy's choice as the sessions' next rounds."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -44,8 +44,12 @@ class StepSeen:
     """How long the step took."""
     rounds: int
     """Rounds that it had."""
-    took: list[float] = field(default_factory=list)
-    """Seconds from one commit to the next, of each session whose last two rounds were made alike."""
+    prompt_tokens: int
+    """Tokens of prompts that it read."""
+    took: defaultdict[Verified, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Seconds from one commit to the next, of each session whose last two rounds were made alike, by how its round was
+    verified.
+    """
     tokens: int = 0
     """Tokens that its rounds brought."""
     drafting: float = 0.0
@@ -73,10 +77,10 @@ class Pacing:
             session.pace.acceptance = self.policy.new_acceptance()
             session.pace.next_round = self.policy.plan_of(session.pace, len(session.tokens), session.announces)
 
-    def note_draft_reading(self, seconds: float) -> None:
-        """Take note that the draft in this process has read prompts for `seconds`, on the same device."""
+    def note_draft_reading(self, seconds: float, tokens: int) -> None:
+        """Take note that the draft in this process has read `tokens` tokens of prompts for `seconds`."""
         self._draft_has_read = True
-        self.policy.note_reading(seconds)
+        self.policy.note_reading(seconds, tokens)
 
     def see(self, step: VerifyStep, fetched: int, seconds: float, now: float) -> StepSeen:
         """Return the figures of a step that has ended at the time `now`; call it once for each step.
@@ -94,7 +98,8 @@ class Pacing:
         lasts = [session.pace.last_gamma for session in self._sessions.values()]
         others = sum(last >= 0 for last in lasts)
         is_typical = lasts.count(kind.gamma) >= (ALIKE if kind.gamma else 1) * others
-        return StepSeen(now, load, kind, disturbed, is_typical, seconds, len(step.rounds))
+        prompt_tokens = sum(len(given.tokens) for _, given in step.prefills)
+        return StepSeen(now, load, kind, disturbed, is_typical, seconds, len(step.rounds), prompt_tokens)
 
     def note(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:
         """Take note of a round that was just committed, and set how its session's next round is made.
@@ -112,7 +117,8 @@ class Pacing:
             return
         drafted = len(item.proposed if item.proposal is None else item.proposal.tokens)
         if since is not None and not seen.disturbed and drafted == pace.last_gamma:
-            seen.took.append(seen.now - since)
+            verified = Verified.SCREENS if item.screens else Verified.CONFIRMS if item.held else seen.kind.verified
+            seen.took[verified].append(seen.now - since)
         pace.last_gamma = drafted
         if drafted and commit.confirmed >= commit.screened:
             seen.drafting = max(seen.drafting, commit.draft_seconds)
@@ -136,15 +142,19 @@ class Pacing:
 
     def finish(self, seen: StepSeen) -> None:
         """Take note that all rounds of a step are committed."""
-        measured, took = None, seen.took
-        if seen.is_typical and sum(took) > 0:
-            measured = Measured(seen.kind, sum(took) / len(took), len(took))
-            if seen.drafting and seen.kind.proposer is Proposer.DRAFT:
-                # Of what the draft took, the part counts that was not beside the target's step.
-                drafting = min(seen.drafting, max(0.0, measured.seconds - seen.seconds))
-                self.policy.costs.sizes.note_drafting(drafting, seen.seconds, seen.kind, seen.load)
-        if seen.rounds and seen.load.sessions:
-            self.policy.note_step(Ended(seen.now, seen.rounds, seen.tokens, seen.load, measured))
+        measured: tuple[Measured, ...] = ()
+        if seen.is_typical:
+            measured = tuple(
+                Measured(seen.kind._replace(verified=verified), sum(took) / len(took), len(took))
+                for verified, took in seen.took.items()
+                if sum(took) > 0
+            )
+        if measured and seen.drafting and seen.kind.proposer is Proposer.DRAFT:
+            # Of what the draft took, the part counts that was not beside the target's step.
+            drafting = min(seen.drafting, max(0.0, measured[0].seconds - seen.seconds))
+            self.policy.costs.sizes.note_drafting(drafting, seen.seconds, seen.kind, seen.load)
+        if seen.load.sessions:
+            self.policy.note_step(Ended(seen.now, seen.rounds, seen.tokens, seen.prompt_tokens, seen.load, measured))
 
     def _load(self, everyone: bool = False) -> Load:
         """Return the load by the sessions that generate, or by all that run."""

@@ -26,10 +26,10 @@ HELD_NEWEST, HELD_PRIOR = 1 / 128, 16  # weight of a judged held token; the numb
 SESSION_PRIOR = 6  # rounds that the acceptance of all counts as in a session that begins
 TRIED = 6  # rounds of each session that a plan is tried for
 TRIAL_LIMIT = 8  # times TRIED rounds of each session, after which a trial ends in any case
-READING_NEWEST = 1 / 256  # weight of the newest round in what a draft on the same device reads
-READING_FORGOTTEN = 1 / 4096  # of it, in a round of each session without a draft
+ANSWER = 1024  # tokens of each session in which the ratio of prompts to answers is forgotten
+READ_NEWEST = 1 / 4  # weight of the newest prompt in the time that a draft on the same device takes to read a token
 LONGEST_STEP = 1.0  # seconds: what goes by beyond it is a pause between requests
-TRIAL_SHARE = 0.01  # of the time that trials may cost
+TRIAL_SHARE = 0.005  # of the time that trials may cost
 FIRST_TRIALS = 4  # rounds of each session that trials may cost at once
 HELD_WAIT = 1024  # rounds of each session before holding is tried again that did not pay
 SHORTEST_WAIT = 128  # rounds of each session before proposing is tried again that did not pay
@@ -81,9 +81,11 @@ class Ended(NamedTuple):
     """Rounds that it had."""
     tokens: int
     """Tokens that they brought."""
+    prompt_tokens: int
+    """Tokens of prompts that it read."""
     load: Load
-    measured: Measured | None
-    """What its rounds took; None if that does not say what others will take."""
+    measured: tuple[Measured, ...] = ()
+    """What its rounds took, of each kind; empty if that does not say what others will take."""
 
 
 @dataclass
@@ -129,7 +131,8 @@ class Policy:
         self._since = 0  # rounds since the last choice
         self._rested = 0.0  # rounds of each session since proposing was tried, while nothing is proposed
         self._dense = 0.0  # rounds of each session since holding was tried, while nothing is held
-        self._reading = 0.0  # seconds that a draft on the same device reads prompts for, in a round of each session
+        self._prompts, self._answers = 0.0, float(ANSWER)  # tokens that were read and generated of late
+        self._a_read = 0.0  # seconds that a draft on the same device takes to read a token of a prompt
         self._ended = 0.0  # when the last step was committed
         self._saved: float | None = None  # seconds that trials may cost; None: nothing is measured yet
         self._in_vain = 0  # trials of proposing, since it paid
@@ -193,19 +196,20 @@ class Policy:
 
     def note_step(self, ended: Ended) -> None:
         """Take note of a step, and choose anew if it is time to."""
-        load, measured, sessions = ended.load, ended.measured, max(1, ended.load.sessions)
+        load, sessions = ended.load, max(1, ended.load.sessions)
         seconds, self._ended = min(LONGEST_STEP, max(0.0, ended.now - self._ended)), ended.now
         share = ended.rounds / sessions
         self._since += ended.rounds
         self._rested = 0.0 if self.plan.gamma else self._rested + share
         self._dense = 0.0 if self.plan.held else self._dense + share
-        self._reading *= 1 - share * (READING_NEWEST if self.plan.gamma else READING_FORGOTTEN)
-        if measured is not None:
+        kept = max(0.0, 1 - ended.tokens / (ANSWER * sessions))
+        self._prompts, self._answers = kept * self._prompts + ended.prompt_tokens, kept * self._answers + ended.tokens
+        for measured in ended.measured:
             self.costs.note(measured.kind, load, measured.seconds, measured.sessions)
         if self._trial is not None:
             trial = self._trial
             trial.lost -= seconds - ended.tokens / (sessions * trial.rate)
-            trial.left -= share if measured is not None and trial.is_made_by(measured.kind) else 0.0
+            trial.left -= share * any(trial.is_made_by(measured.kind) for measured in ended.measured)
             trial.limit -= share
             if min(trial.left, trial.limit) > 0 and trial.bucket == load.bucket:
                 return
@@ -216,9 +220,10 @@ class Policy:
         if self._since >= max(DECIDED_EVERY, sessions):
             self.choose(load)
 
-    def note_reading(self, seconds: float) -> None:
-        """Take note that a draft on the same device has read prompts for `seconds`."""
-        self._reading += READING_NEWEST * max(0.0, seconds)
+    def note_reading(self, seconds: float, tokens: int) -> None:
+        """Take note that a draft on the same device has read `tokens` tokens of prompts for `seconds`."""
+        a_read = max(0.0, seconds) / tokens
+        self._a_read += (READ_NEWEST if self._a_read else 1.0) * (a_read - self._a_read)
 
     def choose(self, load: Load) -> None:
         """Choose the plan of most tokens a second under a load, or one to try."""
@@ -227,7 +232,8 @@ class Policy:
         rates = {plan: self._rate(plan, at) for plan in self.options.plans(load)}
         best = max(rates, key=rates.__getitem__)
         present = self._present if self._present in rates else best
-        if rates[best] > rates[present] * (1 + (MARGIN if best.gamma else PLAIN_MARGIN)):
+        margin = (MARGIN if best.gamma else PLAIN_MARGIN) + at.uncertainty(kinds_of(present, load)[-1])
+        if rates[best] > rates[present] * (1 + margin):
             present = best
         if self._present != present:
             self._in_vain = 0 if present.gamma else self._in_vain
@@ -248,7 +254,12 @@ class Policy:
             self._try(rates, others, at)
 
     def _rate(self, plan: RoundPlan, at: CostsAtLoad) -> float:
-        """Return the tokens a second of each session, on average."""
+        """Return the tokens a second of each session, on average. A draft on the same device reads the prompts too."""
+        rate = self._rate_of_rounds(plan, at)
+        a_token = self._a_read * self._prompts / self._answers if plan.drafted else 0.0
+        return 1 / (1 / rate + at.load.sessions * a_token)
+
+    def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         load, kinds = at.load, kinds_of(plan, at.load)
         if not plan.gamma:
             return 1 / at.seconds(kinds[0])
@@ -256,7 +267,7 @@ class Policy:
         tokens = self.acceptance.tokens(plan.gamma, self._alternatives(plan.gamma), self._right.chances[0])
         tokens = 1 + proposed * (tokens - 1)
         if len(kinds) == 1:
-            return tokens / (at.seconds(kinds[0]) + self._reading)
+            return tokens / at.seconds(kinds[0])
         # From one dense pass to the next. Where held tokens are rejected, the round drafted behind them is lost too.
         chance, most = self.held.chances[0], max(tokens, plan.held - plan.gamma / 2)
         kept = chance**most
@@ -264,7 +275,7 @@ class Policy:
         rounds = most / tokens + (1 - kept)
         screened = load.screened / load.sessions
         gained = screened * (kept * tokens + confirmed) + (1 - screened) * tokens * (rounds + 1)
-        return gained / (rounds * at.seconds(kinds[0]) + at.seconds(kinds[1]) + (rounds + 1) * self._reading)
+        return gained / (rounds * at.seconds(kinds[0]) + at.seconds(kinds[1]))
 
     # Trials.
 

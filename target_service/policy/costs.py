@@ -19,6 +19,7 @@ STALE = 1024  # rounds of each session in a bucket without a new one of a kind, 
 # How many times faster than estimated a round may turn out to be: one of a kind that was never measured, one that was
 # measured under other loads alone, and one of another number of tokens than was measured here.
 NEVER_SEEN, SEEN_ELSEWHERE, SEEN_NEAR = 1.8, 1.2, 1.1
+UNSETTLED = 0.4  # how much faster another plan must be than one of two rounds; by more rounds less
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ class CostTable:
         """Return what rounds take under a load."""
         here = self._buckets.get(load.bucket, _Bucket())
         known = {
-            kind: figure.value
+            kind: figure
             for kind, figure in here.figures.items()
             if figure.rounds > SETTLED and here.rounds - figure.newest < STALE
         }
@@ -82,7 +83,7 @@ class CostsAtLoad:
 
     sizes: Sizes
     load: Load
-    known: dict[RoundKind, float]
+    known: dict[RoundKind, _Figure]
     """The figures of the load's bucket."""
     scales: dict[RoundKind, float]
     """Seconds for what sizes say, as measured under any load."""
@@ -93,12 +94,12 @@ class CostsAtLoad:
         In tokens of KV that can be read meanwhile while nothing is measured.
         """
         if kind in self.known:
-            return self.known[kind] * self.sizes.target(kind, self.load)
+            return self.known[kind].value * self.sizes.target(kind, self.load)
         size = self.sizes.round(kind, self.load)
         if not self.known:
             return size * self._scale(kind)
         nearest = min(self.known, key=lambda other: _distance(kind, other))
-        here = self.known[nearest] * self.sizes.target(nearest, self.load) / self.sizes.round(nearest, self.load)
+        here = self.known[nearest].value * self.sizes.target(nearest, self.load) / self.sizes.round(nearest, self.load)
         return size * here * self._scale(kind) / self._scale(nearest)
 
     def doubt(self, kind: RoundKind) -> float:
@@ -112,6 +113,12 @@ class CostsAtLoad:
         most = max((other.gamma for other in self.known), default=0)
         rows, measured = self.load.sessions * (kind.gamma + 1), self.load.sessions * (most + 1)
         return (SEEN_NEAR if near else NEVER_SEEN) * max(1.0, measured / max(MOST_ROWS, rows))
+
+    def uncertainty(self, kind: RoundKind) -> float:
+        """Return by how much more another plan must be faster, since few rounds of this kind were measured."""
+        if not self.scales:
+            return 0.0
+        return UNSETTLED / (SETTLED + (self.known[kind].rounds if kind in self.known else 0.0))
 
     def _scale(self, kind: RoundKind) -> float:
         if not self.scales:

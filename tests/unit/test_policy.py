@@ -35,6 +35,7 @@ from target_service.policy.costs import STALE
 A_TOKEN = 3.25e-8  # seconds to read one of KV
 WEIGHTS = 120_000.0  # of an 8B model, in tokens of its KV
 DENSE, SPARSE, SCREENS, CONFIRMS = Verified
+PLAIN_KIND = RoundKind(Proposer.NOBODY, 0, DENSE)
 Factors = dict[tuple[Proposer, Verified], float]
 
 
@@ -62,6 +63,8 @@ class Machine:
     now: float = 0.0
     tokens: float = 0.0
     """Expected tokens that were generated so far."""
+    plain_tokens: float = 0.0
+    """Tokens that plain decoding would have generated meanwhile."""
     clients: list[Client] = field(default_factory=list)
     fixed: RoundPlan | None = None
     """What is done in place of what the policy says."""
@@ -109,19 +112,20 @@ class Machine:
         kind = kinds_of(drafted, load)[0]
         seconds = self.seconds(kind) * self.random.uniform(1 - self.noise, 1 + self.noise)
         self.now += seconds
+        self.plain_tokens += len(self.clients) * seconds / self.seconds(PLAIN_KIND)
         took: list[float] = []
         before = self.tokens
         for client, plan in zip(self.clients, plans, strict=True):
             self._round(client, plan, kind, seconds, took)
         self.plans.append((self.now, drafted))
         alike = sum(plan.gamma == kind.gamma for plan in plans)
-        measured = None
+        measured: tuple[Measured, ...] = ()
         if took and alike >= (7 / 8 if kind.gamma else 1) * len(plans):
-            measured = Measured(kind, sum(took) / len(took), len(took))
+            measured = (Measured(kind, sum(took) / len(took), len(took)),)
         if kind.proposer is Proposer.DRAFT:
             step = self.true.step(kind, load) * A_TOKEN
             self.policy.costs.sizes.note_drafting(seconds - step, step, kind, load)
-        self.policy.note_step(Ended(self.now, len(plans), round(self.tokens - before), load, measured))
+        self.policy.note_step(Ended(self.now, len(plans), round(self.tokens - before), 0, load, measured))
         for client in self.clients:
             client.pace.next_round = self.policy.plan_of(client.pace, int(client.tokens), client.announces)
 
@@ -205,7 +209,7 @@ def alone(
 ) -> Machine:
     """Return a machine with sessions that stay."""
     made = machine(seed)
-    made.factors, made.true = {}, replace(made.true, draft_pass=0.15, **true)  # type: ignore[arg-type]
+    made.factors, made.true = {}, replace(made.true, **({"draft_pass": 0.15} | true))  # type: ignore[arg-type]
     for _ in range(sessions):
         made.add(Client(context, acceptance, 1e9, announces))
     return made
@@ -213,10 +217,9 @@ def alone(
 
 def gain(made: Machine, seconds: float) -> float:
     """Return how many times as many tokens a second are generated, for so long from now, as by plain decoding."""
-    began, tokens = made.now, made.tokens
-    plain = made.seconds(RoundKind(Proposer.NOBODY, 0, DENSE))
-    made.run(began + seconds)
-    return (made.tokens - tokens) / (made.now - began) * plain / len(made.clients)
+    tokens, plain_tokens = made.tokens, made.plain_tokens
+    made.run(made.now + seconds)
+    return (made.tokens - tokens) / (made.plain_tokens - plain_tokens)
 
 
 def share(made: Machine, wanted: Callable[[RoundPlan], bool], since: float = 0.0) -> float:
@@ -230,7 +233,7 @@ def test_the_first_request_is_served_as_the_thousandth() -> None:
     made = alone(0.8, sessions=8, context=32_768, announces=True)
     assert made.clients[0].pace.next_round.sparse
     early = gain(made, 1.0)
-    assert early > 0.97 * gain(made, 5.0)
+    assert early > 0.93 * gain(made, 5.0)
     assert share(made, lambda plan: plan.sparse) > 0.99 and share(made, lambda plan: plan.gamma == 4) > 0.95
 
 
@@ -300,7 +303,7 @@ def test_a_choice_takes_the_host_little_time() -> None:
     chosen: list[Load] = []
     policy.choose = chosen.append  # type: ignore[method-assign]
     for _ in range(10):
-        policy.note_step(Ended(0.0, 16, 16, Load(16, 16_000), None))
+        policy.note_step(Ended(0.0, 16, 16, 0, Load(16, 16_000)))
     assert len(chosen) == 10
 
 
@@ -365,7 +368,6 @@ def costs_of(load: Load, *figures: tuple[RoundKind, float], rounds: int = 4) -> 
     return table
 
 
-PLAIN_KIND = RoundKind(Proposer.NOBODY, 0, DENSE)
 DRAFT_4 = RoundKind(Proposer.DRAFT, 4, DENSE)
 LOAD = Load(4, 80_000, announcing=80_000)
 
@@ -432,10 +434,10 @@ def held_tokens(load: Load, chance: float, measured: float = 1.0, **how: float) 
     policy = Policy(options, CostTable(sizes), Counter(), prior=0.8)
     policy.held = Acceptance([chance])
     for kind, times in ((DRAFT_4, 1.0), (DRAFT_4._replace(verified=CONFIRMS), measured)):
-        for _ in range(4):
+        for _ in range(60):
             policy.costs.note(kind, load, times * sizes.round(kind, load), load.sessions)
     policy.choose(load)
-    return policy.plan.held
+    return policy.choice.plan.held
 
 
 def test_tokens_are_held_where_contexts_are_long_and_most_are_confirmed() -> None:
@@ -463,7 +465,7 @@ def test_holding_is_tried_again_where_it_did_not_pay() -> None:
     policy.choose(load)
     assert policy.plan.held == 0
     while not policy.plan.held and rounds < 20_000:
-        policy.note_step(Ended(0.02 * rounds, 4, 13, load, Measured(DRAFT_4, 0.02, 4)))
+        policy.note_step(Ended(0.02 * rounds, 4, 13, 0, load, (Measured(DRAFT_4, 0.02, 4),)))
         rounds += 1
     assert 500 < rounds < 5_000
 
