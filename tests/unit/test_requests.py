@@ -60,7 +60,7 @@ def test_a_request_becomes_a_record(tokenizer: Any) -> None:
     assert (got.session, got.max_tokens, got.stop_token_ids) == ("mine", 9, [0, 7])
     assert (got.sampling.temperature, got.sampling.top_p, got.sampling.seed) == (0.5, 0.9, 3)
     assert got.exactness is Exactness.APPROXIMATE
-    assert got.generated == []
+    assert got.tokens[got.prompt_tokens :] == []
 
 
 def test_approximate_says_that_it_runs_without_calibration() -> None:

@@ -20,7 +20,7 @@ from specahead.lab.benchmarks.recording import ReadRecording, load_reads
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.sparsity.methods import METHODS
 from specahead.wire import messages as m
-from target_service import planning
+from target_service import prompts as reading_of_prompts
 from target_service.commit import cut_at_end
 from target_service.hooks import Hooks
 from target_service.patience import LEAST_SECONDS, MOST_SECONDS, Patience
@@ -315,7 +315,7 @@ def test_only_kv_that_was_computed_densely_is_offered(clock: Clock, exactness: m
 
 def test_kv_of_sparse_prompts_is_offered_to_sparse_prompts_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is told in the first commit. What an exact session has read densely is offered to all."""
-    monkeypatch.setattr(planning, "sparse_tokens", lambda prompt_tokens: prompt_tokens - 32)
+    monkeypatch.setattr(reading_of_prompts, "sparse_tokens", lambda prompt_tokens: prompt_tokens - 32)
     world = World(clock, 6, FakeModel(ends=True), prompt_read_share=0.5)
     world.attach()
     cached, sparse = [], []
@@ -336,7 +336,7 @@ def test_kv_of_sparse_prompts_is_offered_to_sparse_prompts_alone(clock: Clock, m
 def test_a_prompt_whose_log_probabilities_are_told_is_read_densely(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "sparse_tokens", lambda prompt_tokens: prompt_tokens - 32)
+    monkeypatch.setattr(reading_of_prompts, "sparse_tokens", lambda prompt_tokens: prompt_tokens - 32)
     world = World(clock, 6, prompt_read_share=0.5)
     name = world.open([5] * 170, 8, exactness=m.Exactness.APPROXIMATE, logprobs=1, echo=True)
     world.run()

@@ -412,13 +412,13 @@ def call_source(tokenizer: Any, form: ReplyFormat, **fields: Any) -> str:
 
 
 def calls_of(deltas: list[Delta]) -> list[tuple[str, str]]:
-    """The names and arguments of calls; there may be nothing else."""
+    """Return the names and arguments of calls; nothing else may stand beside them but reasoning."""
     calls: list[tuple[str, str]] = []
     for delta in deltas:
-        assert not delta.content and not delta.reasoning
+        assert not delta.content
         if delta.call is not None:
             calls.append((delta.call.name, delta.call.arguments))
-        else:
+        elif delta.arguments:
             calls[-1] = calls[-1][0], calls[-1][1] + delta.arguments
     return calls
 
