@@ -8,7 +8,7 @@ from specahead.config import TargetSettings
 from specahead.engine.steps.requests import gammas
 from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.plan import Plan
-from specahead.wire.messages import Commit
+from specahead.wire.messages import Commit, FinishReason
 from target_service.policy import (
     CostTable,
     Ended,
@@ -44,8 +44,6 @@ class StepSeen:
     """How long the step took."""
     rounds: int
     """Rounds that it had."""
-    prompt_tokens: int
-    """Tokens of prompts that it read."""
     took: defaultdict[Verified, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Seconds from one commit to the next, of each session whose last two rounds were made alike, by how its round was
     verified.
@@ -80,7 +78,7 @@ class Pacing:
     def note_draft_reading(self, seconds: float, tokens: int) -> None:
         """Take note that the draft in this process has read `tokens` tokens of prompts for `seconds`."""
         self._draft_has_read = True
-        self.policy.note_reading(seconds, tokens)
+        self.policy.reading.note_read(seconds, tokens)
 
     def see(self, step: VerifyStep, fetched: int, seconds: float, now: float) -> StepSeen:
         """Return the figures of a step that has ended at the time `now`; call it once for each step.
@@ -98,8 +96,9 @@ class Pacing:
         lasts = [session.pace.last_gamma for session in self._sessions.values()]
         others = sum(last >= 0 for last in lasts)
         is_typical = lasts.count(kind.gamma) >= (ALIKE if kind.gamma else 1) * others
-        prompt_tokens = sum(len(given.tokens) for _, given in step.prefills)
-        return StepSeen(now, load, kind, disturbed, is_typical, seconds, len(step.rounds), prompt_tokens)
+        for session, given in step.prefills:
+            session.pace.prompt_tokens += len(given.tokens)
+        return StepSeen(now, load, kind, disturbed, is_typical, seconds, len(step.rounds))
 
     def note(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:
         """Take note of a round that was just committed, and set how its session's next round is made.
@@ -108,6 +107,8 @@ class Pacing:
         """
         session, pace = item.session, item.session.pace
         seen.tokens += commit.accepted + 1
+        if commit.finish_reason is not FinishReason.NONE:
+            self.policy.reading.note_answer(pace.prompt_tokens, len(session.tokens) - session.asked.prompt_tokens)
         since, pace.committed_at = pace.committed_at, None if seen.disturbed or item.is_guessed else seen.now
         if session.screening is not None and not item.screens:
             if commit.screened:
@@ -154,11 +155,11 @@ class Pacing:
             drafting = min(seen.drafting, max(0.0, measured[0].seconds - seen.seconds))
             self.policy.costs.sizes.note_drafting(drafting, seen.seconds, seen.kind, seen.load)
         if seen.load.sessions:
-            self.policy.note_step(Ended(seen.now, seen.rounds, seen.tokens, seen.prompt_tokens, seen.load, measured))
+            self.policy.note_step(Ended(seen.now, seen.rounds, seen.tokens, seen.load, measured))
 
     def _load(self, everyone: bool = False) -> Load:
         """Return the load by the sessions that generate, or by all that run."""
-        sessions = tokens = announcing = screened = pausing = away = 0
+        sessions = tokens = announcing = screened = pausing = undrafted = away = 0
         kv = self._runner.kv
         for session in self._sessions.values():
             screened += session.screening is not None
@@ -169,9 +170,9 @@ class Pacing:
             tokens += length
             announcing += length if session.announces else 0
             pausing += session.pace.pause.lasts(length)
-            if not kv.is_resident(session.kv):
-                away += length
-        return Load(sessions, tokens, announcing, min(screened, sessions), pausing, away)
+            undrafted += length if session.draft.peer is None else 0
+            away += 0 if kv.is_resident(session.kv) else length
+        return Load(sessions, tokens, announcing, min(screened, sessions), pausing, undrafted, away)
 
 
 def _kind_of(step: VerifyStep) -> RoundKind:

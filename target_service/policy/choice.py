@@ -15,6 +15,7 @@ from target_service.policy.acceptance import OF_DRAFT, OF_HELD, OF_SELF, Accepta
 from target_service.policy.costs import CostsAtLoad, CostTable
 from target_service.policy.pace import TRIAL, Pace
 from target_service.policy.plans import PLAIN, Load, Options, Proposer, RoundKind, RoundPlan, Verified
+from target_service.policy.reading import DraftReading
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,6 @@ HELD_NEWEST, HELD_PRIOR = 1 / 128, 16  # weight of a judged held token; the numb
 SESSION_PRIOR = 6  # rounds that the acceptance of all counts as in a session that begins
 TRIED = 6  # rounds of each session that a plan is tried for
 TRIAL_LIMIT = 8  # times TRIED rounds of each session, after which a trial ends in any case
-ANSWER = 1024  # tokens of each session in which the ratio of prompts to answers is forgotten
-READ_NEWEST = 1 / 4  # weight of the newest prompt in the time that a draft on the same device takes to read a token
 LONGEST_STEP = 1.0  # seconds: what goes by beyond it is a pause between requests
 TRIAL_SHARE = 0.005  # of the time that trials may cost
 FIRST_TRIALS = 4  # rounds of each session that trials may cost at once
@@ -81,8 +80,6 @@ class Ended(NamedTuple):
     """Rounds that it had."""
     tokens: int
     """Tokens that they brought."""
-    prompt_tokens: int
-    """Tokens of prompts that it read."""
     load: Load
     measured: tuple[Measured, ...] = ()
     """What its rounds took, of each kind; empty if that does not say what others will take."""
@@ -131,8 +128,7 @@ class Policy:
         self._since = 0  # rounds since the last choice
         self._rested = 0.0  # rounds of each session since proposing was tried, while nothing is proposed
         self._dense = 0.0  # rounds of each session since holding was tried, while nothing is held
-        self._prompts, self._answers = 0.0, float(ANSWER)  # tokens that were read and generated of late
-        self._a_read = 0.0  # seconds that a draft on the same device takes to read a token of a prompt
+        self.reading = DraftReading()  # of a draft on the same device; of another one it stays empty
         self._ended = 0.0  # when the last step was committed
         self._saved: float | None = None  # seconds that trials may cost; None: nothing is measured yet
         self._in_vain = 0  # trials of proposing, since it paid
@@ -202,8 +198,6 @@ class Policy:
         self._since += ended.rounds
         self._rested = 0.0 if self.plan.gamma else self._rested + share
         self._dense = 0.0 if self.plan.held else self._dense + share
-        kept = max(0.0, 1 - ended.tokens / (ANSWER * sessions))
-        self._prompts, self._answers = kept * self._prompts + ended.prompt_tokens, kept * self._answers + ended.tokens
         for measured in ended.measured:
             self.costs.note(measured.kind, load, measured.seconds, measured.sessions)
         if self._trial is not None:
@@ -219,11 +213,6 @@ class Policy:
             self._saved += TRIAL_SHARE * seconds
         if self._since >= max(DECIDED_EVERY, sessions):
             self.choose(load)
-
-    def note_reading(self, seconds: float, tokens: int) -> None:
-        """Take note that a draft on the same device has read `tokens` tokens of prompts for `seconds`."""
-        a_read = max(0.0, seconds) / tokens
-        self._a_read += (READ_NEWEST if self._a_read else 1.0) * (a_read - self._a_read)
 
     def choose(self, load: Load) -> None:
         """Choose the plan of most tokens a second under a load, or one to try."""
@@ -256,7 +245,7 @@ class Policy:
     def _rate(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         """Return the tokens a second of each session, on average. A draft on the same device reads the prompts too."""
         rate = self._rate_of_rounds(plan, at)
-        a_token = self._a_read * self._prompts / self._answers if plan.drafted else 0.0
+        a_token = self.reading.seconds_a_token if plan.drafted else 0.0
         return 1 / (1 / rate + at.load.sessions * a_token)
 
     def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
@@ -306,7 +295,8 @@ class Policy:
     def _lost(self, plan: RoundPlan, rates: dict[RoundPlan, float], at: CostsAtLoad) -> float:
         """Return the seconds that trying a plan is expected to lose."""
         seconds = max(at.seconds(kind) for kind in kinds_of(plan, at.load))
-        return TRIED * seconds * max(0.0, 1 - rates[plan] / rates[self._present])
+        reading = self.reading.seconds_to_read(at.load.undrafted) if plan.drafted else 0.0
+        return reading + TRIED * seconds * max(0.0, 1 - rates[plan] / rates[self._present])
 
     def _begin_trial(self, plan: RoundPlan, load: Load, rate: float, lost: float) -> None:
         self.counters["drafting_probes"] += 1

@@ -18,7 +18,7 @@ SETTLED = 2  # rounds of each session before a figure counts; one that is such a
 STALE = 1024  # rounds of each session in a bucket without a new one of a kind, after which its figure does not count
 # How many times faster than estimated a round may turn out to be: one of a kind that was never measured, one that was
 # measured under other loads alone, and one of another number of tokens than was measured here.
-NEVER_SEEN, SEEN_ELSEWHERE, SEEN_NEAR = 1.8, 1.2, 1.1
+NEVER_SEEN, SEEN_ELSEWHERE, SEEN_NEAR = 1.5, 1.15, 1.06
 UNSETTLED = 0.4  # how much faster another plan must be than one of two rounds; by more rounds less
 
 

@@ -44,6 +44,8 @@ class Pace:
     """Its own pause, while other sessions go on."""
     trial: int = 0
     """Rounds with proposals after a pause that are still to come before they are judged."""
+    prompt_tokens: int = 0
+    """Tokens of its prompt that the target has read."""
     last_gamma: int = -1
     """Tokens that were proposed in its last round; -1 before the first."""
     committed_at: float | None = None

@@ -73,6 +73,8 @@ class Load:
     """Sessions that may hold tokens back."""
     pausing: int = 0
     """Sessions that nothing is proposed for while it is for others."""
+    undrafted: int = 0
+    """Tokens of the sessions that have no draft now: a draft would have to read them first."""
     away: int = 0
     """Tokens of KV of the sessions whose KV has partly left the GPU."""
 
