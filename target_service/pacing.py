@@ -89,10 +89,10 @@ class Pacing:
         captured = self._runner.captures_made != self._captures_seen
         disturbed = self._draft_has_read or bool(step.prefills) or captured
         self._draft_has_read, self._captures_seen = False, self._runner.captures_made
-        if fetched or load.away:
+        if step.rounds and (fetched or load.away):
             tokens = sum(len(item.session.tokens) for item in step.rounds)
             triples = self._runner.kv.num_layers * self._runner.kv.kv_heads
-            self.policy.costs.sizes.note_fetched(kind.verified, fetched / triples / max(1, tokens))
+            self.policy.costs.sizes.note_fetched(kind.verified, fetched / triples / tokens)
         lasts = [session.pace.last_gamma for session in self._sessions.values()]
         others = sum(last >= 0 for last in lasts)
         is_typical = lasts.count(kind.gamma) >= (ALIKE if kind.gamma else 1) * others
