@@ -273,9 +273,10 @@ class Policy:
         present, seconds = self._present, at.seconds(kinds_of(self._present, at.load)[-1])
         if self._saved is None:
             self._saved = FIRST_TRIALS * seconds
-        doubted = {plan: rate * _doubt(plan, at) for plan, rate in others.items()}
-        best = max(doubted, key=doubted.__getitem__)
-        if doubted[best] > rates[present]:
+        doubts = {plan: _doubt(plan, at) for plan in others}
+        doubted = {plan: rate * doubts[plan] for plan, rate in others.items() if doubts[plan] > 1}
+        best = max(doubted, key=doubted.__getitem__, default=None)
+        if best is not None and doubted[best] > rates[present]:
             lost = self._lost(best, rates, at)
             if lost <= self._saved:
                 self._saved -= lost
