@@ -117,7 +117,7 @@ async def serve_clients(
 def _make_router(config: Config, access: Access, directories: Directories) -> Router:
     clients = config.clients
     times, count = clients.timeouts, access.callers.count_elsewhere
-    return Router(directories["target"], access.peers, times.resume, times.request, clients.routing, times.wait, count)
+    return Router(directories["target"], access.peers, times.resume, times.request, times.wait, count)
 
 
 async def _connect(

@@ -60,12 +60,11 @@ class Router:
         access: PeerAccess,
         resume_timeout: float,
         request_timeout: float = 0.0,
-        policy: str = "prefix",
         max_wait: float = 0.0,
         on_usage: Callable[[str, Sequence[CallerUsage]], None] = lambda target, usage: None,
     ) -> None:
         """resume_timeout: seconds that requests wait for a target. request_timeout: seconds that a request may take in
-        all; 0: any time. policy: one of `routing.POLICIES`. max_wait: seconds that a request may be expected to wait
+        all; 0: any time. max_wait: seconds that a request may be expected to wait
         until its prompt is read; 0: any time. on_usage: called with each target's use by callers through other
         orchestrators.
         """
@@ -74,7 +73,7 @@ class Router:
         self.routed: Counter[str] = Counter()  # sessions that were opened on each target
         self._directory, self._access = targets, access
         self._resume_timeout, self._request_timeout = resume_timeout, request_timeout
-        self._policy, self._max_wait = policy, max_wait
+        self._max_wait = max_wait
         self._origin = secrets.token_hex(4)
         self._streams: dict[str, TargetStream] = {}
         self._places: dict[str, TargetStream] = {}  # of open sessions; a session that waits for a target has none
@@ -233,7 +232,7 @@ class Router:
 
     def _place(self, record: Record, views: list[routing.TargetView]) -> None:
         """Open a session on one of these targets."""
-        view = routing.choose(self._policy, views, record.tokens)
+        view = routing.choose(views, record.tokens)
         self._places[record.session] = stream = self._streams[view.name]
         self.routed[view.name] += 1
         stream.open(record, self.routed.total())

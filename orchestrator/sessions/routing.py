@@ -1,4 +1,4 @@
-"""Chooses the target of a session by the reports of targets.
+"""Chooses the target of a session by the reports of targets: the one with the least to do before its first token.
 
 Pure: no streams, no clock. Targets report their load and the prefixes in their KV (target_service/reporting.py), so
 that several orchestrators over the same targets see the same. Prefixes are known by hashes (engine/kv/prefix_hash.py).
@@ -6,7 +6,7 @@ that several orchestrators over the same targets see the same. Prefixes are know
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -112,15 +112,20 @@ def _pages(tokens: int) -> int:
     return pages_for(tokens + 2)
 
 
-# Returns the target of a session with these tokens, and how many of them it has KV of (0 if the policy ignores that).
-Policy = Callable[[Sequence[TargetView], Sequence[int]], tuple[TargetView, int]]
+def choose(views: Sequence[TargetView], tokens: Sequence[int]) -> TargetView:
+    """Return the target, of at least one, for a session with these tokens, and count the session there.
 
-
-def choose(policy: str, views: Sequence[TargetView], tokens: Sequence[int]) -> TargetView:
-    """Return the target, of at least one, for a session with these tokens, and count the session there."""
+    It is the one with the least work before the session's first token: the work of its other sessions, and the tokens
+    of the session's own prompt without KV. Equal targets take turns.
+    """
     chosen, cached = views[0], 0
     if len(views) > 1:  # a long prompt takes milliseconds to hash
-        chosen, cached = POLICIES[policy](views, tokens)
+
+        def load(pair: tuple[TargetView, int]) -> tuple[bool, int, int]:
+            view, cached = pair
+            return not view.has_room(len(tokens)), view.expected_tokens - cached, view.turn
+
+        chosen, cached = min(zip(views, cached_tokens(views, tokens), strict=True), key=load)
         chosen.turn = 1 + max(view.turn for view in views)
     chosen.count_open(len(tokens), cached)
     return chosen
@@ -153,25 +158,3 @@ def cached_tokens(views: Sequence[TargetView], tokens: Sequence[int]) -> list[in
         for index in following:
             cached[index] = count * PAGE_SIZE
     return cached
-
-
-def _by_prefix(views: Sequence[TargetView], tokens: Sequence[int]) -> tuple[TargetView, int]:
-    """Return the target with the least work before the session's first token: that of other sessions, and the tokens of
-    its own prompt without KV."""
-    cached = cached_tokens(views, tokens)
-    return min(zip(views, cached, strict=True), key=lambda pair: _load(pair[0], len(tokens), pair[1]))
-
-
-def _by_load(views: Sequence[TargetView], tokens: Sequence[int]) -> tuple[TargetView, int]:
-    return min(views, key=lambda view: _load(view, len(tokens), 0)), 0
-
-
-def _in_turn(views: Sequence[TargetView], tokens: Sequence[int]) -> tuple[TargetView, int]:
-    return min(views, key=lambda view: view.turn), 0
-
-
-def _load(view: TargetView, tokens: int, cached: int) -> tuple[bool, int, int]:
-    return not view.has_room(tokens), view.expected_tokens - cached, view.turn
-
-
-POLICIES: dict[str, Policy] = {"prefix": _by_prefix, "least-loaded": _by_load, "round-robin": _in_turn}

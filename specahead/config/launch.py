@@ -11,7 +11,6 @@ from specahead.config.setting import Count, Keyed, Port, Seconds, Section, Setti
 
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
-ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/sessions/routing.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +23,6 @@ class _ModelEndpoints(ClientAccess, group="client endpoints", by_model=True):
     """How the model marks its reasoning; deepseek_r1 begins with it, unmarked."""
     generation_config: Literal["auto", "none"] = "auto"
     """How tokens are chosen where a request leaves it open; auto: by the model's generation_config.json."""
-    routing: Literal["prefix", "least-loaded", "round-robin"] = "prefix"
-    """Which of several targets takes a request: the target that has most of its prompt cached unless others are less
-    busy, the least busy one, or one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)

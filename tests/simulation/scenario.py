@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 
 from specahead import models
-from specahead.config.launch import ROUTING
 
 DRAFT = str(models.DRAFT)
 FAULTS = (
@@ -22,7 +21,7 @@ FAULTS = (
 class Scenario:
     """The scenario of one run.
 
-    gateways: the targets that each gateway routes to by the policy `routing`. names: how many names clients choose from
+    gateways: the targets that each gateway routes to. names: how many names clients choose from
     for their requests. faults: the kinds that may happen, `fault_count` times in all within `seconds`. step_seconds:
     the most that a model's step takes, unless it is slow.
     """
@@ -31,7 +30,6 @@ class Scenario:
     targets: int
     drafts: int
     gateways: tuple[tuple[int, ...], ...]
-    routing: str
     sessions: int
     names: int
     seconds: float
@@ -67,7 +65,6 @@ class Scenario:
             targets=targets,
             drafts=random.choice((1, 1, 2, 3)),
             gateways=gateways,
-            routing=random.choice(ROUTING),
             sessions=50 if random.random() < 0.03 or crowd else random.choice((2, 3, 4, 4, 6, 8, 8, 12, 16)),
             names=random.choice((2, 1000, 1000)),
             seconds=random.choice((0.3, 1.0, 3.0)),
@@ -99,7 +96,6 @@ class Scenario:
             targets=2,
             drafts=1,
             gateways=((0, 1), (0, 1)),
-            routing="least-loaded",
             sessions=12,
             names=1000,
             seconds=1.0,

@@ -126,7 +126,7 @@ async def run_gateway(
     """Serve clients over targets, and watch services."""
     directory = Directory({target: address_of(target) for target in targets})
     timeouts = scenario.resume_timeout, scenario.request_timeout
-    router = Router(directory, PeerAccess(), *timeouts, scenario.routing)
+    router = Router(directory, PeerAccess(), *timeouts)
     limits = Limits(MODEL, VOCAB, CONTEXT, [STOP], ("ahead", "sts", "streaming"))
     observer = Observer(Metrics(MODEL), Tokenizer())
     frontend = Frontend(router, Tokenizer(), limits, observer, MODEL)

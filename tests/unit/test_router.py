@@ -423,7 +423,7 @@ async def full(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) ->
 
 
 async def test_a_session_for_which_one_target_has_no_place_goes_to_another() -> None:
-    async with routing_to(Target(full), Target(full), Target(), policy="round-robin") as router:
+    async with routing_to(Target(full), Target(full), Target()) as router:
         for name in ("a", "b", "c"):
             assert await tokens_of(router, name) == [7]
         assert router.targets["0"].sessions == router.targets["1"].sessions == 0
@@ -481,7 +481,7 @@ async def test_a_session_of_a_lost_target_goes_on_where_all_queues_are_full(begu
     lost = serve_with(one_token if begun else lambda _: [])
     full_queue = reporting(Report(number=1, sessions=70, waiting=6, queue_places=0), received)
     targets = Target(lost, *[leave] * 200), Target(beating(full)), Target(full_queue)
-    async with routing_to(*targets, policy="round-robin") as router:
+    async with routing_to(*targets) as router:
         assert await tokens_of(router, "a") == [3, 7][not begun :]
         assert router.routed == {"0": 1, "1": 1, "2": 1}
     assert [(request.tokens, request.resumed) for request in received] == [([1, 2, 3, 3][: 3 + begun], True)]
@@ -520,7 +520,7 @@ async def test_a_target_that_drains_takes_no_new_sessions_and_finishes_those_it_
                 await say(context, last_commit(request))
         reporting.cancel()
 
-    async with routing_to(Target(slow), Target(), policy="round-robin") as router:
+    async with routing_to(Target(slow), Target()) as router:
         running = asyncio.create_task(tokens_of(router, "a"))
         await until(lambda: router.targets["0"].sessions == 1)
         says.put_nowait(Report(number=1, sessions=1, queue_places=9, draining=True))
@@ -529,9 +529,10 @@ async def test_a_target_that_drains_takes_no_new_sessions_and_finishes_those_it_
         assert router.routed == {"0": 1, "1": 3} and router.connected
         going_on.set()
         assert await running == [7] and router.targets["0"].sessions == 0
-        says.put_nowait(Report(number=2, queue_places=9))
+        says.put_nowait(Report(number=2, opens=1, free_places=9, free_kv_pages=99))
         await until(lambda: router.target_states()["0"].serving)
-        assert [await tokens_of(router, name) for name in "fg"] == [[7]] * 2 and router.routed["0"] == 2
+        assert [await tokens_of(router, name) for name in "fg"] == [[7]] * 2
+        assert router.routed == {"0": 3, "1": 3}, "it has less to do"
 
 
 async def test_a_target_is_found_again_where_it_is_now() -> None:

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.sessions.routing import ANSWER_TOKENS, POLICIES, TargetView, admit, cached_tokens, choose
-from specahead.config.launch import ROUTING
+from orchestrator.sessions.routing import ANSWER_TOKENS, TargetView, admit, cached_tokens, choose
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from specahead.engine.kv.pool import PagePool
 from specahead.engine.kv.prefix_index import next_prefix, prefix_hashes
@@ -148,20 +147,16 @@ def test_a_target_that_has_said_nothing_is_not_full() -> None:
     assert admit([TargetView("new")], 10**6, 0.5)
 
 
-# Policies.
-
-
-def test_every_policy_has_a_setting() -> None:
-    assert {*ROUTING} == {*POLICIES}
+# The choice.
 
 
 def test_a_session_goes_where_its_prefix_is_unless_more_is_ahead_of_it_there_than_that_saves() -> None:
     prompt = text(40)
     for ahead, chosen in ((0, "warm"), (400, "warm"), (700, "cold")):
         views = [view("cold"), view("warm", prompt[:512], unread_tokens=ahead)]
-        assert choose("prefix", views, prompt).name == chosen
+        assert choose(views, prompt).name == chosen
     views = [view("warm", prompt[:512]), view("warmer", prompt[:560])]
-    assert choose("prefix", views, prompt).name == "warmer"
+    assert choose(views, prompt).name == "warmer"
 
 
 def test_sessions_that_come_at_once_go_where_each_ones_prefix_is() -> None:
@@ -170,8 +165,8 @@ def test_sessions_that_come_at_once_go_where_each_ones_prefix_is() -> None:
     prompts = [(views[number // 4], text(400, number * 10**5)) for number in range(8)]
     for warm, prompt in prompts:
         warm.prefixes.update(prefix_hashes(prompt))
-    assert all(choose("prefix", views, prompt) is warm for warm, prompt in prompts)
-    assert choose("prefix", views, text(400, 10**7)).expected_tokens == 400 * PAGE_SIZE + 5 * ANSWER_TOKENS
+    assert all(choose(views, prompt) is warm for warm, prompt in prompts)
+    assert choose(views, text(400, 10**7)).expected_tokens == 400 * PAGE_SIZE + 5 * ANSWER_TOKENS
 
 
 def test_a_session_goes_where_it_runs_at_once() -> None:
@@ -179,32 +174,24 @@ def test_a_session_goes_where_it_runs_at_once() -> None:
     full = view("full", prompt, waiting=1)
     tight = view("tight", prompt, free_kv_pages=40)
     busy = view("busy", sessions=50, unread_tokens=10**5)
-    assert choose("prefix", [full, tight, busy], prompt) is busy
-    assert choose("least-loaded", [full, tight, busy], prompt) is busy
+    assert choose([full, tight, busy], prompt) is busy
 
 
-@pytest.mark.parametrize("policy", ROUTING)
-def test_equal_targets_take_turns(policy: str) -> None:
+def test_equal_targets_take_turns() -> None:
     views = [view(name) for name in "abc"]
     names = []
     for _ in range(9):
-        chosen = choose(policy, views, text(4))
+        chosen = choose(views, text(4))
         names.append(chosen.name)
     assert names == [*"abc"] * 3
 
 
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.sampled_from(["prefix", "least-loaded"]))
-def test_load_is_spread_evenly_over_equal_targets(lengths: list[int], policy: str) -> None:
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))
+def test_load_is_spread_evenly_over_equal_targets(lengths: list[int]) -> None:
     """No target has more ahead of it than another one and the largest session together."""
     views, sent = [view(name) for name in "abcd"], Counter[str]()
     for number, length in enumerate(lengths):
-        chosen = choose(policy, views, [1000 + number] * length)
+        chosen = choose(views, [1000 + number] * length)
         sent[chosen.name] += length + ANSWER_TOKENS
     loads = [sent[name] for name in "abcd"]
     assert max(loads) - min(loads) <= max(lengths) + ANSWER_TOKENS
-
-
-def test_round_robin_goes_by_nothing_else() -> None:
-    prompt = text(4)
-    views = [view("a", prompt), view("b", sessions=60, unread_tokens=10**6)]
-    assert Counter(choose("round-robin", views, prompt).name for _ in range(10)) == {"a": 5, "b": 5}

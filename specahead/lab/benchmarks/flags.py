@@ -33,12 +33,10 @@ def add_stack_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_routing_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench routing` takes."""
-    policies = ["prefix", "least-loaded", "round-robin"]
     parser.add_argument(
         "--trace", required=True, metavar="FILE", help="of requests, as Mooncake's: .jsonl or .jsonl.xz"
     )
     parser.add_argument("--requests", type=int, default=0, metavar="N", help="the first N of the trace; 0: all")
-    parser.add_argument("--policies", nargs="+", default=policies, choices=policies)
     parser.add_argument("--speed", type=float, nargs="+", default=[1.0], metavar="X", help="of the requests' coming")
     parser.add_argument("--targets", type=int, default=4)
     parser.add_argument("--drafts", type=int, default=2)

@@ -1,8 +1,8 @@
-"""`specahead bench routing`: what choosing among targets by their cached prefixes gains, on a trace of real requests.
+"""`specahead bench routing`: how well targets are chosen for the requests of a real trace.
 
-A discrete simulation: four targets and two drafts on virtual time (virtual_cluster.py). The orchestrator's own policies
-send each session by the targets' own reports. Times of steps are set (see _times), not measured: real processes would
-take hours, and would measure the machine's cores.
+A discrete simulation: four targets and two drafts on virtual time (virtual_cluster.py). The orchestrator's own code
+chooses a target for each session by the targets' own reports. Times of steps are set (see _times), not measured: real
+processes would take hours, and would measure the machine's cores.
 """
 
 import argparse
@@ -28,9 +28,8 @@ _CHUNK = 8192  # prompt tokens of a step
 
 @dataclass(frozen=True)
 class RoutingRow:
-    """One policy on the whole trace."""
+    """The whole trace at one speed."""
 
-    policy: str
     speed: float
     """How many times as fast as in the trace requests come."""
     requests: int
@@ -54,16 +53,15 @@ def run(flags: argparse.Namespace) -> list[RoutingRow]:
         raise ValueError(f"scale {flags.scale}: a block of {BLOCK} tokens must stay whole pages: 1, 2, 4, 8, 16 or 32")
     requests = read_trace(Path(flags.trace), flags.requests)
     print(f"date: {datetime.now(UTC).date().isoformat()}\n{len(requests)} requests; {_shape(flags)}")
-    print(f"{'speed':>5} {'policy':>13} {'hits':>7} {'first token p50':>16} {'p99':>9} {'busiest':>8} {'took':>7}")
+    print(f"{'speed':>5} {'hits':>7} {'first token p50':>16} {'p99':>9} {'busiest':>8} {'took':>7}")
     rows = []
     for speed in flags.speed:
-        for policy in flags.policies:
-            rows.append(row := _replay(requests, policy, speed, flags))
-            print(
-                f"{row.speed:>5g} {row.policy:>13} {row.hit_rate:>7.1%} {row.first_token_p50:>14.3f} s "
-                f"{row.first_token_p99:>7.3f} s {row.spread:>7.2f}x {row.simulated_in:>5.0f} s",
-                flush=True,
-            )
+        rows.append(row := _replay(requests, speed, flags))
+        print(
+            f"{row.speed:>5g} {row.hit_rate:>7.1%} {row.first_token_p50:>14.3f} s "
+            f"{row.first_token_p99:>7.3f} s {row.spread:>7.2f}x {row.simulated_in:>5.0f} s",
+            flush=True,
+        )
     if flags.json:
         Path(flags.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return rows
@@ -87,11 +85,11 @@ def _times(scale: int) -> tuple[StepTimes, StepTimes]:
 class _Replay:
     """A run of the trace. firsts: seconds to the first token of each request. cached: prompt tokens found."""
 
-    def __init__(self, requests: list[TracedRequest], policy: str, speed: float, flags: argparse.Namespace) -> None:
+    def __init__(self, requests: list[TracedRequest], speed: float, flags: argparse.Namespace) -> None:
         self.clock = VirtualClock()
         self.firsts: dict[str, float] = {}
         self.cached = self.prompt_tokens = 0
-        self._policy, self._scale = policy, flags.scale
+        self._scale = flags.scale
         self._came: dict[str, float] = {}
         self._left = len(requests)
         self.views = [TargetView(f"target-{number}") for number in range(flags.targets)]
@@ -122,7 +120,7 @@ class _Replay:
 
     def _send(self, name: str, request: TracedRequest) -> None:
         tokens = request.prompt(self._scale)
-        view = choose(self._policy, self.views, tokens)
+        view = choose(self.views, tokens)
         self.routed[view.name] += 1
         self._came[name] = self.clock.now
         self.prompt_tokens += len(tokens)
@@ -145,15 +143,14 @@ class _Replay:
         self.clock.run(lambda: self._left > 0)
 
 
-def _replay(requests: list[TracedRequest], policy: str, speed: float, flags: argparse.Namespace) -> RoutingRow:
-    """Return the row of a policy, with the trace's requests coming `speed` times as fast as they did."""
+def _replay(requests: list[TracedRequest], speed: float, flags: argparse.Namespace) -> RoutingRow:
+    """Return the row of one speed, with the trace's requests coming `speed` times as fast as they did."""
     started = time.perf_counter()
     with patch("orchestrator.sessions.routing.ANSWER_TOKENS", ANSWER_TOKENS // flags.scale):  # as all lengths
-        replay = _Replay(requests, policy, speed, flags)
+        replay = _Replay(requests, speed, flags)
         replay.run()
     firsts = sorted(replay.firsts.values())
     return RoutingRow(
-        policy,
         speed,
         len(firsts),
         replay.cached / replay.prompt_tokens,
