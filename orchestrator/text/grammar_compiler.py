@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.text.structured_outputs import COMPACT, Structure, WhiteSpace
+from specahead.engine.sampling.grammars import LIMITS
 from specahead.wire.errors import InvalidArgument, ServiceError, Unavailable
 
 _PROGRAM = Path(__file__).with_name("compile_grammar.py")
@@ -53,7 +54,7 @@ async def _compile(key: tuple[str, ...], param: str) -> dict[str, str]:
     """Return the answer of a process: {source} or {error}. Raises ServiceError without an answer."""
     kind, text, white_space, main = key
     given = {"kind": kind, "text": text, "white_space": json.loads(white_space), "main": main}
-    given |= {"seconds": SECONDS, "bytes": MOST_BYTES}
+    given |= {"seconds": SECONDS, "bytes": MOST_BYTES, "limits": LIMITS}
     command = sys.executable, "-P", str(_PROGRAM)  # without its folder in the path, whose modules have common names
     try:
         status, out, errors = await _run(command, json.dumps(given).encode(), 2 * SECONDS)

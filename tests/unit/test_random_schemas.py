@@ -18,7 +18,7 @@ from orchestrator.text.compile_grammar import find_error, make_source
 from orchestrator.text.structured_outputs import ANY_SPACE, COMPACT
 from specahead.engine.loading.tokenizer import count_token_ids
 from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, Support, uniforms
-from specahead.engine.sampling.grammars import Grammars, GrammarState, unpack_mask
+from specahead.engine.sampling.grammars import LIMITS, Grammars, GrammarState, unpack_mask
 from specahead.engine.sampling.judging import Drafted, judge_by_rules
 from specahead.kernels.rejection import draw
 from tests.unit.inline import Inline
@@ -101,7 +101,7 @@ def check_outputs(tokenizer: Any, schemas: int, seeds: int) -> Counter[str]:
     for number in range(schemas):
         schema = random_schema(random.Random(number))
         source = make_source("json", json.dumps(schema), COMPACT if number % 2 else ANY_SPACE, "")
-        if find_error(source):
+        if find_error(source, LIMITS):
             ends["not compiled"] += 1
             continue
         for seed in range(seeds):

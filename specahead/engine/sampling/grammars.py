@@ -20,8 +20,9 @@ from specahead.engine.sampling.logit_rules import Followed
 
 KEPT_GRAMMARS = 64  # compiled grammars, the last ones used; sessions copy them
 WORD = 32  # tokens of a word of a mask
-# A mask that would take a step longer than some 15 ms, or a session much memory, ends its session.
-LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# Fields of LLParserLimits. A session whose mask would take a step longer than some 15 ms, once 50, or that needs much
+# memory, ends with an error.
+LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 50_000, "initial_lexer_fuel": 100_000, "verbose_errors": False}
 
 
 class GrammarState:
@@ -169,7 +170,7 @@ class Grammars:
         if source not in self._compiled:
             if self._prepared is None:  # takes a second for a large vocabulary
                 self._prepared = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._ends)
-            matcher = LLMatcher(self._prepared, source, log_level=0, limits=LIMITS)
+            matcher = LLMatcher(self._prepared, source, log_level=0, limits=LLParserLimits(**LIMITS))
             if matcher.is_error():
                 raise ValueError(_reason(matcher))
             self._compiled[source] = matcher
