@@ -12,15 +12,7 @@ from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES, BESIDE
 from draft_service.proposals import send_round, take_round
 from draft_service.sessions import DraftedRound, DraftSession, TargetPeer
-from draft_service.steps import (
-    DraftStep,
-    DraftStepResult,
-    Work,
-    find_work,
-    plan_behind_step,
-    plan_draft_step,
-    put_off_until,
-)
+from draft_service.steps import DraftStep, DraftStepResult, Work, find_work, plan_behind_step, plan_draft_step
 from specahead.config import DraftSettings
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.requests import gammas
@@ -67,7 +59,6 @@ class Drafter:
         self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
-        self._put_off = 0.0
         self.round_seconds = 0.0
         """Duration of the last step that drafted rounds and read no prompt."""
         rounds = round_settings(plan, settings.most_drafted, settings.support, chosen.draft_read_share)
@@ -104,8 +95,6 @@ class Drafter:
 
     def receive(self, peer: TargetPeer, event: TargetEvent) -> None:
         """Take an event, which is applied before the next step."""
-        if isinstance(event, Verdict):
-            peer.verdicts.note(time.perf_counter())
         self._inbox.append((peer, event))
 
     def _apply_inbox(self) -> None:
@@ -170,11 +159,7 @@ class Drafter:
         """
         self._apply_inbox()
         self._tell_load()
-        self._put_off = 0.0
         while (work := self._find_work()) is not None:
-            self._put_off = put_off_until(work, self.round_seconds)
-            if self._put_off:
-                return None
             step = plan_draft_step(work, self.plan, self._settings, self.runner.kv)
             if self.runner.kv.reserve(step.work):
                 return step
@@ -200,8 +185,8 @@ class Drafter:
         return find_work(sessions, foresight, self.overlaps, self._settings)
 
     def next_deadline(self) -> float | None:
-        """Return the seconds after which a step that was put off begins in any case; None if none was."""
-        return max(0.0, self._put_off - time.perf_counter()) if self._put_off else None
+        """Return None: new work comes with events only."""
+        return None
 
     def execute(self, step: DraftStep) -> DraftStepResult:
         """Run the model, in the model's thread; touches no session but through its KV."""

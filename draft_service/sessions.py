@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from draft_service.verdict_times import VerdictTimes
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.distributions import Sampling
@@ -37,8 +36,6 @@ class TargetPeer:
     """Names of the sessions that ended last; late verdicts on them are ignored."""
     told: int = 0
     """How many sessions of other targets this one was told of last."""
-    verdicts: VerdictTimes = field(default_factory=VerdictTimes)
-    """When its verdicts come."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Plans one model step of a drafter: a round for each session that has one to draft, and parts of prompts to read."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -82,10 +81,8 @@ class DraftStepResult:
 class Work:
     """The sessions for which a step could do something."""
 
-    drafted: list[DraftSession]
-    """Sessions whose prompt has been read."""
     due: list[DraftSession]
-    """Those of them with a round to draft."""
+    """Sessions with a round to draft."""
     reading: list[DraftSession]
     """Sessions with a prompt to read."""
 
@@ -99,28 +96,13 @@ def find_work(sessions: list[DraftSession], foresight: float, overlaps: bool, se
     most_unread = CATCHING_UP * (settings.most_drafted + 1)
     reading = [each for each in sessions if len(each.tokens) - each.kv.length > most_unread]
     read = [each for each in sessions if len(each.tokens) - each.kv.length <= most_unread]
-    drafted = [each for each in read if not each.waits_for_grammar]
     due = [
         session
-        for session in drafted
-        if session.present is None or (overlaps and session.may_overlap and session.foresees(foresight))
+        for session in read
+        if not session.waits_for_grammar
+        and (session.present is None or (overlaps and session.may_overlap and session.foresees(foresight)))
     ]
-    return Work(drafted, due, reading) if due or reading else None
-
-
-def put_off_until(work: Work, seconds: float) -> float:
-    """Return the time until which a step should wait for verdicts unless more comes up; 0: it may begin.
-
-    A step that no target waits for, since it drafts before the verdict only, should not begin if verdicts are expected
-    before it would end after `seconds`: the rounds that these make urgent would have to wait, and the sessions of a
-    target would fall into two groups, each with steps of its own on both sides.
-    """
-    peers = {session.peer for session in work.drafted}
-    urgent = any(session.present is None for session in work.due)
-    if work.reading or urgent or len(work.due) == len(work.drafted) or len(peers) > 1:
-        return 0.0
-    (peer,) = peers
-    return peer.verdicts.put_off_until(time.perf_counter(), seconds)
+    return Work(due, reading) if due or reading else None
 
 
 def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache) -> DraftStep:

@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The `time` of verifier and drafter, which stands still unless it is moved."""
     stopped = Clock()
-    for module in ("target_service.verifier", "draft_service.drafter", "draft_service.steps"):
+    for module in ("target_service.verifier", "draft_service.drafter"):
         monkeypatch.setattr(f"{module}.time", stopped)
     return stopped
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -294,9 +293,8 @@ class Crowd:
         self.drafter.receive(self.peer, m.Verdict(at, 0, [token], plain=False))
 
 
-def test_overlap_stops_where_no_outcome_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_stops_where_no_outcome_is_met() -> None:
     """Not for the only session of a draft, and every 16th round is tried."""
-    monkeypatch.setattr("draft_service.drafter.put_off_until", lambda work, seconds: 0.0)
     crowd = Crowd("ab")
 
     def overlaps(name: str) -> bool:
@@ -313,25 +311,6 @@ def test_overlap_stops_where_no_outcome_is_met(monkeypatch: pytest.MonkeyPatch) 
     crowd.drafter.receive(crowd.peer, m.End("b"))
     crowd.run()
     assert all(overlaps("a") for _ in range(4))
-
-
-def test_a_step_that_was_put_off_begins_with_the_next_verdict_or_when_that_is_late() -> None:
-    for comes in (True, False):
-        crowd = Crowd("ab")
-        crowd.peer.verdicts.latest, crowd.peer.verdicts.gap = time.perf_counter() - 100, 100.0
-        crowd.reject("a")
-        planned = crowd.drafter.plan_step()  # its target waits
-        assert planned is not None
-        crowd.drafter.finish_step(planned, replace(crowd.drafter.execute(planned), seconds=200.0))
-        assert crowd.step() == []  # what is behind it can wait until the verdict on the other one
-        deadline = crowd.drafter.next_deadline()
-        assert deadline is not None and 150 < deadline < 160
-        if comes:
-            crowd.reject("b")
-        else:
-            crowd.peer.verdicts.latest -= 161
-        assert set(crowd.step()) == ({"a", "b"} if comes else {"a"})
-        assert crowd.drafter.next_deadline() is None
 
 
 # Steps that fail
