@@ -12,7 +12,7 @@ from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES, BESIDE
 from draft_service.proposals import send_round, take_round
 from draft_service.sessions import DraftedRound, DraftSession, TargetPeer
-from draft_service.steps import DraftStep, DraftStepResult, Work, find_work, plan_behind_step, plan_draft_step
+from draft_service.steps import DraftStep, DraftStepResult, Work, find_work, plan_chained_rounds, plan_draft_step
 from specahead.config import DraftSettings
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.requests import gammas
@@ -166,7 +166,7 @@ class Drafter:
             self.admission.preempt_youngest()
         return None
 
-    def plan_behind_step(self, places: Mapping[str, int]) -> DraftStep | None:
+    def plan_chained_rounds(self, places: Mapping[str, int]) -> DraftStep | None:
         """Apply the events that have come, and return the rounds to launch behind a step of the target that judges the
         present ones; None if there is something else to do, or no room.
 
@@ -176,7 +176,7 @@ class Drafter:
         self._tell_load()
         if self.overlaps or self._find_work() is not None:
             return None
-        step = plan_behind_step(self.admission.sessions, places, self.plan)
+        step = plan_chained_rounds(self.admission.sessions, places, self.plan)
         return step if step is not None and self.runner.kv.reserve(step.work) else None
 
     def _find_work(self) -> Work | None:

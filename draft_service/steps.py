@@ -190,7 +190,7 @@ def _request(
     )
 
 
-def plan_behind_step(sessions: Sequence[DraftSession], places: Mapping[str, int], plan: Plan) -> DraftStep | None:
+def plan_chained_rounds(sessions: Sequence[DraftSession], places: Mapping[str, int], plan: Plan) -> DraftStep | None:
     """Return the rounds to launch behind a step of the target, in this process, that judges the present ones.
 
     places: of the sessions in that step, by name. Returns None if the host has to see one of the verdicts first. A
@@ -200,7 +200,7 @@ def plan_behind_step(sessions: Sequence[DraftSession], places: Mapping[str, int]
         return None
     going_on = [session for session in sessions if session.committed + 1 < session.terms.max_length]
     gamma = max((session.gamma for session in going_on), default=0)
-    rounds = [_plan_behind(session, places[session.id], plan, gamma) for session in going_on]
+    rounds = [_plan_chained(session, places[session.id], plan, gamma) for session in going_on]
     return DraftStep(rounds, [], []) if rounds else None
 
 
@@ -210,7 +210,7 @@ def _needs_no_host(session: DraftSession) -> bool:
     return stands and session.terms.rules is None and session.terms.grammar is None
 
 
-def _plan_behind(session: DraftSession, place: int, plan: Plan, gamma: int) -> PlannedRound:
+def _plan_chained(session: DraftSession, place: int, plan: Plan, gamma: int) -> PlannedRound:
     """Return the round that begins behind the tokens which a running step accepts, at this place of the step."""
     assert session.present is not None
     first, proposed = session.committed + 1, session.present.drafted.proposed

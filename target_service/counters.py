@@ -10,10 +10,10 @@ from target_service.verify_step import VerifyRound
 # Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
 COUNTED = (
     *("failed_steps", "failed_sessions", "drafting_pauses", "drafting_probes", "draft_timeouts", "plain_rounds"),
-    "steps_ahead",  # launched before the host had seen the one before
-    "steps_behind_rounds",  # launched before the host had seen what was drafted
-    "rounds_behind_steps",  # steps of a draft in the target, launched before the host had seen the verdicts
-    *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
+    "steps_chained_to_steps",  # launched before the host had seen the one before
+    "steps_chained_to_rounds",  # launched before the host had seen what was drafted
+    "rounds_chained_to_steps",  # steps of a draft in the target, launched before the host had seen the verdicts
+    *("lookup_rounds", "lookup_draft_tokens", "lookup_accepted_tokens"),
     *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
     *("screening_rounds", "screened_tokens", "confirmed_tokens"),
     "accepted_alternatives",
@@ -31,7 +31,7 @@ def count_round(counters: Counter[str], item: VerifyRound, commit: Commit, accep
     counters["foreseen_rounds"] += item.session.draft.foreseen
     counters[f"rounds_gamma_{commit.drafted}"] += 1
     if commit.drafted and item.proposal is None:
-        proposer = "self" if item.drafting_cost else "ngram"
+        proposer = "self" if item.drafting_cost else "lookup"
         counters[f"{proposer}_rounds"] += 1
         counters[f"{proposer}_draft_tokens"] += commit.drafted
         counters[f"{proposer}_accepted_tokens"] += commit.accepted

@@ -84,7 +84,7 @@ def plan_following_step(
         judged = Drafted([0] * drafted, [], session.asked.sampling, base)
         item = SequenceInput(session.kv, [0] * (drafted + 1), "all", read, judged, follows=rows[id(session)])
         following.rounds.append(VerifyRound(session, None, item, 0.0, drafting_cost=cost if drafted else 0.0))
-    following.left_running = bool(following.rounds)
+    following.asynchronous = bool(following.rounds)
     return following
 
 
@@ -131,7 +131,7 @@ def plan_judging_step(
     beside: how many alternatives run beside so many drafted tokens (TargetRunner.alternatives_beside). light: whether
     the runner has weights for what is screened.
     """
-    step = VerifyStep(left_running=True)
+    step = VerifyStep(asynchronous=True)
     ours = {
         session.id: rounds[session.id]
         for session in sessions

@@ -94,7 +94,7 @@ class StepsByTurns:
         if self._launched is not None:
             return self._plan_judging(*self._launched) if running is None else self.verifier.plan_step()
         if running is not None and (drafted := self._plan_following_rounds(running)) is not None:
-            self.verifier.counters["rounds_behind_steps"] += 1
+            self.verifier.counters["rounds_chained_to_steps"] += 1
             return LaunchRounds(drafted, running)
         while True:
             self._spoke = False
@@ -145,7 +145,7 @@ class StepsByTurns:
         """
         if any(item.input.draft_row is None or item.is_void for item in judging.rounds):
             return None
-        return self.drafter.plan_behind_step({item.session.id: row for row, item in enumerate(judging.rounds)})
+        return self.drafter.plan_chained_rounds({item.session.id: row for row, item in enumerate(judging.rounds)})
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with the draft ends; None if none is waiting."""

@@ -8,7 +8,7 @@ from itertools import islice
 from specahead.engine.kv.prefix_index import PrefixIndex
 from specahead.wire.messages import Report, ServedEvent
 from target_service.admission import Admission
-from target_service.orphaned_sessions import LeftSessions
+from target_service.orphaned_sessions import OrphanedSessions
 from target_service.usage import CallerTokens, StreamUsage
 
 REPORT_SECONDS = 0.1
@@ -42,13 +42,13 @@ class Reporter:
         reading: ReadingRate,
         prefixes: PrefixIndex,
         emit: Callable[[ServedEvent], None],
-        left: LeftSessions,
+        left: OrphanedSessions,
         tokens: CallerTokens,
     ) -> None:
         self.opens = 0  # sessions that the orchestrator asked for
         self.usage = StreamUsage(admission, tokens, emit)
         self._admission, self._reading, self._prefixes, self._emit = admission, reading, prefixes, emit
-        self._left = left
+        self._orphans = left
         self._changed, self._moved = prefixes.watch(), left.watch()
         self._number, self._due_at = 0, 0.0
 
@@ -61,8 +61,8 @@ class Reporter:
         changed = list(islice(self._changed, MOST_HASHES))  # what is left comes with the next one
         self._changed.difference_update(changed)
         held = self._prefixes.hashes
-        self._left.expire()
-        moved, left = sorted(self._moved), self._left.names
+        self._orphans.expire()
+        moved, left = sorted(self._moved), self._orphans.names
         self._moved.clear()
         report = replace(
             self._admission.room(self._emit),
@@ -84,4 +84,4 @@ class Reporter:
     def close(self) -> None:
         """Stop watching for changes."""
         self._prefixes.unwatch(self._changed)
-        self._left.unwatch(self._moved)
+        self._orphans.unwatch(self._moved)

@@ -13,7 +13,7 @@ from specahead.wire.messages import Abort, Beat, Closed, Commit, Hello, Open, Se
 from specahead.wire.outbox import Outbox
 from specahead.wire.server import guarded
 from specahead.wire.streams import BEAT_SECONDS, PATIENCE, exchange
-from target_service.orphaned_sessions import Account, LeftSessions, Written
+from target_service.orphaned_sessions import OrphanedSessions, SessionRecord, StreamRecords
 from target_service.reporting import Reporter
 from target_service.session import DraftPeer
 from target_service.usage import CallerTokens, StreamUsage
@@ -106,7 +106,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         self._streams = PeerStreams(MOST_STREAMS)
         self._wake = wake
         self._read_status = read_status
-        self._left = LeftSessions(verifier.settings.timeouts.resume)
+        self._orphans = OrphanedSessions(verifier.settings.timeouts.resume)
         self._tokens = CallerTokens()
         self._reporters: dict[Reporter, Outbox[ServedEvent | Beat]] = {}  # of the streams that there are
 
@@ -144,15 +144,15 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         context: grpc.aio.ServicerContext,
         outbox: Outbox[ServedEvent | Beat],
     ) -> None:
-        account, verifier = Account(PATIENCE * BEAT_SECONDS), self._verifier
+        records, verifier = StreamRecords(PATIENCE * BEAT_SECONDS), self._verifier
         prefixes = verifier.runner.kv.pool.prefixes
-        reporter = Reporter(verifier.admission, verifier.reading, prefixes, outbox.put, self._left, self._tokens)
+        reporter = Reporter(verifier.admission, verifier.reading, prefixes, outbox.put, self._orphans, self._tokens)
         self._reporters[reporter] = outbox
 
         def receive(frame: control_pb2.ServeFrame) -> None:
             reporter.opens += frame.HasField("open")
             try:
-                self._receive(frame, account, reporter, outbox)
+                self._receive(frame, records, reporter, outbox)
             except ServiceError as error:
                 name = convert.session_in(frame, "body")
                 if not name:
@@ -163,56 +163,65 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         async def write(events: list[ServedEvent | Beat]) -> None:
             for event in events:
                 if isinstance(event, Closed):
-                    account.close(event.session)
+                    records.close(event.session)
                 elif isinstance(event, Commit):
-                    reporter.usage.add(account.caller_of(event.at.session), len(event.tokens))
-                    account.write(event)
+                    reporter.usage.add(records.caller_of(event.at.session), len(event.tokens))
                 if isinstance(event, Closed) or (isinstance(event, Commit) and event.finish_reason):
                     reporter.hurry()  # a place is free
-            await context.write(convert.served_events_to_pb([*events, *reporter.due()]))
+            frame = convert.served_events_to_pb([*events, *reporter.due()])
+            for event, pb in zip(events, frame.events, strict=False):
+                if isinstance(event, Commit):
+                    records.write(event, pb.SerializeToString())
+            await context.write(frame)
 
         try:
             await exchange(frames, receive, outbox, write, "the orchestrator")
         finally:
             reporter.close()
             del self._reporters[reporter]
-            self._leave(account)
+            self._leave(records)
             self._wake.set()
 
-    def _leave(self, account: Account) -> None:
+    def _leave(self, records: StreamRecords) -> None:
         """End the sessions of a lost orchestrator, and report the orphaned ones to the others at once."""
-        for written in account:
-            if not written.has_ended:
-                self._verifier.abort(written.request.session)
-            self._left.leave(written)
+        for record in records:
+            if not record.has_ended:
+                self._verifier.abort(record.request.session)
+            self._orphans.leave(record)
         for reporter, outbox in self._reporters.items():
             reporter.hurry()
             outbox.put(Beat())
 
     def _receive(
-        self, frame: control_pb2.ServeFrame, account: Account, reporter: Reporter, outbox: Outbox[ServedEvent | Beat]
+        self,
+        frame: control_pb2.ServeFrame,
+        records: StreamRecords,
+        reporter: Reporter,
+        outbox: Outbox[ServedEvent | Beat],
     ) -> None:
         """Apply a frame. Raises ServiceError for a session that cannot be opened, and for a wrong frame."""
         request = convert.serve_request_from_pb(frame)
         if isinstance(request, Open):
-            self._open(request, account, reporter.usage, outbox)
-        elif isinstance(request, Abort) and request.session in account:
+            self._open(request, records, reporter.usage, outbox)
+        elif isinstance(request, Abort) and request.session in records:
             self._verifier.abort(request.session)
-            account.close(request.session)  # the name may be another stream's next
+            records.close(request.session)  # the name may be another stream's next
             reporter.hurry()
             outbox.put(Beat())
 
-    def _open(self, request: Open, account: Account, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]) -> None:
+    def _open(
+        self, request: Open, records: StreamRecords, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]
+    ) -> None:
         """Open a session, or continue an orphaned one: then its commits are sent again first."""
-        left = self._left.find(request)
-        written = Written(request) if left is None else left.taken_up_by(request)
-        if not written.has_ended:
-            self._verifier.admission.open(written.going_on(), outbox.put)
-        account.open(written)
-        self._left.forget(request)
+        left = self._orphans.find(request)
+        record = SessionRecord(request) if left is None else left.continued_by(request)
+        if not record.has_ended:
+            self._verifier.admission.open(record.reopening(), outbox.put)
+        records.open(record)
+        self._orphans.forget(request)
         if left is not None:
             self._verifier.counters["taken_up_sessions"] += 1
-            for commit in written.commits:
+            for commit in record.commits:
                 self._verifier.counters["retold_tokens"] += len(commit.tokens)
                 outbox.put(commit)
         elif len(request.tokens) == request.prompt_tokens:

@@ -183,7 +183,7 @@ class Verifier:
         """
         self.admission.release_closed()
         self._start_admitted()
-        return self._plan_with_room() if self._under_way is None else self._plan_behind(self._under_way)
+        return self._plan_with_room() if self._under_way is None else self._plan_chained(self._under_way)
 
     def _start_admitted(self) -> None:
         for session in self.admission.admit():
@@ -194,7 +194,7 @@ class Verifier:
     def _plan_with_room(self) -> VerifyStep | None:
         while (step := self._cut_held(self._planner.plan(self._running, time.monotonic()))) is not None:
             if self.runner.kv.reserve(step.work):
-                step.left_running = self.runner.chains_steps and may_be_followed(step)
+                step.asynchronous = self.runner.chains_steps and may_be_followed(step)
                 break
             *_, youngest = self._running
             self.protocol.end(youngest)
@@ -233,15 +233,15 @@ class Verifier:
         step = self._cut_held(self._planner.plan_judging(rounds, self._running, time.monotonic()))
         if step is None or not self.runner.kv.reserve(step.work):
             return None
-        self.counters["steps_behind_rounds"] += 1
+        self.counters["steps_chained_to_rounds"] += 1
         return step
 
-    def _plan_behind(self, under_way: VerifyStep) -> VerifyStep:
+    def _plan_chained(self, under_way: VerifyStep) -> VerifyStep:
         """Return what to run while a step is under way, or a step that only waits for it."""
         behind = self._planner.plan_following(under_way, self._running, time.monotonic())
         if not self.runner.kv.reserve(behind.work):
             return VerifyStep(before=under_way)
-        self.counters["steps_ahead"] += behind.left_running
+        self.counters["steps_chained_to_steps"] += behind.asynchronous
         return behind
 
     def _cut_held(self, step: VerifyStep | None) -> VerifyStep | None:
@@ -262,7 +262,7 @@ class Verifier:
     def execute(self, step: VerifyStep) -> VerifyResult:
         """Run a step, in the model's thread; touches no session but through its KV."""
         step.began = time.perf_counter()
-        if step.left_running:
+        if step.asynchronous:
             step.under_way = self.runner.launch(step.inputs, self._imposed_before(step))
         ending = step.ending
         if ending is None:
@@ -277,7 +277,7 @@ class Verifier:
     def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
         """Commit what a step gave, or the one that it waited for; sessions that have ended are passed over."""
         ending, step.before = step.ending, None
-        self._under_way = step if step.left_running else None
+        self._under_way = step if step.asynchronous else None
         if ending is None:
             return
         read = sum(len(given.tokens) for _, given in ending.prefills)

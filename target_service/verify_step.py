@@ -57,7 +57,7 @@ class VerifyStep:
     rounds: list[VerifyRound] = field(default_factory=list)
     prefills: list[tuple[TargetSession, SequenceInput]] = field(default_factory=list)
     """Parts of prompts."""
-    left_running: bool = False
+    asynchronous: bool = False
     """Whether executing it does not wait for it; the next step does (device_chain.py)."""
     before: "VerifyStep | None" = None
     """The step that was left running, for which this one waits."""
@@ -85,7 +85,7 @@ class VerifyStep:
     @property
     def ending(self) -> "VerifyStep | None":
         """The step whose results executing this one gives: the one before, where that was left running."""
-        return self.before or (None if self.left_running else self)
+        return self.before or (None if self.asynchronous else self)
 
 
 @dataclass(frozen=True)

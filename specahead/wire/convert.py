@@ -70,6 +70,12 @@ def served_events_to_pb(events: Iterable[m.ServedEvent | m.Beat]) -> control.Ser
     return control.ServedFrame(events=list(map(_named_values, events)))
 
 
+def commit_to_bytes(commit: m.Commit) -> bytes:
+    """Return a commit as a serialized ServedEvent."""
+    data: bytes = served_events_to_pb([commit]).events[0].SerializeToString()
+    return data
+
+
 def _named_values(message: Any) -> dict[str, Any]:
     """Return the argument of a oneof's constructor: a message's values by the name of its field there."""
     return {_ONEOF[type(message)]: _values(message)}
@@ -133,6 +139,12 @@ def serve_request_from_pb(pb: control.ServeFrame) -> m.ServeRequest | m.Beat:
 def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent | m.Beat:
     unset = "served event: none of commit, closed, report, beat is set"
     return _read_oneof(_SERVED_EVENTS, pb, "event", unset)
+
+
+def commit_from_bytes(data: bytes) -> m.Commit:
+    """Return the commit that `commit_to_bytes` wrote."""
+    commit: m.Commit = _read(m.Commit, control.ServedEvent.FromString(data).commit)
+    return commit
 
 
 def session_in(pb: Any, oneof: str) -> str:

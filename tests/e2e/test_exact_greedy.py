@@ -53,11 +53,12 @@ def greedy() -> Proof:
     return is_greedy
 
 
-def check_steps_behind_rounds(stack: Stack, prompts: list[list[int]]) -> None:
+def check_steps_chained_to_rounds(stack: Stack, prompts: list[list[int]]) -> None:
     """Steps of the target begin behind rounds of the draft in its process, and the reverse. The draft's second choice
     is right now and then.
     """
-    for name, least in {"steps_behind_rounds": 10, "rounds_behind_steps": 10, "accepted_alternatives": 3}.items():
+    floors = {"steps_chained_to_rounds": 10, "rounds_chained_to_steps": 10, "accepted_alternatives": 3}
+    for name, least in floors.items():
         assert metric(stack.http, "service_events_total", name=name) > least
 
 
@@ -87,7 +88,7 @@ def check_default_method(stack: Stack, prompts: list[list[int]]) -> None:
     """Approximate requests that name no method use the launch's method, in target and draft. Copied text was looked up
     before the draft was asked.
     """
-    assert metric(stack.http, "service_events_total", name="ngram_accepted_tokens") > 30
+    assert metric(stack.http, "service_events_total", name="lookup_accepted_tokens") > 30
     prompt = prompts[-1][:900]
     stub, fields = stack.stub(), {"max_tokens": 12, "exactness": APPROXIMATE}
     unnamed = generate(stub, prompt, **fields)
@@ -105,7 +106,7 @@ def check_default_method(stack: Stack, prompts: list[list[int]]) -> None:
     [
         ({"gamma": 1}, "--budget 1.0", 0.7, slice(0, None, 5), check_whole_budget),
         ({"gamma": 4, "branches": 8, "lookup": True}, "--sparsity streaming", 0.4, slice(3, 9), check_default_method),
-        ({"gamma": 4}, "--placement together", 0.4, slice(1, None, 5), check_steps_behind_rounds),
+        ({"gamma": 4}, "--placement together", 0.4, slice(1, None, 5), check_steps_chained_to_rounds),
     ],
     ids=["gamma-1", "branches", "together"],
 )
@@ -158,7 +159,7 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     assert accepted > 0.3 * drafted, "fewer drafted tokens were accepted than these books give"
     assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name="pair") == accepted
     check_confirmed(stack, "pair", 50)
-    counters = {"lookup": "ngram_accepted_tokens", "self": "self_accepted_tokens"}
+    counters = {"lookup": "lookup_accepted_tokens", "self": "self_accepted_tokens"}
     for model, counter in counters.items():  # the load of the machine decides when self drafts
         assert metric(stack.http, "spec_decode_num_draft_tokens_total", model_name=model) == 0
         drafted, accepted = check(stack, model, prompts[::5], greedy)

@@ -20,7 +20,7 @@ SITUATIONS = {
     *("client: stop", "client: length", "client: abort", "client: left", "client: INTERNAL", "client: UNAVAILABLE"),
     *("client: DEADLINE_EXCEEDED", "client: RESOURCE_EXHAUSTED", "client: INVALID_ARGUMENT"),
     *("gateway: repeated_commits", "gateway: unknown_session_commits"),
-    *("target: foreseen_rounds", "target: plain_rounds", "target: steps_ahead"),
+    *("target: foreseen_rounds", "target: plain_rounds", "target: steps_chained_to_steps"),
     *("target: draft_timeouts", "target: drafting_pauses"),
     *("target: self_rounds", "target: self_accepted_tokens"),
     *("target: drafting_probes", "target: rounds_gamma_1", "target: rounds_gamma_2", "target: rounds_gamma_4"),

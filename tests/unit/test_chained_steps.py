@@ -107,7 +107,7 @@ class Target:
         step = self.verifier.plan_step()
         if step is None:
             return False
-        self.left += step.left_running
+        self.left += step.asynchronous
         self.verifier.finish_step(step, self.verifier.execute(step))
         return True
 
@@ -234,7 +234,7 @@ def test_where_verdicts_are_imposed_the_next_step_begins_behind_them(
     for each in (target, waited):
         each.run([Ask(0, 40, 60), Ask(0, 55, 50)])
     assert target.told == waited.told
-    assert target.verifier.counters["steps_ahead"] > 8
+    assert target.verifier.counters["steps_chained_to_steps"] > 8
     assert {len(commit.tokens) for commit in target.commits} == {1, 2, 3, 4, 5}
 
 
@@ -265,7 +265,7 @@ def test_steps_that_draft_by_little_go_ahead_and_change_no_token(
     target = target_of(folder, True, draft="self", self_read_share=share)
     target.run([Ask(0, 200, 63), Ask(0, 150, 70), Ask(3, 20, 50)])
     counted = target.verifier.counters
-    assert counted["steps_ahead"] > 10 and 0 < counted["self_accepted_tokens"] < counted["self_draft_tokens"]
+    assert counted["steps_chained_to_steps"] > 10 and 0 < counted["self_accepted_tokens"] < counted["self_draft_tokens"]
     for name, ask in (("0", Ask(0, 200, 63)), ("1", Ask(0, 150, 70)), ("2", Ask(0, 20, 50))):
         waiting.run([ask])
         assert target.told[name] == waiting.told["0"]
@@ -279,13 +279,13 @@ def test_a_target_left_to_itself_chains_looks_up_and_drafts(
     target = target_of(folder, True, draft="auto", self_read_share=0.3)
     target.run([Ask(0, 12, 30), Ask(40, 60, 40)])
     counted = target.verifier.counters
-    assert counted["steps_ahead"] > 0 and counted["ngram_rounds"] > 0 and counted["self_rounds"] > 0
+    assert counted["steps_chained_to_steps"] > 0 and counted["lookup_rounds"] > 0 and counted["self_rounds"] > 0
     for name, ask in (("0", Ask(0, 12, 30)), ("1", Ask(0, 60, 40))):
         waiting.run([ask])
         assert target.told[name] == waiting.told["0"]
 
 
-def test_each_step_but_the_last_is_left_running(folder: Path) -> None:
+def test_each_step_but_the_last_is_asynchronous(folder: Path) -> None:
     """The last one is not: that a session ends by its length is known ahead."""
     target = target_of(folder, True)
     target.run([Ask(0, 20, 10), Ask(0, 30, 10)])
@@ -411,7 +411,7 @@ def test_a_draft_that_comes_meanwhile_knows_where_the_session_stands(folder: Pat
     begin = sent[0]
     assert isinstance(begin, m.Begin) and begin.tokens == session.tokens
     step = target.verifier.plan_step()
-    assert step is not None and step.left_running, "it goes on plainly until the draft is ready"
+    assert step is not None and step.asynchronous, "it goes on plainly until the draft is ready"
     target.verifier.finish_step(step, target.verifier.execute(step))
     verdict = sent[1]
     assert isinstance(verdict, m.Verdict)

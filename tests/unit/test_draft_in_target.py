@@ -97,11 +97,11 @@ def test_greedy_is_plain_decoding(
     counters = made.world.verifier.counters
     assert counters["draft_timeouts"] == counters["stale_frames"] == counters["rejected_events"] == 0
     assert counters["plain_rounds"] == 0 or not agreement  # a draft that is never right is left out for a while
-    behind = counters["steps_behind_rounds"]
+    behind = counters["steps_chained_to_rounds"]
     assert (behind > 0) == (chains and (exactness is m.Exactness.EXACT or sparsity == "ahead"))
     drafting = made.kinds.count("draft")
     assert not behind or not agreement or behind > drafting / 3, made.kinds  # prompts are read at first
-    assert not behind or behind / 2 < counters["rounds_behind_steps"] <= behind
+    assert not behind or behind / 2 < counters["rounds_chained_to_steps"] <= behind
     assert (counters["announced_bytes"] > 0) == (exactness is m.Exactness.APPROXIMATE)
     made.check_nothing_left()
 
@@ -129,7 +129,7 @@ def test_alternatives_that_are_right_save_steps(
             made.world.check_greedy(name)
         counters = made.world.verifier.counters
         assert (counters["accepted_alternatives"] > 20) == (beside > 0)
-        assert counters["rounds_behind_steps"] > 0.8 * counters["steps_behind_rounds"]
+        assert counters["rounds_chained_to_steps"] > 0.8 * counters["steps_chained_to_rounds"]
         drafted, accepted = totals(made.world)
         assert accepted <= drafted
         rounds.append(counters["rounds"] + counters["plain_rounds"])
@@ -177,7 +177,7 @@ def test_a_step_behind_rounds_reads_what_they_announce(clock: Clock) -> None:
         made.run()
         made.world.check_greedy(name)
         reads.append([(each.kv_tokens_read, each.kv_tokens_total) for each in made.world.commits[name] if each.drafted])
-        assert (made.world.verifier.counters["steps_behind_rounds"] > 5) == chains
+        assert (made.world.verifier.counters["steps_chained_to_rounds"] > 5) == chains
     assert reads[0] == reads[1]
     assert all(0 < read < total for read, total in reads[0][1:])
 
@@ -212,13 +212,13 @@ def test_three_levels_give_what_plain_decoding_gives(
         made.world.check_greedy(name)
     counters = made.world.verifier.counters
     behind, screened, confirmed = (
-        counters[name] for name in ("steps_behind_rounds", "screened_tokens", "confirmed_tokens")
+        counters[name] for name in ("steps_chained_to_rounds", "screened_tokens", "confirmed_tokens")
     )
     assert screened > 40 and counters["announced_bytes"] == 0
     assert (confirmed == screened) == (screening == 4)
     assert (behind > 0) == chains
     if chains and screening == agreement == 4:
-        assert counters["rounds_behind_steps"] > made.kinds.count("draft") / 3, made.kinds
+        assert counters["rounds_chained_to_steps"] > made.kinds.count("draft") / 3, made.kinds
     assert (counters["accepted_alternatives"] > 0) == (chains and beside > 0 and agreement < 4)
     assert counters["draft_timeouts"] == counters["rejected_events"] == 0
     # A draft that is paused is released, and one whose text ended with held tokens, and begins again.
@@ -263,7 +263,7 @@ def test_a_session_that_holds_nothing_goes_on_with_those_that_are_screened(clock
         made.world.check_greedy(name)
     holds = [[bool(commit.screening_drafted) for commit in made.world.commits[name][2:]] for name in names]
     assert not any(holds[0]) and all(holds[1][:-1])
-    assert made.world.verifier.counters["steps_behind_rounds"] > 20, made.kinds
+    assert made.world.verifier.counters["steps_chained_to_rounds"] > 20, made.kinds
     made.check_nothing_left()
 
 
@@ -278,7 +278,7 @@ def test_sampled_sessions_go_by_turns_while_they_are_screened(clock: Clock, pays
     made.run()
     counters = made.world.verifier.counters
     assert (counters["confirmed_tokens"] > 12) == pays
-    assert (counters["steps_behind_rounds"] > 5) == (not pays)
+    assert (counters["steps_chained_to_rounds"] > 5) == (not pays)
     made.check_nothing_left()
 
 
@@ -292,7 +292,7 @@ def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sa
     made.run()
     drafted, accepted = totals(made.world)
     assert drafted > 550 and 0.1 < accepted / drafted < 0.9
-    assert (made.world.verifier.counters["steps_behind_rounds"] > 10) == (sampling is RULED["plain"])
+    assert (made.world.verifier.counters["steps_chained_to_rounds"] > 10) == (sampling is RULED["plain"])
     check_distribution(made.world, names, PROMPT, sampling)
 
 

@@ -160,9 +160,9 @@ def test_greedy_is_plain_decoding_in_every_pool_and_whoever_leaves(
     world.run_and_check_greedy(names, aborted)
     drafted, accepted = totals(world)
     counted = world.verifier.counters
-    assert (drafted, accepted) == (counted["ngram_draft_tokens"], counted["ngram_accepted_tokens"])
-    assert counted["rounds"] == counted["ngram_rounds"]
-    assert accepted >= drafted / 4
+    assert (drafted, accepted) == (counted["lookup_draft_tokens"], counted["lookup_accepted_tokens"])
+    assert counted["rounds"] == counted["lookup_rounds"]
+    assert accepted + 2 >= drafted / 4, "an aborted session may have had one proposal"
     world.check_nothing_left()
 
 
@@ -196,8 +196,8 @@ def test_what_is_guessed_before_a_draft_is_asked_changes_no_token(
         world.attach()
     world.run_and_check_greedy(names, aborted)
     counted = world.verifier.counters
-    assert counted["ngram_accepted_tokens"] >= counted["ngram_draft_tokens"] / 6 - 15, "one wrong guess may be the only"
-    assert counted["rounds"] > counted["ngram_rounds"] >= 0
+    assert counted["lookup_accepted_tokens"] >= counted["lookup_draft_tokens"] / 6 - 15, "one wrong guess at most"
+    assert counted["rounds"] > counted["lookup_rounds"] >= 0
     world.check_nothing_left()
 
 
@@ -308,9 +308,9 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bo
     while (step := steps.plan_step()) is not None:
         steps.finish_step(step, steps.execute(step))
     counted = verifier.counters
-    assert counted["ngram_accepted_tokens"] > 50
+    assert counted["lookup_accepted_tokens"] > 50
     assert (counted["confirmed_tokens"] > 40) == (verifier.totals.get("kv_fetched_pages", 0) > 0) == screened
-    assert (counted["rounds"] > counted["ngram_rounds"]) == first
+    assert (counted["rounds"] > counted["lookup_rounds"]) == first
     reference: Any = load_module(str(models.TARGET), torch.float32, "cpu", "sdpa")
     for name, text in enumerate(texts):
         expected = reference.generate(

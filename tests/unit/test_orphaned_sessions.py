@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -16,9 +15,10 @@ from specahead.config.access import Timeouts
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.access import PeerAccess
+from specahead.wire.convert import commit_to_bytes
 from specahead.wire.errors import Unavailable
 from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open
-from target_service.orphaned_sessions import MOST_LEFT, Account, LeftSessions, Written
+from target_service.orphaned_sessions import MOST_ORPHANS, OrphanedSessions, SessionRecord, StreamRecords
 from tests.unit.clock import Clock
 from tests.unit.test_target_streams import PROMPT, target_at
 
@@ -160,84 +160,83 @@ def commit(name: str, base: int, *tokens: int, reason: FinishReason = FinishReas
 
 
 def test_a_session_that_was_resumed_before_is_told_from_its_prompt_on() -> None:
-    written = Written(opened("a", 5))
+    written = SessionRecord(opened("a", 5))
     told = [commit("a", 5, 7), commit("a", 6, 8, 9)]
     for each in told:
-        written.add(each)
+        written.add(each, commit_to_bytes(each))
     assert written.commits == told
-    taken_up = written.taken_up_by(replace(opened("a"), session="a@y.2"))
+    taken_up = written.continued_by(replace(opened("a"), session="a@y.2"))
     assert [(each.at.session, each.at.base, each.tokens) for each in taken_up.commits] == [
         ("a@y.2", 3, [1, 1]),
         ("a@y.2", 5, [7]),
         ("a@y.2", 6, [8, 9]),
     ]
-    assert taken_up.going_on().tokens == [1, 1, 1, 1, 1, 7, 8, 9] and taken_up.going_on().resumed
+    assert taken_up.reopening().tokens == [1, 1, 1, 1, 1, 7, 8, 9] and taken_up.reopening().resumed
 
 
 def test_what_was_told_to_one_orchestrator_is_kept_for_the_third_if_the_second_is_told_nothing() -> None:
-    written, other = Written(opened("a")), replace(SAMPLED, seed=77)
+    written, other = SessionRecord(opened("a")), replace(SAMPLED, seed=77)
     told = [commit("a", 3, 7), commit("a", 4, 8, 9), commit("a", 6, 5)]
     for each in told[:2]:
-        written.add(each)
-    second = written.taken_up_by(replace(opened("a"), sampling=other))
-    third = second.taken_up_by(replace(opened("a"), sampling=other))
+        written.add(each, commit_to_bytes(each))
+    second = written.continued_by(replace(opened("a"), sampling=other))
+    third = second.continued_by(replace(opened("a"), sampling=other))
     assert third.follows(opened("a")) and third.commits == told[:2]
-    assert third.going_on().sampling == SAMPLED and third.going_on().tokens == [1, 1, 1, 7, 8, 9]
+    assert third.reopening().sampling == SAMPLED and third.reopening().tokens == [1, 1, 1, 7, 8, 9]
     for each in told:  # the third is told all again, and what is new
-        third.add(each)
+        third.add(each, commit_to_bytes(each))
     assert third.commits == told
 
 
 def test_the_end_of_an_answer_is_kept_until_all_of_it_was_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("target_service.orphaned_sessions.time", clock)
-    written, account = Written(opened("a")), Account(8)
+    written, records = SessionRecord(opened("a")), StreamRecords(8)
     told = [commit("a", 3, 7), commit("a", 4, 8, reason=FinishReason.STOP)]
     for each in told:
-        written.add(each)
-    account.open(written.taken_up_by(opened("a")))
-    account.write(told[0])
+        written.add(each, commit_to_bytes(each))
+    records.open(written.continued_by(opened("a")))
+    records.write(told[0], b"")
     clock.now = 100
-    account.write(commit("other", 3, 1))
-    (left,) = account
-    assert left.commits == told and left.has_ended and "a@x.1" in account
-    account.write(told[1])
-    assert "a@x.1" not in account and list(account) == [left]
+    records.write(commit("other", 3, 1), b"")
+    (left,) = records
+    assert left.commits == told and left.has_ended and "a@x.1" in records
+    records.write(told[1], b"")
+    assert "a@x.1" not in records and list(records) == [left]
 
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_the_log_probabilities_of_a_prompt_are_told_once(begun: bool) -> None:
     """With the first round: a session that is taken up before it reads its prompt for them."""
     asked = opened("a", wants_logprobs=True, wants_prompt_logprobs=True)
-    written = Written(asked)
+    written = SessionRecord(asked)
     if begun:
-        written.add(replace(commit("a", 3, 7), prompt_logprobs=[TokenLogprobs(-0.5, [], [])] * 2))
-    taken_up = written.taken_up_by(asked)
-    assert taken_up.going_on().wants_prompt_logprobs is not begun
-    assert taken_up.follows(asked) and taken_up.taken_up_by(asked).going_on().wants_prompt_logprobs is not begun
+        first = replace(commit("a", 3, 7), prompt_logprobs=[TokenLogprobs(-0.5, [], [])] * 2)
+        written.add(first, commit_to_bytes(first))
+    taken_up = written.continued_by(asked)
+    assert taken_up.reopening().wants_prompt_logprobs is not begun
+    assert taken_up.follows(asked) and taken_up.continued_by(asked).reopening().wants_prompt_logprobs is not begun
 
 
-def test_what_is_kept_of_a_round_is_all_of_it_and_nothing_that_collections_look_at() -> None:
-    written = Written(opened("a"))
+def test_what_is_kept_of_a_round_is_all_of_it() -> None:
+    written = SessionRecord(opened("a"))
     logprobs = [TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0])]
     told = replace(commit("a", 3, 5), screening_drafted=[4], screening_accepted=[2], drafted=4, verify_seconds=0.5)
-    written.add(told)
-    for _ in range(2):  # a tuple is left alone once all that it holds is
-        gc.collect()
-    assert not any(map(gc.is_tracked, written.packed))
-    written.add(replace(told, logprobs=logprobs, finish_reason=FinishReason.STOP))
-    assert written.commits == [told, replace(told, logprobs=logprobs, finish_reason=FinishReason.STOP)]
+    written.add(told, commit_to_bytes(told))
+    last = replace(told, logprobs=logprobs, finish_reason=FinishReason.STOP)
+    written.add(last, commit_to_bytes(last))
+    assert written.commits == [told, last]
     assert written.has_ended and isinstance(written.commits[1].finish_reason, FinishReason)
 
 
 def test_only_so_many_are_kept_and_those_without_all_log_probabilities_not() -> None:
-    left = LeftSessions(60)
+    left = OrphanedSessions(60)
     changed = left.watch()
-    for number in range(MOST_LEFT + 1):
-        left.leave(Written(opened(f"{number}")))
+    for number in range(MOST_ORPHANS + 1):
+        left.leave(SessionRecord(opened(f"{number}")))
     assert left.find(opened("0")) is None and left.find(opened("1")) is not None
-    assert len(left.names) == MOST_LEFT and len(changed) == MOST_LEFT + 1
-    left.leave(Written(opened("p", 5, wants_logprobs=True)))
+    assert len(left.names) == MOST_ORPHANS and len(changed) == MOST_ORPHANS + 1
+    left.leave(SessionRecord(opened("p", 5, wants_logprobs=True)))
     assert "p" not in left.names
     left.forget(opened("1"))
     assert left.find(opened("1")) is None
@@ -246,11 +245,11 @@ def test_only_so_many_are_kept_and_those_without_all_log_probabilities_not() -> 
 def test_an_account_forgets_what_ended_before_its_orchestrator_could_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("target_service.orphaned_sessions.time", clock)
-    account = Account(8)
+    records = StreamRecords(8)
     for name in "ab":
-        account.open(Written(opened(name)))
-    account.write(commit("a", 3, 7, reason=FinishReason.STOP))
-    assert "a@x.1" not in account and "b@x.1" in account and len(list(account)) == 2
+        records.open(SessionRecord(opened(name)))
+    records.write(commit("a", 3, 7, reason=FinishReason.STOP), b"")
+    assert "a@x.1" not in records and "b@x.1" in records and len(list(records)) == 2
     clock.now = 9
-    account.write(commit("b", 3, 7))  # which goes on for long
-    assert [each.request.session for each in account] == ["b@x.1"]
+    records.write(commit("b", 3, 7), b"")  # which goes on for long
+    assert [each.request.session for each in records] == ["b@x.1"]

@@ -11,7 +11,7 @@ from orchestrator.sessions.routing import TargetView
 from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import CallerUsage, Exactness, Open
 from target_service.admission import Admission
-from target_service.orphaned_sessions import LeftSessions
+from target_service.orphaned_sessions import OrphanedSessions
 from target_service.reporting import MOST_HASHES, REPORT_SECONDS, ReadingRate, Reporter
 from target_service.usage import CallerTokens
 from tests.settings import target_settings
@@ -27,7 +27,7 @@ def admission(runner: FakeRunner, **settings: int) -> Admission:
 
 def reporter_of(target: Admission, runner: FakeRunner, emit: Any, tokens: CallerTokens | None = None) -> Reporter:
     prefixes = runner.kv.pool.prefixes
-    return Reporter(target, ReadingRate(), prefixes, emit, LeftSessions(60), tokens or CallerTokens())
+    return Reporter(target, ReadingRate(), prefixes, emit, OrphanedSessions(60), tokens or CallerTokens())
 
 
 @given(st.lists(ACTS, max_size=40), st.integers(1, 4), st.integers(0, 3), st.integers(10, 40))

@@ -639,7 +639,7 @@ def test_what_is_looked_up_without_a_draft_is_screened(
             names = [world.open([n + i for i in range(1, 12)], 150) for n in range(5)]
             world.run_and_check_greedy(names, aborted)
         counted = world.verifier.counters
-        assert counted["rounds"] == counted["ngram_rounds"]
+        assert counted["rounds"] == counted["lookup_rounds"]
         assert most is None or counted["screened_tokens"] > 50
         if screening == 4:
             assert counted["confirmed_tokens"] == counted["screened_tokens"]

@@ -20,7 +20,7 @@ from draft_service.steps import DraftStep
 from specahead.config import DraftSettings, TargetSettings
 from specahead.lab.benchmarks.scripted import ScriptedRunner, scripted_plan
 from specahead.wire.messages import Open, Report, ServedEvent
-from target_service.orphaned_sessions import LeftSessions
+from target_service.orphaned_sessions import OrphanedSessions
 from target_service.reporting import Reporter
 from target_service.session import DraftPeer
 from target_service.usage import CallerTokens
@@ -115,7 +115,7 @@ class VirtualTarget:
         self._clock, self._on_report = clock, on_report
         self._emit = lambda event: clock.call_in(_WIRE_SECONDS, partial(on_event, event))
         prefixes = self.verifier.runner.kv.pool.prefixes
-        alone = LeftSessions(0), CallerTokens()  # of no other orchestrators
+        alone = OrphanedSessions(0), CallerTokens()  # of no other orchestrators
         self._reporter = Reporter(self.verifier.admission, self.verifier.reading, prefixes, self._emit, *alone)
         self.service.after_step = self._report
         clock.call_in(0.0, self._beat)
