@@ -2,10 +2,9 @@
 
 python -m tests.chaos --minutes N [--seed S] [--pause SECONDS] [--recovery SECONDS] [--keep-ray] [PART…]
 
-There are three parts. `processes`: a launch of two targets and two drafts, whose processes are killed and stopped and
+There are two parts. `processes`: a launch of two targets and two drafts, whose processes are killed and stopped and
 whose raylet dies. `services`: the same number without Ray; they are killed, their lines are slow, stand still or are
-cut, and their gateway dies. `overload`: ten times the requests that services with scripted models can take. The exit
-status is 1 if an answer was wrong or lost, or if something is left at the end.
+cut, and their gateway dies. The exit status is 1 if an answer was wrong or lost, or if something is left at the end.
 """
 
 import argparse
@@ -13,10 +12,10 @@ import sys
 import time
 from collections import Counter
 
-from tests.chaos import broken_processes, broken_services, overload
+from tests.chaos import broken_processes, broken_services
 from tests.chaos.setting import Pace
 
-PARTS = {"processes": 0.55, "services": 0.4, "overload": 0.05}  # each part's share of the time
+PARTS = {"processes": 0.6, "services": 0.4}  # each part's share of the time
 
 
 def main() -> int:
@@ -37,9 +36,6 @@ def main() -> int:
     for part in parts:
         seconds = 60 * flags.minutes * PARTS[part] / sum(PARTS[each] for each in parts)
         pace = Pace(seconds, flags.pause, flags.recovery)
-        if part == "overload":
-            violations += overload.run(min(120, seconds))
-            continue
         if part == "processes":
             outcome = broken_processes.run(pace, flags.seed, flags.clients, flags.keep_ray)
         else:

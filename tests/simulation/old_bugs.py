@@ -1,9 +1,5 @@
-"""Bugs that are put into the product one at a time: the simulator must find each of them.
+"""Bugs that are put into the product one at a time: the simulator must find each of them."""
 
-`python -m tests.simulation.old_bugs` prints which seed finds which bug, and by which violation.
-"""
-
-import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -132,16 +128,3 @@ def find(bug: str, seeds: range) -> tuple[int, str] | None:
         if world.violations:
             return seed, world.violations[0]
     return None
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation.old_bugs", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to try for each bug")
-    flags = parser.parse_args()
-    for bug in OLD_BUGS:
-        found = find(bug, range(flags.seeds))
-        print(f"{bug}: {'NOT FOUND' if found is None else f'seed {found[0]}, {found[1]}'}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
