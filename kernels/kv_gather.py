@@ -37,15 +37,12 @@ def gather_blocks(
         where the source row is negative
     count: [1] int32 on that device, at most `capacity`
     programs: how many programs copy, each on up to one multiprocessor; the others are left to the model
-    Raises ValueError for tensors that do not fit.
+    Triton raises ValueError for rows of no whole 16-byte words.
     """
     check_backend("gather_blocks", backend)
-    _check_sides(sources, destinations)
-    _check_lists(source_rows, destination_rows, count)
-    if not all(t.is_contiguous() for t in (*sources, *destinations, source_rows, destination_rows)):
-        raise ValueError("gather_blocks: the sources, the destinations and the lists must be contiguous")
-    if programs < 1:
-        raise ValueError(f"gather_blocks: {programs} programs copy nothing")
+    assert sources[0].shape[1:] == destinations[0].shape[1:] and sources[0].dtype == destinations[0].dtype
+    assert source_rows.shape == destination_rows.shape and source_rows.dtype == destination_rows.dtype == torch.int32
+    assert all(t.is_contiguous() for t in (*sources, *destinations, source_rows, destination_rows))
     if backend == "torch":
         source_rows, destination_rows = source_rows[: int(count)], destination_rows[: int(count)]
         kept = source_rows >= 0
@@ -56,9 +53,7 @@ def gather_blocks(
             destination.index_copy_(0, places, rows.to(destination.device))
         return
     tensors = *sources, *destinations
-    for tensor in tensors:
-        if tensor.device != source_rows.device and tensor.numel() and not tensor.is_pinned():
-            raise ValueError("gather_blocks: what is on the host must be pinned for the GPU to reach it")
+    assert all(t.device == source_rows.device or not t.numel() or t.is_pinned() for t in tensors)
     how = _row_layout(tensors)
     if source_rows.numel() and how["WORDS"]:
         _gather_blocks_kernel[(programs,)](
@@ -107,12 +102,8 @@ def gather_layers(
     done: [layers] int32, zeros before; each program adds 1 for each layer that it has finished
     """
     check_backend("gather_layers", backend)
-    layers = len(copies.sources)
-    if source_rows.shape != destination_rows.shape or not len(source_rows) == len(counts) == len(done) == layers:
-        raise ValueError(
-            f"gather_layers: {tuple(source_rows.shape)} source rows, {tuple(destination_rows.shape)} destination rows, "
-            f"{len(counts)} counts, {len(done)} done; there is one of each for {layers} layers"
-        )
+    assert source_rows.shape == destination_rows.shape
+    assert len(source_rows) == len(counts) == len(done) == len(copies.sources)
     if backend == "torch":
         for layer, pairs in enumerate(zip(copies.sources, copies.destinations, strict=True)):
             gather_blocks(*pairs, source_rows[layer], destination_rows[layer], counts[layer : layer + 1], programs)
@@ -141,35 +132,6 @@ def _row_layout(tensors: tuple[Tensor, ...]) -> dict[str, int]:
     piece = min(MAX_PIECE, max(MIN_PIECE, row_bytes & -row_bytes))
     lanes = max(IN_FLIGHT // (2 * piece), 1)
     return {"WORDS": row_bytes // 4, "PIECE": piece // 4, "LANES": lanes, "num_warps": WARPS}
-
-
-def _check_sides(sources: Pair, destinations: Pair) -> None:
-    like = sources[0]
-    for side in (sources, destinations):
-        for tensor in side:
-            if tensor.dim() != 2 or tensor.shape[1:] != like.shape[1:] or tensor.dtype != like.dtype:
-                raise ValueError(
-                    f"gather_blocks: rows differ, {tuple(like.shape)} {like.dtype} and {tuple(tensor.shape)} "
-                    f"{tensor.dtype}; all are [n, size] of one dtype"
-                )
-        if side[0].shape != side[1].shape:
-            raise ValueError(
-                f"gather_blocks: keys and values differ, {tuple(side[0].shape)} and {tuple(side[1].shape)}; there is "
-                "a row of each"
-            )
-
-
-def _check_lists(source_rows: Tensor, destination_rows: Tensor, count: Tensor) -> None:
-    if source_rows.dim() != 1 or source_rows.shape != destination_rows.shape or count.numel() != 1:
-        raise ValueError(
-            f"gather_blocks: {tuple(source_rows.shape)} source rows, {tuple(destination_rows.shape)} destination "
-            f"rows, {count.numel()} counts; there is one list of each, and one count"
-        )
-    for tensor in (source_rows, destination_rows, count):
-        if tensor.dtype != torch.int32 or tensor.device != source_rows.device:
-            raise ValueError(
-                f"gather_blocks: lists are int32 on {source_rows.device}, not {tensor.dtype} on {tensor.device}"
-            )
 
 
 @jit

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from specahead.kernels.residency import sizes
-from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, check_blocks, pages_at, pages_of_blocks
+from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, pages_at, pages_of_blocks
 
 
 def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch", absent: int = -1) -> Tensor:
@@ -14,7 +14,6 @@ def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str
     Returns [rows, sequences, kv_heads, width * pages_per_block] int32; lines behind a count are undefined.
     """
     check_backend("find_block_lines", backend)
-    check_blocks("find_block_lines", tables, listed)
     if backend == "torch":
         _, lines = _pages_and_lines(tables, listed)
         return lines.masked_fill(lines < 0, absent)
@@ -30,7 +29,6 @@ def count_missing_blocks(tables: ResidencyTables, listed: ListedBlocks, backend:
     Returns [sequences] int32.
     """
     check_backend("count_missing_blocks", backend)
-    check_blocks("count_missing_blocks", tables, listed)
     lists = listed.lists
     if backend == "torch":
         pages, lines = _pages_and_lines(tables, listed)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from specahead.kernels.residency import sizes
-from specahead.kernels.residency.tables import ResidencyTables, check_pages, check_tensor
+from specahead.kernels.residency.tables import ResidencyTables
 
 
 def pin_gpu_pages(
@@ -20,9 +20,6 @@ def pin_gpu_pages(
     round: [1] int32
     """
     check_backend("pin_gpu_pages", backend)
-    check_pages("pin_gpu_pages", tables, pages, kv_heads)
-    check_tensor("pin_gpu_pages", "gpu_pages", gpu_pages, tuple(pages.shape), torch.int32, tables.page_in.device)
-    check_tensor("pin_gpu_pages", "round", round, (1,), torch.int32, tables.page_in.device)
     if backend == "torch":
         fit = (gpu_pages >= 0) & (gpu_pages < tables.lines // kv_heads)
         fit &= (pages >= 0) & (pages < tables.pages // kv_heads)
@@ -48,7 +45,7 @@ def mark_stored(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: 
     pages: [n] int32. A page in no line is passed over. Pages that were written or freed after the copy began must not
         be listed.
     """
-    _settle("mark_stored", tables, pages, kv_heads, backend, drop=False)
+    _settle(tables, pages, kv_heads, backend, drop=False)
 
 
 def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str = "torch") -> None:
@@ -59,7 +56,7 @@ def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: s
 
     pages: [n] int32; what is not cached is passed over
     """
-    _settle("drop_pages", tables, pages, kv_heads, backend, drop=True)
+    _settle(tables, pages, kv_heads, backend, drop=True)
 
 
 def _of_heads(pages: Tensor, kv_heads: int) -> Tensor:
@@ -73,10 +70,9 @@ def _free_lines(tables: ResidencyTables, row: int, lines: Tensor) -> None:
     tables.dirty[row, lines] = 0
 
 
-def _settle(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str, drop: bool) -> None:
+def _settle(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str, drop: bool) -> None:
     """Make the lines of pages that are cached clean or, with `drop`, free."""
-    check_backend(operation, backend)
-    check_pages(operation, tables, pages, kv_heads)
+    check_backend("mark_stored and drop_pages", backend)
     if backend == "torch":
         listed = _of_heads(pages[(pages >= 0) & (pages < tables.pages // kv_heads)], kv_heads)
         for row in range(tables.rows):

@@ -9,8 +9,6 @@ from specahead.kernels.residency.tables import (
     ListedBlocks,
     ResidencyTables,
     Transfers,
-    check_blocks,
-    check_tensor,
     empty_transfers,
     pages_of_blocks,
 )
@@ -26,8 +24,6 @@ def request_blocks(tables: ResidencyTables, listed: ListedBlocks, round: Tensor,
     All misses must be in the backing store: pages that were never written are "copied" too.
     """
     check_backend("request_blocks", backend)
-    check_blocks("request_blocks", tables, listed)
-    check_tensor("request_blocks", "round", round, (1,), torch.int32, tables.page_in.device)
     if backend == "triton":
         return launch_request(tables, listed, round)
     pages = pages_of_blocks(tables.pages, listed).flatten(1)

@@ -1,4 +1,4 @@
-"""The tables of residency, lists of blocks, what a request leaves to be copied, and checks of arguments."""
+"""The tables of residency, lists of blocks, and the copies that a request leaves to be made."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -56,6 +56,11 @@ class ListedBlocks:
     kv_heads: int
     pages_per_block: int
 
+    def __post_init__(self) -> None:
+        lists, counts, page_tables = self.lists, self.counts, self.page_tables
+        assert lists.dtype == counts.dtype == page_tables.dtype == torch.int32
+        assert lists.shape[:3] == counts.shape and lists.shape[1:3] == (len(page_tables), self.kv_heads)
+
 
 class Transfers(NamedTuple):
     """The pages to copy from the backing store into lines, and the pages that overflow because they found no line.
@@ -101,54 +106,6 @@ def clear_tables(tables: ResidencyTables) -> None:
         tensor.fill_(-1)
     for tensor in (tables.referenced, tables.dirty, tables.hand):
         tensor.zero_()
-
-
-def check_tensor(
-    operation: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raise ValueError unless a tensor has this shape, dtype and device; -1 in `shape` is any size."""
-    sizes = len(shape) == tensor.dim() and all(
-        want in (-1, size) for want, size in zip(shape, tensor.shape, strict=True)
-    )
-    if not sizes or tensor.dtype != dtype or tensor.device != device:
-        raise ValueError(
-            f"{operation}: {name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
-            f"not {shape} {dtype} on {device}"
-        )
-
-
-def check_blocks(operation: str, tables: ResidencyTables, listed: ListedBlocks) -> None:
-    if listed.pages_per_block < 1:
-        raise ValueError(f"{operation}: a block of {listed.pages_per_block} pages")
-    check_heads(operation, tables, listed.kv_heads)
-    lists, device = listed.lists, tables.page_in.device
-    check_tensor(operation, "lists", lists, (tables.rows, -1, listed.kv_heads, -1), torch.int32, device)
-    check_tensor(operation, "counts", listed.counts, tuple(lists.shape[:3]), torch.int32, device)
-    check_tensor(operation, "page_tables", listed.page_tables, (lists.shape[1], -1), torch.int32, device)
-
-
-def check_pages(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads: int) -> None:
-    check_heads(operation, tables, kv_heads)
-    check_tensor(operation, "pages", pages, (-1,), torch.int32, tables.page_in.device)
-
-
-def check_heads(operation: str, tables: ResidencyTables, kv_heads: int) -> None:
-    """Raise ValueError for tables that do not fit one another, or that are not of so many heads."""
-    shapes = tuple(tables.line_of.shape), tuple(tables.page_in.shape)
-    if any(len(shape) != 2 or 0 in shape for shape in shapes):
-        raise ValueError(
-            f"{operation}: line_of {shapes[0]} and page_in {shapes[1]}; they are [rows, pages] and [rows, lines], with "
-            "one of each at least"
-        )
-    by_name = {"line_of": (tables.rows, tables.pages), "hand": (tables.rows,)}
-    for name, tensor in tables._asdict().items():
-        dtype = torch.uint8 if name in ("referenced", "dirty") else torch.int32
-        shape = by_name.get(name, (tables.rows, tables.lines))
-        check_tensor(operation, name, tensor, shape, dtype, tables.page_in.device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{operation}: {name} must be contiguous")
-    if kv_heads < 1 or tables.pages % kv_heads:
-        raise ValueError(f"{operation}: {tables.pages} pages are not of {kv_heads} heads")
 
 
 def pages_of_blocks(pages: int, listed_blocks: ListedBlocks) -> Tensor:

@@ -1,6 +1,4 @@
-"""Copying scattered blocks: both backends against a loop over rows, and what they refuse."""
-
-from typing import Any
+"""Copying scattered blocks: both backends against a loop over rows."""
 
 import pytest
 import torch
@@ -36,13 +34,12 @@ def on_host(tensor: Tensor) -> Tensor:
     ("row_bytes", "dtype", "host"),
     [
         (1024, torch.bfloat16, "source"),
-        (4096, torch.uint8, "neither"),
         (6144, torch.float32, "destination"),  # not a power of two
         (4112, torch.uint8, "source"),  # 16 bytes beyond one: a piece that is mostly masked off
         (65536, torch.float16, "source"),
     ],
 )
-@pytest.mark.parametrize(("count", "programs"), [(0, 3), (1, 3), (13, 1), (13, 2), (16, 40)])
+@pytest.mark.parametrize(("count", "programs"), [(0, 3), (13, 2), (16, 40)])
 @backends
 def test_rows_arrive_and_no_others(
     backend: str, count: int, programs: int, row_bytes: int, dtype: torch.dtype, host: str
@@ -102,8 +99,6 @@ def test_layers_one_after_the_other(backend: str) -> None:
     assert done.tolist() == [programs] * layers
     for got, pair in zip(destinations, wanted, strict=True):
         assert all(same_bytes(*both) for both in zip(got, pair, strict=True))
-    with pytest.raises(ValueError, match="2 counts, 3 done; there is one of each for 3 layers"):
-        gather_layers(copies, *lists[:2], lists[2][:2], done, programs, backend)
 
 
 @pytest.mark.parametrize("in_flight", [512, 4096])
@@ -122,56 +117,10 @@ def test_lists_longer_than_what_is_in_flight(in_flight: int, monkeypatch: pytest
         assert not copy[61:].any()
 
 
-def arguments(**changes: Any) -> dict[str, Any]:
-    """Valid arguments of gather_blocks, some of them replaced."""
-    return {
-        "sources": (on_host(torch.zeros(4, 64)),) * 2,
-        "destinations": (torch.zeros(3, 64, device=DEVICE),) * 2,
-        "source_rows": ints([3, 0]),
-        "destination_rows": ints([1, 2]),
-        "count": ints([2]),
-        "programs": 2,
-        **changes,
-    }
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"destinations": (torch.zeros(3, 32, device=DEVICE),) * 2}, r"rows differ, \(4, 64\) .* and \(3, 32\)"),
-        ({"destinations": (torch.zeros(64, device=DEVICE),) * 2}, "rows differ"),
-        ({"destinations": (torch.zeros(3, 64, dtype=torch.int32, device=DEVICE),) * 2}, "float32 and .* torch.int32"),
-        ({"destinations": (torch.zeros(3, 128, device=DEVICE)[:, ::2],) * 2}, "contiguous"),
-        ({"sources": (torch.zeros(64, 4).T,) * 2}, "contiguous"),
-        ({"sources": (torch.zeros(4, 64), torch.zeros(5, 64))}, r"keys and values differ, \(4, 64\) and \(5, 64\)"),
-        ({"source_rows": ints([3, 0]).long()}, "int32"),
-        ({"count": ints([2]).long()}, "int32"),
-        ({"count": ints([2, 2])}, "one count"),
-        ({"source_rows": ints([3, 0, 1])}, "one list of each"),
-        ({"programs": 0}, "programs"),
-    ],
-)
-@backends
-def test_what_does_not_fit_is_refused(backend: str, changes: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        gather_blocks(**arguments(**changes), backend=backend)
-
-
-def test_the_kernel_needs_whole_words_and_pinned_memory() -> None:
-    odd = {"sources": (torch.zeros(4, 6, device=DEVICE),) * 2, "destinations": (torch.zeros(3, 6, device=DEVICE),) * 2}
+def test_the_kernel_needs_whole_words() -> None:
+    odd = (torch.zeros(4, 6, device=DEVICE),) * 2
     with pytest.raises(ValueError, match="16-byte words"):
-        gather_blocks(**arguments(**odd), backend="triton")
-    # Pageable memory; without a GPU, tensors of no memory stand for those on another device.
-    device = DEVICE if DEVICE == "cuda" else "meta"
-    elsewhere: dict[str, Any] = {
-        name: value.to(device) for name, value in arguments().items() if isinstance(value, Tensor)
-    }
-    there, pageable = torch.zeros(4, 64, device=device), torch.zeros(4, 64)
-    for sources, destinations in (((pageable,) * 2, (there,) * 2), ((there,) * 2, (pageable,) * 2)):
-        with pytest.raises(ValueError, match="pinned"):
-            gather_blocks(sources, destinations, **elsewhere, programs=2, backend="triton")
-    with pytest.raises(NotImplementedError):
-        gather_blocks(**arguments(), backend="cuda")
+        gather_blocks(odd, odd, ints([3, 0]), ints([1, 2]), ints([2]), 2, "triton")
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
