@@ -332,16 +332,6 @@ def test_kv_that_was_scrubbed_meets_nobody() -> None:
     assert kv.pool.held == 0
 
 
-def test_equal_pages_behind_different_prefixes_are_told_apart() -> None:
-    kv = small()
-    same = [7] * 16
-    a, b = filled(kv, [1] * 16 + same), filled(kv, [2] * 16 + same)
-    again = SequenceKV()
-    kv.reuse_prefix(again, [2] * 16 + same)
-    assert again.pages == b.pages
-    assert not set(again.pages) & set(a.pages)
-
-
 def test_kv_of_a_sparse_read_is_found_by_those_who_take_it() -> None:
     """Behind what does not come of one, which all find."""
     kv = small()
@@ -408,17 +398,6 @@ def test_an_evicted_beginning_hides_what_followed_it() -> None:
     assert kv.reuse_prefix(SequenceKV(), tokens) == 16
     assert len(fresh.pages) == 1
     kv.pool.check_integrity()
-
-
-def test_truncation_is_checked() -> None:
-    kv = small()
-    sequence = filled(kv, list(range(40)))
-    with pytest.raises(ValueError, match="cannot truncate 40 tokens to 41"):
-        kv.truncate(sequence, 41)
-    with pytest.raises(ValueError, match="2 pages are indexed"):
-        kv.truncate(sequence, 31)
-    kv.truncate(sequence, 32)
-    assert len(sequence.pages) == 2
 
 
 @pytest.mark.parametrize("length", [17, 24, 32, 33, 47, 48])
@@ -633,16 +612,6 @@ TestForks = Forks.TestCase
 TestForks.settings = settings(max_examples=40, stateful_step_count=40)
 
 
-def test_a_fork_that_finds_no_page_changes_nothing() -> None:
-    kv = KVCache(1, 1, 1, 2)
-    sequence = filled(kv, list(range(20)))
-    with pytest.raises(OutOfPages):
-        fork(kv, sequence)
-    kv.release(sequence)
-    assert kv.pool.held == 0
-    kv.pool.check_integrity()
-
-
 def test_a_twin_offers_its_prefix_as_the_original_does() -> None:
     """What is indexed of the original is so of the twin, and the pages behind it are offered by either."""
     kv = small()
@@ -682,24 +651,6 @@ def test_a_shared_page_is_held_until_all_let_go() -> None:
     pool.check_integrity()
 
 
-@pytest.mark.parametrize("group_size", [-16, 0, 8, 24])
-def test_groups_are_whole_pages(group_size: int) -> None:
-    with pytest.raises(ValueError, match=f"groups of {group_size} tokens are no whole pages of 16"):
-        GroupMeanPool(small().k_pages, group_size, 4)
-
-
-def test_there_are_as_many_slots_as_groups_fit_the_pages() -> None:
-    kv = KVCache(1, 1, 1, 9)
-    kv.keep_group_means(32)
-    assert kv.means is not None
-    assert len(kv.means.free) == 4
-
-
-def test_means_without_room_for_them_are_refused() -> None:
-    with pytest.raises(ValueError, match="call keep_group_means first"):
-        small().extend_group_means([SequenceKV()])
-
-
 def test_means_of_a_sequence_that_grows_are_made_of_its_new_groups_alone() -> None:
     kv = small()
     kv.keep_group_means(16)
@@ -718,20 +669,6 @@ def test_means_of_a_sequence_that_grows_are_made_of_its_new_groups_alone() -> No
         assert pool.k[0, slots].flatten().tolist() == [group + 0.5 for group in groups]
         assert pool.k_variance[0, slots].flatten().tolist() == [0.25] * len(groups)
         assert pool.v[0, slots].flatten().tolist() == [-(16 * group + 7.5) for group in groups]
-
-
-def test_means_that_find_too_few_slots_change_nothing() -> None:
-    kv = small()
-    kv.keep_group_means(16, slots=3)
-    assert kv.means is not None
-    first, second = filled(kv, [1] * 32), filled(kv, [2] * 32)
-    kv.extend_group_means([first])
-    with pytest.raises(OutOfPages, match="2 group means wanted, 1 slots are free"):
-        kv.extend_group_means([first, second])
-    assert (len(first.groups), second.groups, len(kv.means.free)) == (2, [], 1)
-    kv.release(first)
-    kv.extend_group_means([second])
-    assert len(second.groups) == 2
 
 
 def test_room_for_a_pass_is_taken_wholly_or_not_at_all() -> None:
@@ -755,16 +692,6 @@ def test_room_for_a_pass_is_taken_wholly_or_not_at_all() -> None:
 
 def record(name: str = "a") -> Record:
     return Record(Open(name, [1, 2], 2, 9, [7], Sampling(seed=3), Exactness.APPROXIMATE))
-
-
-def test_a_session_is_opened_once() -> None:
-    ledger = Ledger()
-    ledger.open(record())
-    with pytest.raises(LedgerError, match="in the ledger already"):
-        ledger.open(record())
-    assert ledger.close("a") is not None
-    assert ledger.close("a") is None
-    ledger.open(record())
 
 
 def test_a_record_opens_its_session_again_where_it_stands() -> None:
