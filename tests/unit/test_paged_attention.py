@@ -150,7 +150,7 @@ def reference_by_token(case: Case, block_size: int, means: GroupMeans | None = N
     return torch.from_numpy(np.concatenate(outs)).float(), weights
 
 
-cases = pytest.mark.parametrize(("seed", "group"), [(100 * group + i, group) for group in (1, 2, 4) for i in range(8)])
+cases = pytest.mark.parametrize(("seed", "group"), [(100 * group + i, group) for group in (1, 2, 4) for i in range(5)])
 
 
 @cases
@@ -166,36 +166,6 @@ def test_random_lists_matter() -> None:
     assert sum(float(d) > 0.1 for d in differing) >= 10
 
 
-def test_empty_selection_gives_zeros() -> None:
-    """All lists empty, and one KV head's alone."""
-    case = random_case(5, 2)
-    kv_heads = case.k_pages.shape[1]
-    assert kv_heads > 1
-    none = replace(case, lists=[[[] for _ in heads] for heads in case.lists])
-    assert torch.equal(none.sparse(), torch.zeros_like(case.queries))
-    one = replace(case, lists=[[[], *heads[1:]] for heads in every_block(case, case.page_size).lists])
-    out = one.sparse()
-    assert torch.equal(out[:, :2], torch.zeros_like(out[:, :2]))
-    torch.testing.assert_close(out[:, 2:], case.dense()[:, 2:], atol=1e-5, rtol=1e-5)
-
-
-def test_a_query_before_all_listed_pages_gets_zeros() -> None:
-    """Its own page is listed, but only later queries may see it."""
-    case = Case(
-        queries=torch.randn(5, 2, 8),
-        k_pages=torch.randn(3, 1, 4, 8),
-        v_pages=torch.randn(3, 1, 4, 8),
-        block_tables=torch.tensor([[2, 0, 1]], dtype=torch.int32),
-        kv_lengths=[10],
-        query_counts=[5],
-        lists=[[[2]]],  # positions 8 and 9; the queries stand at 5 … 9
-    )
-    out = case.sparse()
-    assert torch.equal(out[:3], torch.zeros(3, 2, 8))
-    assert (out[3:].abs().amax(-1) > 0).all()
-    torch.testing.assert_close(out, reference_by_token(case, case.page_size)[0], atol=2e-5, rtol=1e-4)
-
-
 def test_a_sequence_without_queries_takes_no_part() -> None:
     case = random_case(3, 2)
     starts = case.query_starts.tolist()
@@ -203,50 +173,12 @@ def test_a_sequence_without_queries_takes_no_part() -> None:
     assert torch.equal(silent.dense(), case.dense()[starts[1] :])
 
 
-@pytest.mark.parametrize("run", [Case.dense, Case.sparse])
-@pytest.mark.parametrize("later", range(1, GAMMA + 1))
-def test_earlier_queries_do_not_see_later_keys(run: Callable[[Case], Tensor], later: int) -> None:
-    """Of a round's γ + 1 own tokens, each sees itself and those before it, bit for bit."""
-    torch.manual_seed(later)
-    table = torch.randperm(6)[:4].to(torch.int32)[None]
-    pages = torch.randn(6, 2, 16, 8), torch.randn(6, 2, 16, 8)
-    case = Case(torch.randn(GAMMA + 1, 4, 8), *pages, table, [51], [GAMMA + 1], [[[0, 3, 2], [2, 3]]])
-    before = run(case)
-    at = 51 - (GAMMA + 1) + later
-    page, offset = int(table[0, at // 16]), at % 16
-    changed = case.k_pages.clone(), case.v_pages.clone()
-    for tensor in changed:
-        tensor[page, :, offset] += 3.0
-    after = run(replace(case, k_pages=changed[0], v_pages=changed[1]))
-    assert torch.equal(before[:later], after[:later])
-    assert ((before[later:] - after[later:]).abs().amax(-1) > 1e-3).all()
-
-
-@cases
-def test_block_weights_are_the_pooled_softmax(seed: int, group: int) -> None:
-    case = random_case(seed, group)
-    _, by_sequence = reference_by_token(every_block(case, case.page_size), case.page_size)
-    for block_size in (5, 16, 32):
-        out, weights = paged_attention_with_block_weights(case.batch, block_size)
-        assert torch.equal(out, case.dense())
-        blocks_of = [-(-length // block_size) for length in case.kv_lengths]
-        assert weights.shape == (len(blocks_of), 1, case.queries.shape[1], max(blocks_of))
-        weights = weights[:, 0]
-        assert weights.dtype == torch.float32
-        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]), atol=1e-5, rtol=0)
-        for i, by_token in enumerate(by_sequence):
-            last = by_token[-1]
-            pooled = np.stack([last[:, n : n + block_size].sum(1) for n in range(0, last.shape[1], block_size)], 1)
-            np.testing.assert_allclose(weights[i, :, : blocks_of[i]].numpy(), pooled, atol=1e-5)
-            assert not weights[i, :, blocks_of[i] :].any()
-
-
 def test_pool_blocks_keeps_the_partial_block() -> None:
     pooled = pool_blocks(torch.arange(7.0).expand(2, 7), 3)
     assert pooled.tolist() == [[3.0, 12.0, 6.0]] * 2
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_write_kv_stores_where_it_is_told_and_nowhere_else(seed: int) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -261,22 +193,6 @@ def test_write_kv_stores_where_it_is_told_and_nowhere_else(seed: int) -> None:
     write_kv(k_pages, v_pages, slots, keys, values)
     assert torch.equal(k_pages, wanted[0])
     assert torch.equal(v_pages, wanted[1])
-
-
-def test_attention_reads_what_was_written() -> None:
-    """Writing a sequence token by token through slots, then attending, is attention over those tokens."""
-    torch.manual_seed(0)
-    keys, values, queries = torch.randn(21, 2, 8), torch.randn(21, 2, 8), torch.randn(1, 4, 8)
-    pages = torch.randn(5, 2, 16, 8), torch.randn(5, 2, 16, 8)
-    table = torch.tensor([[3, 1]], dtype=torch.int32)
-    slots = torch.tensor([int(table[0, t // 16]) * 16 + t % 16 for t in range(21)])
-    write_kv(*pages, slots[:16], keys[:16], values[:16])
-    write_kv(*pages, slots[16:], keys[16:], values[16:])
-    case = Case(queries, *pages, table, [21], [1], [])
-    np.testing.assert_array_equal(densified(case, 0, pages[0]), keys.double().numpy())
-    scores = torch.einsum("hd,nhd->hn", queries[0], keys.repeat_interleave(2, 1)) * SCALE
-    wanted = torch.einsum("hn,nhd->hd", scores.softmax(-1), values.repeat_interleave(2, 1))
-    torch.testing.assert_close(case.dense()[0], wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_heads_must_be_a_multiple_of_kv_heads() -> None:
@@ -339,16 +255,6 @@ def sizes(case: Case) -> list[int]:
     """Some that divide a page, the page's own, and some of several pages."""
     page = case.page_size
     return sorted({1, 2, page // 2, page, 2 * page, 4 * page})
-
-
-@cases
-def test_lists_of_all_blocks_of_any_size_are_dense(seed: int, group: int) -> None:
-    case = random_case(seed, group)
-    for size in sizes(case):
-        blocks = every_block(case, size).packed_lists(size)
-        torch.testing.assert_close(paged_attention(case.batch, blocks), case.dense(), atol=1e-5, rtol=1e-5)
-        _, weights = paged_attention_with_read_weights(case.batch, blocks)
-        torch.testing.assert_close(weights.sum(-1), torch.full(weights.shape[:2], float(group)))
 
 
 @pytest.mark.parametrize("width", [0, 3])
@@ -464,42 +370,6 @@ def test_the_variance_term_is_cut_for_some_and_not_for_others() -> None:
     blocks = case.packed_lists()
     with_term, without = (paged_attention(case.batch, blocks, m) for m in (means, flat))
     assert (with_term - without).abs().max() > 0.01
-
-
-@pytest.mark.parametrize(("group_size", "block_size"), GROUPS_AND_BLOCKS)
-def test_means_take_no_part_where_everything_is_read(group_size: int, block_size: int) -> None:
-    case = every_block(page_16_case(group_size, 2), block_size)
-    means = group_means(case, group_size)
-    blocks = case.packed_lists(block_size)
-    got, weights = paged_attention_with_read_weights(case.batch, blocks, means)
-    torch.testing.assert_close(got, case.dense(), atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(weights.sum(-1), torch.full(weights.shape[:2], 2.0))
-
-
-@pytest.mark.parametrize("read", ["none", "some"])
-@pytest.mark.parametrize(("group_size", "block_size"), GROUPS_AND_BLOCKS)
-def test_means_of_groups_of_equal_keys_stand_in_exactly(group_size: int, block_size: int, read: str) -> None:
-    """Where all keys and values of a group are alike, its mean says all there is to say of what is not read."""
-    case = page_16_case(group_size + block_size, 2)
-    k_pages, v_pages = case.k_pages.clone(), case.v_pages.clone()
-    for i, (length, rows) in enumerate(zip(case.kv_lengths, case.query_counts, strict=True)):
-        for group in range((length - rows) // group_size):
-            pages = case.block_tables[i, group * group_size // 16 : (group + 1) * group_size // 16].long()
-            for tensor in (k_pages, v_pages):
-                tensor[pages] = tensor[pages[0], :, :1].expand(-1, 16, -1).clone()
-    case = in_blocks(replace(case, k_pages=k_pages, v_pages=v_pages), block_size, 7)
-    means = group_means(case, group_size)
-    lists = []
-    for length, count, heads in zip(case.kv_lengths, means.counts.tolist(), case.lists, strict=True):
-        covered = count * group_size // block_size
-        rest = list(range(covered, -(-length // block_size)))
-        lists.append([[*(b for b in listed if read == "some" and b < covered), *rest] for listed in heads])
-    case = replace(case, lists=lists)
-    blocks = case.packed_lists(block_size)
-    got = paged_attention(case.batch, blocks, means)
-    torch.testing.assert_close(got, case.dense(), atol=1e-5, rtol=1e-4)
-    without = paged_attention(case.batch, blocks)
-    assert (without - case.dense()).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])

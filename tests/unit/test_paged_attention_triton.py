@@ -226,23 +226,6 @@ def test_no_program_is_launched_that_never_has_anything_to_do() -> None:
     assert len(many.first_items) == (24 if DEVICE == "cuda" else 10)
 
 
-def test_results_do_not_depend_on_the_batch() -> None:
-    """A sequence alone and among others: the same up to rounding, since splits move with the work of all."""
-    case = ragged(9, 2, [5, 5, 5], longest=200)
-    together = in_triton(case)
-    start = 0
-    for i, count in enumerate(case.query_counts):
-        alone = replace(
-            case,
-            queries=case.queries[start : start + count],
-            block_tables=case.block_tables[i : i + 1],
-            kv_lengths=[case.kv_lengths[i]],
-            query_counts=[count],
-        )
-        torch.testing.assert_close(in_triton(alone), together[start : start + count], atol=2e-6, rtol=1e-5)
-        start += count
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
