@@ -1,7 +1,6 @@
 """Sequences that are advanced by a step's verdicts: Triton (on a GPU, or interpreted) and torch against a loop."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specahead.kernels.advance_rows import MOST_CHOICES, Choice, Followers, LaunchRows, Verdicts, advance_rows
-from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, PAGES = 16, 6
@@ -130,21 +128,3 @@ def test_it_has_arguments_for_three_choices() -> None:
     case.sources, case.outs = case.sources * 2, case.outs * 2
     with pytest.raises(ValueError, match="6 choices, expected at most 3"):
         case.run("torch", 6)
-
-
-def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
-    """For rounds, for a step that drafts, and for one that does not."""
-    pytest.importorskip("triton")
-    of_sequences = "rows", "judged", "accepted", "following", "alternative", "starts", "lengths", "tables", "taken"
-    types = {f"{name}_ptr": "*i32" for name in of_sequences}
-    types |= {f"{name}_ptr": "*i64" for name in ("token_ids", "positions", "slots", "previous")}
-    types |= dict.fromkeys(("previous_by_sequence", "previous_by_accepted", "sequences", "pages"), "i32")
-    strides = "count", "by_sequence", "by_accepted", "by_number", "out_by_sequence", "out_by_number"
-    for name, dtype in {"a": "fp64", "b": "i32", "c": "i32"}.items():
-        types |= {f"{name}_ptr": f"*{dtype}", f"{name}_out_ptr": f"*{dtype}"}
-        types |= {f"{name}_{each}": "i32" for each in strides}
-    fixed: dict[str, object] = {"PAGE": PAGE, "CHUNK": 128}
-    no_b_and_c = dict.fromkeys(("previous_ptr", "b_ptr", "b_out_ptr", "c_ptr", "c_out_ptr"))
-    variants = [fixed, fixed | no_b_and_c, fixed | no_b_and_c | dict.fromkeys(("a_ptr", "a_out_ptr"))]
-    made = compile_for_a_gpu("specahead.kernels.advance_rows", "_advance_rows_kernel", types, variants, tmp_path)
-    assert len(made) == 3

@@ -1,7 +1,6 @@
 """Drafts that are copied to the pass that judges them: Triton (on a GPU, or interpreted) and torch against a loop."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specahead.kernels.copy_drafts import Drafts, Judged, JudgedRows, copy_drafts
-from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -146,28 +144,6 @@ def test_alternatives_are_the_likeliest_tokens_that_were_not_drafted(
     assert torch.equal(others.cpu(), wanted)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_what_there_is_no_room_for_is_left_out(backend: str) -> None:
-    """Rounds have more tokens, larger supports and longer bitmaps than the pass; what lies behind stays as it is."""
-    if backend == "triton":
-        pytest.importorskip("triton")
-    random = torch.Generator().manual_seed(1)
-    drafted, left = drafts_of(random, 2, 3, 2, (2, 1)), drafts_of(random, 1, 5, 4, (2, 3))
-    rows = JudgedRows(*(torch.tensor(each, dtype=torch.int32) for each in ([0, -1], [1, 0], [3, 3], [0, 4, 8])))
-    ours = judged_of(drafted, torch.zeros(8, dtype=torch.int64))
-    copy_drafts(on_device(rows), ours, on_device(left), backend)
-    assert ours.token_ids.tolist() == [0, int(drafted.tokens[0, 0]), *left.tokens[0, :2].tolist(), 0, 0, 0, 0]
-    for name in ("tokens", "ids", "probs", "bitmaps"):
-        tensor = getattr(ours, name)
-        given_, of_round = getattr(drafted, name), getattr(left, name)
-        assert torch.equal(tensor[1].cpu(), given_[1]), name
-        if name != "bitmaps":
-            part = of_round[0, :2] if name == "tokens" else of_round[0, :2, :2]
-            assert torch.equal(tensor[0].cpu(), torch.cat((given_[0, :1], part))), name
-    assert ours.bitmaps is not None
-    assert torch.equal(ours.bitmaps[0].cpu(), left.bitmaps[0, :, :1])
-
-
 def test_large_announcements_take_several_programs() -> None:
     """Of which supports need fewer, and another pass more."""
     pytest.importorskip("triton")
@@ -182,36 +158,3 @@ def test_large_announcements_take_several_programs() -> None:
             results.append([tensor for tensor in vars(ours).values() if tensor is not None])
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
         assert torch.equal(results[0][4][0].cpu(), left.bitmaps[1])
-
-
-def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
-    """With supports, bitmaps and alternatives, and without all three."""
-    pytest.importorskip("triton")
-    fixed: dict[str, object] = {"TOKENS": 4, "CHUNK": 1024}
-    of_rows = "drafts", "held", "counts", "starts", "tokens", "draft_tokens"
-    types = dict.fromkeys((f"{name}_ptr" for name in of_rows), "*i32") | {"token_ids_ptr": "*i64"}
-    numbers = (
-        "gamma",
-        "draft_gamma",
-        "support",
-        "draft_support",
-        "entries",
-        "bitmap_rows",
-        "words",
-        "draft_words",
-        "both",
-        "most_beside",
-    )
-    types |= dict.fromkeys(numbers, "i32")
-    optional = {"ids_ptr": "*i32", "draft_ids_ptr": "*i32", "probs_ptr": "*fp32", "draft_probs_ptr": "*fp32"}
-    optional |= {"bitmaps_ptr": "*i64", "draft_bitmaps_ptr": "*i64"}
-    optional |= dict.fromkeys(("beside_ptr", "beside_counts_ptr", "likeliest_ptr"), "*i32")
-    variants = [fixed, fixed | dict.fromkeys(optional)]
-    assert (
-        len(
-            compile_for_a_gpu(
-                "specahead.kernels.copy_drafts", "_copy_drafts_kernel", types | optional, variants, tmp_path
-            )
-        )
-        == 2
-    )

@@ -1,14 +1,11 @@
 """What a draft reads by its own weights: Triton (on a GPU, or interpreted) against torch, and torch against loops."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead.kernels.draft_reads import count_reads, score_own_blocks
-from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = st.tuples(
@@ -63,11 +60,3 @@ def test_blocks_that_are_read_are_counted(backend: str, sizes: tuple[int, ...], 
     for sequence, count in enumerate(got.tolist()):
         everything = -(-int(lengths[sequence]) // 4) * layers * kv_heads
         assert count == everything + passes * int(later[:, sequence].sum())
-
-
-def test_counting_compiles_for_a_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    types = dict.fromkeys(("lengths_ptr", "later_ptr"), "*i32") | {"out_ptr": "*i64"}
-    types |= dict.fromkeys(("passes", "sequences"), "i32")
-    fixed: dict[str, object] = {"KV_HEADS": 4, "LAYERS": 6, "BLOCK": 16, "LISTS": 32}
-    assert len(compile_for_a_gpu("specahead.kernels.draft_reads", "_count_reads_kernel", types, [fixed], tmp_path)) == 1

@@ -1,13 +1,10 @@
 """Which rows of logits are finite: Triton (on a GPU, or interpreted) and torch, against what they must say."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from specahead.kernels.finite_rows import are_finite
-from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,16 +54,3 @@ def test_triton_says_what_torch_says(rows: int, places: int, vocab: int, dtype: 
     wanted, got = are_finite(logits, counts), are_finite(logits, counts, "triton")
     assert got.dtype == torch.int32 and torch.equal(got, wanted)
     assert rows < 5 or 0 < wanted.sum() < rows
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_no_rows_are_none(backend: str) -> None:
-    assert are_finite(torch.zeros(0, 2, 5), torch.zeros(0, dtype=torch.int32), backend).shape == (0,)
-
-
-def test_both_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    types = {"logits_ptr": "*bf16", "counts_ptr": "*i32", "largest_ptr": "*fp32", "finite_ptr": "*i32"}
-    types |= dict.fromkeys(("vocab", "places", "splits"), "i32")
-    of_kernels = {"_largest_kernel": {"CHUNK": 4096}, "_are_finite_kernel": {"PLACES": 8, "SPLITS": 64}}
-    for kernel, fixed in of_kernels.items():
-        compile_for_a_gpu("specahead.kernels.finite_rows", kernel, types, [fixed | {"PDL": True}], tmp_path)

@@ -1,7 +1,5 @@
 """Merging partial attentions: Triton (on a GPU, or interpreted) and torch against float64, and against one softmax."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +8,6 @@ from torch import Tensor
 
 from specahead.kernels.merged_attention import merge_attended
 from specahead.kernels.prompt_attention import attend_to_piece
-from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -107,26 +104,3 @@ def test_pieces_one_after_another_are_one_attention(backend: str) -> None:
         total = merge_attended(running, total, piece, weight, running, backend=backend)
     torch.testing.assert_close(running, exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(total, exact_total, rtol=1e-5, atol=1e-5)
-
-
-def test_what_is_not_built_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="merge_attended: backend 'cudnn'"):
-        merge_attended(*[torch.zeros(1, 1, 1, 1)] * 5, backend="cudnn")
-
-
-def test_it_compiles_for_a_gpu_and_moves_sixteen_bytes_at_once(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    strides = (0, 128, 32 * 128, 1)
-    fixed = dict.fromkeys(("RUNNING", "PIECE", "OUT"), strides) | {"heads": 32, "dim": 128, "HEADS": 32, "DIM": 128}
-    for running, out in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")):
-        numbers = {"running": running, "piece": "bf16", "out": out} | dict.fromkeys(
-            ("total", "weight", "merged"), "fp32"
-        )
-        types = {f"{name}_ptr": f"*{kind}" for name, kind in numbers.items()} | dict.fromkeys(
-            ("size", "skipped"), "i32"
-        )
-        (ptx,) = compile_for_a_gpu(
-            "specahead.kernels.merged_attention", "_merge_attended_kernel", types, [fixed], tmp_path
-        )
-        for name in ("ld", "st"):
-            assert f"{name}.global.v4.b32" in ptx and f"{name}.global.b16" not in ptx

@@ -1,14 +1,11 @@
 """Where the tokens of a round's passes stand: Triton (on a GPU, or interpreted) and torch against a loop."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead.kernels.pass_positions import Branches, pass_positions
-from tests.compiling import compile_for_a_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, PAGES = 4, 8
@@ -55,19 +52,3 @@ def test_places_of_all_passes(backend: str, sequences: int, each: int, passes: i
                 assert places.visible[index, row].tolist() == seen
     of_rows = places.starts, places.ends, places.positions, places.slots
     assert [tensor.dtype for tensor in of_rows] == [torch.int32] * 2 + [torch.int64] * 2
-
-
-def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
-    """For branches, and for sequences that do not branch."""
-    pytest.importorskip("triton")
-    types = dict.fromkeys(
-        (f"{name}_ptr" for name in ("before", "own", "kept", "tables", "starts", "ends", "visible")), "*i32"
-    )
-    types |= dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64")
-    types |= dict.fromkeys(("passes", "rows", "pages", "each"), "i32")
-    fixed: dict[str, object] = {"PAGE": 16, "CHUNK": 128}
-    variants = [fixed, fixed | {"visible_ptr": None}]
-    assert (
-        len(compile_for_a_gpu("specahead.kernels.pass_positions", "_pass_positions_kernel", types, variants, tmp_path))
-        == 2
-    )

@@ -1,22 +1,17 @@
 """What the device codes of a selection is what the codec sends, byte for byte."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specahead.kernels import selection_difference
 from specahead.kernels.selection_difference import CodedDifferences, code_difference
 from specahead.sparsity.selection import BlockSelection, row_words
 from specahead.wire.selection_codec import decode_selection, encode_selection, with_header
-from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MODULE = "specahead.kernels.selection_difference"
 SHAPES = [(1, 1, [1]), (3, 33, [33, 0]), (7, 100, [99, 100, 1]), (2, 1030, [1030, 700])]
 
 
@@ -85,26 +80,6 @@ def test_triton_codes_as_torch_does(rows: int, words: int, widths: list[int], sa
     for got, values, count in zip(into.values, wanted.values, wanted.counts.tolist(), strict=True):
         assert torch.equal(got[:count], values[:count]) and (got[count:] == 77).all()
     assert not same or not wanted.counts.any()
-
-
-def test_torch_writes_into_tensors_that_are_there() -> None:
-    random = np.random.default_rng(2)
-    given = *(random_words((2, 3, 4), [4, 3], random) for _ in range(2)), torch.tensor([4, 3], device=DEVICE).int()
-    wanted = code_difference(*given)
-    into = CodedDifferences(*(torch.full_like(tensor, 77) for tensor in vars(wanted).values()))
-    assert code_difference(*given, into) is into
-    for name, tensor in vars(wanted).items():
-        assert torch.equal(getattr(into, name), tensor), name
-
-
-def test_both_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    names = ("bitmaps_ptr", "before_ptr", "row_checksums_ptr", "checksums_ptr")
-    types = dict.fromkeys(names, "*i64") | dict.fromkeys(("flags_ptr", "values_ptr"), "*u8")
-    types |= dict.fromkeys(("widths_ptr", "row_counts_ptr", "counts_ptr"), "*i32") | {"rows": "i32", "words": "i32"}
-    fixed = {"CHUNK": 128, "PDL": True}
-    own = {"_flags_kernel": {"WEIGHT": selection_difference._WEIGHT}, "_values_kernel": {"ROWS": 256}}
-    for kernel, others in own.items():
-        compile_for_a_gpu(MODULE, kernel, types, [fixed | others], tmp_path)
 
 
 @pytest.mark.gpu
