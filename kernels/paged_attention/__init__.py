@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specahead.kernels.backends import check_backend
 from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans, check_batch
-from specahead.kernels.paged_attention.launch import attend_in_triton
+from specahead.kernels.paged_attention.launch import attend_in_triton, takes_heads
 from specahead.kernels.paged_attention.reference import (
     add_weights_of_listed_in_torch,
     attend_in_torch,
@@ -53,6 +53,7 @@ __all__ = [
     "pinned_tuning",
     "plan_work",
     "pool_blocks",
+    "takes_heads",
 ]
 
 

@@ -77,10 +77,16 @@ def _make_room(rows: int, width: int, device: torch.device) -> tuple[Tensor, Ten
     return block_sums, torch.empty(rows, dtype=torch.float32, device=device)
 
 
+def takes_heads(dim: int) -> bool:
+    """Return whether the Triton kernel takes heads of `dim` dimensions: powers of two from 16."""
+    return dim >= 16 and not dim & (dim - 1)
+
+
 def _check(batch: Batch, emit_block_size: int) -> None:
-    dim = batch.dim
-    if dim < 16 or dim & (dim - 1):
-        raise NotImplementedError(f"paged_attention: heads of {dim} dimensions; Triton takes powers of two from 16")
+    if not takes_heads(batch.dim):
+        raise NotImplementedError(
+            f"paged_attention: heads of {batch.dim} dimensions; Triton takes powers of two from 16"
+        )
     if batch.max_queries < 1:
         raise ValueError("paged_attention: the Triton backend needs max_queries, as a number of the host's")
     if not (batch.queries.is_contiguous() and batch.k_pages.is_contiguous()):

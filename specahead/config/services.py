@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal
 
 from specahead import models
 from specahead.config.access import ServiceAccess
-from specahead.config.attention_backends import check_attention_backend
 from specahead.config.setting import Called, Count, Port, Positive, Section, SettingsError, Share, Within
 from specahead.config.speculation import (
     MOST_JUDGED,
@@ -34,8 +33,6 @@ class _RunSettings(Section, group="how the models run", by_model=True):
     """Capture no CUDA graphs, for debugging."""
     deterministic: bool = False
     """The target's tokens depend neither on the batch nor on drafting, at some cost (GPU only)."""
-    attention_backend: str = "auto"
-    """auto, triton or torch; auto: torch on a CPU; on a GPU triton, and cuDNN for prompts where it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +179,6 @@ class ServiceSettings(_ListenSettings, _PlanSettings, ServiceAccess, ModelSettin
                 f"the target is {target} and the draft {draft}: one of the bundled pair with another model. Give both "
                 "(--target and --draft; a draft service by itself: --target-model), or a --plan made for the two"
             )
-        try:
-            check_attention_backend(self.attention_backend, self.device, self.deterministic, self.enforce_eager)
-        except ValueError as error:
-            raise SettingsError(str(error)) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
-"""Choosing what attends: flags, refusals, and the engine with prompts read in pieces against the engine without."""
+"""What attends: the engine with prompts read in pieces against the engine without, and by torch in place of Triton."""
 
-import argparse
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,8 @@ import transformers
 from torch import Tensor
 
 from specahead import models
-from specahead.config import ModelSettings, SettingsError, TargetSettings, resolve_service
-from specahead.config.attention_backends import check_attention_backend
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model
-from specahead.engine.loading.opening import open_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model import layer_attention
 from specahead.engine.sampling.distributions import Sampling
@@ -26,8 +22,6 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.backends import Backend
 from specahead.kernels.prompt_attention import attend_to_prompts
 from specahead.kernels.selection import compact
-from tests.launch_settings import launch_settings
-from tests.settings import draft_settings, target_settings
 
 VOCAB, LAYERS, KV_HEADS = 97, 3, 2
 SIZES: dict[str, Any] = {
@@ -40,71 +34,6 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 48,
     "max_position_embeddings": 512,
 }
-
-
-# Choosing.
-
-
-@pytest.mark.parametrize(
-    ("chosen", "device", "deterministic", "enforce_eager", "message"),
-    [
-        ("xformers", "cuda", False, False, "'xformers', expected auto, triton, torch"),
-        ("triton", "cpu", False, False, "'triton' runs on CUDA devices and the device is 'cpu'"),
-        ("torch", "cuda", True, False, "deterministic rules out: choose triton or auto"),
-        ("torch", "cuda:1", False, False, "pass --enforce-eager, or choose triton"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    chosen: str, device: str, deterministic: bool, enforce_eager: bool, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_attention_backend(chosen, device, deterministic, enforce_eager)
-
-
-def test_what_fits() -> None:
-    for chosen, device, deterministic, enforce_eager in [
-        ("auto", "cpu", False, False),
-        ("torch", "cpu", False, False),
-        ("auto", "cuda", True, False),
-        ("triton", "cuda", True, False),
-        ("torch", "cuda", False, True),
-    ]:
-        check_attention_backend(chosen, device, deterministic, enforce_eager)
-
-
-def test_services_take_the_flag() -> None:
-    def resolve(default: Any, *flags: str) -> str:
-        return resolve_service(argparse.ArgumentParser(), default, flags, {})[0].attention_backend
-
-    assert resolve(target_settings()) == "auto"
-    assert resolve(draft_settings(), "--attention-backend", "triton") == "triton"
-    with pytest.raises(SettingsError, match="auto, triton, torch"):
-        resolve(target_settings(), "--attention-backend", "xformers")
-
-
-def test_a_launch_takes_the_flag() -> None:
-    def resolve(*flags: str) -> TargetSettings:
-        return launch_settings(flags, {}).target
-
-    assert resolve().attention_backend == "auto"
-    assert resolve("--attention-backend", "triton").attention_backend == "triton"
-    for flags, message in [
-        (("--attention-backend", "xformers"), "'xformers', expected auto"),
-        (("--attention-backend", "triton", "--device", "cpu"), "runs on CUDA devices"),
-        (("--attention-backend", "torch", "--deterministic"), "deterministic rules out"),
-    ]:
-        with pytest.raises(SettingsError, match=message):
-            resolve(*flags)
-
-
-def test_a_cpu_refuses_triton_at_start_and_takes_torch() -> None:
-    settings = ModelSettings(model=str(models.DRAFT), device="cpu", kv_tokens=64)
-    with pytest.raises(ValueError, match="runs on CUDA devices"):
-        open_model(replace(settings, attention_backend="triton"))
-    assert open_model(replace(settings, attention_backend="torch")).runner.kv.kv_heads == 2
-
-
-# The engine.
 
 
 @pytest.fixture
@@ -179,11 +108,12 @@ def compare(ours: list[SequenceOutput], wanted: list[SequenceOutput], tolerance:
         assert (one.verdict is None) == (other.verdict is None)
 
 
-def runner_of(
-    folder: str, dtype: torch.dtype, device: str, backend: Backend | None, eager: bool = False
-) -> ModelRunner:
-    model = load_model(folder, dtype, device)
-    return make_runner(model, 4096, max_context=400, enforce_eager=eager, attention_backend=backend)
+def runner_of(folder: str, dtype: torch.dtype, device: str, backend: Backend | None = None) -> ModelRunner:
+    """backend: what attends, in prompts too; None: the runner's choice."""
+    runner = make_runner(load_model(folder, dtype, device), 4096, max_context=400, enforce_eager=backend == "torch")
+    if backend is not None:
+        runner._passes.attention, runner._passes._cudnn = backend, False
+    return runner
 
 
 def test_prompts_are_read_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +127,9 @@ def test_prompts_are_read_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch
         return attend_to_prompts(replace(reads, cudnn=False), *others)
 
     monkeypatch.setattr(layer_attention, "attend_to_prompts", attend)
-    wanted = drive(runner_of(folder, torch.float32, "cpu", None))
+    wanted = drive(runner_of(folder, torch.float32, "cpu"))
     assert not calls
-    runner = runner_of(folder, torch.float32, "cpu", None)
+    runner = runner_of(folder, torch.float32, "cpu")
     runner._passes._cudnn = True
     compare(drive(runner), wanted, 1e-4)
     assert [len(arguments[0].parts) for arguments in calls] == [5] * LAYERS + [
@@ -231,7 +161,7 @@ def test_prompts_read_a_share_of_what_is_before_them_but_in_layers_that_read_all
 
 
 def test_a_runner_that_cannot_says_that_it_reads_no_prompts_sparsely(folder: str) -> None:
-    runner_of(folder, torch.float32, "cpu", None).check_sparse_prompts()
+    runner_of(folder, torch.float32, "cpu").check_sparse_prompts()
     pinned = make_runner(load_model(folder, torch.float32, "cpu"), 4096, max_context=400, deterministic=True)
     with pytest.raises(ValueError, match="leave prompt_read_share at 1"):
         pinned.check_sparse_prompts()
@@ -241,7 +171,7 @@ def test_a_runner_that_cannot_says_that_it_reads_no_prompts_sparsely(folder: str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cudnn_reads_prompts_as_triton_does(folder: str) -> None:
     wanted = drive(runner_of(folder, torch.bfloat16, "cuda", "triton"))
-    runner = runner_of(folder, torch.bfloat16, "cuda", None)
+    runner = runner_of(folder, torch.bfloat16, "cuda")
     assert runner._passes._cudnn
     compare(drive(runner), wanted, 0.1)
     assert all(captured.graph is not None for captured in runner._passes.graphs.by_shape.values())
@@ -250,7 +180,5 @@ def test_cudnn_reads_prompts_as_triton_does(folder: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_torch_attends_on_a_gpu_in_eager_steps(folder: str) -> None:
-    wanted = drive(runner_of(folder, torch.float32, "cuda", None))
-    compare(drive(runner_of(folder, torch.float32, "cuda", "torch", True)), wanted, 1e-2)
-    with pytest.raises(ValueError, match="--enforce-eager"):
-        runner_of(folder, torch.float32, "cuda", "torch")
+    wanted = drive(runner_of(folder, torch.float32, "cuda"))
+    compare(drive(runner_of(folder, torch.float32, "cuda", "torch")), wanted, 1e-2)

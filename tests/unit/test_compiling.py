@@ -53,7 +53,7 @@ settings = RoundSettings(6, 64, 16, 0.1, 1, 4, {"ahead": announcer})
 rounds = RoundRunner(decoder.with_eight_bit_weights(), kv, settings, 4096, 400, "triton", captures=False)
 chain = DeviceChain.make(8, torch.device("cpu")).with_drafts(8, 6, 4, (8, 7))
 rounds.chain = chain
-steps = PassRunner(decoder, kv, StepLimits(400, 5, 16, 4096), ReadMemories(8), False, None)
+steps = PassRunner(decoder, kv, StepLimits(400, 5, 16, 4096), ReadMemories(8), False)
 steps.chain = chain
 reads = ReadShape(16, width=400, groups=100, emits_weights=True, decay=0.9)
 step = PassShape(2, 10, 5, 400, judges_drafts=True, read=reads, judge=JudgeShape())
@@ -123,7 +123,7 @@ def runner_of(shape, **how):
     light = decoder.with_eight_bit_weights()
     runner = ModelRunner(decoder, kv, shape.vocab_size, 1024, drafting=light, **how)
     runner._captures = runner._joins = runner.chains_steps = True
-    runner._passes = PassRunner(decoder, kv, runner._limits, runner._passes.memories, True, None, light)
+    runner._passes = PassRunner(decoder, kv, runner._limits, runner._passes.memories, True, light)
     runner._warm_up._passes = runner._passes
     return runner
 

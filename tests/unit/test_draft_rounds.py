@@ -74,7 +74,7 @@ def reference(runner: ModelRunner) -> ModelRunner:
     decoder = load_modules(str(models.DRAFT), torch.float32, DEVICE).decoder
     sizes = runner.kv.num_layers, runner.kv.kv_heads, runner.kv.k_pages[0].shape[3]
     kv = KVCache(*sizes, pages_for(1024), device=DEVICE)
-    return ModelRunner(decoder, kv, VOCAB, 1000, attention_backend="torch")
+    return ModelRunner(decoder, kv, VOCAB, 1000)
 
 
 def run_all(reference: ModelRunner, text: list[int], drafted: list[int]) -> tuple[Tensor, Tensor]:

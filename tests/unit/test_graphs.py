@@ -74,7 +74,8 @@ class Pair:
         self.graphs = make_runner(load_model(folder, torch.float32, DEVICE), 4096, max_context=400)
         modules, kv = load_modules(folder, torch.float32, DEVICE).decoder, self.graphs.kv
         of_model = kv.num_layers, kv.kv_heads, kv.k_pages[0].shape[3]
-        self.plain = ModelRunner(modules, KVCache(*of_model, 256, device=DEVICE), VOCAB, 400, attention_backend="torch")
+        self.plain = ModelRunner(modules, KVCache(*of_model, 256, device=DEVICE), VOCAB, 400)
+        self.plain._passes.attention, self.plain._passes._cudnn = "torch", False
         self.runners = (self.plain, self.graphs)
         self.sequences = [[SequenceKV() for _ in range(sequences)] for _ in self.runners]
 

@@ -6,7 +6,6 @@ from typing import Any, Literal
 import torch
 
 from specahead.config import ModelSettings
-from specahead.config.attention_backends import check_attention_backend
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.config import ModelShape, load_config, read_shape
 from specahead.engine.loading.memory import backing_store_tokens, bytes_of_token, check_memory, context_of, room_for_kv
@@ -20,10 +19,11 @@ from specahead.engine.loading.tokenizer import (
     tokenizer_hash,
 )
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.families import count_parameters, unbuilt_feature
+from specahead.engine.model.families import count_parameters, head_dim, unbuilt_feature
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import TargetOrDraftRunner
 from specahead.kernels.compiling import begin_compiling
+from specahead.kernels.paged_attention import takes_heads
 
 # Which passes of few rows read the weights in 8 bits: none, all, or those whose tokens a later pass judges, that is
 # those that draft for the model itself or screen.
@@ -121,7 +121,6 @@ def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
         step_queries=settings.most_drafted + 1,
         most_queries=settings.widest_round,
         deterministic=settings.deterministic,
-        attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
         drafting=loaded.drafting,
     )
     ends = stop_token_ids(load_generation_config(settings.model), loaded.tokenizer)
@@ -133,8 +132,11 @@ def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) ->
     """Raise ValueError or NotImplementedError for settings that can be refused before gigabytes are read."""
     if settings.deterministic and device == "cpu":
         raise NotImplementedError("deterministic is built for the GPU engine: leave it out, or use a CUDA device")
-    check_attention_backend(settings.attention_backend, device, settings.deterministic, settings.enforce_eager)
     config = load_config(settings.model)
+    if settings.deterministic and not takes_heads(head_dim(config)):
+        raise NotImplementedError(
+            f"{settings.model}: deterministic is not built for heads of {head_dim(config)} dimensions: leave it out"
+        )
     feature = unbuilt_feature(config, on_gpu=device != "cpu")
     if feature is not None and device != "cpu" and not settings.enforce_eager:
         raise NotImplementedError(

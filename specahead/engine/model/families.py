@@ -77,8 +77,7 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
         f"the activation {activation} (there is silu)": activation != "silu",
         "biases in the MLP": getattr(config, "mlp_bias", False),
         f"rotary embedding of kind {rotary}, which depends on a sequence's length": rotary in ("dynamic", "longrope"),
-        f"heads of {dim} dimensions (Triton takes powers of two from 16, --attention-backend torch others)": on_gpu
-        and (dim < 16 or dim & (dim - 1)),
+        f"heads of {dim} dimensions (Triton takes powers of two from 16)": on_gpu and (dim < 16 or dim & (dim - 1)),
     }
     return next((feature for feature, needed in features.items() if needed), None)
 

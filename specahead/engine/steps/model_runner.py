@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from specahead.config.attention_backends import check_attention_backend
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.model.decoder import Decoder
@@ -37,7 +36,6 @@ from specahead.engine.steps.runner import TargetOrDraftRunner
 from specahead.engine.steps.shapes import PassShape
 from specahead.engine.steps.tiered_steps import TieredSteps
 from specahead.engine.steps.warm_up import WarmUp
-from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.compiling import compile_ahead
 from specahead.kernels.prompt_attention import merge_in_all_ways
 from specahead.kernels.selection import WORD
@@ -59,11 +57,8 @@ class ModelRunner(TargetOrDraftRunner):
     depends on its own tokens only, not on what runs beside it nor on how its rounds fell: every step has one shape,
     that of the widest, prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix
     products round otherwise in a step than in a prompt. Steps whose tokens a later one judges have the shapes that they
-    have elsewhere. attention_backend: None: the device's, and in prompts cuDNN where it can; "torch" on a GPU needs
-    enforce_eager. weight_bytes: of the decoder. drafting: what runs the passes that draft (SparseRead.drafts), and
+    have elsewhere. weight_bytes: of the decoder. drafting: what runs the passes that draft (SparseRead.drafts), and
     those whose tokens a later pass judges (SequenceInput.light); None: the decoder.
-
-    Raises ValueError for an attention backend that cannot attend here.
     """
 
     def __init__(
@@ -76,7 +71,6 @@ class ModelRunner(TargetOrDraftRunner):
         step_queries: int = 5,
         deterministic: bool = False,
         most_queries: int = 0,
-        attention_backend: Backend | None = None,
         weight_bytes: int = 0,
         drafting: Decoder | None = None,
     ) -> None:
@@ -99,10 +93,8 @@ class ModelRunner(TargetOrDraftRunner):
         self.chains_steps = self._captures and not deterministic and not kv.offloads
         self.chains_rounds = not deterministic and not kv.offloads
         self._turn = 1
-        if attention_backend is not None:
-            check_attention_backend(attention_backend, self.device.type, deterministic, not self._captures)
         memories = ReadMemories(MEMORIES)
-        self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, attention_backend, drafting)
+        self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, drafting)
         widest = [self._limits.queries] if most_queries > step_queries and not deterministic else []
         self._warm_up = WarmUp(self._passes, self._limits, widest, deterministic, self._shapes_of)
         self._rounds: RoundRunner | None = None
@@ -246,8 +238,8 @@ class ModelRunner(TargetOrDraftRunner):
         if self.deterministic or not self._passes.reads_sparsely:
             raise ValueError(
                 "prompts are read sparsely on a CPU, or on a GPU by cuDNN, which needs heads of at most 128 dimensions "
-                "in 16 bits and attention_backend auto; and not with deterministic, since what they read depends on "
-                "how they are cut: leave prompt_read_share at 1"
+                "in 16 bits; and not with deterministic, since what they read depends on how they are cut: leave "
+                "prompt_read_share at 1"
             )
 
     def keep_memories(self, sequences: int) -> None:
@@ -311,7 +303,7 @@ class ModelRunner(TargetOrDraftRunner):
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
         of_model = self.decoder, self.kv, settings, self.vocab_size
-        self._rounds = RoundRunner(*of_model, self._limits.pages, default_backend(self.device), self._captures)
+        self._rounds = RoundRunner(*of_model, self._limits.pages, self._passes.attention, self._captures)
 
     @torch.inference_mode()
     def warm_up_rounds(self, sequences: int, methods: Sequence[str], gammas: Sequence[int] = ()) -> None:

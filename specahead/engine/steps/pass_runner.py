@@ -26,6 +26,7 @@ from specahead.engine.steps.reads import heads_of
 from specahead.engine.steps.shapes import PassShape
 from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.paged_attention import takes_heads
 from specahead.kernels.prompt_attention import (
     PromptReads,
     attend_once,
@@ -42,8 +43,9 @@ Started = Callable[[], list[SequenceOutput]]  # waits for a pass that was launch
 class PassRunner:
     """Runs the inputs of one kind in a pass of a given shape: copies them into its buffers and replays its launches.
 
-    memories: what is remembered of sequences that share budgets out. attention: None: the device's, and cuDNN in
-    prompts where it can. drafting: what runs what a later pass judges (launches.run_pass); None: the decoder.
+    memories: what is remembered of sequences that share budgets out. drafting: what runs what a later pass judges
+    (launches.run_pass); None: the decoder. Attention is Triton's on a GPU, and cuDNN's in prompts where it can; heads
+    that Triton does not take are attended to by torch, which cannot be captured.
     """
 
     def __init__(
@@ -53,15 +55,14 @@ class PassRunner:
         limits: StepLimits,
         memories: ReadMemories,
         captures: bool,
-        attention: Backend | None,
         drafting: Decoder | None = None,
     ) -> None:
         self._decoder, self._kv, self._limits, self._drafting = decoder, kv, limits, drafting
         self.memories = memories
         self.graphs = Graphs(captures)
-        self._attention = attention or default_backend(kv.device)
         dim, dtype = kv.k_pages[0].shape[3], kv.k_pages[0].dtype
-        self._cudnn = attention is None and cudnn_attends(dim, dtype, kv.device)
+        self.attention: Backend = default_backend(kv.device) if takes_heads(dim) else "torch"
+        self._cudnn = cudnn_attends(dim, dtype, kv.device)
         self.chain = DeviceChain.make(1, kv.device)
         self._room: Tensor | None = None  # for the pieces that prompts are read in
         self._unfinished: torch.cuda.Event | None = None  # of the last pass that nobody has waited for
@@ -76,7 +77,7 @@ class PassRunner:
         return partial(self._launch, shape, self._make_buffers(shape, None))
 
     def _launch(self, shape: PassShape, buffers: Buffers) -> None:
-        run_pass(self._decoder, self._kv, shape, buffers, self._attention, drafting=self._drafting, chain=self.chain)
+        run_pass(self._decoder, self._kv, shape, buffers, self.attention, drafting=self._drafting, chain=self.chain)
 
     def run_fetching(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
         """Run the captured step of a shape that fetches. Return None if the GPU has no room for all that is listed.
@@ -133,7 +134,7 @@ class PassRunner:
         self._lay_out(buffers, shape, inputs, tables)
         prompt = inputs[0].prompt
         prompts = self._plan_prompts(buffers, shape, prompt) if prompt or self._is_read_by_cudnn(shape) else None
-        run_pass(self._decoder, self._kv, shape, buffers, self._attention, layer_pages, prompts, self._drafting)
+        run_pass(self._decoder, self._kv, shape, buffers, self.attention, layer_pages, prompts, self._drafting)
         gives_nothing = not any(item.logits_rows or item.read or item.drafted for item in inputs)
         if gives_nothing and self._kv.device.type == "cuda" and not self._kv.offloads:
             self._wait_for_the_one_before()
