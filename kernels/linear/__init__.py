@@ -76,7 +76,7 @@ def linear(
     gated: return silu(gate) * up of the two halves of the outputs, [rows, outputs / 2]; in the dtype of x where
     `weight.eight_bit` is read.
     in_parts: whether the result may be [parts, rows, outputs] float32, to be added up.
-    Raises NotImplementedError for a gated layer in parts or with a bias.
+    A gated layer has no bias and comes whole.
     """
     check_backend("linear", backend)
     if _reads_eight_bits(weight, len(x)):
@@ -84,8 +84,7 @@ def linear(
         return few_rows_linear(x, weight.eight_bit, weight.bias, gated, in_parts, backend, dtype)  # type: ignore[arg-type]
     if backend == "triton" and takes(x):
         return few_rows_linear(x, weight.values, weight.bias, gated, in_parts, backend, weight.dtype)
-    if gated and (in_parts or weight.bias is not None):
-        raise NotImplementedError("linear: a gated layer in parts or with a bias")
+    assert not gated or (weight.bias is None and not in_parts)
     out = F.linear(x.to(weight.dtype), weight.values, weight.bias)
     return silu_and_multiply(out, backend) if gated else out
 

@@ -63,12 +63,10 @@ def few_rows_linear(
     gated: return silu(gate) * up of the two halves of the outputs, the gates first: [rows, outputs / 2].
     in_parts: whether the result may be [parts, rows, outputs] float32, to be added up.
     dtype: of a result that is not in parts; None: that of x.
-    Triton adds in float32 and rounds once. Raises NotImplementedError for a gated layer in parts or with a bias,
-    ValueError for an x that Triton does not take.
+    Triton adds in float32 and rounds once. A gated layer has no bias and comes whole.
     """
     check_backend("few_rows_linear", backend)
-    if gated and (in_parts or bias is not None):
-        raise NotImplementedError("few_rows_linear: a gated layer in parts or with a bias")
+    assert not gated or (bias is None and not in_parts)
     if backend == "torch":
         values = weight if isinstance(weight, Tensor) else weight.in_order()
         out = F.linear(x.to(values.dtype), values, None if bias is None else bias.to(values.dtype))
@@ -77,12 +75,7 @@ def few_rows_linear(
     rows, inputs = x.shape
     outputs = len(values) // 2 if gated else len(values)
     tuning = tuning or default_tuning(rows, outputs, inputs, gated, in_parts, scales is not None)
-    if not takes(x) or inputs % (tuning.parts * tuning.depth) or not x.is_contiguous():
-        raise ValueError(
-            f"few_rows_linear: Triton takes up to {MOST_ROWS} contiguous rows of 16-bit numbers, of a multiple of "
-            f"{max(BLOCK, tuning.parts * tuning.depth)} inputs, got {list(x.shape)} of {x.dtype} with strides "
-            f"{x.stride()}"
-        )
+    assert takes(x) and x.is_contiguous() and inputs % (tuning.parts * tuning.depth) == 0
     shape = (rows, outputs) if tuning.parts == 1 else (tuning.parts, rows, outputs)
     out = torch.empty(shape, dtype=(dtype or x.dtype) if tuning.parts == 1 else torch.float32, device=x.device)
     _few_rows_linear_kernel[(-(-outputs // tuning.columns), tuning.parts)](

@@ -45,11 +45,11 @@ def judge_greedy(
 
     logits: [rows, γ + 1, vocab] float32, bfloat16 or float16
     draft_tokens: [rows, γ] int32 or int64, the first `draft_counts[row]` valid; draft_counts: [rows], the same
-    Returns accepted [rows] int32 and the next token [rows] int32. Raises ValueError for shapes that do not fit,
-    NotImplementedError for more drafted tokens than Triton takes.
+    Returns accepted [rows] int32 and the next token [rows] int32. Raises NotImplementedError for more drafted tokens
+    than Triton takes.
     """
     check_backend("judge_greedy", backend)
-    _check_judged("judge_greedy", logits, draft_tokens, draft_counts)
+    _check_judged(logits, draft_tokens, draft_counts)
     judge = judge_greedy_in_triton if backend == "triton" else judge_greedy_in_torch
     return judge(logits, draft_tokens, draft_counts)
 
@@ -58,24 +58,16 @@ def judge_sampled(logits: Tensor, drafted: DraftedRows, backend: str = "torch") 
     """Judge by `accept_sampled` against the target's truncated distributions, by `accept_greedy` at temperature 0.
 
     logits: as for `judge_greedy`
-    Returns accepted [rows] int32 and the next token [rows] int32. Raises ValueError for shapes that do not fit,
-    NotImplementedError for more drafted tokens than Triton takes.
+    Returns accepted [rows] int32 and the next token [rows] int32. Raises NotImplementedError for more drafted tokens
+    than Triton takes.
     """
     check_backend("judge_sampled", backend)
-    _check_judged("judge_sampled", logits, drafted.draft_tokens, drafted.draft_counts)
-    rows, gamma = drafted.draft_tokens.shape
-    shapes = {
-        "support_ids": (rows, gamma, drafted.support_ids.shape[-1]),
-        "support_probs": (rows, gamma, drafted.support_ids.shape[-1]),
-        "temperature": (rows,),
-        "top_p": (rows,),
-        "accept_uniforms": (rows, gamma),
-        "draw_uniforms": (rows, gamma + 1),
-    }
-    for name, shape in shapes.items():
-        tensor = getattr(drafted, name)
-        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise ValueError(f"judge_sampled: {name} is {tuple(tensor.shape)}, not a contiguous {shape}")
+    _check_judged(logits, drafted.draft_tokens, drafted.draft_counts)
+    assert drafted.support_ids.shape == drafted.support_probs.shape
+    assert (
+        drafted.accept_uniforms.shape == drafted.draft_tokens.shape and drafted.draw_uniforms.shape == logits.shape[:2]
+    )
+    assert all(tensor.is_contiguous() for name, tensor in vars(drafted).items() if name != "draft_counts")
     judge = judge_sampled_in_triton if backend == "triton" else judge_sampled_in_torch
     return judge(logits, drafted)
 
@@ -90,13 +82,7 @@ def draw_own(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tenso
     return (draw_own_in_triton if backend == "triton" else draw_own_in_torch)(logits, temperature, top_p, uniforms)
 
 
-def _check_judged(operation: str, logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> None:
-    if logits.dim() != 3 or draft_tokens.dim() != 2 or draft_counts.dim() != 1:
-        raise ValueError(f"{operation}: logits are [rows, γ + 1, vocab], tokens [rows, γ], counts [rows]")
+def _check_judged(logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> None:
     rows, gamma = draft_tokens.shape
-    if logits.shape[:2] != (rows, gamma + 1) or len(draft_counts) != rows:
-        raise ValueError(
-            f"{operation}: logits {tuple(logits.shape)}, {len(draft_counts)} counts, tokens {(rows, gamma)}"
-        )
-    if not (logits.is_contiguous() and draft_tokens.is_contiguous()):
-        raise ValueError(f"{operation}: logits and tokens must be contiguous")
+    assert logits.shape[:2] == (rows, gamma + 1) and draft_counts.shape == (rows,)
+    assert logits.is_contiguous() and draft_tokens.is_contiguous()

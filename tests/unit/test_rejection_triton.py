@@ -121,14 +121,6 @@ def test_a_draft_equal_to_its_target_is_always_kept() -> None:
     assert expected[0] == [2] * 6
 
 
-def test_wrong_arguments_are_named() -> None:
-    given = batch(2, 2, 50, 4, seed=0)
-    with pytest.raises(ValueError, match="top_p is"):
-        judge_sampled(**(given | {"top_p": torch.ones(3)}))
-    with pytest.raises(ValueError, match="counts"):
-        judge_greedy(given["logits"], given["draft_tokens"], torch.zeros(3, dtype=torch.int32))
-
-
 def test_the_targets_own_draws() -> None:
     """What is judged whatever is drafted (specahead.engine.sampling.judging) has rows without drafted tokens."""
     given = batch(4, 3, 700, 4, seed=8)
