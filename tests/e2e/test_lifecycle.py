@@ -53,7 +53,7 @@ def test_a_start_that_waits_for_room_in_a_joined_ray_stops_when_told(ray_address
 def test_a_start_that_its_own_ray_can_never_serve_is_refused(tmp_path: Path) -> None:
     """A Ray that the launch started gets no more nodes: two services that need a GPU each cannot share its one."""
     own = {"RAY_ADDRESS": "", "RAY_TMPDIR": str(tmp_path), "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 1})}
-    process = _launch_on_gpu("--ray-address", "auto", **own)
+    process = _launch_on_gpu("--ray-address", "auto", "--placement", "apart", **own)
     try:
         _, said = process.communicate(timeout=START_SECONDS)
     finally:

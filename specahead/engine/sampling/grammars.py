@@ -22,7 +22,12 @@ KEPT_GRAMMARS = 64  # compiled grammars, the last ones used; sessions copy them
 WORD = 32  # tokens of a word of a mask
 # Fields of LLParserLimits. A session whose mask would take a step longer than some 15 ms, once 50, or that needs much
 # memory, ends with an error.
-LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 50_000, "initial_lexer_fuel": 100_000, "verbose_errors": False}
+LIMITS: dict[str, Any] = {
+    "max_lexer_states": 50_000,
+    "step_lexer_fuel": 50_000,
+    "initial_lexer_fuel": 100_000,
+    "verbose_errors": False,
+}
 
 
 class GrammarState:
