@@ -7,6 +7,7 @@ differ by up to twice.
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from specahead.kernels.linear import MOST_ROWS
 from target_service.policy.plans import Load, RoundKind
@@ -19,6 +20,7 @@ STALE = 1024  # rounds of each session in a bucket without a new one of a kind, 
 # How many times faster than estimated a round may turn out to be: one of a kind that was never measured, one that was
 # measured under other loads alone, and one of another number of tokens than was measured here.
 NEVER_SEEN, SEEN_ELSEWHERE, SEEN_NEAR = 1.5, 1.15, 1.06
+OTHER_ROWS = 4  # times as many rows, or a quarter: figures of such a step say nothing, since arithmetic may take the time
 UNSETTLED = 0.4  # how much faster another plan must be than one of two rounds; by more rounds less
 
 
@@ -42,6 +44,19 @@ class _Figure:
         self.value += max(min(1.0, rounds * NEWEST), rounds / self.rounds) * (value - self.value)
 
 
+class _Scale(NamedTuple):
+    """What rounds of a kind took under the last load at which they were measured."""
+
+    value: float
+    """Seconds for what sizes say."""
+    sessions: int
+    """Sessions of that load."""
+
+    def says_of(self, sessions: int) -> bool:
+        """Return whether it says something of rounds of `sessions` sessions."""
+        return self.sessions < OTHER_ROWS * sessions and sessions < OTHER_ROWS * self.sessions
+
+
 @dataclass(slots=True)
 class _Bucket:
     rounds: float = 0.0
@@ -54,7 +69,7 @@ class CostTable:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self._buckets: defaultdict[tuple[int, int], _Bucket] = defaultdict(_Bucket)
-        self._scales: dict[RoundKind, float] = {}  # seconds for what sizes say, over all loads
+        self._scales: dict[RoundKind, _Scale] = {}
 
     def note(self, kind: RoundKind, load: Load, seconds: float, rounds: int) -> None:
         """Take note of the rounds of a step, which took `seconds` on average. rounds: of how many sessions."""
@@ -64,7 +79,7 @@ class CostTable:
         figure.add(seconds / self.sizes.target(kind, load), share, here.rounds)
         if figure.rounds > SETTLED:
             scale = figure.value * self.sizes.target(kind, load) / self.sizes.round(kind, load)
-            self._scales[kind] = scale
+            self._scales[kind] = _Scale(scale, load.sessions)
 
     def at(self, load: Load) -> "CostsAtLoad":
         """Return what rounds take under a load."""
@@ -74,7 +89,8 @@ class CostTable:
             for kind, figure in here.figures.items()
             if figure.rounds > SETTLED and here.rounds - figure.newest < STALE
         }
-        return CostsAtLoad(self.sizes, load, known, self._scales)
+        scales = {kind: scale.value for kind, scale in self._scales.items() if scale.says_of(load.sessions)}
+        return CostsAtLoad(self.sizes, load, known, scales)
 
 
 @dataclass(frozen=True)
@@ -86,7 +102,7 @@ class CostsAtLoad:
     known: dict[RoundKind, _Figure]
     """The figures of the load's bucket."""
     scales: dict[RoundKind, float]
-    """Seconds for what sizes say, as measured under any load."""
+    """Seconds for what sizes say, as measured under loads with about as many sessions."""
 
     def seconds(self, kind: RoundKind) -> float:
         """Return the seconds of a round: measured, or by how its size differs from that of a measured kind.

@@ -383,12 +383,14 @@ def test_what_was_not_measured_follows_from_sizes_and_what_was() -> None:
 
 def test_how_a_kind_differs_from_its_size_is_known_under_other_loads_too() -> None:
     table = costs_of(LOAD, (DRAFT_4, 0.02), (PLAIN_KIND, 0.002))
-    far = Load(32, 1_000_000)
+    far = Load(15, 1_000_000)
     ratio = table.sizes.round(PLAIN_KIND, far) / table.sizes.round(DRAFT_4, far)
     known = table.sizes.round(PLAIN_KIND, LOAD) / table.sizes.round(DRAFT_4, LOAD)
     at = table.at(far)
     assert at.seconds(PLAIN_KIND) / at.seconds(DRAFT_4) == pytest.approx(0.1 * ratio / known)
     assert not at.known and at.doubt(PLAIN_KIND) > 1
+    many = Load(64, 1_000_000)  # whose rows may take the time, where few sessions wait for memory
+    assert table.at(many).seconds(PLAIN_KIND) == table.sizes.round(PLAIN_KIND, many)
 
 
 def test_few_rounds_are_no_figure_and_an_outlier_counts_little() -> None:
