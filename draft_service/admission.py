@@ -123,5 +123,5 @@ class Admission:
         return self._need(tokens) + missing + len(self.sessions) <= self._kv.pool.available
 
     def _need(self, tokens: int) -> int:
-        """Return the pages for tokens, a round behind them, and the outcomes drafted for behind that."""
+        """Return the pages for tokens, the next round, and the outcomes that the round after it is drafted for."""
         return pages_for(tokens + (1 + self._settings.chosen.branches) * (self._settings.most_drafted + 1))

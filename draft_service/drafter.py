@@ -118,8 +118,8 @@ class Drafter:
         """Tell each target how many sessions the others have here, where that has changed."""
         for peer in self._peers:
             others = self.session_count - len(peer.sessions)
-            if peer.told != others:
-                peer.told = others
+            if peer.reported_others != others:
+                peer.reported_others = others
                 peer.send(Load(others))
 
     def _receive_verdict(self, peer: TargetPeer, verdict: Verdict) -> None:
@@ -147,7 +147,7 @@ class Drafter:
             self.counters["met_verdicts"] += met
         if met and session.at.epoch != epoch and session.present is not None:
             send_round(session, session.present, self.counters)
-        # A round launched behind a step that accepts nothing writes the KV of the last committed token once more.
+        # A round chained to a step that accepts nothing writes the KV of the last committed token once more.
         self.runner.kv.index_prefix(session.kv, session.tokens, max(0, session.tokens_in_place - 1))
 
     # Steps.
@@ -167,7 +167,7 @@ class Drafter:
         return None
 
     def plan_chained_rounds(self, places: Mapping[str, int]) -> DraftStep | None:
-        """Apply the events that have come, and return the rounds to launch behind a step of the target that judges the
+        """Apply the events that have come, and return the rounds to launch after a step of the target that judges the
         present ones; None if there is something else to do, or no room.
 
         places: the place of each session in that step, by name.

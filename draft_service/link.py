@@ -53,7 +53,7 @@ class Links:
     def set_targets(self, targets: Iterable[str]) -> None:
         """Draft for the targets at these addresses (HOST:PORT) from now on, and for no others.
 
-        Links to them that stand already are kept. A dropped link ends its stream, and its target's sessions go on
+        Links to them that stand already are kept. A dropped link ends its stream, and its target's sessions continue
         without this draft.
         """
         wanted = list(dict.fromkeys(targets))

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from draft_service.sessions import CodedSelection, DraftedOutcome, DraftedRound, DraftSession
+from draft_service.sessions import DraftedOutcome, DraftedRound, DraftSession
 from draft_service.steps import PlannedRound
 from specahead.engine.steps.requests import DraftedTokens, RoundOutput
 from specahead.sparsity.plan import Plan
@@ -16,16 +16,14 @@ _NO_IDS, _NO_PROBS = np.empty(0, np.uint32), np.empty(0, np.float32)
 
 
 def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float) -> DraftedRound:
-    """Keep the round that was drafted for a session in a step of so many seconds; return it."""
+    """Keep the round that a step of `seconds` seconds drafted for a session; return it."""
     session = planned.session
     session.moved = None
     outcomes = _outcomes(planned, output)
     base = min(outcome.base for outcome in outcomes)
     selection = None if output.bitmap is None else announced_selection(output.bitmap, plan, base)
-    coded = None
-    if output.coded is not None:
-        coded = CodedSelection(output.coded, None if planned.reference is None else planned.reference[0])
-    round_ = DraftedRound(base, outcomes, seconds, selection, coded)
+    reference = None if planned.reference is None else planned.reference[0]
+    round_ = DraftedRound(base, outcomes, seconds, selection, output.coded, reference)
     if planned.overlaps:
         session.overlap = round_
         return round_
@@ -37,7 +35,7 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
 
 
 def _outcomes(planned: PlannedRound, output: RoundOutput) -> list[DraftedOutcome]:
-    """Return the outcomes that a round was drafted for, each with the tokens drafted behind it.
+    """Return the outcomes that a round was drafted for, each with the tokens that follow it.
 
     Without overlap the only outcome are the committed tokens.
     """
@@ -64,7 +62,7 @@ def _outcomes(planned: PlannedRound, output: RoundOutput) -> list[DraftedOutcome
 
 
 def send_round(session: DraftSession, round_: DraftedRound, counters: Counter[str]) -> None:
-    """Propose the session's present round or its overlap: the tokens behind each outcome, and the announcement.
+    """Propose the session's present round or its overlap: the tokens after each outcome, and the announcement.
 
     Also a second time, for an overlap that its verdict met although the target began a new epoch.
     """
@@ -72,7 +70,7 @@ def send_round(session: DraftSession, round_: DraftedRound, counters: Counter[st
     at = session.at._replace(round=session.at.round + overlaps, base=round_.base)
     # The target knows nothing yet of the present round itself.
     announced = _announcement(round_, session.newest_known if overlaps else session.reference, counters)
-    drafted = [(outcome.drafted, outcome.drafted.proposed) for outcome in round_.outcomes]
+    drafted = [outcome.drafted for outcome in round_.outcomes]
     support_counts, support_ids, support_probs = _supports(drafted)
     counters["proposals"] += len(drafted)
     session.peer.send(
@@ -80,8 +78,8 @@ def send_round(session: DraftSession, round_: DraftedRound, counters: Counter[st
             at=at,
             offsets=[outcome.base - round_.base for outcome in round_.outcomes],
             assumed_tokens=[outcome.token for outcome in round_.outcomes],
-            counts=[count for _, count in drafted],
-            tokens=[token for each, count in drafted for token in each.tokens[:count]],
+            counts=[each.proposed for each in drafted],
+            tokens=[token for each in drafted for token in each.tokens[: each.proposed]],
             support_counts=support_counts,
             support_ids=support_ids,
             support_probs=support_probs,
@@ -91,15 +89,15 @@ def send_round(session: DraftSession, round_: DraftedRound, counters: Counter[st
     )
 
 
-def _supports(drafted: list[tuple[DraftedTokens, int]]) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Return the distributions of the first tokens of each outcome: entries of each, all ids, all probabilities.
+def _supports(drafted: list[DraftedTokens]) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Return the distributions of the proposed tokens: entries of each, all ids (uint32), all probabilities (float32).
 
     All are empty where the session is greedy.
     """
-    ids = [each.ids[:count] for each, count in drafted if each.ids is not None]
+    ids = [each.ids[: each.proposed] for each in drafted if each.ids is not None]
     if not ids:
         return [], _NO_IDS, _NO_PROBS
-    probs = np.concatenate([each.probs[:count] for each, count in drafted if each.probs is not None])
+    probs = np.concatenate([each.probs[: each.proposed] for each in drafted if each.probs is not None])
     held = probs > 0
     return held.sum(-1).tolist(), np.concatenate(ids)[held].astype(np.uint32), probs[held]
 
@@ -110,9 +108,8 @@ def _announcement(round_: DraftedRound, reference: NamedSelection | None, counte
     if selection is None:
         return b""
     name = None if reference is None else reference[0]
-    if coded is not None and coded.reference == name:
-        difference, shape = coded.difference, (selection.num_heads, selection.num_blocks)
-        data = with_header(difference.body, difference.checksum, *shape, name)
+    if coded is not None and round_.coded_from == name:
+        data = with_header(coded.body, coded.checksum, selection.num_heads, selection.num_blocks, name)
     else:
         data = encode_selection(selection, reference)
     counters["announcements"] += 1

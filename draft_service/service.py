@@ -76,7 +76,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     hello = draft_hello(settings, plan, opened)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    keep_loaded()  # frees what loading left over, before graphs take memory
+    keep_loaded()  # frees the garbage of loading, before graphs take memory
     with service_spans("specahead-draft", settings.traces) as spans:
         await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, spans, parts)
 

@@ -1,4 +1,4 @@
-"""The sessions that a draft drafts for: their committed tokens, the rounds drafted behind them, and their KV.
+"""The sessions that a draft drafts for: their committed tokens, their drafted rounds, and their KV.
 
 All of it is disposable, since a Begin rebuilds it. While the target judges round r, the draft may already draft round
 r + 1 for the likeliest outcomes of the verdict (overlap, after Saguaro, arXiv 2603.03251). If the verdict is one of
@@ -34,13 +34,13 @@ class TargetPeer:
     """Sessions of this target that are drafted for, by name."""
     ended: deque[str] = field(default_factory=lambda: deque(maxlen=1024))
     """Names of the sessions that ended last; late verdicts on them are ignored."""
-    told: int = 0
-    """How many sessions of other targets this one was told of last."""
+    reported_others: int = 0
+    """How many sessions other targets have, by the last Load sent to this one."""
 
 
 @dataclass(frozen=True)
 class DraftedOutcome:
-    """An outcome of a verdict, and the tokens drafted for the round behind it."""
+    """An outcome of a verdict, and the tokens drafted for the round after it."""
 
     base: int
     """Committed tokens after this outcome; the drafted tokens begin here."""
@@ -48,18 +48,9 @@ class DraftedOutcome:
     """The outcome's last token, at position base - 1."""
     drafted: DraftedTokens
     source: int
-    """Position at which the KV of `token` lies; the KV of the drafted tokens lies behind it."""
+    """Position at which the KV of `token` lies; that of the drafted tokens follows it."""
     alternative: int | None = None
     """The token before `token`, where it differs from the one that was drafted there."""
-
-
-@dataclass(frozen=True)
-class CodedSelection:
-    """A selection as bytes: its difference from another one."""
-
-    difference: CodedBitmap
-    reference: Reference | None
-    """Names the other selection; None: an empty one."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +64,10 @@ class DraftedRound:
     """Duration of the step that drafted it."""
     selection: BlockSelection | None = None
     """The announced blocks, for all outcomes alike; None: nothing is announced."""
-    coded: CodedSelection | None = None
-    """The selection as bytes, where the runner encoded it."""
+    coded: CodedBitmap | None = None
+    """The selection's difference from another one as bytes, where the runner encoded it."""
+    coded_from: Reference | None = None
+    """Names that other selection; None: an empty one."""
 
     @property
     def drafted(self) -> DraftedTokens:
@@ -128,7 +121,7 @@ class VerdictStatistics:
 
 @dataclass(eq=False)
 class DraftSession:
-    """One session, with the round that is drafted or under judgement (`present`) and the one behind it (`overlap`)."""
+    """One session, with the round that is drafted or under judgement (`present`) and the next one (`overlap`)."""
 
     peer: TargetPeer
     at: At
@@ -147,7 +140,7 @@ class DraftSession:
     overlap: DraftedRound | None = None
     """The next round, drafted before the verdict on the present one."""
     moved: MovedKV | None = None
-    """KV of the present round that is not in its place yet. Until it is, no page behind it is freed."""
+    """KV of the present round that is not in its place yet. Until it is, no later page is freed."""
     ready_due: bool = True
     """Whether the target has still to hear that it may wait for this draft."""
     reference: NamedSelection | None = None
@@ -215,7 +208,7 @@ class DraftSession:
         """Return γ, or fewer near the end: the target adds one token, and neither side goes beyond max_length."""
         return max(1, min(self.gamma, self.terms.max_length - base - 1))
 
-    def rules_behind(self, branches: Sequence[Branch]) -> RoundRules | None:
+    def rules_after(self, branches: Sequence[Branch]) -> RoundRules | None:
         """Return the rules of a round's branches, or of its pending tokens if it has no branches."""
         if self.terms.rules is None:
             return None
@@ -228,7 +221,7 @@ class DraftSession:
         """Take the verdict on the present round. Return whether it met an outcome that the next round is drafted for.
 
         A verdict whose base lies before the committed tokens takes back the tokens between. Raises ValueError for one
-        whose base lies behind them or that skips a round, or if KV to be taken back is shared with another session.
+        whose base lies after them or that skips a round, or if KV to be taken back is shared with another session.
         """
         base, tokens = verdict.at.base, verdict.tokens
         if verdict.at.round != self.at.round + 1:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -39,9 +38,9 @@ class PlannedRound:
     session: DraftSession
     request: RoundRequest
     overlaps: bool
-    """Whether it is the round behind the one under judgement."""
+    """Whether it is the round after the one under judgement."""
     base: int
-    """Committed tokens where it begins: of the shortest outcome; behind a step that still runs, the fewest possible."""
+    """Committed tokens where it begins: of the shortest outcome; after a step that still runs, the fewest possible."""
     number: int
     """The round's number in its session."""
     reference: NamedSelection | None
@@ -128,24 +127,22 @@ def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache
 
 
 def _plan_round(session: DraftSession, plan: Plan, gamma: int) -> PlannedRound:
-    """Return a session's round behind its committed tokens. gamma: tokens to draft; the session may propose fewer."""
+    """Return the round after a session's committed tokens. gamma: tokens to draft; the session may propose fewer."""
     base, uncommitted = session.committed, session.tokens[session.committed :]
-    request = _request(
-        session, plan, gamma, base, session.pending, rules=session.rules_behind([]), starts=[uncommitted]
-    )
+    request = _request(session, plan, gamma, base, session.pending, rules=session.rules_after([]), starts=[uncommitted])
     return PlannedRound(session, request, False, base, session.at.round, session.newest_known)
 
 
 def _plan_overlap(session: DraftSession, plan: Plan, gamma: int, most: int) -> PlannedRound:
-    """Return the round behind the one under judgement, for up to `most` likely outcomes of the verdict."""
+    """Return the round after the one under judgement, for up to `most` likely outcomes of the verdict."""
     assert session.present is not None
     branches = []
     for accepted, token in likely_outcomes(session.present.drafted, session.statistics.acceptance, most):
         length = session.committed + accepted
         branches.append(Branch(length, token, _draws(session, length + 1, gamma + 1)))
     base = 1 + min(branch.length for branch in branches)
-    rules = session.rules_behind(branches)
-    if len(branches) == 1:  # it goes on behind all tokens
+    rules = session.rules_after(branches)
+    if len(branches) == 1:  # it follows all tokens
         tokens = [branches[0].token]
         starts = [[*session.tokens[session.committed :], *tokens]]
         request = _request(session, plan, gamma, base, tokens, rules=rules, starts=starts)
@@ -191,16 +188,16 @@ def _request(
 
 
 def plan_chained_rounds(sessions: Sequence[DraftSession], places: Mapping[str, int], plan: Plan) -> DraftStep | None:
-    """Return the rounds to launch behind a step of the target, in this process, that judges the present ones.
+    """Return the rounds to launch after a step of the target in this process that judges the present ones.
 
     places: of the sessions in that step, by name. Returns None if the host has to see one of the verdicts first. A
     session that ends with the step in any case has no round.
     """
     if not all(session.id in places and _needs_no_host(session) for session in sessions):
         return None
-    going_on = [session for session in sessions if session.committed + 1 < session.terms.max_length]
-    gamma = max((session.gamma for session in going_on), default=0)
-    rounds = [_plan_chained(session, places[session.id], plan, gamma) for session in going_on]
+    continuing = [session for session in sessions if session.committed + 1 < session.terms.max_length]
+    gamma = max((session.gamma for session in continuing), default=0)
+    rounds = [_plan_chained_round(session, places[session.id], plan, gamma) for session in continuing]
     return DraftStep(rounds, [], []) if rounds else None
 
 
@@ -210,8 +207,8 @@ def _needs_no_host(session: DraftSession) -> bool:
     return stands and session.terms.rules is None and session.terms.grammar is None
 
 
-def _plan_chained(session: DraftSession, place: int, plan: Plan, gamma: int) -> PlannedRound:
-    """Return the round that begins behind the tokens which a running step accepts, at this place of the step."""
+def _plan_chained_round(session: DraftSession, place: int, plan: Plan, gamma: int) -> PlannedRound:
+    """Return the round after the tokens that a running step accepts. place: the session's row in that step."""
     assert session.present is not None
     first, proposed = session.committed + 1, session.present.drafted.proposed
     bases = range(first, first + proposed + 1)  # where the round begins, by the number of accepted tokens
@@ -227,16 +224,10 @@ def _plan_chained(session: DraftSession, place: int, plan: Plan, gamma: int) -> 
 
 
 def _draws(session: DraftSession, position: int, count: int) -> np.ndarray:
-    """Return the numbers in [0, 1) by which the tokens from a position on are drawn, [count] float64."""
+    """Return the numbers in [0, 1) that draw the tokens from a position on, float64 [count]; 0 for greedy sessions."""
     use = USE_TARGET if session.terms.draws_own else USE_DRAFT
     sampling = session.terms.sampling
-    return _no_draws(count) if sampling.greedy else uniforms(sampling.seed, position, count, use)
-
-
-@lru_cache
-def _no_draws(count: int) -> np.ndarray:
-    """Return numbers for greedy sessions, which ignore them."""
-    return np.zeros(count)
+    return np.zeros(count) if sampling.greedy else uniforms(sampling.seed, position, count, use)
 
 
 def _announcement_request(session: DraftSession, plan: Plan, base: int) -> AnnouncementRequest | None:

@@ -1,8 +1,8 @@
 """Which sessions are open: who waits for room, who runs, and whose pages are still to be released.
 
 A session takes pages as its tokens come. It starts to run when its tokens and a few more fit. When pages run out, the
-session that started last gives way to the others, and goes on before any that has not run yet: the oldest always runs,
-so that all come to their end. Peers share the places and the queue, the streams of a peer share its part, and the
+session that started last gives way to the others, and continues before any that has not run yet: the oldest always
+runs, so that all come to their end. Peers share the places and the queue, the streams of a peer share its part, and the
 clients of a stream its places, so that many sessions of one keep nobody out. `emit` identifies a session's stream.
 """
 
@@ -13,14 +13,10 @@ from collections.abc import Callable, Iterator
 
 from specahead.config import TargetSettings
 from specahead.engine.kv.pages import KEPT_SHARE
-from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import TargetRunner
-from specahead.sparsity.plan import Plan
 from specahead.wire.errors import InvalidArgument, ResourceExhausted
 from specahead.wire.messages import Open, Report, ServedEvent
-from target_service.hooks import NO_HOOKS, Hooks
 from target_service.opening import SessionMaker, pages_of_round
-from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 
 
@@ -28,23 +24,13 @@ class Admission:
     """Owns the table of sessions, and decides who runs."""
 
     def __init__(
-        self,
-        runner: TargetRunner,
-        plan: Plan,
-        settings: TargetSettings,
-        counters: Counter[str],
-        hooks: Hooks = NO_HOOKS,
-        grammars: Grammars | None = None,
-        drafting: SelfDrafting | None = None,
+        self, runner: TargetRunner, settings: TargetSettings, counters: Counter[str], maker: SessionMaker
     ) -> None:
-        """hooks: of tests and benchmarks. grammars: compiles the grammars of sessions; None: no session may have one.
-        drafting: what sessions read to draft for themselves.
-        """
         self.running: dict[str, TargetSession] = {}  # by name, the oldest first
         self.preempted: deque[TargetSession] = deque()  # gave way, the oldest first; all that run are older
         self.queue: deque[TargetSession] = deque()  # have not run yet
         self.draining = False  # whether orchestrators are to open no more sessions
-        self._maker = SessionMaker(runner, plan, settings, hooks, grammars, drafting)
+        self._maker = maker
         self._kv, self._deterministic = runner.kv, runner.deterministic
         self._settings, self._counters = settings, counters
         self._closed: list[TargetSession] = []  # their pages may still be written by a running step
@@ -127,10 +113,10 @@ class Admission:
 
     def _queued_with(self, tokens: int) -> int:
         """Return how many sessions the next step would leave in the queue if it also held one of `tokens` tokens."""
-        left, running, free = self._after_next_step()
-        if not left and self._may_run(self._need(tokens), running, free):
+        waiting, running, free = self._after_next_step()
+        if not waiting and self._may_run(self._need(tokens), running, free):
             return 0
-        return min(left, len(self.queue)) + 1
+        return min(waiting, len(self.queue)) + 1
 
     def _after_next_step(self) -> tuple[int, int, int]:
         """Return how many sessions the next step would leave waiting, how many run then, and the pages free then."""
@@ -146,21 +132,23 @@ class Admission:
 
     def room(self, emit: Callable[[ServedEvent], None]) -> Report:
         """Return a report that says how many more sessions of who owns `emit` would run at once, or wait."""
-        left, running, free = self._after_next_step()
+        waiting, running, free = self._after_next_step()
         peer = self._peers.get(emit, "")
         peers = Counter(map(self._peer_of, evictable := self._evictable()))
         streams = Counter(session.asked.emit for session in evictable if self._peer_of(session) == peer)
         shares = (peers, peers[peer]), (streams, streams[emit])
         taken_over = max((max(counts.values(), default=0) - own) // 2 for counts, own in shares)  # see _next_to_evict
-        places = self._settings.max_queued - min(left, len(self.queue))  # fewer than 0 where many were accepted before
+        places = self._settings.max_queued - min(
+            waiting, len(self.queue)
+        )  # fewer than 0 where many were accepted before
         return Report(
             sessions=len(self.running) + len(self.preempted) + len(self.queue),
-            waiting=left,
+            waiting=waiting,
             free_places=max(0, self._settings.max_sessions - running),
             free_kv_pages=max(0, free - self._kept(running)),
             queue_places=max(0, places, taken_over + min(0, places)),
             unread_tokens=sum(max(0, session.unread) for session in self.everyone()),
-            queue_seconds=time.monotonic() - self._next().queued_at if left else 0.0,
+            queue_seconds=time.monotonic() - self._next().queued_at if waiting else 0.0,
             kv_pages=self._kv.pool.num_pages,
             draining=self.draining,
         )
@@ -191,7 +179,7 @@ class Admission:
     # Between steps.
 
     def admit(self) -> list[TargetSession]:
-        """Let sessions run while there is room; return those that start or go on.
+        """Let sessions run while there is room; return the ones that start or continue.
 
         Sessions that gave way come first. Then follows the peer with the fewest running sessions, of its streams the
         one with the fewest, of that stream's clients the one with the fewest, and of its sessions the first. A session
@@ -245,8 +233,8 @@ class Admission:
         self._counters["preemptions"] += 1
 
     def release_closed(self) -> None:
-        """Release the pages of sessions that have ended. No step may be running, except one that was left running: its
-        writes behind their text come before those of any later step.
+        """Release the pages of sessions that have ended. No step may be running but an asynchronous one: its
+        writes after their text come before those of any later step.
         """
         for session in self._closed:
             self._kv.release(session.kv)

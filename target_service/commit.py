@@ -1,9 +1,11 @@
 """Commits a verified round: appends its tokens to the session and cuts the KV to them."""
 
+from typing import Any
+
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.sparsity.plan import Plan
-from specahead.wire.messages import At, Commit, FinishReason, Verdict
+from specahead.wire.messages import At, Commit, FinishReason, Proposal, Verdict
 from target_service.session import TargetSession
 from target_service.verify_step import VerifyRound
 
@@ -15,60 +17,65 @@ def commit_round(
     seconds: float,
     plan: Plan,
     kv: KVCache,
-    under_way: int = 0,
+    queued: int = 0,
 ) -> tuple[Commit, Verdict]:
-    """Append a round's tokens to its session and cut its KV to them. Returns the commit for the session's owner and the
+    """Append a round's tokens to its session, and truncate its KV. Return the commit for the session's owner and the
     verdict for its draft.
 
-    verdict: how many tokens were accepted, held tokens first and then drafted ones, and the token that follows them. If
-    it rejects held tokens, the session's tokens are cut there. seconds: the step's time. under_way: tokens of the
-    session in a step that already runs behind this round.
+    verdict: how many tokens are accepted, held ones first, and the token after them. seconds: the step's time. queued:
+    tokens of the session in a step that was launched after this one.
     """
-    session, proposal, (accepted, following) = item.session, item.proposal, verdict
+    session, (accepted, following) = item.session, verdict
     if output.alternative is not None:
         item.input.tokens[accepted] = output.alternative  # they begin with the last committed one
-    base, proposed, confirmed = len(session.tokens) - item.held, item.proposed, min(accepted, item.held)
-    if confirmed < item.held:
-        del session.tokens[base + confirmed :]
-        proposal, proposed = None, []
-    before, key, stats, accepted = session.at, session.key, session.stats, accepted - confirmed
+    confirmed, proposal, proposed = _confirm_held(item, accepted)
+    before, accepted = session.at, accepted - confirmed
+    base = before.base - confirmed
     text = [*session.tokens[base:], *proposed[:accepted], following]
     text, finish = cut_at_end(text, session.asked.max_length - base, session.asked.stop_token_ids)
     tokens = text[confirmed:]
     # A draft that was lost or has asked for Begin during the step does not know this round.
-    known = proposal is not None and (proposal.at.epoch, proposal.at.round) == key
-    judged = proposal if known else None
-    agreed = judged is not None and session.foresaw(before.base + accepted + 1, following)
-    tokens_read, tokens_total = _tokens_read(session, session.kv.length - under_way, plan, kv)
+    known = proposal is not None and (proposal.at.epoch, proposal.at.round) == session.key
+    agreed = known and session.foresaw(before.base + accepted + 1, following)
     commit = Commit(
-        at=before if base == before.base else before._replace(base=base),
+        at=before._replace(base=base),
         tokens=text,
         drafted=len(proposed),
         accepted=min(accepted, len(tokens)),
         finish_reason=finish,
-        kv_tokens_read=tokens_read,
-        kv_tokens_total=tokens_total,
-        kv_tokens_fetched=output.tokens_fetched,
-        cached_tokens=stats.cached_tokens,
-        sparse_prompt_tokens=stats.sparse_prompt_tokens,
-        queue_seconds=stats.queue_seconds,
-        preemptions=stats.preemptions,
-        announced_bytes=stats.announced_bytes,
-        stale_rounds=stats.stale_rounds,
-        prefill_seconds=stats.prefill_seconds,
-        wait_seconds=item.wait_seconds,
         draft_seconds=proposal.draft_seconds if proposal is not None else 0.0,
         verify_seconds=seconds,
         logprobs=output.logprobs[: len(text)],
         prompt_logprobs=session.prompt_logprobs or [],
         screened=item.held,
         confirmed=confirmed,
+        **_figures(item, output, plan, kv, session.kv.length - queued),
     )
     session.prompt_logprobs = None
-    session.commit(tokens, agreed, judged)
-    kv.truncate(session.kv, len(session.tokens) - 1 + under_way)
+    session.commit(tokens, agreed, proposal if known else None)
+    kv.truncate(session.kv, len(session.tokens) - 1 + queued)
     at = At(before.session, session.epoch, session.round, before.base)
-    return commit, Verdict(at, commit.accepted, tokens, judged is None)
+    return commit, Verdict(at, commit.accepted, tokens, not known)
+
+
+def _confirm_held(item: VerifyRound, accepted: int) -> tuple[int, Proposal | None, list[int]]:
+    """Remove rejected held tokens from the session; return how many are confirmed, and the proposal and the proposed
+    tokens behind them, none if a held token was rejected.
+    """
+    confirmed = min(accepted, item.held)
+    if confirmed == item.held:
+        return confirmed, item.proposal, item.proposed
+    del item.session.tokens[len(item.session.tokens) - item.held + confirmed :]
+    return confirmed, None, []
+
+
+def _figures(item: VerifyRound, output: SequenceOutput, plan: Plan, kv: KVCache, length: int) -> dict[str, Any]:
+    """Return figures of a round over `length` tokens, by their names in a commit."""
+    figures = dict(vars(item.session.stats))
+    del figures["waiting_since"]
+    read, total = _tokens_read(item.session, length, plan, kv)
+    read_figures = {"kv_tokens_read": read, "kv_tokens_total": total, "kv_tokens_fetched": output.tokens_fetched}
+    return figures | read_figures | {"wait_seconds": item.wait_seconds}
 
 
 def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> tuple[list[int], FinishReason]:

@@ -56,16 +56,16 @@ class Committer:
         self._protocol.end(session)
         self._admission.close(session)
 
-    def commit(self, step: VerifyStep, result: VerifyResult, under_way: VerifyStep | None, now: float) -> None:
-        """Commit what a step gave; sessions that have ended are passed over. under_way: the step that runs behind it,
-        if one does. now: the time, by time.monotonic.
+    def commit(self, step: VerifyStep, result: VerifyResult, queued: VerifyStep | None, now: float) -> None:
+        """Commit what a step gave; sessions that have ended are passed over. queued: the step that was launched
+        after it, if there is one. now: the time, by time.monotonic.
         """
         for (session, given), prompt_logprobs in zip(step.prefills, result.prompts, strict=True):
             if self._admission.is_open(session):
                 self._finish_reading(session, given, prompt_logprobs, result.seconds)
         fetched = sum(output.tokens_fetched for output in result.outputs)
         seen = self._pacing.see(step, fetched, result.seconds, now)
-        rows = {id(item.session): item.input.rows for item in (under_way.rounds if under_way is not None else ())}
+        rows = {id(item.session): item.input.rows for item in (queued.rounds if queued is not None else ())}
         for item, output in zip(step.rounds, result.outputs, strict=True):
             if item.is_void and self._admission.is_open(item.session):
                 self._kv.truncate(item.session.kv, len(item.session.tokens) - 1)
@@ -84,15 +84,15 @@ class Committer:
         if session.lookup is not None:  # a part at a time: a long text takes milliseconds
             session.lookup.extend(session.tokens, session.kv.length)
         self._spans.add(session.asked.traceparent, "target.prefill", seconds, tokens=len(given.tokens))
-        if session.prompt_logprobs is not None:  # a prompt that is read again is told once
+        if session.prompt_logprobs is not None:  # log probabilities of a prompt that is read again are sent once
             known = len(session.prompt_logprobs) - (session.kv.length - len(prompt_logprobs))
             session.prompt_logprobs += prompt_logprobs[known:]
         # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
         dense = session.asked.prompt_tokens - 1 if self._runner.deterministic else None
         self._kv.index_prefix(session.kv, session.tokens, dense)
 
-    def _finish_round(self, item: VerifyRound, output: SequenceOutput, seen: StepSeen, under_way: int) -> None:
-        """Commit a session's part of a step. under_way: tokens of the session that a step runs behind it already."""
+    def _finish_round(self, item: VerifyRound, output: SequenceOutput, seen: StepSeen, queued: int) -> None:
+        """Commit a session's part of a step. queued: its tokens in a step that was launched after this one."""
         session, key = item.session, item.session.key
         if self._fails(session, output):
             return
@@ -106,7 +106,7 @@ class Committer:
         if self._hooks.judge is not None:
             accepted, following, alternative = self._hooks.judge(item, self._runner.vocab_size)
             verdict, output.alternative = (accepted, following), alternative if alternative >= 0 else None
-        commit, answer = commit_round(item, output, verdict, seen.seconds, self._plan, self._kv, under_way)
+        commit, answer = commit_round(item, output, verdict, seen.seconds, self._plan, self._kv, queued)
         if self._hooks.on_round is not None and reader is not None and reader.is_sparse:
             assert reader.chosen is not None
             self._hooks.on_round(commit.at, commit.accepted, reader.chosen)
@@ -133,7 +133,7 @@ class Committer:
             self._protocol.judge(session, key, replace(answer, gamma=gamma, dense=dense))
 
     def _fails(self, session: TargetSession, output: SequenceOutput) -> bool:
-        """Return whether a session cannot go on; then it is ended."""
+        """Return whether a session cannot continue; then it is ended."""
         grammar = session.asked.grammar
         if grammar is not None and grammar.error:
             session.fail(InvalidArgument(grammar.error))

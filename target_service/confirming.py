@@ -23,7 +23,7 @@ def how_to_confirm(rounds: Iterable[tuple[TargetSession, int]]) -> Confirms:
     """Return whether sessions confirm the tokens that they hold: all do once one has to. rounds: the sessions and the
     numbers of their proposed tokens.
 
-    One dense pass for all takes less time than several, each of which lists everything for some of the sessions. They
+    One dense pass for all takes less time than several that list everything for some of the sessions. They
     weigh the KV that they read if one of them is due to that holds tokens, or soon may.
     """
     screened = [(session, session.screening, proposed) for session, proposed in rounds if session.screening is not None]

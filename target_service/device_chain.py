@@ -59,21 +59,21 @@ def plan_following_step(
     sessions: all that run. gamma: tokens that a text proposes, at most. drafting, drafted, cost: how sessions draft for
     themselves, and what they would now (planning.drafted_for_themselves).
 
-    The step has rounds if each session either goes on as in the one that runs, plainly or drafting as many tokens, or
-    is known to end in it, or waits; else it does nothing but wait. Where a text repeats itself the next token is waited
-    for, which tells whether it goes on to.
+    The step has rounds if each session either continues as in the running one, plainly or drafting as many tokens, or
+    is known to end in it, or waits; else it does nothing but wait. It also waits where a text repeats itself: only the
+    next token shows whether the repetition continues.
     """
     rows = {id(item.session): row for row, item in enumerate(running.rounds)}
-    going_on = [session for session in sessions if id(session) in rows]
+    continuing = [session for session in sessions if id(session) in rows]
     following = VerifyStep(before=running)
     alike = all(_drafted_by_itself(item) == drafted for item in running.rounds)
     if drafted:
-        alike &= all(_needs_no_host(session) and not session.is_paused for session in going_on)
+        alike &= all(_needs_no_host(session) and not session.is_paused for session in continuing)
     else:
-        alike &= all(_needs_no_host(session) and not session.look_up(gamma) for session in going_on)
+        alike &= all(_needs_no_host(session) and not session.look_up(gamma) for session in continuing)
     if not alike or not all(waits(session) for session in sessions if id(session) not in rows):
         return following
-    for session in going_on:
+    for session in continuing:
         base = len(session.tokens) + 1
         if base >= session.asked.max_length:
             continue
@@ -114,7 +114,7 @@ class DraftedRound:
     row: int
     """The row of its drafts in the device chain."""
     announces: bool
-    """Whether it will say what is to be read."""
+    """Whether it announces blocks to read."""
 
 
 def plan_judging_step(
@@ -128,8 +128,8 @@ def plan_judging_step(
 ) -> VerifyStep | None:
     """Return the step that judges these rounds, by session; None where one of the sessions would take part otherwise.
 
-    beside: how many alternatives run beside so many drafted tokens (TargetRunner.alternatives_beside). light: whether
-    the runner has weights for what is screened.
+    beside: returns how many alternatives run beside a number of drafted tokens. light: whether the runner has weights
+    for rounds that screen.
     """
     step = VerifyStep(asynchronous=True)
     ours = {
@@ -161,14 +161,14 @@ def plan_judging_step(
 
 
 def take_proposals(step: VerifyStep) -> None:
-    """Put what was proposed into the rounds of a step that judges rounds, and runs: what it judges.
+    """Put the proposed tokens into the rounds of a running step that judges them.
 
-    A round of which nothing was proposed, because its draft has failed, counts for nothing.
+    A round is void if its draft has failed and proposed nothing.
     """
     for item in step.rounds:
         proposal, judged = item.session.ready_proposal(), item.input.drafted
         assert judged is not None
-        count = len(item.proposed)  # those that there was room for, where held tokens are confirmed
+        count = len(item.proposed)  # fewer than drafted where held tokens take their room
         if proposal is None or len(proposal.tokens) < count:
             item.is_void = True
             continue
@@ -184,7 +184,7 @@ def _is_for(session: TargetSession, at: At) -> bool:
 
 
 def _needs_the_host(session: TargetSession, drafted: DraftedRound) -> bool:
-    """Return whether the host has a part in what is read or judged."""
+    """Return whether the host takes part in reading or judging."""
     looked_at = session.asked.logprobs is not None or bool(session.asked.rules)
     screened = session.screening is not None and session.screening.is_used
     drawn_from = screened and not session.asked.sampling.greedy  # which the dense pass has to know

@@ -122,10 +122,10 @@ class StepsByTurns:
         return JudgeRounds(step, launched, self.verifier.plan_behind_rounds(judged))
 
     def _drafted_round(self, item: PlannedRound, row: int) -> DraftedRound | None:
-        """Return a round that runs as the target sees it; None if the target does not go on with it.
+        """Return a round that runs as the target sees it; None if the target drops it.
 
         Of a round that follows a step the draft hears once it has ended where it stands: the target knows already. It
-        does not go on with one whose step has taken back tokens that the draft built on.
+        drops one whose step has taken back tokens that the draft built on.
         """
         session, at, base = item.session, item.session.at, item.base
         if item.request.follows is not None:

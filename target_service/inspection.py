@@ -32,7 +32,7 @@ def take_reads(session: TargetSession, plan: Plan, kv: KVCache) -> None:
     elif session.reading.reader.chosen is None:  # it was planned before anyone asked
         return
     else:
-        read = session.reading.reader.chosen  # of fewer tokens than have KV where a step is under way behind it
+        read = session.reading.reader.chosen  # of fewer tokens than have KV where a later step is queued
     session.reading.is_watched, blocks = False, read.shape[-1]
     per_column = -(-blocks // MOST_COLUMNS)
     fetched = kv.fetched_pages(session.kv)

@@ -14,7 +14,7 @@ from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Exactness, Open, ServedEvent
-from target_service.hooks import Hooks
+from target_service.hooks import NO_HOOKS, Hooks
 from target_service.policy.lookup import FirstGuess, PromptLookup
 from target_service.screening import Screening, screening_reader
 from target_service.self_drafting import SelfDrafting
@@ -29,12 +29,12 @@ class SessionMaker:
         runner: TargetRunner,
         plan: Plan,
         settings: TargetSettings,
-        hooks: Hooks,
-        grammars: Grammars | None,
-        drafting: SelfDrafting | None,
+        hooks: Hooks = NO_HOOKS,
+        grammars: Grammars | None = None,
+        drafting: SelfDrafting | None = None,
     ) -> None:
-        """hooks: of tests and benchmarks. grammars: compiles those of sessions; None: they have none. drafting: what
-        sessions read to draft for themselves; None: none does.
+        """hooks: of tests and benchmarks. grammars: compiles the grammars of sessions; None: no session may have one.
+        drafting: how sessions draft for themselves; None: none does.
         """
         self._runner, self._plan, self._settings = runner, plan, settings
         self._methods = methods_of(plan)
@@ -140,5 +140,5 @@ class SessionMaker:
 
 
 def pages_of_round(tokens: int, settings: TargetSettings) -> int:
-    """Return the KV pages of `tokens` tokens and one round behind them."""
+    """Return the KV pages of `tokens` tokens and the next round."""
     return pages_for(tokens + settings.most_drafted + 1)

@@ -47,7 +47,7 @@ class SessionRecord:
     def continued_by(self, request: Open) -> "SessionRecord":
         """Return the record for the next orchestrator, which continues the session by `request`.
 
-        It keeps all tokens behind the prompt and the seed of the first attempt, however often orchestrators are lost,
+        It keeps all tokens after the prompt and the seed of the first attempt, however often orchestrators are lost,
         since the client may hold any of these tokens.
         """
         asked, commits = self.request, self.commits
@@ -61,7 +61,7 @@ class SessionRecord:
         )
 
     def reopening(self) -> Open:
-        """Return the request that reopens the session behind its last token."""
+        """Return the request that reopens the session after its last token."""
         tokens = [*self.request.tokens, *(token for commit in self.commits for token in commit.tokens)]
         wanted = self.request.wants_prompt_logprobs and not self.packed  # they are sent with the first commit
         return replace(self.request, tokens=tokens, wants_prompt_logprobs=wanted)

@@ -63,8 +63,8 @@ def plan_round(
 def _plan_read(
     session: TargetSession, proposal: Proposal | None, proposed: int, screens: bool, weighs: bool
 ) -> SparseRead | None:
-    """Return what a round reads; None is everything. Of a session that is screened, its first round reads everything,
-    so that its first tokens leave at once, and those that confirm. weighs: whether such a round is to weigh what it
+    """Return what a round reads; None is everything. The first round of a screened session reads everything, so that
+    its first tokens are sent at once, and so do rounds that confirm. weighs: whether such a round is to weigh what it
     reads.
     """
     if session.reading.reader is None:

@@ -60,16 +60,16 @@ class StepPlanner:
         step.prefills = plan_prompts(reading, self._settings, self._runner.deterministic)
         return step if step.rounds or step.prefills else None
 
-    def plan_following(self, under_way: VerifyStep, sessions: list[TargetSession], now: float) -> VerifyStep:
-        """Return what to run while a step is under way, or a step that only waits for it."""
-        drafted = drafted_for_themselves(sessions, self._policy, self._runner.kv)
-        waits = partial(self.waits, now=now)
-        return plan_following_step(under_way, sessions, self._settings.most_drafted, waits, self._drafting, *drafted)
+    def plan_following(self, running: VerifyStep, sessions: list[TargetSession], now: float) -> VerifyStep:
+        """Return the step to launch while `running` runs, or a step that only waits for it."""
+        drafted, cost = drafted_for_themselves(sessions, self._policy, self._runner.kv)
+        waits, most = partial(self.waits, now=now), self._settings.most_drafted
+        return plan_following_step(running, sessions, most, waits, self._drafting, drafted, cost)
 
     def plan_judging(
         self, rounds: Mapping[str, DraftedRound], sessions: list[TargetSession], now: float
     ) -> VerifyStep | None:
-        """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
+        """Return the step to launch after rounds that are being drafted, by session; None if there can be none."""
         beside, light = self._runner.alternatives_beside, self._settings.screens_lightly
         return plan_judging_step(sessions, rounds, self._plan, partial(self.waits, now=now), beside, light, now)
 

@@ -34,12 +34,12 @@ def _readable(reading: Sequence[TargetSession]) -> list[int]:
 
     A row of logits is large, so that all of these together have SCORED_ROWS.
     """
-    left, readable = SCORED_ROWS, []
+    rows, readable = SCORED_ROWS, []
     for session in reading:
         tokens = session.unread
         if session.prompt_logprobs is not None:
-            tokens = min(tokens, left)
-            left -= tokens
+            tokens = min(tokens, rows)
+            rows -= tokens
         readable.append(tokens)
     return readable
 

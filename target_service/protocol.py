@@ -48,7 +48,7 @@ class DraftProtocol:
             self.assign(session)
 
     def detach(self, peer: DraftPeer) -> None:
-        """Detach a draft. Its sessions go on with another draft, or plainly if there is none."""
+        """Detach a draft. Its sessions continue with another draft, or plainly if there is none."""
         self.drafts.remove(peer)
         for session in [session for session in self._sessions.values() if session.draft.peer is peer]:
             session.forget_draft()
@@ -112,7 +112,7 @@ class DraftProtocol:
                 peer.send(session.begin())
 
     def reject(self, peer: DraftPeer, name: str, error: InvalidArgument) -> None:
-        """Let a session go on without its draft for a while, after a wrong event for it."""
+        """Let a session continue without its draft for a while, after a wrong event for it."""
         session = self._sessions.get(name)
         if session is None or session.draft.peer is not peer:
             return
@@ -187,7 +187,7 @@ class DraftProtocol:
         return key not in session.draft.proposals
 
     def _check_outcomes(self, session: TargetSession, event: Proposals) -> None:
-        """Raise InvalidArgument for proposals behind outcomes that are impossible.
+        """Raise InvalidArgument for proposals that assume impossible outcomes.
 
         Proposals for this round must build on the committed tokens.
         """
@@ -197,7 +197,7 @@ class DraftProtocol:
                 raise InvalidArgument(f"session {session.id}: base {base} cannot follow {committed} tokens")
         elif event.outcomes != [(committed, session.tokens[-1])]:
             raise InvalidArgument(
-                f"session {session.id}: proposals behind {event.outcomes[:MAX_BRANCHES]} (base, assumed token); "
+                f"session {session.id}: proposals after {event.outcomes[:MAX_BRANCHES]} (base, assumed token); "
                 f"{committed} tokens are committed, the last of them {session.tokens[-1]}"
             )
 

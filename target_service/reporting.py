@@ -42,14 +42,14 @@ class Reporter:
         reading: ReadingRate,
         prefixes: PrefixIndex,
         emit: Callable[[ServedEvent], None],
-        left: OrphanedSessions,
+        orphans: OrphanedSessions,
         tokens: CallerTokens,
     ) -> None:
         self.opens = 0  # sessions that the orchestrator asked for
         self.usage = StreamUsage(admission, tokens, emit)
         self._admission, self._reading, self._prefixes, self._emit = admission, reading, prefixes, emit
-        self._orphans = left
-        self._changed, self._moved = prefixes.watch(), left.watch()
+        self._orphans = orphans
+        self._changed, self._moved = prefixes.watch(), orphans.watch()
         self._number, self._due_at = 0, 0.0
 
     def due(self) -> list[Report]:
@@ -58,11 +58,11 @@ class Reporter:
         if self._number and now < self._due_at:
             return []
         self._due_at, self._number = now + REPORT_SECONDS, self._number + 1
-        changed = list(islice(self._changed, MOST_HASHES))  # what is left comes with the next one
+        changed = list(islice(self._changed, MOST_HASHES))  # the rest comes with the next report
         self._changed.difference_update(changed)
         held = self._prefixes.hashes
         self._orphans.expire()
-        moved, left = sorted(self._moved), self._orphans.names
+        moved, orphans = sorted(self._moved), self._orphans.names
         self._moved.clear()
         report = replace(
             self._admission.room(self._emit),
@@ -71,8 +71,8 @@ class Reporter:
             tokens_per_second=self._reading.per_second,
             indexed=[hash for hash in changed if hash in held],
             evicted=[hash for hash in changed if hash not in held],
-            left=[name for name in moved if name in left],
-            taken=[name for name in moved if name not in left],
+            left=[name for name in moved if name in orphans],
+            taken=[name for name in moved if name not in orphans],
             usage=self.usage.report(),
         )
         return [report]

@@ -48,7 +48,7 @@ class Screening:
     widest: int
     """Tokens that a round runs, at most, with the held ones and the last confirmed one."""
     confirmed: int
-    """How many of the session's tokens are confirmed; the tokens behind them are held."""
+    """How many of the session's tokens are confirmed; the later ones are held."""
     supports: list[Support] = field(default_factory=list)
     """The distribution that each held token was drawn from; none in a greedy session."""
     rounds: list[Commit] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Screening:
     """
     deterministic: bool = False
     """Whether the target draws its own tokens where it confirms, whatever was screened: then there are no supports, and
-    sessions read everything in passes apart from those that screen.
+    sessions read everything in passes of their own.
     """
 
     @property
@@ -104,15 +104,15 @@ class Screening:
         weighed: whether the round weighed the KV that it read.
         """
         rounds = [*self.rounds, commit]
-        told = replace(
+        whole = replace(
             commit,
             screening_drafted=[each.drafted for each in self.rounds],
             screening_accepted=[each.accepted for each in self.rounds],
             cached_tokens=max(each.cached_tokens for each in rounds),
-            prompt_logprobs=[told for each in rounds for told in each.prompt_logprobs],
+            prompt_logprobs=[of_token for each in rounds for of_token in each.prompt_logprobs],
             **{name: sum(getattr(each, name) for each in rounds) for name in _SUMMED},
         )
         self.confirmed = commit.at.base + len(commit.tokens)
         self.rounds, self.supports, self.ends = [], [], False
         self.unweighed = 0 if weighed else self.unweighed + 1
-        return told
+        return whole

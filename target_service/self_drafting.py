@@ -32,13 +32,13 @@ class SelfDrafting:
         return new_memory(self.plan, DECAY)
 
     def can_draft(self, weighed: int, base: int) -> bool:
-        """Return whether a round behind `base` committed tokens can draft: its KV was weighed in the last round, which
+        """Return whether a round after `base` committed tokens can draft: its KV was weighed in the last round, which
         `weighed` tokens had been committed before; 0: never.
         """
         return weighed > 0 and base - weighed <= self.gamma + 1
 
     def read(self, memory: ReadMemory, base: int, drafted: int) -> SparseRead:
-        """Return what the passes read that draft `drafted` tokens behind `base` committed ones: the sinks, the newest
+        """Return what the passes read that draft `drafted` tokens after `base` committed ones: the sinks, the newest
         tokens, and the blocks that were weighed most, under one budget for all heads. Group means stand in for the
         rest.
         """

@@ -107,7 +107,7 @@ async def run(
         raise PlanError(f"draft and target do not fit: {mismatch}")
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    keep_loaded()  # frees what loading left over, before graphs take memory
+    keep_loaded()  # frees the garbage of loading, before graphs take memory
     with service_spans("specahead-target", settings.traces) as spans:
         drafter = None
         if beside is not None:
@@ -161,7 +161,7 @@ async def serve(
     """
     verifier = Verifier(runner, plan, settings, parts.hooks, grammars, spans)
     log.info("capturing the steps", extra={"sessions": settings.max_sessions})
-    steps = parts.steps(verifier, drafter)  # before the capture, since some steps are launched behind drafted rounds
+    steps = parts.steps(verifier, drafter)  # before the capture, since some steps are chained to drafted rounds
     verifier.warm_up()
     if drafter is not None:
         drafter.warm_up()

@@ -213,13 +213,13 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         self, request: Open, records: StreamRecords, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]
     ) -> None:
         """Open a session, or continue an orphaned one: then its commits are sent again first."""
-        left = self._orphans.find(request)
-        record = SessionRecord(request) if left is None else left.continued_by(request)
+        orphan = self._orphans.find(request)
+        record = SessionRecord(request) if orphan is None else orphan.continued_by(request)
         if not record.has_ended:
             self._verifier.admission.open(record.reopening(), outbox.put)
         records.open(record)
         self._orphans.forget(request)
-        if left is not None:
+        if orphan is not None:
             self._verifier.counters["taken_up_sessions"] += 1
             for commit in record.commits:
                 self._verifier.counters["retold_tokens"] += len(commit.tokens)

@@ -33,6 +33,7 @@ from target_service.counters import COUNTED
 from target_service.device_chain import DraftedRound, may_be_followed
 from target_service.hooks import NO_HOOKS, Hooks
 from target_service.inspection import ask_for_reads
+from target_service.opening import SessionMaker
 from target_service.pacing import Pacing, policy_of
 from target_service.patience import Patience
 from target_service.planning import StepPlanner
@@ -76,15 +77,16 @@ class Verifier:
         self.reading = ReadingRate()
         self.patience = Patience(settings.draft_timeout)
         self._hooks, self._spans = hooks, spans
-        self._under_way: VerifyStep | None = None  # the step that was left running
+        self.under_way: VerifyStep | None = None
+        """The asynchronous step that the next one waits for."""
         self._ended = 0.0  # when the last one had ended, by time.perf_counter
         self._drafting = (
             SelfDrafting.over(plan, settings.self_read_share, settings.most_drafted)
             if settings.drafts_for_itself
             else None
         )
-        of_sessions = hooks, grammars, self._drafting
-        self.admission = Admission(runner, plan, settings, self.counters, *of_sessions)
+        maker = SessionMaker(runner, plan, settings, hooks, grammars, self._drafting)
+        self.admission = Admission(runner, settings, self.counters, maker)
         self.policy = policy_of(settings, plan, runner, self.counters)
         imposed = hooks.imposes_verdicts and not settings.adaptive
         self.pacing = Pacing(self.policy, runner, self.admission.running, imposed)
@@ -183,7 +185,7 @@ class Verifier:
         """
         self.admission.release_closed()
         self._start_admitted()
-        return self._plan_with_room() if self._under_way is None else self._plan_chained(self._under_way)
+        return self._plan_with_room() if self.under_way is None else self._plan_chained(self.under_way)
 
     def _start_admitted(self) -> None:
         for session in self.admission.admit():
@@ -192,7 +194,7 @@ class Verifier:
             self.protocol.assign(session, wait=True)
 
     def _plan_with_room(self) -> VerifyStep | None:
-        while (step := self._cut_held(self._planner.plan(self._running, time.monotonic()))) is not None:
+        while (step := self._truncate_held(self._planner.plan(self._running, time.monotonic()))) is not None:
             if self.runner.kv.reserve(step.work):
                 step.asynchronous = self.runner.chains_steps and may_be_followed(step)
                 break
@@ -208,13 +210,8 @@ class Verifier:
     def make_chain(self) -> DeviceChain | None:
         """Have steps judge what rounds of a draft in this process leave on the device, before `warm_up`."""
         own, rows = self.settings.own_draft, Reader(METHODS["ahead"], self.plan).announced_rows
-        of_rounds = own.most_drafted, own.support, rows, self.plan.block_size
-        return self.runner.make_chain(self.settings.max_sessions, *of_rounds)
-
-    @property
-    def under_way(self) -> VerifyStep | None:
-        """The step that was left running, which the next one waits for."""
-        return self._under_way
+        most, block_size = self.settings.max_sessions, self.plan.block_size
+        return self.runner.make_chain(most, own.most_drafted, own.support, rows, block_size)
 
     def imposed_verdicts(self, step: VerifyStep) -> list[Imposed] | None:
         """Return the verdicts that replace those of a step; None: its own verdicts count."""
@@ -229,8 +226,8 @@ class Verifier:
         return self.imposed_verdicts(step.before)
 
     def plan_behind_rounds(self, rounds: Mapping[str, DraftedRound]) -> VerifyStep | None:
-        """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
-        step = self._cut_held(self._planner.plan_judging(rounds, self._running, time.monotonic()))
+        """Return the step to launch after rounds that are being drafted, by session; None if there can be none."""
+        step = self._truncate_held(self._planner.plan_judging(rounds, self._running, time.monotonic()))
         if step is None or not self.runner.kv.reserve(step.work):
             return None
         self.counters["steps_chained_to_rounds"] += 1
@@ -238,14 +235,14 @@ class Verifier:
 
     def _plan_chained(self, under_way: VerifyStep) -> VerifyStep:
         """Return what to run while a step is under way, or a step that only waits for it."""
-        behind = self._planner.plan_following(under_way, self._running, time.monotonic())
-        if not self.runner.kv.reserve(behind.work):
+        step = self._planner.plan_following(under_way, self._running, time.monotonic())
+        if not self.runner.kv.reserve(step.work):
             return VerifyStep(before=under_way)
-        self.counters["steps_chained_to_steps"] += behind.asynchronous
-        return behind
+        self.counters["steps_chained_to_steps"] += step.asynchronous
+        return step
 
-    def _cut_held(self, step: VerifyStep | None) -> VerifyStep | None:
-        """Cut the KV of tokens that a step is to confirm, which writes it anew; return the step."""
+    def _truncate_held(self, step: VerifyStep | None) -> VerifyStep | None:
+        """Truncate the KV of tokens that a step is to confirm, which writes it anew; return the step."""
         for item in step.rounds if step else []:
             if item.held:
                 self.runner.kv.truncate(item.session.kv, len(item.session.tokens) - item.held - 1)
@@ -277,7 +274,7 @@ class Verifier:
     def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
         """Commit what a step gave, or the one that it waited for; sessions that have ended are passed over."""
         ending, step.before = step.ending, None
-        self._under_way = step if step.asynchronous else None
+        self.under_way = step if step.asynchronous else None
         if ending is None:
             return
         read = sum(len(given.tokens) for _, given in ending.prefills)
@@ -285,13 +282,13 @@ class Verifier:
             self.reading.add(read, result.seconds)
         waits = (item.wait_seconds for item in ending.rounds if item.proposal)
         self.patience.note(max(result.seconds, *waits, 0.0))
-        self._committer.commit(ending, result, self._under_way, time.monotonic())
+        self._committer.commit(ending, result, self.under_way, time.monotonic())
 
     def fail_step(self, step: VerifyStep, error: Exception) -> bool:
-        """End the sessions of a step that raised `error` with INTERNAL; returns True, since the others can go on."""
+        """End the sessions of a step that raised `error` with INTERNAL; returns True, since the others can continue."""
         taking_part = [*step.sessions, *(step.before.sessions if step.before is not None else ())]
         failed = [session for session in dict.fromkeys(taking_part) if self.admission.is_open(session)]
-        self._under_way = None
+        self.under_way = None
         reason = describe(error)
         log.error("a step of the target failed, which ends its %d sessions: %s", len(failed), reason)
         log.debug("the step that failed", exc_info=error)
@@ -304,7 +301,7 @@ class Verifier:
 
 
 def _prompt_logprobs(session: TargetSession, output: SequenceOutput) -> list[TokenLogprobs]:
-    """Return the log probabilities of the tokens behind the prompt tokens that were just read, if requested."""
+    """Return the log probabilities of the tokens after the prompt tokens that were just read, if requested."""
     if session.prompt_logprobs is None:
         return []
     assert output.logits is not None

@@ -58,11 +58,11 @@ class VerifyStep:
     prefills: list[tuple[TargetSession, SequenceInput]] = field(default_factory=list)
     """Parts of prompts."""
     asynchronous: bool = False
-    """Whether executing it does not wait for it; the next step does (device_chain.py)."""
+    """Whether executing it only launches it; the next step waits for it (device_chain.py)."""
     before: "VerifyStep | None" = None
-    """The step that was left running, for which this one waits."""
+    """The asynchronous step that this one waits for."""
     under_way: StepUnderWay | None = None
-    """What to wait for, where it is left running."""
+    """The launched pass, if it is asynchronous."""
     began: float = 0.0
     """When it was launched, by time.perf_counter."""
 
@@ -84,7 +84,7 @@ class VerifyStep:
 
     @property
     def ending(self) -> "VerifyStep | None":
-        """The step whose results executing this one gives: the one before, where that was left running."""
+        """The step whose results executing this one gives: the one before, if that is asynchronous."""
         return self.before or (None if self.asynchronous else self)
 
 
@@ -95,6 +95,6 @@ class VerifyResult:
     outputs: list[SequenceOutput]
     """Of each round, in order."""
     prompts: list[list[TokenLogprobs]]
-    """Of each part of a prompt, the log probabilities of the tokens behind its tokens, if they are asked for."""
+    """For each part of a prompt, the log probabilities of the next tokens, if requested."""
     seconds: float
     """What the pass took."""

@@ -28,5 +28,5 @@ def together(*items: Proposal, selection: bytes = b"") -> Proposals:
 
 def apart(event: Proposals) -> list[Proposal]:
     """Return the single proposals of a message, in order."""
-    found = [event.behind(*outcome) for outcome in event.outcomes]
+    found = [event.after(*outcome) for outcome in event.outcomes]
     return [item for item in found if item is not None]

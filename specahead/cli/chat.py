@@ -18,7 +18,7 @@ _NEW = "/new"
 
 def run(flags: argparse.Namespace) -> None:
     """Answer each line of standard input until it ends. Raises ValueError for a refusal of the server, OSError if it
-    does not answer; at a terminal the conversation goes on after a refusal, without the message that led to it."""
+    does not answer; at a terminal the conversation continues after a refusal, without the refused message."""
     server, console = Server(flags), Console(highlight=False, soft_wrap=True)
     model = flags.model or server.get("/v1/models")["data"][0]["id"]
     opening = [{"role": "system", "content": flags.system}] if flags.system else []

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import_module(COMMANDS[flags.command].module).run(flags)
     except grpc.RpcError as error:
         sys.exit(_in_words(error))
-    except BrokenPipeError:  # the reader of our output has left: the rest is discarded
+    except BrokenPipeError:  # the reader of our output is gone: the rest is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (OSError, ValueError) as error:

@@ -30,8 +30,8 @@ def no_garbage_collected() -> Iterator[None]:
 
 
 def keep_loaded() -> None:
-    """Keep all present objects out of garbage collections, since going through them holds a process up for a quarter
-    of a second. Objects that are loaded or captured later need another call.
+    """Keep all present objects out of garbage collections, since scanning them stops a process for a quarter of a
+    second. Objects that are loaded or captured later need another call.
     """
     collect_seldom()
     gc.collect()

@@ -68,7 +68,7 @@ class _ModelPlaces(Section, group="placement", by_model=True):
     targets: Count = 0
     """Target services that Ray runs; 0: one on each GPU where the draft runs together with it, else one."""
     drafts: Count = 0
-    """Draft services that Ray runs, each of which serves all targets; 0: one, unless targets run the draft."""
+    """Draft services that Ray runs; each serves all targets; 0: one, unless targets run the draft."""
     target_address: str = ""
     """HOST:PORT of a target service that runs already, or several with commas; then Ray is not used."""
     draft_address: str = ""

@@ -200,7 +200,7 @@ class _TargetLimits(_TargetModels, group="sessions and steps", by_model=True):
 @dataclass(frozen=True, kw_only=True)
 class _TargetMemory(_TargetLimits, group="KV memory", by_model=True):
     host_kv_memory: Annotated[float, Within(least=0)] = 0.0
-    """GiB of host memory as the backing store of the target's KV, of which its GPU holds kv_memory; 0: none."""
+    """GiB of host memory as the backing store of the target's KV, its GPU holds kv_memory of it; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +306,7 @@ class TargetSettings(_TargetPlacement):
 
     @property
     def own_draft(self) -> "DraftSettings":
-        """The settings of the draft in the target's process: it drafts one round at a time, behind a known verdict."""
+        """The settings of the draft in the target's process: it drafts one round at a time, after a known verdict."""
         common = {item.name: getattr(self, item.name) for item in fields(ServiceSettings)}
         return DraftSettings(
             **common

@@ -104,7 +104,7 @@ def peer_of(context: grpc.aio.ServicerContext) -> str:
 
 
 class PeerStreams:
-    """Counts the streams of each peer, of which it may hold `most`. Used from one event loop."""
+    """Counts the streams of each peer, which may hold `most` of them. Used from one event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most

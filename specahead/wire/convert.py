@@ -268,7 +268,7 @@ def _check_proposals(proposals: m.Proposals) -> None:
     if sum(counts) != len(proposals.tokens):
         raise InvalidArgument(f"proposals: {len(proposals.tokens)} tokens, the counts have {sum(counts)}")
     if len(set(zip(offsets, assumed, strict=True))) != len(offsets):
-        raise InvalidArgument("proposals: two behind one outcome")
+        raise InvalidArgument("proposals: two for one outcome")
     if proposals.support_counts or proposals.support_ids.size or proposals.support_probs.size:
         _check_supports(proposals)
 

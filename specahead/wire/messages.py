@@ -105,7 +105,7 @@ class Proposals:
         """Where each proposal begins, and the token that it assumes before it."""
         return [(self.at.base + offset, token) for offset, token in zip(self.offsets, self.assumed_tokens, strict=True)]
 
-    def behind(self, base: int, assumed_token: int) -> Proposal | None:
+    def after(self, base: int, assumed_token: int) -> Proposal | None:
         """Return the proposal that begins at position `base` after that token, None if there is none."""
         outcomes = self.outcomes
         if (base, assumed_token) not in outcomes:
@@ -203,7 +203,7 @@ class OutputOptions:
     wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     alternatives: int = 0
-    """Likely tokens that are told with each log probability."""
+    """Likely tokens that are sent with each log probability."""
     grammar: str = ""
     """The source of a grammar that the generated text must follow (engine.sampling.grammars); empty: none."""
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry in a process, and how a trace goes on in the next one.
+"""OpenTelemetry in a process, and how a trace continues in the next one.
 
 Whether a request is sampled is decided once, where it comes in. A sampled request carries a W3C traceparent to the
 target and from there to the draft; other requests carry an empty text, and no service makes a span for them. Spans go

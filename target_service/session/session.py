@@ -28,7 +28,7 @@ class TargetSession:
     queued_at: float
     """When it last began to wait for room, by time.monotonic."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens but its first, as far as it is read; None if not asked for, or told already."""
+    """Of the prompt's tokens but its first, as far as it is read; None if not requested, or sent already."""
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
     """Rises with each outcome that the draft did not foresee."""
@@ -71,12 +71,12 @@ class TargetSession:
 
     @property
     def room(self) -> int:
-        """How many tokens it may still propose, with one behind them."""
+        """How many tokens it may still propose, with one after them."""
         return self.asked.max_length - len(self.tokens) - 1
 
     @property
     def confirmed(self) -> int:
-        """How many of its tokens are committed for good; those behind them are held."""
+        """How many of its tokens are committed for good; the later ones are held."""
         return len(self.tokens) if self.screening is None else self.screening.confirmed
 
     @property
@@ -138,8 +138,8 @@ class TargetSession:
         return self.lookup.propose(self.tokens, min(gamma, self.room), stays=self.confirmed)
 
     def guess(self, proposed: int, accepted: int) -> None:
-        """Guess what comes next before the draft is asked, behind a round that accepted `accepted` of `proposed`
-        guessed tokens. Not behind tokens that are held: the text that is looked up in only grows.
+        """Guess the next tokens before the draft is asked, after a round that accepted `accepted` of `proposed` guessed
+        tokens. Nothing is guessed after held tokens: the text that is looked up in only grows.
         """
         if self.first_guess is not None and self.lookup is not None and not self.holds:
             if proposed:
@@ -176,7 +176,7 @@ class TargetSession:
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it is here."""
         proposals = self.draft.proposals.get(self.key)
-        return None if proposals is None else proposals.behind(len(self.tokens), self.tokens[-1])
+        return None if proposals is None else proposals.after(len(self.tokens), self.tokens[-1])
 
     def came_late(self, at: At) -> bool:
         """Return whether a message for this round was made before the last verdict, which raised the epoch."""

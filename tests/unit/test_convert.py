@@ -126,7 +126,7 @@ def through_pb(proposals: m.Proposals) -> Any:
 def test_each_proposal_of_a_round_is_found_by_its_outcome(event: m.Proposals, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(event.counts) - 1))
     base, assumed = event.outcomes[index]
-    found = event.behind(base, assumed)
+    found = event.after(base, assumed)
     assert found is not None
     start = sum(event.counts[:index])
     assert (found.at, found.assumed_token) == (event.at._replace(base=base), assumed)
@@ -134,7 +134,7 @@ def test_each_proposal_of_a_round_is_found_by_its_outcome(event: m.Proposals, da
     assert len(found.supports) == (len(found.tokens) if event.support_counts else 0)
     for token, support in zip(found.tokens, found.supports, strict=False):
         assert support.ids[0] == token and support.probs.sum() == pytest.approx(1)
-    assert event.behind(base + 10, assumed) is None
+    assert event.after(base + 10, assumed) is None
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_each_proposal_of_a_round_is_found_by_its_outcome(event: m.Proposals, da
         ({"counts": [1, 3]}, "3 tokens, the counts have 4"),
         ({"offsets": [0]}, "1 offsets"),
         ({"assumed_tokens": [7]}, "1 assumed tokens"),
-        ({"offsets": [2, 2], "assumed_tokens": [8, 8]}, "two behind one outcome"),
+        ({"offsets": [2, 2], "assumed_tokens": [8, 8]}, "two for one outcome"),
         ({"draft_seconds": float("nan")}, "draft_seconds is not finite"),
         ({"support_counts": [2, 2]}, "2 distributions for 3 tokens"),
         ({"support_counts": [2, 4, 0]}, "2 distributions for 3 tokens"),

@@ -11,6 +11,7 @@ from orchestrator.sessions.routing import TargetView
 from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import CallerUsage, Exactness, Open
 from target_service.admission import Admission
+from target_service.opening import SessionMaker
 from target_service.orphaned_sessions import OrphanedSessions
 from target_service.reporting import MOST_HASHES, REPORT_SECONDS, ReadingRate, Reporter
 from target_service.usage import CallerTokens
@@ -22,7 +23,8 @@ ACTS = st.tuples(st.sampled_from(["open", "resume", "step", "close"]), st.intege
 
 
 def admission(runner: FakeRunner, **settings: int) -> Admission:
-    return Admission(runner, PLAN, target_settings(gamma=4, max_context=500, **settings), Counter())  # type: ignore[arg-type]
+    given = target_settings(gamma=4, max_context=500, **settings)
+    return Admission(runner, given, Counter(), SessionMaker(runner, PLAN, given))
 
 
 def reporter_of(target: Admission, runner: FakeRunner, emit: Any, tokens: CallerTokens | None = None) -> Reporter:
