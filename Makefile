@@ -80,7 +80,7 @@ schemas: setup  ## Follow a thousand random schemas to the end, with two seeds e
 
 MINUTES ?= 10
 
-chaos: setup  ## Kill and stop real services and cut their lines under traffic for MINUTES=N: no wrong token may come
+chaos: setup  ## Kill and stop real services under traffic for MINUTES=N: no client may get a wrong token
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(MINUTES)
 
 # Nothing of the site is loaded from elsewhere, so that it can be built and read without a network.

@@ -18,7 +18,7 @@ from tests.stack import Stack, start_stack
 
 
 def run(pace: Pace, seed: int, clients: int, keep_ray: bool) -> Outcome:
-    """Run the part and return its outcome."""
+    """Run the launch, break it and return the outcome."""
     flags = ("--ray-address", "auto", "--targets", str(EACH), "--drafts", str(EACH), "--tool-call-parser", "hermes")
     with tempfile.TemporaryDirectory(prefix="specahead-chaos-") as nowhere:  # where Ray finds no other instance
         environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": nowhere}
@@ -41,8 +41,8 @@ def _break(stack: Stack, pace: Pace, seed: int, clients: int, keep_ray: bool) ->
     }
     if not keep_ray:
         faults["kill the raylet"] = lambda: any(_signal(pid, signal.SIGKILL) for pid in _raylets(stack))
-    outcome = break_things("processes", faults, traffic, lambda: stack, pace, seed)
-    outcome.violations.extend(grown("processes", before, stack.process.pid))
+    outcome = break_things(faults, traffic, stack, pace, seed)
+    outcome.violations.extend(grown(before, stack.process.pid))
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""Shared by the parts of a chaos run: prompts with expected tokens, what a process holds, and the loop of faults."""
+"""What a chaos run needs: prompts with expected tokens, what a process holds, and the loop of faults."""
 
 import random
 import time
@@ -22,7 +22,7 @@ TARGETS, DRAFTS = name_services("target", EACH), name_services("draft", EACH)
 
 @dataclass(frozen=True)
 class Pace:
-    """The times of a part, in seconds."""
+    """The times of a run, in seconds."""
 
     seconds: float
     """How long faults come."""
@@ -34,7 +34,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a part: its violations, and how many faults of each kind happened."""
+    """The outcome of a run: its violations, and how many faults of each kind happened."""
 
     violations: list[str]
     faults: Counter[str] = field(default_factory=Counter)
@@ -91,30 +91,20 @@ class Held:
 
 
 def break_things(
-    part: str,
-    faults: Mapping[str, Callable[[], bool]],
-    traffic: Traffic,
-    stack: Callable[[], Stack],
-    pace: Pace,
-    seed: int,
-    mend: Callable[[], None] = lambda: None,
+    faults: Mapping[str, Callable[[], bool]], traffic: Traffic, stack: Stack, pace: Pace, seed: int
 ) -> Outcome:
     """Let faults come under traffic until the time is over, then stop the traffic and return the outcome.
 
-    faults: by name; each returns whether it could happen. stack: returns the present gateway. mend: ends faults that
-    last.
+    faults: by name; each returns whether it could happen.
     """
     try:
-        count = _let_faults_come(faults, lambda: stack().http, pace, seed)
+        count = _let_faults_come(faults, stack.http, pace, seed)
     except AssertionError as error:
-        return Outcome([f"{part}: {error}\n{stack().output.read_text()[-3000:]}", *traffic.violations])
-    mend()
-    return _conclude(part, traffic, count, stack().http)
+        return Outcome([f"{error}\n{stack.output.read_text()[-3000:]}", *traffic.violations])
+    return _conclude(traffic, count, stack.http)
 
 
-def _let_faults_come(
-    faults: Mapping[str, Callable[[], bool]], http: Callable[[], str], pace: Pace, seed: int
-) -> Counter[str]:
+def _let_faults_come(faults: Mapping[str, Callable[[], bool]], http: str, pace: Pace, seed: int) -> Counter[str]:
     """Let faults come at random, some before the last is mended, and return how many of each happened.
 
     Raises AssertionError if no request is taken, or the services do not find each other again, within pace.recovery.
@@ -126,30 +116,30 @@ def _let_faults_come(
         happened = faults[name]()
         count[name] += happened
         print(f"{at:5.0f} s: {name}{'' if happened else ': its process is gone'}", flush=True)
-        wait_for(lambda mended=mended: mended(http()), pace.recovery, f"{mended.__name__} after {name}")
-    wait_for(lambda: is_whole(http()), pace.recovery, "everything works again at the end")
+        wait_for(lambda mended=mended: mended(http), pace.recovery, f"{mended.__name__} after {name}")
+    wait_for(lambda: is_whole(http), pace.recovery, "everything works again at the end")
     return count
 
 
-def _conclude(part: str, traffic: Traffic, faults: Counter[str], http: str) -> Outcome:
+def _conclude(traffic: Traffic, faults: Counter[str], http: str) -> Outcome:
     """Stop the traffic, print its outcomes, and return the violations."""
     traffic.stop()
-    violations = [f"{part}: {violation}" for violation in traffic.violations]
+    violations = list(traffic.violations)
     try:
         wait_until_idle(http, 60, [*TARGETS, *DRAFTS])
     except AssertionError as error:
-        violations.append(f"{part}: sessions or pages are left: {error}")
+        violations.append(f"sessions or pages are left: {error}")
     if metric(http, "num_requests_running"):
-        violations.append(f"{part}: a request is still running")
-    print(f"{part}: {faults.total()} faults: {dict(faults)}")
+        violations.append("a request is still running")
+    print(f"{faults.total()} faults: {dict(faults)}")
     for outcome, times in sorted(traffic.outcomes.items()):
         print(f"  {outcome}: {times}")
     return Outcome(violations, faults)
 
 
-def grown(part: str, before: Held, pid: int) -> list[str]:
+def grown(before: Held, pid: int) -> list[str]:
     """Print what a process that outlived all faults holds, and return violations for what it holds too much."""
     after = Held.by(pid)
-    print(f"  {part}: process {pid} held {before} and holds {after}", flush=True)
+    print(f"  process {pid} held {before} and holds {after}", flush=True)
     excess = after.excess(before)
-    return [f"{part}: process {pid} holds more than at the beginning: {excess}"] if excess else []
+    return [f"process {pid} holds more than at the beginning: {excess}"] if excess else []
