@@ -46,10 +46,6 @@ def config(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_defaults() -> None:
-    assert resolve() == Config()
-
-
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
     file = config(tmp_path, "max_queued: 2\ngrpc_port: 1002\nhttp_port: 2002\n")
     flags = ("--config", file, "--max-queued", "8")
@@ -127,7 +123,7 @@ def test_what_a_speculation_leaves_open_follows_from_draft_and_device(
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
 def test_an_empty_file_sets_nothing(tmp_path: Path, text: str) -> None:
-    assert resolve("--config", config(tmp_path, text)) == Config()
+    assert resolve("--config", config(tmp_path, text)) == resolve() == Config()
 
 
 def test_values_have_their_types(tmp_path: Path) -> None:
@@ -148,11 +144,6 @@ def test_a_flag_of_the_wrong_type_is_refused(name: str, value: str) -> None:
         resolve(**{f"SPECAHEAD_{name.upper()}": value})
 
 
-def test_an_environment_switch_must_be_true_or_false() -> None:
-    with pytest.raises(SettingsError, match="environment: join is 'maybe', expected true or false"):
-        resolve(SPECAHEAD_JOIN="maybe")
-
-
 @pytest.mark.parametrize(
     "line", ["targets: 4.5", "targets: true", "targets: null", "targets: [4]", "join: 2", "plan: null", "host: [a, b]"]
 )
@@ -161,13 +152,6 @@ def test_a_files_value_of_the_wrong_type_is_refused(tmp_path: Path, line: str) -
     file = config(tmp_path, line)
     with pytest.raises(SettingsError, match=rf"{file}: {line.split(':')[0]} is "):
         resolve("--config", file)
-
-
-def test_unknown_keys_are_refused_and_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="gama"):
-        resolve("--config", config(tmp_path, "gama: 4\nmax_queued: 4\n"))
-    with pytest.raises(SettingsError, match="gama"):
-        resolve("--config", config(tmp_path, "gama: 4\n1: 2\n"))
 
 
 def test_an_unknown_variable_is_a_warning_that_names_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -214,29 +198,25 @@ def test_a_launch_starts_where_kubernetes_has_a_service_of_our_name() -> None:
     assert "SPECAHEAD_SERVICE_HOST" in done.stderr
 
 
-def test_an_unknown_flag_ends_with_a_usage_message(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        resolve("--gama", "4")
-    assert "--gama" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["just words", "- a\n- list\n", "targets: [", "\x00"])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
-    file = config(tmp_path, text)
-    with pytest.raises(SettingsError, match=file):
-        resolve("--config", file)
-
-
-def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"just words", "expected a mapping of settings, got str"),
+        (b"- a\n- list\n", "expected a mapping of settings, got list"),
+        (b"targets: [", "cannot be read"),
+        (b"\x00", "cannot be read"),
+        (b"host: \xff\xfe\n", "cannot be read"),
+        (None, "cannot be read: No such file"),
+        (b"gama: 4\nmax_queued: 4\n", "no such setting: gama"),
+        (b"gama: 4\n1: 2\n", "no such setting: gama.*, 1"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path, content: bytes | None, words: str) -> None:
     path = tmp_path / "settings.yaml"
-    path.write_bytes(b"host: \xff\xfe\n")
-    with pytest.raises(SettingsError, match="cannot be read"):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SettingsError, match=f"{path}: {words}"):
         resolve("--config", str(path))
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"none\.yaml"):
-        resolve("--config", str(tmp_path / "none.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -425,16 +405,13 @@ def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_flag_is_told_below_one_line_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         resolve("--gama", "4")
-    assert len(capsys.readouterr().err.splitlines()) == 2
+    said = capsys.readouterr().err
+    assert "--gama" in said and len(said.splitlines()) == 2
 
 
-def test_a_budget_of_its_own_for_the_bundled_pair_is_allowed() -> None:
-    assert resolve("--budget", "0.3").target.plan == str(models.PLAN)
-
-
-def test_a_method_of_its_own_for_the_bundled_pair_is_allowed() -> None:
-    settings = resolve("--sparsity", "sts", SPECAHEAD_SPARSITY="quest")
-    assert (settings.draft.plan, settings.target.method) == (str(models.PLAN), "sts")
+def test_the_bundled_pair_may_have_a_budget_and_a_method_of_its_own() -> None:
+    settings = resolve("--sparsity", "sts", "--budget", "0.3", SPECAHEAD_SPARSITY="quest")
+    assert (settings.draft.plan, settings.target.plan, settings.target.method) == (*[str(models.PLAN)] * 2, "sts")
 
 
 def test_model_name() -> None:
@@ -555,6 +532,8 @@ def test_one_message_names_source_setting_value_and_range() -> None:
         resolve(SPECAHEAD_GPU_MEMORY_UTILIZATION="0")
     with pytest.raises(SettingsError, match="load_format is 'gguf', expected auto, dummy"):
         resolve("--load-format", "gguf")
+    with pytest.raises(SettingsError, match="environment: join is 'maybe', expected true or false"):
+        resolve(SPECAHEAD_JOIN="maybe")
 
 
 def test_command_lines_open_without_torch() -> None:
