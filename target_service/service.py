@@ -43,12 +43,12 @@ UNCALIBRATED = (
 OpenedPair = tuple[OpenedModel, OpenedModel | None]
 
 
-def open_models(settings: TargetSettings, dense_layers: tuple[int, ...], group_size: int) -> OpenedPair:
+def open_models(settings: TargetSettings, group_size: int) -> OpenedPair:
     """Open the target's model, and the draft's if it runs in this process.
 
-    dense_layers, group_size: of the plan. Raises OSError, or the loader's own error, for a model that cannot be loaded.
+    group_size: of the plan. Raises OSError, or the loader's own error, for a model that cannot be loaded.
     """
-    planned = replace(settings, dense_layers=dense_layers, group_size=group_size)
+    planned = replace(settings, group_size=group_size)
     if not settings.draft_in_target:
         return open_model(planned, _eight_bit(settings)), None
     of_draft: EightBit = "all" if settings.speculation.draft_quantization == "fp8" else "none"
@@ -67,7 +67,7 @@ class Parts:
     hooks: Hooks = NO_HOOKS
     """Replace or watch single things in the verifier."""
 
-    open_models: Callable[[TargetSettings, tuple[int, ...], int], OpenedPair] = open_models
+    open_models: Callable[[TargetSettings, int], OpenedPair] = open_models
     """Opens the models, as the function of this name does."""
 
     drafter: Callable[..., Drafter] = Drafter
@@ -94,8 +94,10 @@ async def run(
     plan = load_served_plan(settings.plan_file, settings.budget, settings.method, *settings.pair)
     if not plan.is_calibrated and settings.has_draft:
         log.warning(UNCALIBRATED)
+    if plan.dense_layers and settings.host_kv_memory:
+        log.warning("the plan reads layers wholly: with --host-kv-memory each step brings whole sequences to the GPU")
     log.info("loading the model", extra={"model": settings.model})
-    opened, beside = parts.open_models(settings, tuple(sorted(set(plan.dense_layers))), plan.group_size)
+    opened, beside = parts.open_models(settings, plan.group_size)
     planned = plan.target_layers, plan.target_kv_heads
     actual = opened.shape.num_layers, opened.shape.num_kv_heads
     if planned != actual:

@@ -75,8 +75,6 @@ class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunS
     """CPU threads of the model; 0: torch's choice."""
     host_kv_memory: float = 0.0
     """GiB of host memory for the target's KV; 0: the KV lies on the device."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers that sparse sessions read wholly, and whose KV stays on the device; the plan gives them."""
     group_size: int = 0
     """Tokens of a group whose means are kept, by the plan; 0: none are."""
 
@@ -315,7 +313,6 @@ class TargetSettings(_TargetPlacement):
                 "target_model": self.model,
                 "kv_tokens": 0,  # room for as many tokens as the target
                 "deterministic": False,  # a draft changes no token of a deterministic target
-                "dense_layers": (),
                 "group_size": 0,
                 "speculation": replace(self.speculation, overlap=False),
             }

@@ -227,10 +227,3 @@ def test_a_feature_that_is_not_built_is_refused_on_a_gpu(monkeypatch: pytest.Mon
     with pytest.raises(NotImplementedError, match="no CUDA graphs are built for hats; pass --enforce-eager"):
         open_model(replace(SETTINGS, device="cuda"))
     assert open_model(SETTINGS).shape.num_layers == 4
-
-
-def test_a_plan_that_reads_all_layers_wholly_matters_to_tiers_alone() -> None:
-    every = tuple(range(SHAPE.num_layers))
-    assert backing_store_tokens(replace(SETTINGS, dense_layers=every), SHAPE, torch.float32) == 0
-    with pytest.raises(ValueError, match=r"reads all 4 layers wholly.* leave host_kv_memory out"):
-        backing_store_tokens(replace(SETTINGS, dense_layers=every, host_kv_memory=1.0), SHAPE, torch.float32)

@@ -292,10 +292,10 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bo
     given, plan = target_settings(max_context=1000, max_sessions=2, prefill_chunk=64, **how), bundled_plan()
     widths: dict[str, Any] = {"step_queries": 5, "most_queries": given.widest_round}
     room = (208, 4000) if screened else (4000, 0)
-    verifier = Verifier(make_runner(model, *room, 1000, (), **widths), plan, given)
+    verifier = Verifier(make_runner(model, *room, 1000, **widths), plan, given)
     steps: Any = verifier
     if first:
-        draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu"), 4000, 0, 1000, ())
+        draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu"), 4000, 0, 1000)
         steps = StepsByTurns(verifier, Drafter(draft, plan, given.own_draft))
     served: dict[str, list[int]] = {"0": [], "1": []}
 

@@ -266,16 +266,15 @@ def test_rules_and_log_probabilities_are_of_what_was_drafted(runner: ModelRunner
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("kept", [(), (1,)], ids=["", "kept"])
 @pytest.mark.parametrize("gpu_pages", [60, 24, 7])
 def test_greedy_tokens_over_tiers_are_those_of_plain_decoding_without(
-    runner: ModelRunner, folder: Path, gpu_pages: int, kept: tuple[int, ...], deterministic: bool
+    runner: ModelRunner, folder: Path, gpu_pages: int, deterministic: bool
 ) -> None:
     """All pages on the GPU, half of them, and as many as are written at once; one session leaves on the way."""
-    tiered = runner_of(folder, gpu_pages, 100, dense_layers=kept, deterministic=deterministic)
-    kv, plan = tiers_of(tiered), replace(PLAN, dense_layers=kept)
+    tiered = runner_of(folder, gpu_pages, 100, deterministic=deterministic)
+    kv = tiers_of(tiered)
     prompts = [tokens(n, n) for n in (300, 131, 17)]
-    sessions = [Session(tiered, prompt, 0.2, plan=plan) for prompt in prompts]
+    sessions = [Session(tiered, prompt, 0.2) for prompt in prompts]
     running, drafted = list(zip(sessions, prompts, strict=True)), 0
     for step in range(8):
         if step == 4:
@@ -304,9 +303,8 @@ def check_committed(session: Session, runner: ModelRunner) -> None:
         (staged,) = kv.stage([session.kv])
         pages_of, table = staged.layer, staged.tables[0]
     for layer in range(kv.num_layers):
-        places = session.kv.table() if layer in kv.kept_layers else table
         for found, wanted in zip(pages_of(layer), runner.kv.layer_pages(layer), strict=True):
-            torch.testing.assert_close(found[places[:full]], wanted[fresh.pages[:full]], atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(found[table[:full]], wanted[fresh.pages[:full]], atol=1e-4, rtol=1e-3)
     pool = runner.kv.extend_group_means([fresh])
     assert kv.means is not None and len(session.kv.groups) >= len(fresh.groups) - 1
     of_both = kv.means.k[:, session.kv.groups], pool.k[:, fresh.groups[: len(session.kv.groups)]]
@@ -348,7 +346,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(backing_t
     model = load_model(str(models.TARGET), torch.float32, "cpu")
     texts = [[(7 * i * i + 3 * i) % 4000 + n for i in range(length)] for n, length in ((50, 300), (90, 700))]
     plan: Plan = bundled_plan(group_size=64)
-    runner = make_runner(model, 640 if backing_tokens else 4000, backing_tokens, 1000, (), step_queries=GAMMA + 1)
+    runner = make_runner(model, 640 if backing_tokens else 4000, backing_tokens, 1000, step_queries=GAMMA + 1)
     settings = target_settings(draft="self", self_read_share=0.2, max_context=1000, max_sessions=3, prefill_chunk=128)
     verifier = Verifier(runner, plan, settings)
     served: dict[str, list[int]] = {"0": [], "1": [], "2": []}

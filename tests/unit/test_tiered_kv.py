@@ -596,7 +596,7 @@ def test_what_is_not_built_or_does_not_fit() -> None:
     with pytest.raises(NotImplementedError, match="cannot be forked"):
         fork(kv, sequences[0])
     with pytest.raises(ValueError, match="4 pages to bring together, there is room for 3"):
-        StagedReads(kv.memory, {}, sequences, kv.counters)
+        StagedReads(kv.memory, sequences, kv.counters)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's copies have real events")

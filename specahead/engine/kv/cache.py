@@ -34,8 +34,6 @@ class KVCache:
     pool: of page numbers, which block tables name.
     """
 
-    kept_layers: tuple[int, ...] = ()
-    """Layers whose pages lie at their page numbers; pages of the other layers lie where `gpu_pages` says."""
     offloads = False
     """Whether pages may leave the GPU for a backing store."""
 
@@ -47,11 +45,11 @@ class KVCache:
         num_pages: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        sizes: list[int] | None = None,
+        on_gpu: int | None = None,
     ) -> None:
-        """sizes: pages of each layer's tensors; `num_pages` each if None."""
-        shapes = [(size, kv_heads, PAGE_SIZE, head_dim) for size in sizes or [num_pages] * num_layers]
-        self.k_pages, self.v_pages = ([kv_zeros(shape, dtype, device) for shape in shapes] for _ in range(2))
+        """on_gpu: pages of each layer's tensors; None: `num_pages`."""
+        shape = on_gpu or num_pages, kv_heads, PAGE_SIZE, head_dim
+        self.k_pages, self.v_pages = ([kv_zeros(shape, dtype, device) for _ in range(num_layers)] for _ in range(2))
         self.addresses = page_addresses(self.k_pages, self.v_pages).to(device)
         self.num_layers, self.kv_heads, self.device = num_layers, kv_heads, torch.device(device)
         self.pool = PagePool(num_pages)
@@ -92,7 +90,7 @@ class KVCache:
 
         width: the most blocks of its lists; 0: it has none. dense_layers: the layers that it reads densely.
         """
-        return self.offloads and width > 0 and dense_layers == self.kept_layers and block_size % PAGE_SIZE == 0
+        return self.offloads and width > 0 and not dense_layers and block_size % PAGE_SIZE == 0
 
     def next_round(self) -> int:
         """Count a step that fetches, and return its number, which `fetch_plan` takes as a tensor."""
@@ -129,13 +127,6 @@ class KVCache:
         raise NotImplementedError(f"{type(self).__name__}: every sequence lies on the GPU, nothing is staged")
 
     # Checks and counters.
-
-    def check_dense_layers(self, dense_layers: tuple[int, ...]) -> None:
-        """Raise ValueError for a sparse read that lists blocks of a layer whose KV is kept on the GPU."""
-        if not set(self.kept_layers) <= set(dense_layers):
-            raise ValueError(
-                f"layers {self.kept_layers} stay on the GPU to be read wholly; a step reads only {dense_layers} so"
-            )
 
     def check_writable(self, pages: int, why: str) -> None:
         """Raise ValueError if `pages` pages cannot be written at once. why: for the message, who writes them."""
@@ -258,11 +249,10 @@ class KVCache:
         """
         self.pool.forget(sequence.pages)
         own = np.array([self.pool.references[page] == 1 for page in sequence.pages], dtype=bool)
-        for layer, tensors in enumerate(zip(self.k_pages, self.v_pages, strict=True)):
-            places = sequence.table() if layer in self.kept_layers else self.gpu_pages(sequence)
-            index = torch.from_numpy(places[own & (places >= 0)]).long().to(self.device)
-            for tensor in tensors:
-                tensor.index_fill_(0, index, 0.0)
+        places = self.gpu_pages(sequence)
+        index = torch.from_numpy(places[own & (places >= 0)]).long().to(self.device)
+        for tensor in (*self.k_pages, *self.v_pages):
+            tensor.index_fill_(0, index, 0.0)
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int], sparse: bool = False) -> int:
         """Give an empty sequence the indexed pages that hold a prefix of `tokens`; return how many tokens they cover.

@@ -14,7 +14,7 @@ from specahead.kernels.residency import ListedBlocks, Transfers, count_missing_b
 
 @dataclass
 class FetchPlan:
-    """The lists of one sparse pass, of all layers in tiers. It must be kept until the last layer has waited."""
+    """The lists of one sparse pass, of all layers. It must be kept until the last layer has waited."""
 
     lines: Tensor
     """[layers, sequences, kv_heads, width * pages of a block] int32, the cache lines of the listed pages, which are
@@ -43,7 +43,7 @@ def request_listed(
 ) -> FetchPlan:
     """Request all pages that a pass lists; `start_copies` copies those that are missing.
 
-    lists: [layers, sequences, kv_heads, width] int32 blocks, of the layers in tiers.
+    lists: [layers, sequences, kv_heads, width] int32 blocks.
     counts: [layers, sequences, kv_heads] int32.
     block_size: tokens of a block, whole pages.
     page_tables: [sequences, max_pages] int32, page numbers.

@@ -14,22 +14,12 @@ from specahead.engine.kv.tier_memory import TierCounters, TierMemory, bring_hits
 class StagedReads:
     """Whole sequences, brought together from the GPU and the backing store: always possible, seldom fast.
 
-    Layers that are kept on the GPU are read where they lie. Pages from the backing store come while the layer before
-    runs, on a side stream; pages in cache lines when the layer's own KV has been written. `tables` has the block table
-    of each sequence in the pass, int32 [pages].
+    Pages from the backing store come while the layer before runs, on a side stream; pages in cache lines when the
+    layer's own KV has been written. `tables` has the block table of each sequence in the pass, int32 [pages].
     """
 
-    def __init__(
-        self,
-        memory: TierMemory,
-        kept: dict[int, tuple[Tensor, Tensor]],
-        sequences: list[SequenceKV],
-        counters: TierCounters,
-    ) -> None:
-        """kept: keys and values of the layers that are kept on the GPU, by their number.
-
-        Raises ValueError if there is no room for so many pages.
-        """
+    def __init__(self, memory: TierMemory, sequences: list[SequenceKV], counters: TierCounters) -> None:
+        """Raises ValueError if the sequences have more pages than there is room for."""
         pages = np.concatenate([sequence.table() for sequence in sequences])
         if len(pages) > memory.staged_pages:
             raise ValueError(f"{len(pages)} pages to bring together, there is room for {memory.staged_pages}")
@@ -38,7 +28,7 @@ class StagedReads:
             np.arange(end - len(sequence.pages), end, dtype=np.int32)
             for sequence, end in zip(sequences, ends, strict=True)
         ]
-        self._memory, self._kept, self._counters = memory, kept, counters
+        self._memory, self._counters = memory, counters
         self._wanted = rows_of(pages, memory.kv_heads, memory.device)
         self._lines: dict[int, Tensor] = {}
         self._missed = torch.zeros(len(sequences), dtype=torch.int64, device=memory.device)  # rows
@@ -48,20 +38,17 @@ class StagedReads:
         counters.stages += 1
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [pages, kv_heads, PAGE_SIZE, head_dim]; to be called for each layer in turn."""
-        if layer in self._kept:
-            return self._kept[layer]
+        """Return keys and values [pages, kv_heads, PAGE_SIZE, head_dim]; called for each layer in turn."""
         memory = self._memory
-        index = memory.layers.index(layer)
-        if index not in self._arrived:
-            self._bring_misses(index)
-        arrived = self._arrived.pop(index)
-        if index + 1 < len(memory.layers):  # its buffer was last read by layer index - 1, which has been launched
-            self._bring_misses(index + 1)
+        if layer not in self._arrived:
+            self._bring_misses(layer)
+        arrived = self._arrived.pop(layer)
+        if layer + 1 < len(memory.on_gpu):  # its buffer was last read by the layer before, which has been launched
+            self._bring_misses(layer + 1)
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
-        bring_hits(memory, index, index % 2, self._lines.pop(index))
-        return memory.staging[index % 2]
+        bring_hits(memory, layer, layer % 2, self._lines.pop(layer))
+        return memory.staging[layer % 2]
 
     def count_fetched(self) -> list[int]:
         """After the pass: count and return how many (layer, KV head, token) triples of each sequence came."""
@@ -69,12 +56,12 @@ class StagedReads:
         self._counters.staged_pages += sum(missed)
         return [pages * PAGE_SIZE for pages in missed]
 
-    def _bring_misses(self, index: int) -> None:
+    def _bring_misses(self, layer: int) -> None:
         memory = self._memory
-        self._lines[index] = lines = memory.tables.line_of[index][self._wanted.long()]
+        self._lines[layer] = lines = memory.tables.line_of[layer][self._wanted.long()]
         self._missed.index_add_(0, self._owner, (lines < 0).long())
-        bring = partial(bring_misses, memory, index, index % 2, self._wanted, lines)
-        self._arrived[index] = run_beside(memory.link, bring)
+        bring = partial(bring_misses, memory, layer, layer % 2, self._wanted, lines)
+        self._arrived[layer] = run_beside(memory.link, bring)
         if memory.link is not None:
             lines.record_stream(memory.link)
 
@@ -82,7 +69,7 @@ class StagedReads:
 def make_staged_means(
     memory: TierMemory, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool, counters: TierCounters
 ) -> None:
-    """Make the means of groups in the layers in tiers, layer by layer from pages that are brought together.
+    """Make the means of groups, layer by layer, from pages that are brought together.
 
     pages: int32 [groups, pages of a group]; slots: [groups] int64, where the means go in the pool.
     """
@@ -92,10 +79,10 @@ def make_staged_means(
         part = pages[first : first + at_once]
         staged = np.arange(part.size).reshape(part.shape)
         rows = rows_of(part.reshape(-1), memory.kv_heads, memory.device)
-        for index, layer in enumerate(memory.layers):
-            lines = memory.tables.line_of[index][rows.long()]  # negative where a row is only in the store
-            bring_hits(memory, index, 0, lines)
-            bring_misses(memory, index, 0, rows, lines)
+        for layer in range(len(memory.on_gpu)):
+            lines = memory.tables.line_of[layer][rows.long()]  # negative where a row is only in the store
+            bring_hits(memory, layer, 0, lines)
+            bring_misses(memory, layer, 0, rows, lines)
             missed += (lines < 0).sum()
             keys, values = memory.staging[0]
             make_means([keys], [values], staged, slots[first : first + at_once], pool, layer)

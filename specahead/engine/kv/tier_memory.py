@@ -1,7 +1,7 @@
 """The memory of KV in tiers: GPU pages, the backing store, and the copies of rows between them.
 
-Layers in tiers are numbered among themselves here: `index` is a row of the residency tables. A *row* is a page of one
-KV head; its number is page * kv_heads + head, and on the GPU it lies in the cache line GPU page * kv_heads + head.
+The residency tables have a row for each layer. A *row* of the pages is a page of one KV head; its number is page *
+kv_heads + head, and on the GPU it lies in the cache line GPU page * kv_heads + head.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,8 @@ Pages = tuple[Tensor, Tensor]  # keys and values of a layer, [pages, kv_heads, P
 
 @dataclass(frozen=True)
 class TierMemory:
-    """Where the KV of the layers in tiers lies."""
+    """Where KV in tiers lies."""
 
-    layers: list[int]
-    """Their numbers in the model."""
     on_gpu: list[Pages]
     """GPU pages, a pair a layer."""
     stored: list[Pages]
@@ -44,19 +42,18 @@ class TierMemory:
     backend: Backend
 
     @staticmethod
-    def make(layers: list[int], on_gpu: list[Pages], stored: list[Pages], staged_pages: int) -> "TierMemory":
-        """Return the memory of these layers, at least one, with empty tables and room to stage `staged_pages` pages."""
+    def make(on_gpu: list[Pages], stored: list[Pages], staged_pages: int) -> "TierMemory":
+        """Return memory with empty tables and room to stage `staged_pages` pages."""
         like, all_pages = on_gpu[0][0], stored[0][0]
         gpu_pages, kv_heads, device = len(like), like.shape[1], like.device
         staging = [like.new_zeros(staged_pages, *like.shape[1:]) for _ in range(4)]
         sources = [(head_rows(keys), head_rows(values)) for keys, values in stored]
         destinations = [(head_rows(keys), head_rows(values)) for keys, values in on_gpu]
         return TierMemory(
-            layers=layers,
             on_gpu=on_gpu,
             stored=stored,
             staging=[(staging[0], staging[1]), (staging[2], staging[3])],
-            tables=empty_tables(len(layers), len(all_pages) * kv_heads, gpu_pages * kv_heads, device),
+            tables=empty_tables(len(on_gpu), len(all_pages) * kv_heads, gpu_pages * kv_heads, device),
             copies=layer_copies(sources, destinations, device),
             link=side_stream(device),
             kv_heads=kv_heads,
@@ -138,14 +135,14 @@ def rows_of(pages: np.ndarray, kv_heads: int, device: torch.device) -> Tensor:
     return torch.from_numpy(rows.astype(np.int32)).to(device)
 
 
-def bring_hits(memory: TierMemory, index: int, buffer: int, lines: Tensor) -> None:
+def bring_hits(memory: TierMemory, layer: int, buffer: int, lines: Tensor) -> None:
     """Copy cache lines of a layer to the first rows of a staging buffer; negative lines are passed over."""
-    _bring(memory, memory.copies.destinations[index], buffer, lines)
+    _bring(memory, memory.copies.destinations[layer], buffer, lines)
 
 
-def bring_misses(memory: TierMemory, index: int, buffer: int, rows: Tensor, lines: Tensor) -> None:
+def bring_misses(memory: TierMemory, layer: int, buffer: int, rows: Tensor, lines: Tensor) -> None:
     """Copy those rows of a layer that are in no cache line from the backing store to the first rows of a buffer."""
-    _bring(memory, memory.copies.sources[index], buffer, rows.masked_fill(lines >= 0, -1))
+    _bring(memory, memory.copies.sources[layer], buffer, rows.masked_fill(lines >= 0, -1))
 
 
 def _bring(memory: TierMemory, source: Pages, buffer: int, rows: Tensor) -> None:

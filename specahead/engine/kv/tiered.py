@@ -57,12 +57,10 @@ class TieredKV(KVCache):
         longest: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        kept_layers: tuple[int, ...] = (),
     ) -> None:
         """gpu_pages: how many pages lie on the GPU at once. pages: how many the backing store has.
 
         longest: the most tokens of a sequence; staged reads have room for them.
-        kept_layers: layers whose pages all stay on the GPU, at their numbers; not all layers.
         Raises ValueError for sizes that do not fit, MemoryError if the host has no room.
         """
         device = torch.device(device)
@@ -73,14 +71,12 @@ class TieredKV(KVCache):
             )
         if not 0 < gpu_pages <= pages:
             raise ValueError(f"{gpu_pages} GPU pages for {pages} pages in the backing store: expected 1 to {pages}")
-        sizes = [pages if layer in kept_layers else gpu_pages for layer in range(num_layers)]
-        super().__init__(num_layers, kv_heads, head_dim, pages, dtype, device, sizes)
+        super().__init__(num_layers, kv_heads, head_dim, pages, dtype, device, gpu_pages)
         self._freed: list[int] = []
         self.pool.freed = self._freed
-        self.kept_layers = kept_layers
-        layers = [layer for layer in range(num_layers) if layer not in kept_layers]
-        stored = self._make_store(len(layers), (pages, kv_heads, PAGE_SIZE, head_dim), dtype)
-        self.memory = TierMemory.make(layers, [self.layer_pages(layer) for layer in layers], stored, pages_for(longest))
+        stored = self._make_store(num_layers, (pages, kv_heads, PAGE_SIZE, head_dim), dtype)
+        on_gpu = [self.layer_pages(layer) for layer in range(num_layers)]
+        self.memory = TierMemory.make(on_gpu, stored, pages_for(longest))
         self.store = BackingStore(self.memory.on_gpu, stored, pages, device, self.memory.backend)
         self.resident = GpuPages(gpu_pages, pages)
         self.counters = TierCounters()
@@ -96,7 +92,7 @@ class TieredKV(KVCache):
     @property
     def totals(self) -> dict[str, float]:
         page_bytes = 2 * self.k_pages[0][0, 0].nbytes
-        values = self.counters.values(page_bytes, len(self.memory.layers) * self.kv_heads)
+        values = self.counters.values(page_bytes, self.num_layers * self.kv_heads)
         return {f"kv_{name}": value for name, value in values.items()}
 
     @property
@@ -240,7 +236,7 @@ class TieredKV(KVCache):
                 now = tables.stamps.gather(1, lines.clamp(min=0)) == self._round
                 brought |= now & (tables.referenced.gather(1, lines.clamp(min=0)) == 0)
             by_head = brought.unflatten(1, (len(sequence.pages), self.kv_heads)).transpose(1, 2)
-            marked[self.memory.layers] = by_head.cpu()
+            marked[:] = by_head.cpu()
         return marked
 
     def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
@@ -255,7 +251,6 @@ class TieredKV(KVCache):
         return True
 
     def stage(self, sequences: list[SequenceKV]) -> Iterator[StagedReads]:
-        kept = {layer: self.layer_pages(layer) for layer in self.kept_layers}
         parts: list[list[SequenceKV]] = []
         room = 0
         for sequence in sequences:
@@ -265,23 +260,16 @@ class TieredKV(KVCache):
             parts[-1].append(sequence)
             room -= len(sequence.pages)
         for part in parts:
-            yield StagedReads(self.memory, kept, part, self.counters)
+            yield StagedReads(self.memory, part, self.counters)
 
     # Group means.
 
     def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         gpu_pages = self.resident.of[pages]
-        resident = bool((gpu_pages >= 0).all())
-        if resident and not self.kept_layers:
+        if (gpu_pages >= 0).all():
             make_means(self.k_pages, self.v_pages, gpu_pages, slots, pool)
-            return
-        for layer in self.kept_layers:
-            make_means([self.k_pages[layer]], [self.v_pages[layer]], pages, slots, pool, layer)
-        if resident:
-            for layer, (keys, values) in zip(self.memory.layers, self.memory.on_gpu, strict=True):
-                make_means([keys], [values], gpu_pages, slots, pool, layer)
-            return
-        make_staged_means(self.memory, pages, slots, pool, self.counters)
+        else:
+            make_staged_means(self.memory, pages, slots, pool, self.counters)
 
     # Checks, and sequences.
 

@@ -96,7 +96,7 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
     memory = _device_memory(settings, device)
     if settings.host_kv_memory:
         memory -= _bytes_beside_pages(settings, shape, dtype)
-        a_token = _bytes_in_tiers(settings, shape, dtype)
+        a_token = bytes_of_token(shape, dtype)
     most = math.ceil(settings.max_sessions * (context + 2 * PAGE_SIZE) / (1 - KEPT_SHARE))
     tokens = min(max(0, int(memory / a_token)), most)
     if device != "cpu":
@@ -112,12 +112,8 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
 
 
 def backing_store_tokens(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return how many tokens of KV the backing store in host memory holds; 0 if there is none.
-
-    Raises ValueError if no layer's KV would lie there, since the plan reads all layers densely.
-    """
-    memory = settings.host_kv_memory
-    return int(memory * 2**30 / _bytes_in_tiers(settings, shape, dtype)) if memory else 0
+    """Return how many tokens of KV the backing store in host memory holds; 0 if there is none."""
+    return int(settings.host_kv_memory * 2**30 / bytes_of_token(shape, dtype))
 
 
 def context_of(settings: ModelSettings, shape: ModelShape) -> int:
@@ -138,26 +134,15 @@ def bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
-def _bytes_in_tiers(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return how many bytes a token takes in the layers that have a backing store; raise ValueError if none has."""
-    layers = shape.num_layers - len(settings.dense_layers)
-    if layers < 1:
-        raise ValueError(
-            f"{settings.model}: the plan reads all {shape.num_layers} layers wholly, so their KV stays: leave "
-            "host_kv_memory out"
-        )
-    return bytes_of_token(shape, dtype) // shape.num_layers * layers
-
-
 def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> float:
     """Return how many bytes KV with a backing store takes on the device beside its GPU pages.
 
-    They hold two layers of one sequence, which dense passes bring together; the layers that stay on the device; the
-    tables that say where each page of the other layers lies; and group means.
+    They hold two layers of one sequence, which dense passes bring together; the tables that say where each page lies;
+    and group means.
     """
     of_layer, backing = (bytes_of_token(shape, dtype) / shape.num_layers, backing_store_tokens(settings, shape, dtype))
     heads = shape.num_layers * shape.num_kv_heads
     tables = backing / PAGE_SIZE * heads * (4 + 10)  # of a page and, at most, of a cache line
     means = 3 * 4 * backing / settings.group_size * heads * shape.head_dim if settings.group_size else 0.0
     staged = 2 * (context_of(settings, shape) + MAX_OVERHANG) * of_layer
-    return staged + len(settings.dense_layers) * backing * of_layer + tables + means
+    return staged + tables + means

@@ -116,7 +116,6 @@ def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
         tokens,
         backing,
         context,
-        settings.dense_layers,
         enforce_eager=settings.enforce_eager,
         step_queries=settings.most_drafted + 1,
         most_queries=settings.widest_round,

@@ -10,30 +10,22 @@ from specahead.engine.steps.model_runner import MAX_OVERHANG, ModelRunner
 
 
 def make_runner(
-    loaded: LoadedModel,
-    kv_tokens: int,
-    backing_tokens: int = 0,
-    max_context: int = 0,
-    dense_layers: tuple[int, ...] = (),
-    **how: Any,
+    loaded: LoadedModel, kv_tokens: int, backing_tokens: int = 0, max_context: int = 0, **how: Any
 ) -> ModelRunner:
     """Return a runner of a loaded model.
 
     kv_tokens: tokens whose KV fits on the device.
     backing_tokens: tokens whose KV fits in the backing store in host memory; 0: there is no such store.
     max_context: the most tokens of a sequence; 0: kv_tokens.
-    dense_layers: layers that are always read densely; with a backing store their KV stays on the device.
     how: the settings of ModelRunner.
     """
     max_context = max_context or kv_tokens
-    kv = _make_kv(loaded, kv_tokens, backing_tokens, max_context + MAX_OVERHANG, dense_layers)
+    kv = _make_kv(loaded, kv_tokens, backing_tokens, max_context + MAX_OVERHANG)
     of_model = loaded.decoder, kv, loaded.shape.vocab_size
     return ModelRunner(*of_model, max_context, weight_bytes=loaded.weight_bytes, **how)
 
 
-def _make_kv(
-    loaded: LoadedModel, kv_tokens: int, backing_tokens: int, longest: int, dense_layers: tuple[int, ...]
-) -> KVCache:
+def _make_kv(loaded: LoadedModel, kv_tokens: int, backing_tokens: int, longest: int) -> KVCache:
     """Return empty KV of the model's sizes, dtype and device. longest: the most tokens of a sequence."""
     shape, of_weights = loaded.shape, (loaded.dtype, loaded.device)
     of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim
@@ -41,4 +33,4 @@ def _make_kv(
     if not backing_tokens:
         return KVCache(*of_model, pages, *of_weights)
     backing = backing_tokens // PAGE_SIZE
-    return TieredKV(*of_model, min(pages, backing), backing, longest, *of_weights, kept_layers=dense_layers)
+    return TieredKV(*of_model, min(pages, backing), backing, longest, *of_weights)

@@ -122,7 +122,7 @@ class Decoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor | list[Tensor],
+        slots: Tensor,
         k_pages: list[Tensor],
         v_pages: list[Tensor],
         attend: Attend,
@@ -132,7 +132,7 @@ class Decoder:
         """Write the tokens' KV, and return the logits [rows, vocab] of all tokens, or of `logits_rows`.
 
         token_ids, positions: [tokens] int64.
-        slots: [tokens] int64, of all layers or of each; a token with a negative slot is not written.
+        slots: [tokens] int64; a token with a negative slot is not written.
         k_pages, v_pages: of each layer [pages, kv_heads, page_size, head_dim].
         logits_rows: [rows] int32 or int64; more rows than tokens are allowed, since each sequence has room for as many.
             After the last layer's attention only these rows run on: of other tokens only keys and values are needed.
@@ -145,8 +145,7 @@ class Decoder:
         stream = Residual(hidden, scale=self.residual_scale)
         for index, layer in self._layers_to_run():
             qkv, stream = self._read(stream, layer.input_norm, layer.qkv, kernels, in_parts=layer.full_norms is None)
-            layer_slots = slots if isinstance(slots, Tensor) else slots[index]
-            queries = self._rotate(layer, qkv, positions, layer_slots, (k_pages[index], v_pages[index]), kernels)
+            queries = self._rotate(layer, qkv, positions, slots, (k_pages[index], v_pages[index]), kernels)
             attended = attend(index, queries).flatten(1)
             if logits_rows is not None and index == self.num_layers - 1:
                 if not len(logits_rows):

@@ -127,8 +127,6 @@ class LayerAttention:
     weights: Tensor | Evidence | BlockMemory | None = None
     """Where the pass leaves softmax weights, if anywhere. Layers with lists fill a tensor with the weight of each
     listed block, [layers with lists, sequences, kv_heads, width]."""
-    tables_of: Callable[[int], Tensor] | None = None
-    """The block tables of a layer, where layers differ."""
     prompts: PromptsOfLayer | None = None
     """What sequences read in a pass over prompts."""
     dense_work: Work | None = None
@@ -144,9 +142,8 @@ class LayerAttention:
 
     def _batch(self, layer: int, queries: Tensor) -> Batch:
         rows = self.rows
-        tables = rows.tables if self.tables_of is None else self.tables_of(layer)
         keys, values = self.pages(layer)
-        of_rows = tables, rows.lengths, rows.starts, self.heads.scale, rows.most, rows.visible
+        of_rows = rows.tables, rows.lengths, rows.starts, self.heads.scale, rows.most, rows.visible
         return Batch(queries, keys, values, *of_rows)
 
     def _evidence(self, to: Evidence) -> LayersEvidence:

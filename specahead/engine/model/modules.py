@@ -23,8 +23,7 @@ class _Pass:
     """What the attention of one pass needs beside its queries."""
 
     attend: Attend
-    slots: Tensor | list[Tensor]
-    """Of all layers, or of each."""
+    slots: Tensor
     k_pages: list[Tensor]
     v_pages: list[Tensor]
     scale: float
@@ -47,7 +46,7 @@ class ModulesDecoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor | list[Tensor],
+        slots: Tensor,
         k_pages: list[Tensor],
         v_pages: list[Tensor],
         attend: Attend,
@@ -108,8 +107,7 @@ def attend_in_pass(
             f"{type(module).__name__} asks attention for {unsupported or 'a mask or dropout'}, which is not built"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    slots = running.slots if isinstance(running.slots, Tensor) else running.slots[layer]
     queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
-    kept = slots >= 0
-    write_kv(running.k_pages[layer], running.v_pages[layer], slots[kept], keys[kept], values[kept])
+    kept = running.slots >= 0
+    write_kv(running.k_pages[layer], running.v_pages[layer], running.slots[kept], keys[kept], values[kept])
     return running.attend(layer, queries.contiguous())[None], None

@@ -27,7 +27,7 @@ def make_buffers(
     The pass adds to the tensors: logits [logits rows, vocab]; where it makes them, lists and counts as
     `_lists_layout` has them; read_weights [sparse layers, sequences, kv_heads, width] float32.
     """
-    layout = _rows_layout(shape.sequences, shape.rows, shape.pages, shape.kept) | _logits_layout(shape, logits_rows)
+    layout = _rows_layout(shape.sequences, shape.rows, shape.pages) | _logits_layout(shape, logits_rows)
     layout |= _lists_layout(shape, kv) if shape.read.decay is None else _budget_layout(shape, kv)
     of_sequence = (shape.sequences,), torch.int32
     if shape.read.groups:
@@ -71,12 +71,11 @@ def _made(layout: Layout, results: Layout, device: torch.device) -> Buffers:
     return buffers
 
 
-def _rows_layout(sequences: int, rows: int, pages: int, kept: bool = False) -> Layout:
+def _rows_layout(sequences: int, rows: int, pages: int) -> Layout:
     """Lay out where the tokens of a pass come from and go to; the same for passes and rounds.
 
     slots: page * PAGE_SIZE + offset of each token, -1 where no token is. query_starts: the first row of each sequence.
-    lengths: tokens with KV, those of the pass included. kept_slots, kept_tables: as slots and block_tables, of the
-    layers that are kept on the GPU.
+    lengths: tokens with KV, those of the pass included.
     """
     of_rows, tables = ((rows,), torch.int64), ((sequences, pages), torch.int32)
     layout: Layout = dict.fromkeys(("token_ids", "positions", "slots"), of_rows)
@@ -85,7 +84,7 @@ def _rows_layout(sequences: int, rows: int, pages: int, kept: bool = False) -> L
         "lengths": ((sequences,), torch.int32),
         "block_tables": tables,
     }
-    return layout | {"kept_slots": of_rows, "kept_tables": tables} if kept else layout
+    return layout
 
 
 def _lists_layout(shape: PassShape, kv: KVCache) -> Layout:

@@ -19,7 +19,7 @@ from specahead.engine.model.layer_attention import Evidence, LayerAttention, Lis
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.sampling.judging import WIDE_SUPPORT
 from specahead.engine.sampling.next_tokens import draw_tokens
-from specahead.engine.steps.reads import heads_of, listed_reads, slots_of_layers, tables_of_layers
+from specahead.engine.steps.reads import heads_of, listed_reads
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.selection import top_few
@@ -32,7 +32,7 @@ class OneToken:
     rows: Rows
     positions: Tensor
     """[rows] int64."""
-    slots: Tensor | list[Tensor]
+    slots: Tensor
     """[rows] int64, for all layers or for each."""
 
 
@@ -51,8 +51,6 @@ class DraftPasses:
     """Where passes add the weights of their queries."""
     dense_layers: bool = True
     """Whether there are layers without lists."""
-    tables_of: Callable[[int], Tensor] | None = None
-    """The block tables of a layer; None: those of the rows."""
 
     def run(self, index: int, tokens: Tensor) -> Tensor:
         """Run a token of each row in the pass of this index. tokens: [rows] int64. Returns logits [rows, vocab]."""
@@ -60,9 +58,7 @@ class DraftPasses:
         reads = self.reads
         if reads is not None and reads.wait is not None and index > 0:
             reads = replace(reads, wait=None)  # the first pass has waited
-        attend = LayerAttention(
-            heads, at.rows, self.kv.layer_pages, self.attention, reads, self.evidence, tables_of=self.tables_of
-        )
+        attend = LayerAttention(heads, at.rows, self.kv.layer_pages, self.attention, reads, self.evidence)
         if self.dense_layers:
             attend.dense_work = plan_reads(heads, at.rows, self.attention)
         return self.decoder.run(tokens, at.positions, at.slots, self.kv.k_pages, self.kv.v_pages, attend)
@@ -168,19 +164,11 @@ def _own_passes(
     starts, index = (torch.arange(n, dtype=torch.int32, device=lengths.device) for n in (sequences + 1, count))
     ends = (lengths - count + index[:, None]).where(lengths > 0, 0)
     rows = sequences * (count + 1)  # a pinned shape has room for more
-    of_tokens: dict[str, Tensor] = {
-        name: given[name][:rows].view(sequences, count + 1).T.contiguous()
-        for name in ("positions", "slots", "kept_slots")
-        if name in given
-    }
-    at = []
-    for i in range(count):
-        of_pass: dict[str, Tensor] = {name: values[i] for name, values in of_tokens.items()}
-        slots = slots_of_layers(shape, kv, of_pass)
-        at.append(OneToken(Rows(starts, ends[i], tables, 1), of_pass["positions"], slots))
+    positions, slots = (given[name][:rows].view(sequences, count + 1).T.contiguous() for name in ("positions", "slots"))
+    at = [OneToken(Rows(starts, ends[i], tables, 1), positions[i], slots[i]) for i in range(count)]
     listed = listed_reads(heads, Rows(starts, lengths, tables, 1), kv, shape, given, attention, fetched)
     dense = bool(shape.read.dense_layers)
-    return DraftPasses(decoder, kv, attention, at, listed, None, dense, tables_of_layers(shape, kv, given))
+    return DraftPasses(decoder, kv, attention, at, listed, None, dense)
 
 
 def _own_draws(given: dict[str, Tensor], vocab: int) -> Draws | None:

@@ -154,14 +154,13 @@ def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits, ro
 def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:
     """Return the shape with how these inputs of one kind attend and what they give."""
     first, read = inputs[0], inputs[0].read
-    shape = replace(shape, kept=bool(kv.kept_layers), light=first.light)
+    shape = replace(shape, light=first.light)
     if first.drafted is not None:
         rounds = [item.drafted for item in inputs if item.drafted is not None]
         cuts = min(cuts_of(rounds), limits.vocab)
         shape = shape.judging(support=support_of(rounds), cuts=cuts, draws_own=limits.pinned)
     if read is None:
         return shape
-    kv.check_dense_layers(read.dense_layers)
     shape = shape.reading(block_size=read.block_size, dense_layers=read.dense_layers)
     if read.group_means:
         if kv.means is None:

@@ -20,7 +20,7 @@ from specahead.engine.sampling.judging import judge
 from specahead.engine.steps.alternatives import Judged, accept_alternatives, drafted_logits
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.drafting import draft_for_itself
-from specahead.engine.steps.reads import heads_of, listed_layers, listed_reads, slots_of_layers, tables_of_layers
+from specahead.engine.steps.reads import heads_of, listed_layers, listed_reads
 from specahead.engine.steps.shapes import PassShape
 from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import Backend, default_backend
@@ -71,7 +71,7 @@ def run_pass(
     logits_rows = given.get("logits_rows")
     if logits_rows is not None and not len(logits_rows) and attend.weights is None:
         attend.unread = kv.num_layers - 1
-    tokens = given["token_ids"], given["positions"], slots_of_layers(shape, kv, given)
+    tokens = given["token_ids"], given["positions"], given["slots"]
     run = drafting.run if shape.light and drafting is not None else decoder.run
     given["logits"] = run(*tokens, kv.k_pages, kv.v_pages, attend, logits_rows)
     _leave_results(shape, buffers, fetched, kv, chain)
@@ -103,7 +103,6 @@ def _attention_of(
     attend = LayerAttention(heads, rows, kv.layer_pages, attention, prompts=prompts)
     if shape.read.weighs or (prompts is None and (not shape.read.width or shape.read.dense_layers)):
         attend.dense_work = plan_reads(heads, rows, attention, tuning)
-    attend.tables_of = tables_of_layers(shape, kv, given)
     if shape.read.weighs:
         assert shape.read.decay is not None
         memory, index = given["memory"][:, :, : shape.blocks], listed_layers(shape, kv)

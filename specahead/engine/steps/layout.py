@@ -121,9 +121,7 @@ def lay_out_rows(
     gpu_pages: where the pages of each sequence lie in the KV's tensors; None: at their numbers. tables: the block
     tables; None: `gpu_pages`. starts: the position of each one's first token; None: after what its KV holds.
     """
-    for name in ("slots", "kept_slots"):
-        if name in host:
-            host[name][:] = -1
+    host["slots"][:] = -1
     host["token_ids"][:] = 0
     host["lengths"][:] = 0
     row = 0
@@ -135,9 +133,6 @@ def lay_out_rows(
         host["token_ids"][here], host["positions"][here] = tokens, at
         host["slots"][here] = slots_of(pages, at)
         host["block_tables"][i, : len(pages)] = pages if tables is None else tables[i]
-        if "kept_slots" in host:
-            host["kept_slots"][here] = slots_of(kv.table(), at)
-            host["kept_tables"][i, : len(kv.pages)] = kv.table()
         host["lengths"][i] = start + len(tokens)
         host["query_starts"][i] = row
         row += len(tokens)

@@ -27,15 +27,8 @@ from specahead.engine.steps.shapes import PassShape
 from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.paged_attention import takes_heads
-from specahead.kernels.prompt_attention import (
-    PromptReads,
-    attend_once,
-    cudnn_attends,
-    make_room,
-    plan_prompts,
-    shapes_of_parts,
-)
-from specahead.kernels.sparse_prompt_attention import SparsePromptReads, plan_sparse_prompts
+from specahead.kernels.prompt_attention import attend_once, cudnn_attends, make_room, plan_prompts, shapes_of_parts
+from specahead.kernels.sparse_prompt_attention import plan_sparse_prompts
 
 Started = Callable[[], list[SequenceOutput]]  # waits for a pass that was launched, and returns what it gave
 
@@ -204,16 +197,14 @@ class PassRunner:
         """Return what each layer reads of prompts; all inputs of a pass read alike."""
         host, given = buffers.inputs.host, buffers.tensors
         starts, lengths = host["query_starts"].tolist(), host["lengths"].tolist()
-        tables, whole = given["block_tables"], self._kv.kept_layers if sparse is None else sparse.dense_layers
-        how = self._kv.kv_heads, PAGE_SIZE, self._room_for_prompts(), self._cudnn
-        others: PromptReads | SparsePromptReads
+        how = given["block_tables"], self._kv.kv_heads, PAGE_SIZE, self._room_for_prompts(), self._cudnn
         if sparse is None:
-            others = plan_prompts(starts, lengths, tables, *how)
-        else:
-            others = plan_sparse_prompts(starts, lengths, tables, *how, sparse.share)
+            dense = plan_prompts(starts, lengths, *how)
+            return lambda layer: dense
+        others, whole = plan_sparse_prompts(starts, lengths, *how, sparse.share), sparse.dense_layers
         if not whole:
             return lambda layer: others
-        of_whole = plan_prompts(starts, lengths, given["kept_tables"] if shape.kept else tables, *how)
+        of_whole = plan_prompts(starts, lengths, *how)
         return lambda layer: of_whole if layer in whole else others
 
     def _wait_for_the_one_before(self) -> None:

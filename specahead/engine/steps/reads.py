@@ -1,7 +1,5 @@
 """The reads of a pass's layers: everything, or lists made before the pass or in it."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
@@ -22,21 +20,6 @@ def heads_of(decoder: Decoder | ModulesDecoder, kv: KVCache) -> Heads:
 def listed_layers(shape: PassShape, kv: KVCache) -> dict[int, int]:
     """Return the number of each layer that has lists, among these."""
     return {layer: i for i, layer in enumerate(shape.sparse_layers(kv.num_layers))}
-
-
-def slots_of_layers(shape: PassShape, kv: KVCache, given: dict[str, Tensor]) -> Tensor | list[Tensor]:
-    """Return where the tokens of a pass are written to: the same for all layers, or a tensor a layer where some keep
-    their pages."""
-    if not shape.kept:
-        return given["slots"]
-    return [given["kept_slots" if layer in kv.kept_layers else "slots"] for layer in range(kv.num_layers)]
-
-
-def tables_of_layers(shape: PassShape, kv: KVCache, given: dict[str, Tensor]) -> Callable[[int], Tensor] | None:
-    """Return what gives a layer's block tables; None if they are the same for all layers."""
-    if not shape.kept:
-        return None
-    return lambda layer: given["kept_tables" if layer in kv.kept_layers else "block_tables"]
 
 
 def listed_reads(

@@ -58,8 +58,6 @@ class PassShape:
     """Rows of one sequence, at most, where alternatives run beside its tokens; 0: as many as `queries`."""
     pinned: bool = False
     """Whether splits of attention do not depend on the batch."""
-    kept: bool = False
-    """Whether some layers' pages lie at their own numbers, others' where the KV put them."""
     light: bool = False
     """Whether the pass runs by the weights for what a later pass judges (SequenceInput.light)."""
     drafts: int = 0

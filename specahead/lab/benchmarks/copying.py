@@ -185,7 +185,7 @@ def _runners(loaded: list[LoadedModel], settings: TargetSettings, kv_tokens: int
     gave is replaced by what is dictated.
     """
     sizes: dict[str, Any] = {"step_queries": settings.most_drafted + 1, "most_queries": settings.widest_round}
-    made = [make_runner(model, kv_tokens, 0, settings.max_context, (), **sizes) for model in loaded]
+    made = [make_runner(model, kv_tokens, 0, settings.max_context, **sizes) for model in loaded]
     for runner in made:
         runner.chains_steps = runner.chains_rounds = False
     return made

@@ -258,9 +258,7 @@ class AnnouncedReader(Reader):
         return replace(read, budget=replace(read.budget, room=0))
 
 
-def _open_sleeping(
-    milliseconds: float, settings: TargetSettings, dense_layers: tuple[int, ...], group_size: int
-) -> target_service.OpenedPair:
+def _open_sleeping(milliseconds: float, settings: TargetSettings, group_size: int) -> target_service.OpenedPair:
     """Open a target without a model, for imposed verdicts: each of its steps sleeps."""
     shape, tokenizer = load_shape(settings.model), load_tokenizer(settings.model)
     pages = settings.max_sessions * pages_for(settings.max_context + 8 * settings.widest_round)
