@@ -136,7 +136,8 @@ def note_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     """Note a traced launch. Only where `compiles_only`."""
     foreseen = _foreseen.get()
     assert foreseen is not None
-    foreseen[Launch(kernel.__module__, kernel.__name__, without_places(args), tuple(kwargs.items()))] = None
+    named = tuple(kwargs), without_places(tuple(kwargs.values()))
+    foreseen[Launch(kernel.__module__, kernel.__name__, without_places(args), tuple(zip(*named, strict=True)))] = None
 
 
 def without_places(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -42,8 +42,17 @@ def score_own_blocks(
     scores = torch.empty(rows, blocks, dtype=torch.float32, device=weights.device)
     valid, count = torch.empty(2, rows, dtype=torch.int32, device=weights.device)
     _score_own_blocks_kernel[(rows, -(-blocks // 1024))](
-        *(weights, lengths, ends, scores, valid, count, sequences, blocks),
-        *(*kept, share),
+        weights_ptr=weights,
+        lengths_ptr=lengths,
+        ends_ptr=ends,
+        scores_ptr=scores,
+        valid_ptr=valid,
+        count_ptr=count,
+        sequences=sequences,
+        blocks=blocks,
+        first=kept[0],
+        newest=kept[1],
+        share=share,
         GROUP=weights.shape[1] // (layers * kv_heads),
         KV_HEADS=kv_heads,
         LAYERS=layers,
@@ -67,7 +76,11 @@ def count_reads(lengths: Tensor, later: Tensor, passes: int, block_size: int, ba
         return everything + passes * later.sum((0, 2))
     out = torch.empty(sequences, dtype=torch.int64, device=later.device)
     _count_reads_kernel[(sequences,)](
-        *(lengths, later, out, passes, sequences),
+        lengths,
+        later,
+        out,
+        passes,
+        sequences,
         KV_HEADS=kv_heads,
         LAYERS=layers,
         BLOCK=block_size,

@@ -36,8 +36,16 @@ def make_group_means(
         return
     layers, mean_slots, kv_heads, dim = k.shape
     _group_means_kernel[(groups, layers, kv_heads)](
-        send(page_addresses(k_pages, v_pages), k.device),
-        *(k_pages[0], pages, slots, k, v, k_variance, mean_slots, per_group, layers),
+        addresses_ptr=send(page_addresses(k_pages, v_pages), k.device),
+        anchor_ptr=k_pages[0],
+        pages_ptr=pages,
+        slots_ptr=slots,
+        k_ptr=k,
+        v_ptr=v,
+        k_variance_ptr=k_variance,
+        mean_slots=mean_slots,
+        per_group=per_group,
+        layers=layers,
         KV_HEADS=kv_heads,
         PAGE=k_pages[0].shape[2],
         DIM=dim,

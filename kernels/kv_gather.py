@@ -57,8 +57,13 @@ def gather_blocks(
     how = _row_layout(tensors)
     if source_rows.numel() and how["WORDS"]:
         _gather_blocks_kernel[(programs,)](
-            *(side[i].view(torch.int32) for i in range(2) for side in (sources, destinations)),
-            *(source_rows, destination_rows, count),
+            source_ptr=sources[0].view(torch.int32),
+            destination_ptr=destinations[0].view(torch.int32),
+            source2_ptr=sources[1].view(torch.int32),
+            destination2_ptr=destinations[1].view(torch.int32),
+            source_rows_ptr=source_rows,
+            destination_rows_ptr=destination_rows,
+            count_ptr=count,
             **how,
         )
 
@@ -110,8 +115,14 @@ def gather_layers(
         done += programs
         return
     _gather_layers_kernel[(programs,)](
-        *(copies.offsets, copies.anchor, source_rows, destination_rows, counts, done),
-        *(len(counts), source_rows.shape[1]),
+        offsets_ptr=copies.offsets,
+        anchor_ptr=copies.anchor,
+        source_rows_ptr=source_rows,
+        destination_rows_ptr=destination_rows,
+        counts_ptr=counts,
+        done_ptr=done,
+        layers=len(counts),
+        capacity=source_rows.shape[1],
         **_row_layout((*copies.sources[0], *copies.destinations[0])),
     )
 

@@ -56,7 +56,7 @@ def move_kv(
             write_kv(keys, values, target[moved], keys[page, :, offset], values[page, :, offset])
         return
     _move_kv_kernel[(len(source), heads, len(k_pages))](
-        *(addresses, k_pages[0], source, target), HEADS=heads, PAGE=page_size, DIM=dim
+        addresses, k_pages[0], source, target, HEADS=heads, PAGE=page_size, DIM=dim
     )
 
 

@@ -34,9 +34,19 @@ def merge_attended(
     if out.numel():
         tile = power_of_two(heads) * power_of_two(dim)
         _merge_attended_kernel[(rows, batch)](
-            *(running, total.contiguous(), piece, weight.contiguous(), out, merged, total.shape[2], skipped),
-            *(_strides(each) for each in (running, piece, out)),
-            *(heads, dim),
+            running_ptr=running,
+            total_ptr=total.contiguous(),
+            piece_ptr=piece,
+            weight_ptr=weight.contiguous(),
+            out_ptr=out,
+            merged_ptr=merged,
+            size=total.shape[2],
+            skipped=skipped,
+            RUNNING=_strides(running),
+            PIECE=_strides(piece),
+            OUT=_strides(out),
+            heads=heads,
+            dim=dim,
             HEADS=power_of_two(heads),
             DIM=power_of_two(dim),
             num_warps=8 if tile > 4096 else 4,

@@ -35,9 +35,16 @@ def add_rms_norm(
     out = torch.empty(rows, size, dtype=dtype or weight.dtype, device=hidden.device)
     total = hidden if residual is None else torch.empty_like(out, dtype=weight.dtype)
     _add_rms_norm_kernel[(rows,)](
-        *(hidden, residual, weight, out, total),
-        *(hidden.stride(-2), size, epsilon, scale),
-        rows,
+        hidden,
+        residual,
+        weight,
+        out,
+        total,
+        stride=hidden.stride(-2),
+        size=size,
+        epsilon=epsilon,
+        SCALE=scale,
+        rows=rows,
         PARTS=1 if hidden.dim() == 2 else len(hidden),
         SIZE=power_of_two(size),
         num_warps=8 if size >= 2048 else 4,

@@ -33,13 +33,12 @@ def rotate_and_write_kv(
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], contiguous: queries, keys, values; or [parts, tokens, …] float32,
         the sum of which, rounded to the dtype of the pages, they are.
     cosines, sines: [positions, rotated / 2] float32, contiguous. Of the first `rotated` dimensions of a head, dimension
-        i is rotated with i + rotated / 2; the others stay as they are. Tables of width 0 rotate nothing.
+        i is rotated with i + rotated / 2; the others stay as they are.
     positions: [tokens] int32 or int64.
     slots: [tokens] int64, page * page_size + offset; a token with a negative slot is not written.
     k_pages, v_pages: [pages, kv_heads, page_size, head_dim].
-    head_norms: [2, head_dim], the weights of an RMSNorm with `epsilon` of each head's query and of each head's key,
-        before they are rotated; None: no norm.
-    Returns [tokens, heads, head_dim]. Triton takes a head_dim that is a power of two.
+    head_norms: [2, head_dim], RMSNorm weights of each head's query and key before rotation; None: no norm.
+    Returns [tokens, heads, head_dim]; Triton takes a power of two as head_dim.
     """
     check_backend("rotate_and_write_kv", backend)
     kv_heads, page_size, dim = k_pages.shape[1:]
@@ -48,11 +47,10 @@ def rotate_and_write_kv(
         queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
         if head_norms is not None:
             queries, keys = _norm_heads(queries, head_norms[0], epsilon), _norm_heads(keys, head_norms[1], epsilon)
-        # The table is rounded to the dtype first, as transformers does it.
-        cos, sin = (table[positions.long()][:, None].to(qkv.dtype) for table in (cosines, sines))
+        queries, keys = (_rotate(each, cosines, sines, positions) for each in (queries, keys))
         kept = slots >= 0
-        write_kv(k_pages, v_pages, slots[kept], _rotate(keys, cos, sin)[kept], values[kept])
-        return _rotate(queries, cos, sin)
+        write_kv(k_pages, v_pages, slots[kept], keys[kept], values[kept])
+        return queries
     tokens = qkv.shape[-2]
     queries = torch.empty(tokens, heads, dim, dtype=k_pages.dtype, device=qkv.device)
     of_program = 1 if tokens < MANY_TOKENS else HEADS_OF_PROGRAM
@@ -85,7 +83,9 @@ def _norm_heads(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return add_rms_norm(x.reshape(-1, x.shape[-1]), None, weight, epsilon)[0].view(x.shape)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor) -> Tensor:
+    # The table is rounded to the dtype first, as transformers does it.
+    cos, sin = (table[positions.long()][:, None].to(x.dtype) for table in (cosines, sines))
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat([first * cos + -second * sin, second * cos + first * sin, rest], -1)

@@ -42,13 +42,21 @@ def code_difference(
     into = into or _make_room(bitmaps)
     row_counts = torch.empty(sequences, rows, dtype=torch.int32, device=bitmaps.device)
     row_checksums = torch.empty(sequences, rows, dtype=torch.int64, device=bitmaps.device)
-    of_rows, chunk = (row_counts, row_checksums), min(_CHUNK, max(32, power_of_two(words)))
+    chunk = min(_CHUNK, max(32, power_of_two(words)))
     how = {"CHUNK": chunk, "num_warps": max(1, chunk // 128), **overlapping_launch(bitmaps.device)}
     _flags_kernel[(sequences * rows,)](
-        *(bitmaps, before, widths, into.flags, *of_rows, rows, words), WEIGHT=_WEIGHT, **how
+        bitmaps, before, widths, into.flags, row_counts, row_checksums, rows, words, WEIGHT=_WEIGHT, **how
     )
     _values_kernel[(sequences * rows,)](
-        *(bitmaps, before, *of_rows, into.values, into.counts, into.checksums, rows, words),
+        bitmaps_ptr=bitmaps,
+        before_ptr=before,
+        row_counts_ptr=row_counts,
+        row_checksums_ptr=row_checksums,
+        values_ptr=into.values,
+        counts_ptr=into.counts,
+        checksums_ptr=into.checksums,
+        rows=rows,
+        words=words,
         ROWS=power_of_two(rows),
         **how,
     )

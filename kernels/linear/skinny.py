@@ -65,8 +65,16 @@ def skinny_linear(
     if not rows:
         return out
     _skinny_linear_kernel[(-(-outputs // tuning.columns),)](
-        *(x, weight, bias, norm, residual, out),
-        *(outputs, inputs, epsilon, scale),
+        x,
+        weight,
+        bias,
+        norm,
+        residual,
+        out,
+        outputs=outputs,
+        inputs=inputs,
+        epsilon=epsilon,
+        SCALE=scale,
         ROWS=rows,
         COLUMNS=tuning.columns,
         DEPTH=tuning.depth,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from specahead.kernels.backends import overlapping_launch, power_of_two
 from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, MOST_BEYOND, Batch, BlockLists, GroupMeans
 from specahead.kernels.paged_attention.kernel import merge_kernel, partial_attention_kernel
-from specahead.kernels.paged_attention.work import GROUP_TILE, LEAST_ROWS, Work, plan_work, row_tiles_of
+from specahead.kernels.paged_attention.work import GROUP_TILE, LEAST_ROWS, Tuning, Work, plan_work, row_tiles_of
 
 LOG2_E = 1.4426950408889634
 MAX_EMITTED = 128  # tokens of a block whose weights are emitted
@@ -115,39 +116,65 @@ def _attend_in_parts(
     slots = (programs + items) * rows
     partial = torch.empty(slots, batch.dim, dtype=torch.float32, device=device)
     partial_max, partial_sum = torch.empty(2, slots, dtype=torch.float32, device=device)
-    block = sums.block_size or (1 if blocks is None else blocks.block_size)
-    listed = (None, None) if blocks is None else (blocks.lists, blocks.counts)
-    stand_ins = (None,) * 5 if means is None else (means.k, means.v, means.k_variance, means.tables, means.counts)
     partial_attention_kernel[(programs,)](
-        *(batch.queries, batch.k_pages, batch.v_pages),
-        *(batch.block_tables, batch.kv_lengths, batch.query_starts),
-        *(*listed, work.pieces, work.tile_starts, work.first_items),
-        *(*stand_ins, work.unread),
-        *(partial, partial_max, partial_sum, sums.blocks, batch.visible),
-        *(batch.scale * LOG2_E, items, batch.block_tables.shape[1]),
-        0 if blocks is None else blocks.lists.shape[2],
-        0 if means is None else max(1, means.tables.shape[1]),
-        sums.blocks.shape[1],
+        q_ptr=batch.queries,
+        k_ptr=batch.k_pages,
+        v_ptr=batch.v_pages,
+        tables_ptr=batch.block_tables,
+        lengths_ptr=batch.kv_lengths,
+        starts_ptr=batch.query_starts,
+        lists_ptr=None if blocks is None else blocks.lists,
+        counts_ptr=None if blocks is None else blocks.counts,
+        pieces_ptr=work.pieces,
+        tile_starts_ptr=work.tile_starts,
+        first_items_ptr=work.first_items,
+        mean_k_ptr=None if means is None else means.k,
+        mean_v_ptr=None if means is None else means.v,
+        mean_variance_ptr=None if means is None else means.k_variance,
+        group_tables_ptr=None if means is None else means.tables,
+        group_counts_ptr=None if means is None else means.counts,
+        unread_ptr=work.unread,
+        partial_ptr=partial,
+        partial_max_ptr=partial_max,
+        partial_sum_ptr=partial_sum,
+        block_sums_ptr=sums.blocks,
+        visible_ptr=batch.visible,
+        scale_log2=batch.scale * LOG2_E,
+        items=items,
+        table_stride=batch.block_tables.shape[1],
+        list_width=0 if blocks is None else blocks.lists.shape[2],
+        group_stride=0 if means is None else max(1, means.tables.shape[1]),
+        block_sums_stride=sums.blocks.shape[1],
         **sums.layout,
-        ROWS=max(LEAST_ROWS, power_of_two(rows)),
-        DIM=batch.dim,
-        PAGE=batch.page_size,
-        BLOCK=block,
-        NEWEST=1 if blocks is None else power_of_two(-(-(batch.max_queries + MOST_BEYOND) // block) + 1),
-        TILE=tuning.tile,
-        GROUP_TILE=GROUP_TILE,
-        MIN_TILES=tuning.least_tiles,
-        STAGES=tuning.stages,
-        SPARSE=blocks is not None,
-        MEANS=means is not None,
-        EMIT=sums.block_size > 0,
-        BRANCHED=batch.visible is not None,
-        MAX_VARIANCE=MAX_VARIANCE_TERM,
-        PRECISION="ieee" if batch.queries.dtype == torch.float32 else "tf32",
+        **_cut(batch, blocks, means, tuning, rows, sums.block_size),
         num_warps=tuning.warps,
         **overlapping_launch(device),
     )
     return partial, partial_max, partial_sum
+
+
+def _cut(
+    batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, tuning: Tuning, rows: int, emit_block_size: int
+) -> dict[str, Any]:
+    """Return the constants that `partial_attention_kernel` is compiled for."""
+    block = emit_block_size or (1 if blocks is None else blocks.block_size)
+    return {
+        "ROWS": max(LEAST_ROWS, power_of_two(rows)),
+        "DIM": batch.dim,
+        "PAGE": batch.page_size,
+        "BLOCK": block,
+        "NEWEST": 1 if blocks is None else power_of_two(-(-(batch.max_queries + MOST_BEYOND) // block) + 1),
+        "TILE": tuning.tile,
+        "GROUP_TILE": GROUP_TILE,
+        "MIN_TILES": tuning.least_tiles,
+        "STAGES": tuning.stages,
+        "SPARSE": blocks is not None,
+        "MEANS": means is not None,
+        "EMIT": emit_block_size > 0,
+        "BRANCHED": batch.visible is not None,
+        "MAX_VARIANCE": MAX_VARIANCE_TERM,
+        "PRECISION": "ieee" if batch.queries.dtype == torch.float32 else "tf32",
+    }
 
 
 def _merge(batch: Batch, work: Work, items: int, rows: int, partial: Partial, sums: BlockSums) -> Tensor:
@@ -156,8 +183,15 @@ def _merge(batch: Batch, work: Work, items: int, rows: int, partial: Partial, su
     tuning, programs = work.tuning, len(work.first_items)
     splits = 16 if tuning.segment else min(64, max(8, power_of_two(programs // items + 2)))
     merge_kernel[(items, rows)](
-        *(*partial, work.tile_starts, batch.query_starts, out, sums.total),
-        *(items, programs),
+        partial_ptr=partial[0],
+        partial_max_ptr=partial[1],
+        partial_sum_ptr=partial[2],
+        tile_starts_ptr=work.tile_starts,
+        starts_ptr=batch.query_starts,
+        out_ptr=out,
+        log_sums_ptr=sums.total,
+        items=items,
+        programs=programs,
         **sums.layout,
         SPLITS=splits,
         DIM=batch.dim,

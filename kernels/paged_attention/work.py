@@ -124,8 +124,14 @@ def _share_tiles(
     starts = torch.empty(*layers, items + 1, dtype=torch.int32, device=device)
     first_items = torch.empty(*layers, programs, dtype=torch.int32, device=device)
     _tile_starts_kernel[(*layers, 1)](
-        *(counts, counts if means is None else means.counts, starts, first_items),
-        *(items, programs, per_sequence, per_sequence if blocks is None else row_tiles),
+        tokens_ptr=counts,
+        groups_ptr=counts if means is None else means.counts,
+        tile_starts_ptr=starts,
+        first_items_ptr=first_items,
+        items=items,
+        programs=programs,
+        per_sequence=per_sequence,
+        per_tokens=per_sequence if blocks is None else row_tiles,
         UNIT=1 if blocks is None else blocks.block_size,
         TILE=tuning.tile,
         GROUP_TILE=GROUP_TILE,
@@ -145,8 +151,13 @@ def _find_pieces(blocks: BlockLists, block_tables: Tensor, page_size: int) -> Te
     pieces = torch.empty(shape, dtype=torch.int32, device=blocks.lists.device)
     sequences, kv_heads = blocks.counts.shape[-2:]
     _pieces_kernel[(blocks.counts.numel(), -(-width * per_block // 1024) or 1)](
-        *(blocks.lists, blocks.counts, block_tables, pieces),
-        *(width, block_tables.shape[1], sequences),
+        blocks.lists,
+        blocks.counts,
+        block_tables,
+        pieces,
+        list_width=width,
+        table_stride=block_tables.shape[1],
+        sequences=sequences,
         KV_HEADS=kv_heads,
         PER_BLOCK=per_block,
         PER_PAGE=max(1, page_size // blocks.block_size),
@@ -160,7 +171,11 @@ def _count_unread(blocks: BlockLists, means: GroupMeans) -> Tensor:
     shape = (*blocks.counts.shape, max(1, means.tables.shape[1]))
     unread = torch.empty(shape, dtype=torch.int32, device=blocks.lists.device)
     _unread_kernel[(blocks.counts.numel(),)](
-        *(blocks.lists, blocks.counts, unread, blocks.lists.shape[-1], shape[-1]),
+        blocks.lists,
+        blocks.counts,
+        unread,
+        list_width=blocks.lists.shape[-1],
+        group_stride=shape[-1],
         PER_GROUP=means.group_size // blocks.block_size,
         BLOCK=blocks.block_size,
         GROUPS=power_of_two(shape[-1]),
@@ -170,7 +185,7 @@ def _count_unread(blocks: BlockLists, means: GroupMeans) -> Tensor:
 
 
 def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int) -> Tuning:
-    """Measured on an H200 (docs/performance.md): as many tiles in flight as shared memory holds.
+    """Return the fastest cut measured on an H200: as many tiles in flight as shared memory holds.
 
     block_size: tokens of a listed block, 0 without lists; rows: of a tile. For more than 32 rows Triton keeps keys and
     values in other places of it: 148 KB a program with tiles of 128 tokens, so that a multiprocessor holds one program

@@ -42,9 +42,7 @@ def race(probs: Tensor, ids: Tensor, uniforms: Tensor, backend: str = "torch") -
     first = torch.empty(rows, dtype=torch.int64, device=probs.device)
     if rows:
         _race_listed_kernel[(rows,)](
-            *(probs, ids, uniforms.contiguous(), first, count),
-            N=power_of_two(count),
-            **overlapping_launch(probs.device),
+            probs, ids, uniforms.contiguous(), first, count, N=power_of_two(count), **overlapping_launch(probs.device)
         )
     return first
 

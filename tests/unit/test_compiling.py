@@ -63,7 +63,7 @@ buffers = make_buffers()
 noted = set()
 
 def note_first(kernel, args, kwargs):  # one for each choice of arguments that may be missing: others take as long
-    variant = kernel.__name__, tuple(value is None for value in args)
+    variant = kernel.__name__, tuple(value is None for value in (*args, *kwargs.values()))
     if variant not in noted:
         noted.add(variant)
         note_launch(kernel, args, kwargs)
@@ -97,7 +97,7 @@ foreseen, launched, compiled = set(), set(), iter(range(100))
 def note(kernel, *args, grid, warmup, **kwargs):
     if compiles_only():
         note_launch(kernel, args, kwargs)
-        args = without_places(args)
+        args, kwargs = without_places(args), dict(zip(kwargs, without_places(tuple(kwargs.values()))))
     binder = kernel.device_caches[0][-1]
     _, specialized, options = binder(*args, debug=False, **kwargs)
     (foreseen if compiles_only() else launched).add((kernel.__name__, str(specialized), str(options)))
