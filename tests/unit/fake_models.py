@@ -27,6 +27,7 @@ from specahead.engine.sampling.judging import (
     verdict_layout,
 )
 from specahead.engine.sampling.logit_rules import rules_of
+from specahead.engine.staging import Staging
 from specahead.engine.steps.announcing import choose_blocks, predict_weights
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from specahead.engine.steps.requests import (
@@ -39,7 +40,6 @@ from specahead.engine.steps.requests import (
     RoundSettings,
 )
 from specahead.engine.steps.rules import RoundRules
-from specahead.engine.steps.staging import Staging
 from specahead.kernels.backends import default_backend
 from specahead.kernels.finite_rows import are_finite
 from specahead.kernels.rejection import race, truncated_probs

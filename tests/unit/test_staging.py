@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from specahead.engine.steps.staging import Staging
+from specahead.engine.staging import Staging
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYOUT = {

@@ -23,13 +23,13 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted
 from specahead.engine.sampling.logit_rules import rules_of
+from specahead.engine.staging import Buffers, Staging
 from specahead.engine.steps import warm_up
 from specahead.engine.steps.graphs import Captured, Graphs
 from specahead.engine.steps.grouping import FEW, StepLimits, step_shape
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import JudgeShape, PassShape
-from specahead.engine.steps.staging import Buffers, Staging
 from specahead.wire.messages import At, Begin, DraftEvent, End, Proposals, Verdict
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier

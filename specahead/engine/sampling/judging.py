@@ -23,7 +23,7 @@ from specahead.engine.sampling.distributions import (
 )
 from specahead.engine.sampling.logit_rules import LogitRule
 from specahead.engine.sampling.logprobs import TokenLogprobs, token_logprobs
-from specahead.engine.steps.staging import Layout, Staging
+from specahead.engine.staging import Layout, Staging
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.finite_rows import are_finite
 from specahead.kernels.rejection import (

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.judging import verdict_layout
+from specahead.engine.staging import Buffers, Layout, Staging
 from specahead.engine.steps.device_chain import UNIFORMS
 from specahead.engine.steps.layout import lay_out_rows
 from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.shapes import PassShape, RoundShape
-from specahead.engine.steps.staging import Buffers, Layout, Staging
 from specahead.kernels.selection import WORD
 
 # What inputs hold of sequences that are not there; all others are 0.

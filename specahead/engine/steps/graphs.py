@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from specahead.config.garbage import no_garbage_collected
-from specahead.engine.steps.staging import Buffers
+from specahead.engine.staging import Buffers
 
 MOST_UNPREPARED = 64  # graphs of one runner, captured because a request came first; the least recently used is dropped
 

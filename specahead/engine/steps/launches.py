@@ -17,12 +17,12 @@ from specahead.engine.model.layer_attention import (
 )
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.sampling.judging import judge
+from specahead.engine.staging import Buffers
 from specahead.engine.steps.alternatives import Judged, accept_alternatives, drafted_logits
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.drafting import draft_for_itself
 from specahead.engine.steps.reads import heads_of, listed_layers, listed_reads
 from specahead.engine.steps.shapes import PassShape
-from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.finite_rows import are_finite
 from specahead.kernels.paged_attention import pinned_tuning

@@ -6,10 +6,10 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.sampling.distributions import USE_ACCEPT, USE_DRAFT, USE_TARGET, uniforms
 from specahead.engine.sampling.judging import lay_out_verdicts
+from specahead.engine.staging import Buffers, Staging
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.requests import AnnouncementRequest, Branch, RoundRequest
 from specahead.engine.steps.shapes import PassShape, RoundShape
-from specahead.engine.steps.staging import Buffers, Staging
 
 # What the uniforms are for that are laid out here: those of steps that draft (device_chain.UNIFORMS).
 _USES = {"all_accept_uniforms": USE_ACCEPT, "all_draw_uniforms": USE_TARGET}

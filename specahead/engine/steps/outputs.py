@@ -11,11 +11,11 @@ from torch import Tensor
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.judging import judge_by_rules
+from specahead.engine.staging import Buffers, Staging
 from specahead.engine.steps.alternatives import drafted_logits
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.requests import CodedBitmap, DraftedTokens, RoundOutput, RoundRequest
 from specahead.engine.steps.shapes import PassShape, RoundShape
-from specahead.engine.steps.staging import Buffers, Staging
 
 
 class StepUnderWay(Protocol):

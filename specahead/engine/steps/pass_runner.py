@@ -13,6 +13,7 @@ from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.layer_attention import LayerPages, PromptsOfLayer
 from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.staging import Buffers
 from specahead.engine.steps.buffers import make_buffers
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.graphs import Captured, Graphs
@@ -24,7 +25,6 @@ from specahead.engine.steps.outputs import LaunchedStep, StepUnderWay, read_outp
 from specahead.engine.steps.read_memories import ReadMemories
 from specahead.engine.steps.reads import heads_of
 from specahead.engine.steps.shapes import PassShape
-from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.paged_attention import takes_heads
 from specahead.kernels.prompt_attention import attend_once, cudnn_attends, make_room, plan_prompts, shapes_of_parts

@@ -15,6 +15,7 @@ from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.layer_attention import Evidence, LayerAttention, ListedReads, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.staging import Buffers
 from specahead.engine.steps.announcing import choose_blocks, predict_weights
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.drafting import DraftPasses, Draws, OneToken, draft_tokens
@@ -22,7 +23,6 @@ from specahead.engine.steps.reads import heads_of
 from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.rules import ChangedLogits
 from specahead.engine.steps.shapes import RoundShape
-from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.draft_reads import count_reads, score_own_blocks
 from specahead.kernels.kv_write import move_kv

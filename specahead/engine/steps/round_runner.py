@@ -14,6 +14,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.sampling.grammars import WORD, unpack_mask
+from specahead.engine.staging import Buffers
 from specahead.engine.steps.buffers import make_round_buffers
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.graphs import Captured, Graphs, tell_captures
@@ -23,7 +24,6 @@ from specahead.engine.steps.requests import RoundRequest, RoundSettings, branche
 from specahead.engine.steps.round_launches import run_round
 from specahead.engine.steps.runner import COMPILED_SESSIONS, WARM_SESSIONS
 from specahead.engine.steps.shapes import RoundShape
-from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import Backend, power_of_two
 from specahead.kernels.compiling import compile_ahead
 

@@ -11,13 +11,13 @@ import torch
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
+from specahead.engine.staging import Buffers
 from specahead.engine.steps.announcing import Announcer
 from specahead.engine.steps.buffers import make_buffers, make_round_buffers
 from specahead.engine.steps.launches import run_pass
 from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.round_launches import run_round
 from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape, RoundShape
-from specahead.engine.steps.staging import Buffers
 from specahead.kernels.backends import default_backend
 from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
 from specahead.lab.benchmarks.shapes import GROUP, Shape, random_decoder, read_shape_of, weight_bytes
