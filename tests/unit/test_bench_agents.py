@@ -102,12 +102,6 @@ def test_figures_are_of_later_turns() -> None:
     assert row.turn_p50 == pytest.approx(1.5) and row.opening_first_token_p50 == pytest.approx(2.0)
 
 
-def test_what_gives_nothing_to_measure_is_refused() -> None:
-    for flags in (["--turns", "1"], ["--agents", "0"], ["--context", "9", "8"]):
-        with pytest.raises(SystemExit, match="error: --"):
-            main(["bench", "agents", *flags])
-
-
 def test_a_server_that_does_not_answer_is_named() -> None:
     with pytest.raises(SystemExit, match=r"error: http://127\.0\.0\.1:9 does not answer"):
         main(["bench", "agents", "--url", "http://127.0.0.1:9"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specahead.cli.main import main
 from specahead.lab.benchmarks import codec, selection_trace
-from specahead.lab.benchmarks.selection_trace import BUNDLED, ROWS, Trace, churn_of, load_traces, save_traces, stretch
+from specahead.lab.benchmarks.selection_trace import Trace, churn_of, load_traces, save_traces
 from specahead.models import PLAN
 from specahead.sparsity.plan import load_plan
 from specahead.sparsity.selection import BlockSelection
@@ -35,34 +35,6 @@ def test_the_bundled_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         assert churn["churn4"] == pytest.approx(churn["recorded_churn4"], abs=0.01)
     printed = capsys.readouterr().out
     assert "ahead sticky" in printed and "256 x 6250" in printed
-
-
-def test_bundled_traces_are_of_different_passages() -> None:
-    traces, about = load_traces(BUNDLED)
-    assert BUNDLED.stat().st_size < 1_000_000
-    assert about["command"].startswith("specahead bench codec --record ")
-    for trace in traces:
-        segments = trace.history.reshape(ROWS, selection_trace.SEGMENTS, -1)
-        groups = segments[: ROWS // trace.heads * trace.heads]
-        groups = groups.reshape(-1, trace.heads, *groups.shape[1:]).transpose(0, 2, 1, 3)
-        kinds = {group.tobytes() for group in groups.reshape(-1, trace.heads, groups.shape[3])}
-        assert len(kinds) == ROWS // trace.heads * selection_trace.SEGMENTS
-
-
-def test_stretching_uses_every_passage_once_and_keeps_groups_together() -> None:
-    heads, blocks = 40, 250
-    passages = 7 * 25
-    recorded = np.arange(passages)[:, None, None] * np.ones((1, heads, blocks), dtype=int)
-    recorded = recorded * 100 + np.arange(heads)[None, :, None]
-    stretched = stretch(recorded)
-    assert stretched.shape == (256, 6250)
-    used = stretched[:, ::blocks] // 100
-    assert np.array_equal(np.unique(used), np.arange(passages))
-    for first in range(0, 240, heads):
-        assert (used[first : first + heads] == used[first]).all()
-        assert (stretched[first : first + heads, 0] % 100).tolist() == list(range(heads))
-    assert (used[240:] == used[240]).all()
-    assert len(set((stretched[240:, 0] % 100).tolist())) == 16
 
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=5, max_size=9), st.integers(1, 4))
@@ -121,17 +93,3 @@ def test_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text.write_text("a few words")
     with pytest.raises(ValueError, match="too short"):
         selection_trace.record_traces([str(text)], tmp_path / "t.npz")
-
-
-def test_blends_are_weighed_by_their_heads_importance() -> None:
-    plan = load_plan(PLAN)
-    matrix = selection_trace.blend_matrix(plan)
-    assert matrix.shape == (plan.target_layers * plan.target_kv_heads, plan.draft_layers * plan.draft_heads)
-    row = plan.target_kv_heads * 3 + 1
-    layer, head, weight = plan.blends[row][0]
-    assert matrix[row, layer * plan.draft_heads + head] == pytest.approx(weight * plan.head_importance[3][1])
-
-
-def test_numbers_that_measure_nothing_are_refused() -> None:
-    with pytest.raises(SystemExit, match="repeats must be 1 or more"):
-        main(["bench", "codec", "--repeats", "0"])

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from specahead.cli.main import main
-from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.model.decoder import Decoder
-from specahead.lab.benchmarks.offload import OffloadSettings, home_bytes, rounds_of, selections
+from specahead.lab.benchmarks.offload import rounds_of, selections
 from specahead.lab.benchmarks.offload_kv import Check, compare_logits
 from specahead.lab.benchmarks.offload_steps import (
     IN_STEP,
@@ -20,14 +19,12 @@ from specahead.lab.benchmarks.offload_steps import (
     Home,
     Step,
     make_home,
-    pack_rounds,
     replay,
     resident_kv,
     tiered_kv,
 )
 from specahead.lab.benchmarks.selection_trace import ROWS
 from specahead.lab.benchmarks.shapes import SHAPES, random_decoder
-from specahead.sparsity.selection import BlockSelection
 
 CPU = torch.device("cpu")
 CASE = Case(SHAPES["tiny"], 2, 512, 3, torch.float32)
@@ -85,30 +82,6 @@ def listed(step: Step) -> np.ndarray:
 
 
 @torch.inference_mode()
-def test_a_step_reads_what_is_selected_and_what_is_always_read() -> None:
-    step = steps()[1]
-    rounds = rounds_of(CASE, 0.125, CPU)
-    step.choose(rounds[3])
-    step.run()
-    bits = np.unpackbits(rounds[3].numpy().view(np.uint8), axis=2, bitorder="little").astype(bool)
-    blocks = CASE.context // 16
-    assert bits[..., 1 : blocks - 4].any()
-    expected = np.zeros((CASE.batch, CASE.rows, CASE.pages_each), bool)
-    expected[..., :blocks] = bits[..., :blocks]
-    expected[..., :1] = expected[..., blocks - 4 :] = True
-    assert np.array_equal(listed(step), expected)
-
-
-@torch.inference_mode()
-def test_every_pass_of_a_replay_finds_nothing_hot() -> None:
-    step = steps()[2]
-    rounds = rounds_of(CASE, 0.1, CPU)
-    once, twice = (replay(step, rounds, passes) for passes in (1, 2))
-    assert len(once.milliseconds) == len(rounds) - SETTLED and len(twice.milliseconds) == 2 * len(once.milliseconds)
-    assert (once.read, once.fetched, once.refused) == (twice.read, twice.fetched, twice.refused)
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("harm", ["", "a key", "a value", "a mean", "the new page"])
 def test_what_differs_is_seen(harm: str) -> None:
     """A check that says yes to what is the same says no to a single wrong number that a step reads."""
@@ -148,18 +121,6 @@ def test_steps_without_slots_are_void() -> None:
     assert measured.refused > 0 and None in measured.logits
 
 
-def test_only_pages_without_frames_are_adopted() -> None:
-    home = make_home(CASE, 2, CPU)
-    kv = tiered_kv(CASE, 0.5, home, CPU)
-    sequence = SequenceKV()
-    kv.begin_pass([(sequence, 20)])
-    sequence.length = 20
-    with pytest.raises(ValueError, match="no GPU page"):
-        kv.adopt_stored(sequence)
-    with pytest.raises(ValueError, match="a home must have pages of"):
-        tiered_kv(CASE, 0.5, (home[0], [part[:, :1] for part in home[1]]), CPU)
-
-
 @pytest.mark.parametrize("share", [1 / 32, 1 / 16, 1 / 10, 1 / 8])
 def test_selections_have_the_share_and_sessions_do_not_move_in_step(share: float) -> None:
     rounds, other = (selections(20480, share, session) for session in (1, 2))
@@ -168,22 +129,6 @@ def test_selections_have_the_share_and_sessions_do_not_move_in_step(share: float
     new = rounds[6] & ~rounds[5]
     assert 0.03 < new.sum() / rounds[6].sum() < 0.1
     assert (new & other[6] & ~other[5]).sum() < 0.5 * new.sum()
-
-
-def test_rounds_are_packed_as_selections_are() -> None:
-    chosen = [np.random.default_rng(seed).random((3, 130)) < 0.3 for seed in range(4)]
-    packed = pack_rounds([chosen[:2], chosen[2:]], CPU)
-    assert packed.shape == (2, 2, 3, 3)
-    for i, matrix in enumerate(chosen):
-        words = BlockSelection.from_matrix(matrix).words
-        assert np.array_equal(packed[i // 2, i % 2].numpy().view(np.uint64), words)
-
-
-def test_an_8b_target_needs_little_host_memory() -> None:
-    case = Case(SHAPES["8b"], 8, 102400, 5, torch.bfloat16)
-    assert home_bytes(case, OffloadSettings()) == pytest.approx(3.36e9, rel=0.01)
-    assert home_bytes(case, OffloadSettings(home_layers=99)) == pytest.approx(107.4e9, rel=0.01)
-    assert case.frames(0.25) == case.pages // 4
 
 
 def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,15 +151,3 @@ def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert in_step["bound"] >= in_step["resident"] == content["rows"][0]["milliseconds"]
     if not torch.cuda.is_available():
         assert "a rehearsal" in capsys.readouterr().out
-
-
-def test_what_is_refused() -> None:
-    for flags, message in (
-        (["--hot", "1.5"], "hot must lie"),
-        (["--shares", "0.5"], "shares must be among"),
-        (["--contexts", "1000"], "multiples of 16"),
-        (["--queries", "1"], "2 queries at least"),
-        (["--host-memory", "0"], "no room for the home"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            main(["bench", "offload", "--shape", "tiny", *flags])

@@ -57,12 +57,3 @@ def test_a_prompt_shares_with_others_what_its_hashes_say(tmp_path: Path) -> None
     assert len(prompt) == 64 and longer.prompt(16)[:64] == prompt
     assert second.prompt(16)[:32] != prompt[:32]
     assert max(prompt) < 4096
-
-
-def test_what_is_no_trace_and_no_scale_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no request in it"):
-        routing.run(flags(write(tmp_path / "empty.jsonl.xz", [])))
-    with pytest.raises(ValueError, match="a line without 'input_length'"):
-        routing.run(flags(write(tmp_path / "other.jsonl.xz", [{"timestamp": 0}])))
-    with pytest.raises(ValueError, match="scale 3"):
-        routing.run(flags(tmp_path / "none", scale=3))

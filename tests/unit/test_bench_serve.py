@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from specahead.engine.steps.requests import DraftedTokens
 from specahead.lab.benchmarks import serve
 from specahead.lab.benchmarks.read_trace import load_reads
 from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down
-from specahead.lab.benchmarks.serving.deployment import Pair, kv_gib, write_model
+from specahead.lab.benchmarks.serving.deployment import Pair, write_model
 from specahead.lab.benchmarks.serving.imposed import foreseeing, imposed_token
 from specahead.lab.benchmarks.serving.parts import AnnouncedReader, replayed_words
-from specahead.lab.benchmarks.serving.replay import lay_out, write_replay
-from specahead.lab.benchmarks.serving.rows import Shape, Way
+from specahead.lab.benchmarks.serving.replay import write_replay
+from specahead.lab.benchmarks.serving.rows import Shape
 from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
 from specahead.sparsity.methods import BY_MEMORY, METHODS
 from specahead.sparsity.plan import uniform_plan
@@ -35,10 +34,6 @@ def test_a_shape_is_sessions_and_prompt_tokens() -> None:
     for text in ("8", "8x", "x100", "0x100", "8xK", "8x-1"):
         with pytest.raises(ValueError, match="SESSIONSxCONTEXT"):
             Shape.parse(text)
-
-
-def test_kv_in_gib() -> None:
-    assert kv_gib("8b", 2**20, 2) == 128
 
 
 def test_a_model_folder_has_the_shape_and_a_tokenizer(tmp_path: Path) -> None:
@@ -102,15 +97,6 @@ def test_without_a_draft_the_target_is_all_there_is() -> None:
     assert result.target_idle == pytest.approx(1 - 4 / 8)
 
 
-def test_a_run_without_rounds_of_all_sessions_is_refused() -> None:
-    with pytest.raises(ValueError, match="more than 2 rounds of every session"):
-        break_down(Timeline(judged(1, 2, 7, 8, 4)), Timeline(), "run", settled=2)
-    with pytest.raises(ValueError, match="other: expected"):
-        break_down(Timeline(judged(1, 2, 7, 8, 4)), None, "other", settled=1)
-    with pytest.raises(ValueError, match="in the draft's timeline"):
-        break_down(Timeline(judged(1, 2, 7, 8, 4)), Timeline(), "run", settled=1)
-
-
 def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
     file = tmp_path / "timeline"
     assert read_timeline(file) == Timeline()
@@ -121,18 +107,6 @@ def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
 
 
 # Recorded selections.
-
-
-def test_rounds_beyond_the_trace_bring_new_blocks_at_the_same_rate() -> None:
-    trace = next(trace for trace in load_reads() if trace.name == "1/10")
-    rounds = [selection.matrix() for selection in lay_out(trace, 58, 8, 1000)]
-    assert (rounds[3] == trace.matrix(3, 1000)[:8]).all()
-    fresh = [float((b & ~a).sum() / b.sum()) for a, b in pairwise(rounds)]
-    assert np.mean(fresh[19:]) == pytest.approx(np.mean(fresh[4:19]), rel=0.3)
-    # What comes back after the turn is mostly what was not read before it.
-    before = np.logical_or.reduce(rounds[:20])
-    back = [(b & ~a) for a, b in pairwise(rounds[19:38])]
-    assert sum((each & before).sum() for each in back) < 0.5 * sum(each.sum() for each in back)
 
 
 def test_a_laid_out_round_is_cut_to_its_context(tmp_path: Path) -> None:
@@ -216,11 +190,6 @@ def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     assert 1 < drafted["figures"]["tokens_a_round"] <= 5 and drafted["figures"]["kv_read"] < 1
     assert drafted["breakdown"]["parts"]["draft_gpu"] > 0 < drafted["breakdown"]["parts"]["verify_gpu"]
     assert drafted["breakdown"]["target_idle"] + drafted["breakdown"]["draft_idle"] >= 1
-
-
-def test_rows_over_tiers_say_so() -> None:
-    ways = Way("none", hot=0.25), Way("exact", '{"gamma": 2}', hot=0.25), Way("approximate")
-    assert list(map(str, ways)) == ["no draft, hot 0.25", 'exact {"gamma": 2}, hot 0.25', "approximate"]
 
 
 @pytest.mark.long

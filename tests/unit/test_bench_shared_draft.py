@@ -70,13 +70,6 @@ def test_both_at_once_are_compared_with_each_alone(loads: list[tuple[str, Load]]
     assert first == {"first": 0, "second": 2}
 
 
-def test_what_cannot_be_measured_is_refused(loads: list[tuple[str, Load]]) -> None:
-    for flags in (["--tokens", "71"], ["--repeat", "0"], ["--gpus", "0", "1"]):
-        with pytest.raises(SystemExit, match="error: --"):
-            main([*COMMAND, *flags])
-    assert not loads
-
-
 def test_the_draft_has_its_device_and_all_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[tuple[str, ...], int | None]] = []
 

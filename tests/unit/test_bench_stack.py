@@ -67,9 +67,3 @@ def test_what_does_not_start_leaves_nothing_behind(started: Started) -> None:
         stack.run(Namespace(sessions=[1], tokens=40, gamma=4, branches=8, json=None, **TIMES))
     assert len(started.processes) == 3
     assert all(process.returncode is not None for process in started.processes)
-
-
-@pytest.mark.parametrize(("sessions", "tokens", "gamma"), [([], 40, 4), ([0], 40, 4), ([1], 8, 4), ([1], 40, 0)])
-def test_numbers_that_give_nothing_to_measure(sessions: list[int], tokens: int, gamma: int) -> None:
-    with pytest.raises(ValueError, match=r"must|takes"):
-        stack.run(Namespace(sessions=sessions, tokens=tokens, gamma=gamma, branches=8, json=None, **TIMES))

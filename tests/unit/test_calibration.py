@@ -14,7 +14,6 @@ from specahead.lab.evaluation.calibration import (
     CalibrationSettings,
     CalibrationSums,
     calibrate,
-    calibrate_files,
     load_progress,
     overlap_shares,
     save_progress,
@@ -142,11 +141,3 @@ def test_texts_and_settings_without_a_sample_are_refused(
     with pytest.raises(ValueError, match="no sample fits"):
         CalibrationSettings(context=512, skipped=1024)
     assert pair[1].kv.pool.held == 0
-
-
-def test_files_leave_no_progress_behind(tmp_path: Path) -> None:
-    progress = tmp_path / "progress"
-    plan, sums = calibrate_files(str(models.DRAFT), str(models.TARGET), [str(DEMO_TEXT)], 1, SETTINGS, progress)
-    assert not progress.exists()
-    assert plan.provenance["files"] == [DEMO_TEXT.name]
-    assert sums.texts == 1

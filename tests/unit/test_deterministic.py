@@ -107,9 +107,11 @@ class Probe:
 
         passes.step_of, passes.start_step = noted_step, noted_start  # type: ignore[method-assign]
 
-    def read(self, tokens: list[int]) -> SequenceKV:
+    def read(self, tokens: list[int], cut: int = 0) -> SequenceKV:
+        """Read a prompt, in two parts if `cut` is a place within it."""
         kv = SequenceKV()
-        self.runner.forward([SequenceInput(kv, tokens)])
+        for part in filter(None, (tokens[:cut], tokens[cut:])):
+            self.runner.forward([SequenceInput(kv, part)])
         return kv
 
     def run(self, item: SequenceInput, beside: list[SequenceInput]) -> tuple[Tensor, SequenceOutput]:
@@ -156,8 +158,10 @@ def same(found: Tensor, wanted: Tensor) -> bool:
 
 
 def check_a_pass_over_many_tokens(probe: Probe, count: int, weighs: bool, beside: bool) -> None:
-    """So many tokens give in one pass what they give one by one, and leave the same KV; also sampled ones."""
-    one, many = probe.read(TEXT[:PROMPT]), probe.read(TEXT[:PROMPT])
+    """Tokens give in one pass what they give one by one, and leave the same KV; also sampled ones, and however the
+    prompt was cut.
+    """
+    one, many = probe.read(TEXT[:PROMPT]), probe.read(TEXT[:PROMPT], cut=77)
     tokens, rows = [TEXT[PROMPT]], []
     for _ in range(count):
         row, output = probe.run(round_of(one, tokens[-1:], SAMPLED), [])
@@ -175,9 +179,7 @@ def check_a_pass_over_many_tokens(probe: Probe, count: int, weighs: bool, beside
     probe.release(one, many, *(item.kv for item in others))
 
 
-@pytest.mark.parametrize(
-    ("count", "beside", "weighs"), [(5, False, True), (13, True, False), (13, False, False), (16, True, True)]
-)
+@pytest.mark.parametrize(("count", "beside", "weighs"), [(13, True, False), (16, True, True)])
 def test_a_pass_over_many_tokens_gives_what_steps_of_one_give(count: int, weighs: bool, beside: bool) -> None:
     check_a_pass_over_many_tokens(Probe(runner_of()), count, weighs, beside)
 
@@ -275,7 +277,7 @@ def plainly() -> Generated:
     return generate({"draft": "none"})
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", CHAINS if ON_GPU else ["gamma 2", "three levels", "looked up first", "self by auto"])
 def test_all_chains_give_the_tokens_of_plain_decoding(plainly: Generated, chain: str) -> None:
     found = generate(CHAINS[chain])
     assert found.tokens == plainly.tokens
@@ -362,7 +364,7 @@ def said(world: PinnedWorld, resumed: bool = False) -> list[tuple[list[int], lis
     return [(record.generated, of_each) for record, of_each in zip(records, told, strict=True)]
 
 
-@pytest.mark.parametrize(("screening", "most"), [(0, 11), (2, 6), (3, 11), (3, None), (4, 6), (4, None)])
+@pytest.mark.parametrize(("screening", "most"), [(0, 11), (2, 6), (3, None), (4, 6)])
 def test_three_levels_say_what_is_said_without_a_draft(clock: Clock, screening: int, most: int) -> None:
     model = Screens(agreement=3, screening=screening)
     plain = said(world_of(clock, 1, model, 0, grammars=GRAMMARS))
@@ -377,7 +379,7 @@ def test_three_levels_say_what_is_said_without_a_draft(clock: Clock, screening: 
         )
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     seed=st.integers(0, 10**6),
     screening=st.integers(1, 4),

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from orchestrator.sessions.ledger import LATEST_ROUNDS, Ledger, LedgerError, Record
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.group_means import GroupMeanPool
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from specahead.engine.kv.pool import PagePool
 from specahead.engine.sampling.distributions import Sampling
@@ -450,166 +449,29 @@ def test_pages_cannot_be_released_or_offered_unless_held() -> None:
 
 # Forks and group means
 
-GROUP, SLOTS = 2 * PAGE_SIZE, 6
+
+def test_a_fork_that_finds_no_page_changes_nothing() -> None:
+    kv = KVCache(1, 1, 1, 2)
+    sequence = filled(kv, list(range(20)))
+    with pytest.raises(OutOfPages):
+        fork(kv, sequence)
+    kv.release(sequence)
+    assert kv.pool.held == 0
+    kv.pool.check_integrity()
 
 
-@dataclass
-class Forked:
-    """A sequence and what its KV must hold: [layers, 2 (keys, values), tokens, heads]."""
-
-    kv: SequenceKV = field(default_factory=SequenceKV)
-    written: torch.Tensor = field(default_factory=lambda: torch.zeros(LAYERS, 2, 0, HEADS))
-
-
-class Forks(RuleBasedStateMachine):
-    """Sequences are written to, forked, rolled back and released, and their groups' means are asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv = KVCache(LAYERS, HEADS, 1, PAGES)
-        self.kv.keep_group_means(GROUP, SLOTS)
-        self.live: list[Forked] = []
-        self.next = 1
-
-    @property
-    def means(self) -> GroupMeanPool:
-        assert self.kv.means is not None
-        return self.kv.means
-
-    def pick(self, data: st.DataObject) -> Forked:
-        return self.live[data.draw(st.integers(0, len(self.live) - 1))]
-
-    @precondition(lambda self: len(self.live) < 2)
-    @rule()
-    def open(self) -> None:
-        self.live.append(Forked())
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), count=st.integers(1, 2 * GROUP))
-    def write(self, data: st.DataObject, count: int) -> None:
-        item = self.pick(data)
-        kv, start = item.kv, item.kv.length
-        pages, available = list(kv.pages), self.kv.pool.available
-        try:
-            self.kv.grow(kv, start + count)
-        except OutOfPages:
-            assert (kv.pages, self.kv.pool.available) == (pages, available)
-            return
-        shape = (LAYERS, 2, count, HEADS)
-        fresh = torch.arange(self.next, self.next + LAYERS * 2 * count * HEADS).float().sin().view(shape)
-        self.next += fresh.numel()
-        at = torch.arange(start, start + count)
-        page, offset = torch.tensor(kv.pages)[at // PAGE_SIZE], at % PAGE_SIZE
-        for layer in range(LAYERS):
-            self.kv.k_pages[layer][page, :, offset, 0] = fresh[layer, 0]
-            self.kv.v_pages[layer][page, :, offset, 0] = fresh[layer, 1]
-        item.written = torch.cat([item.written, fresh], 2)
-        kv.length += count
-
-    @precondition(lambda self: 0 < len(self.live) < 4)
-    @rule(data=st.data(), ahead=st.integers(0, 2 * PAGE_SIZE))
-    def fork(self, data: st.DataObject, ahead: int) -> None:
-        """Also one that has room for tokens that it does not have yet."""
-        item = self.pick(data)
-        if pages_for(item.kv.length + ahead) - len(item.kv.pages) <= self.kv.pool.available:
-            self.kv.grow(item.kv, item.kv.length + ahead)
-        references, groups = list(self.kv.pool.references), list(item.kv.groups)
-        partial = item.kv.length % PAGE_SIZE > 0
-        if partial and not self.kv.pool.available:
-            with pytest.raises(OutOfPages):
-                fork(self.kv, item.kv)
-            assert self.kv.pool.references == references
-            return
-        available = self.kv.pool.available
-        twin = fork(self.kv, item.kv)
-        assert self.kv.pool.available == available - partial
-        assert (twin.length, twin.groups, item.kv.groups) == (item.kv.length, [], groups)
-        self.live.append(Forked(twin, item.written))
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def truncate(self, data: st.DataObject) -> None:
-        """To any length whose last page is not another's too: writing goes on in that page."""
-        item = self.pick(data)
-        length = data.draw(st.integers(0, item.kv.length))
-        if length % PAGE_SIZE and self.kv.pool.references[item.kv.pages[length // PAGE_SIZE]] > 1:
-            length -= length % PAGE_SIZE
-        groups = list(item.kv.groups)
-        self.kv.truncate(item.kv, length)
-        item.written = item.written[:, :, :length]
-        assert item.kv.groups == groups[: length // GROUP]
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def make_means(self, data: st.DataObject) -> None:
-        item = self.pick(data)
-        before, free = list(item.kv.groups), list(self.means.free)
-        missing = item.kv.length // GROUP - len(before)
-        if missing > len(free):
-            with pytest.raises(OutOfPages, match=f"{missing} group means wanted, {len(free)} slots are free"):
-                self.kv.extend_group_means([item.kv])
-            assert (item.kv.groups, self.means.free) == (before, free)
-            return
-        for _ in range(2):  # the second time there is nothing to do
-            self.kv.extend_group_means([item.kv])
-            assert item.kv.groups[: len(before)] == before
-            assert len(item.kv.groups) == item.kv.length // GROUP
-            assert len(self.means.free) == len(free) - missing
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        item = self.pick(data)
-        self.kv.release(item.kv)
-        assert item.kv == SequenceKV()
-        self.live = [other for other in self.live if other is not item]
-
-    @invariant()
-    def pages_have_one_owner_each(self) -> None:
-        self.kv.pool.check_integrity()
-        held = Counter(page for item in self.live for page in item.kv.pages)
-        assert [held[page] for page in range(PAGES)] == self.kv.pool.references
-
-    @invariant()
-    def slots_are_free_or_of_one_group(self) -> None:
-        used = [slot for item in self.live for slot in item.kv.groups]
-        assert sorted(used + self.means.free) == list(range(SLOTS))
-
-    @invariant()
-    def contents_are_each_sequences_own(self) -> None:
-        for item in self.live:
-            for layer in range(LAYERS):
-                for which, pages in enumerate((self.kv.k_pages[layer], self.kv.v_pages[layer])):
-                    held = pages[item.kv.pages].transpose(1, 2).reshape(-1, HEADS)[: item.kv.length]
-                    assert torch.equal(held, item.written[layer, which])
-
-    @invariant()
-    def means_are_those_of_the_contents(self) -> None:
-        for item in self.live:
-            count = len(item.kv.groups)
-            assert count <= item.kv.length // GROUP
-            if not count:
-                continue
-            groups = item.written[:, :, : count * GROUP].double().unflatten(2, (count, GROUP))
-            mean, variance = groups.mean(3).float(), groups[:, 0].var(2, correction=0).float()
-            for layer in range(LAYERS):
-                k, v, spread = (
-                    pool[layer][item.kv.groups, :, 0] for pool in (self.means.k, self.means.v, self.means.k_variance)
-                )
-                torch.testing.assert_close(k, mean[layer, 0])
-                torch.testing.assert_close(v, mean[layer, 1])
-                torch.testing.assert_close(spread, variance[layer])
-
-    def teardown(self) -> None:
-        for item in self.live:
-            self.kv.release(item.kv)
-        assert self.kv.pool.held == 0
-        assert sorted(self.means.free) == list(range(SLOTS))
-        self.kv.pool.check_integrity()
-
-
-TestForks = Forks.TestCase
-TestForks.settings = settings(max_examples=40, stateful_step_count=40)
+def test_means_that_find_too_few_slots_change_nothing() -> None:
+    kv = small()
+    kv.keep_group_means(16, slots=3)
+    assert kv.means is not None
+    first, second = filled(kv, [1] * 32), filled(kv, [2] * 32)
+    kv.extend_group_means([first])
+    with pytest.raises(OutOfPages, match="2 group means wanted, 1 slots are free"):
+        kv.extend_group_means([first, second])
+    assert (len(first.groups), second.groups, len(kv.means.free)) == (2, [], 1)
+    kv.release(first)
+    kv.extend_group_means([second])
+    assert len(second.groups) == 2
 
 
 def test_a_twin_offers_its_prefix_as_the_original_does() -> None:

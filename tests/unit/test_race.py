@@ -10,7 +10,7 @@ from torch import Tensor
 import specahead.kernels.rejection.positions
 from specahead.engine.loading.model import load_module
 from specahead.engine.sampling.distributions import USE_TARGET, uniforms
-from specahead.kernels.rejection import draw, draw_own, race, truncated_probs
+from specahead.kernels.rejection import draw_own, race, truncated_probs
 from specahead.kernels.rejection.race import arrivals
 from specahead.models import DRAFT, TARGET
 from tests.unit.test_rejection import p_value
@@ -97,21 +97,13 @@ def test_two_who_draw_by_the_same_numbers_mostly_draw_the_same(apart: float) -> 
     assert agreed > 1.5 * (p * q).sum(1).mean(), "numbers of their own would do as well"
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "least"), [(1.0, 1.0, 0.54), (0.8, 0.95, 0.54), (0.6, 0.95, 0.54)])
-def test_the_bundled_pair_draws_the_same_more_often_than_not(
-    books: list[str], tokenizer: Any, temperature: float, top_p: float, least: float
-) -> None:
-    """`pytest -rP` prints how often, beside draws by separate numbers and the rule of speculative sampling."""
+def test_the_bundled_pair_draws_the_same_more_often_than_not(books: list[str], tokenizer: Any) -> None:
     texts = [tokenizer.encode(book[30_000:34_000])[:500] for book in books]
     with torch.inference_mode():
         models = [load_module(str(model), torch.float32, "cpu", "sdpa") for model in (TARGET, DRAFT)]
         rows = [torch.cat([model(torch.tensor([text])).logits[0, 200:] for text in texts]) for model in models]
-    heat, nucleus = torch.full((len(rows[0]),), temperature), torch.full((len(rows[0]),), top_p)
+    heat, nucleus = torch.full((len(rows[0]),), 0.8), torch.full((len(rows[0]),), 0.95)
     p, q = (truncated_probs(each, heat, nucleus) for each in rows)
     given = numbers(len(p))
     ours, theirs = (race(each, torch.arange(p.shape[1])[None], given) for each in (p, q))
-    same, apart, rule = (ours == theirs).float().mean(), (p * q).sum(1).mean(), torch.minimum(p, q).sum(1).mean()
-    inverse = (draw(p, given) == draw(q, given)).float().mean()
-    print(f"T {temperature}, top-p {top_p}: {same:.2f} the same, {inverse:.2f} by inverse cumulative distributions")
-    print(f"{apart:.2f} by separate numbers, {rule:.2f} by the rule")
-    assert same > least
+    assert (ours == theirs).float().mean() > 0.54

@@ -11,14 +11,13 @@ from torch import Tensor
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.lab.evaluation import just_in_time
 from specahead.lab.evaluation.just_in_time import JustInTime, KeyBounds, LayerView, SequenceKeys
-from specahead.lab.evaluation.methods import RIVALS, check_compared, compared_method
-from specahead.lab.evaluation.readers import EachQuery, LayerReader, make_reader
+from specahead.lab.evaluation.methods import compared_method
+from specahead.lab.evaluation.readers import EachQuery, make_reader
 from specahead.lab.evaluation.sharing import announce_shared, share
 from specahead.sparsity.announce import BY_DRAFT_HEAD, BY_TARGET_HEAD, Announcing, announce
 from specahead.sparsity.choice import choose, mandatory
 from specahead.sparsity.methods import METHODS
 from specahead.sparsity.plan import Plan, PlanError
-from specahead.sparsity.reader import Reader
 from tests.unit.test_methods import BASE, DRAFT_HEADS, KV_HEADS, LAYERS, LENGTH, as_sets, best, evidence_of, plan_with
 
 # Sharing.
@@ -128,21 +127,6 @@ def test_quest_bounds_every_score_from_above() -> None:
     assert as_sets(just_in_time.quest(view)) == [best(row, 8, 1, 46) for row in bounds.amax(0)]
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 64])
-def test_bounds_kept_between_rounds_are_those_made_anew(block_size: int) -> None:
-    generator = torch.Generator().manual_seed(2)
-    pages = torch.randn(60, KV_HEADS, PAGE_SIZE, 8, generator=generator)
-    kept = KeyBounds()
-    for base in (500, 503, 520, 601):
-        keys = SequenceKeys(pages, torch.arange(60), base + 4)
-        for mine, fresh in zip(
-            kept.up_to(0, keys, block_size, base), KeyBounds().up_to(0, keys, block_size, base), strict=True
-        ):
-            torch.testing.assert_close(mine, fresh)
-        pages[(base - 1) // 16 + 1 :] = torch.randn(pages[(base - 1) // 16 + 1 :].shape, generator=generator)
-        pages[(base - 1) // 16, :, (base - 1) % 16 + 1 :] = 0.0  # what was not committed may be another token's
-
-
 def test_twilight_keeps_to_quests_candidates_and_holds_its_mass() -> None:
     view = layer_view(plan_with(mass=0.9), 3, "top_p")
     chosen = just_in_time.twilight(view)
@@ -170,29 +154,7 @@ def test_tidal_reuses_what_an_anchor_chose() -> None:
         assert as_sets(later) == [best(anchor, 8, 1, 46) | {0, 46, 47, 48, 49}] * KV_HEADS
 
 
-@pytest.mark.parametrize("method", ["oracle", "quest", "twilight"])
-def test_each_query_may_have_its_own(method: str) -> None:
-    rival = RIVALS[method]
-    view = layer_view(plan_with(sharing="per_query"), 4, rival.rule)
-    each = rival.choose(view)
-    assert each is not None
-    assert each.shape == (4, KV_HEADS, 50)
-    union = rival.choose(replace(view, plan=plan_with(sharing="union"), bounds=KeyBounds()))
-    assert union is not None
-    assert torch.equal(each.any(0), union)
-
-
 # The registry.
-
-
-def test_every_rival_is_there() -> None:
-    assert set(RIVALS) == {"oracle", "quest", "tidal", "twilight"}
-    assert not set(RIVALS) & set(METHODS)
-    for name, method in (RIVALS | METHODS).items():
-        assert compared_method(name) is method
-        check_compared(method, plan_with())
-    with pytest.raises(PlanError, match=r"'nonesuch'.*ahead.*twilight"):
-        compared_method("nonesuch")
 
 
 @pytest.mark.parametrize(
@@ -211,10 +173,3 @@ def test_a_plan_that_a_compared_method_cannot_use_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         make_reader(compared_method(method), plan_with(**changes))
-
-
-def test_services_read_where_they_can() -> None:
-    for name in METHODS:
-        assert isinstance(make_reader(METHODS[name], plan_with()), Reader)
-    for method in (METHODS["sts"], METHODS["specattn"], *RIVALS.values()):
-        assert isinstance(make_reader(method, plan_with(sharing="per_query")), LayerReader)

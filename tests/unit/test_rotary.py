@@ -36,7 +36,7 @@ def run(arguments: tuple[Any, ...], heads: int, kv_heads: int, backend: str) -> 
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "turned"), [(2, 2, 32), (3, 1, 24), (8, 2, 8), (7, 1, 0), (1, 1, 32)])
+@pytest.mark.parametrize(("heads", "kv_heads", "turned"), [(2, 2, 32), (3, 1, 24), (7, 1, 0)])
 def test_triton_gives_what_torch_gives(
     heads: int,
     kv_heads: int,

@@ -104,8 +104,7 @@ def test_sessions_of_one_kind_draw_from_the_targets_distribution(clock: Clock, l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("levels", [2, 3])
+@pytest.mark.parametrize(("levels", "bias"), zip([2, 3], BIASES, strict=True))
 def test_a_judge_that_moves_a_twentieth_is_found(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, levels: int, bias: str
 ) -> None:
