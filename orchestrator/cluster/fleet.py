@@ -281,13 +281,15 @@ def placed_settings(config: Config, targets: int = 0, label: str = "") -> list[T
     it, then drafts.
 
     targets: how many there are; 0: the launch's first number; drafts are in proportion. label: a part of the names.
-    Only targets are deterministic: a draft changes no token of theirs.
+    Only targets are deterministic: a draft changes no token of theirs. Where the target's KV lies in host memory,
+    kv_tokens and kv_memory say what its GPU holds of it; a draft has room for all of its own KV.
     """
     first_port = config.target.port
     placed: list[TargetSettings | DraftSettings] = []
     begin = max(1, config.cluster.targets)
     most = max(begin, config.cluster.autoscaling.max_targets)
-    for side in (config.target, config.draft):
+    draft = replace(config.draft, kv_tokens=0, kv_memory=0.0) if config.target.host_kv_memory else config.draft
+    for side in (config.target, draft):
         present, all_names = (_count(config, side.side, count) for count in (targets or begin, most))
         for index, name in enumerate(name_services(side.side, all_names, label)[:present]):
             port = first_port + index + (most if side.side == "draft" else 0) if first_port else 0

@@ -48,7 +48,8 @@ class _LimitSettings(Section, group="sessions and steps", by_model=True):
 @dataclass(frozen=True, kw_only=True)
 class _MemorySettings(Section, group="KV memory", by_model=True):
     kv_tokens: Count = 0
-    """Tokens of KV that each service has room for, over all sessions; 0: by memory."""
+    """Tokens of KV that each service has room for, over all sessions; with host_kv_memory, that the target's GPU holds;
+    0: by memory."""
     kv_memory: Annotated[float, Within(least=0)] = 0.0
     """GiB of KV of each service; 0: by gpu_memory_utilization."""
     gpu_memory_utilization: Share = 0.9
