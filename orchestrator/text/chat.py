@@ -17,7 +17,7 @@ def render_chat(request: ChatRequest, tokenizer: Any, reply_format: ReplyFormat,
     """
     if not tokenizer.chat_template:
         raise InvalidArgument("messages: the model has no chat template; use /v1/completions", "messages")
-    if request.offered_tools and not reply_format.has_tools:
+    if request.offered_tools and not reply_format.tools:
         message = "tools: the model's chat template shows no known format of calls; launch with --tool-call-parser"
         raise InvalidArgument(message, "tools", "unsupported_parameter")
     continues, generates = bool(request.continue_final_message), request.add_generation_prompt

@@ -168,7 +168,7 @@ class JsonCalls:
 
 
 def call_of(value: Any) -> tuple[str, str] | None:
-    """Return the name and the arguments of a call that was parsed, None for what is not a call.
+    """Return the name and the arguments of a parsed call, None for a value that is not a call.
 
     Arguments that are a string are taken as the JSON in it.
     """

@@ -1,10 +1,9 @@
 """Splits the answer of a chat into content, reasoning and tool calls while it arrives.
 
-transformers' response parser does the work, by a template that names what opens and closes each field. Here are the
-templates of the usual families, for tokenizers without a response template of their own.
+transformers' response parser does the work, by a template that names what opens and closes each field; here are the
+templates of the usual families.
 """
 
-import json
 import re
 import secrets
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-from orchestrator.text.call_styles import closing_tag
 from orchestrator.text.json_calls import CalledTool, Delta, JsonCalls, call_of
 from orchestrator.text.xml_calls import meant_properties
 
@@ -74,15 +72,6 @@ class ReplyFormat:
     """The name of a format, empty for none."""
     reasoning: str = ""
     """The name of a format, empty for none."""
-    own: dict[str, Any] | None = None
-    """The tokenizer's own response template, which takes precedence over both."""
-
-    @property
-    def has_tools(self) -> bool:
-        """Whether the format of tool calls is known."""
-        if self.own is not None:
-            return any(name.startswith("tool_call") for name in self.own["fields"])
-        return self.tools != ""
 
     def thinks(self, prompt: str) -> bool:
         """Return whether an answer begins with reasoning, which its prompt has opened."""
@@ -90,33 +79,13 @@ class ReplyFormat:
 
     def parser(self, prompt: str, tools: list[dict[str, Any]], only_calls: bool = False) -> "ReplyParser":
         """Return a parser of the answer to a prompt. only_calls: whether calls are forced, so there is no content."""
-        typed = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
-        if self.own is not None:
-            own = _Regions(_with_json_calls(self.own), prefix=prompt, tools=typed)
-            return ReplyParser(own, only_calls=only_calls, closing=closing_tag(self.own))
         fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
         if not fields:
             return ReplyParser(None)
         template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
-        if self.tools == "qwen3_coder":  # parameters get their types from the schema
-            tools = typed
-        parser = _Regions(template, prefix="<think>" if self.thinks(prompt) else "", tools=tools)
-        closing = "</tool_call>" if self.tools == "qwen3_coder" else ""
-        return ReplyParser(parser, self.tools == "mistral", only_calls, closing)
-
-
-def _with_json_calls(template: dict[str, Any]) -> dict[str, Any]:
-    """Return a response template that leaves calls of the usual JSON, {name, arguments}, to JsonCalls."""
-    return template | {"fields": {name: _json_field(name, field) for name, field in template["fields"].items()}}
-
-
-def _json_field(name: str, field: dict[str, Any]) -> dict[str, Any]:
-    transform = field.get("transform", "{content}")
-    within = transform.get("function") if isinstance(transform, dict) else transform
-    is_usual = field.get("content") == "json" and not field.get("content_args") and within == "{content}"
-    if not name.startswith("tool_call") or not is_usual:
-        return field
-    return {key: value for key, value in field.items() if key != "transform"} | _CALLS
+        typed = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
+        parser = _Regions(template, prefix="<think>" if self.thinks(prompt) else "", tools=typed)
+        return ReplyParser(parser, self.tools == "mistral", only_calls)
 
 
 def _with_types(function: dict[str, Any]) -> dict[str, Any]:
@@ -128,15 +97,14 @@ def _with_types(function: dict[str, Any]) -> dict[str, Any]:
 def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
     """Return the format of a model by the names in the settings.
 
-    `auto` is the tokenizer's own response template or, without one, the format that its chat template shows.
+    `auto` is the format that the tokenizer's chat template shows.
     """
     template = str(tokenizer.chat_template or "")
-    own = getattr(tokenizer, "response_template", None) if tools == reasoning == "auto" else None
     if tools == "auto":
         tools = next((name for name, sign in _SHOWN_BY.items() if re.search(sign, template)), "none")
     if reasoning == "auto":
         reasoning = "qwen3" if "<think>" in template else "none"
-    return ReplyFormat("" if tools == "none" else tools, "" if reasoning == "none" else reasoning, own)
+    return ReplyFormat("" if tools == "none" else tools, "" if reasoning == "none" else reasoning)
 
 
 class _Regions(ResponseParser):
@@ -154,26 +122,17 @@ class _Regions(ResponseParser):
             events.append({"type": "region_broken", "field": self._current, "text": text})
             self._reset_to_implicit()
 
-    def end(self) -> list[dict[str, Any]]:
-        """Return the last events, even if a required field is missing."""
-        events = list[dict[str, Any]]()
-        self._process(events, eos=True)
-        return events
-
 
 class ReplyParser:
     """Splits a text that arrives in pieces. The sum of its deltas does not depend on how the text is cut."""
 
-    def __init__(
-        self, parser: _Regions | None, short_ids: bool = False, only_calls: bool = False, closing: str = ""
-    ) -> None:
+    def __init__(self, parser: _Regions | None, short_ids: bool = False, only_calls: bool = False) -> None:
         """parser: None if all text is content. short_ids: whether ids of calls have nine characters, as Mistral's.
 
         only_calls: whether content is left out; where calls are forced, it is the beginning of a call that was cut off.
-        closing: the tag that ends a call whose arguments are not JSON, by which calls that were cut off are recognized.
         """
         self._parser, self.splits = parser, parser is not None  # splits: whether there may be more than content
-        self._short_ids, self._only_calls, self._closing = short_ids, only_calls, closing
+        self._short_ids, self._only_calls = short_ids, only_calls
         self._calls: JsonCalls | None = None  # of the region that is open
         self._tail = ""  # the last of the text
 
@@ -184,7 +143,7 @@ class ReplyParser:
         self._tail = (self._tail + text)[-80:]
         deltas = [delta for event in self._parser.feed(text) for delta in self._deltas(event)]
         if last:
-            deltas += [delta for event in self._parser.end() for delta in self._deltas(event, cut)]
+            deltas += [delta for event in self._parser.finalize()[1] for delta in self._deltas(event, cut)]
         return [delta for delta in deltas if not (delta.content and self._only_calls)]
 
     def _deltas(self, event: dict[str, Any], cut: bool = False) -> list[Delta]:
@@ -208,18 +167,17 @@ class ReplyParser:
         value = event["value"]
         if isinstance(value, str):
             return self._calls.finish()
-        return [self._called(call, cut) for call in (value if isinstance(value, list) else [value])]
+        return [self._called(value, cut)]
 
     def _new_id(self) -> str:
         number = secrets.token_hex(12)
         return number[:9] if self._short_ids else f"call_{number}"
 
     def _called(self, value: Any, cut: bool) -> Delta:
-        """Return a parsed call, or a text that is not a call as content. cut: whether the text was cut off after it."""
+        """Return a call that was written between tags. cut: whether the text was cut off after it."""
         call = call_of(value)
-        if call is None:
-            return Delta(json.dumps(value, ensure_ascii=False))
+        assert call is not None
         name, text = call
-        if cut and self._closing and not self._tail.rstrip().endswith(self._closing):
+        if cut and not self._tail.rstrip().endswith("</tool_call>"):
             text = text[:-1]  # incomplete JSON, so that nobody takes it for complete
         return Delta(call=CalledTool(self._new_id(), name, text))

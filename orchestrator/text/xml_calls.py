@@ -4,7 +4,6 @@ Between its tags a string is any plain text; every other value is JSON that foll
 """
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.text.lark import Lark, escaped, literal
@@ -12,34 +11,16 @@ from specahead.wire.errors import InvalidArgument
 
 Schema = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class TagStyle:
-    """The texts around the name and the value of a parameter."""
-
-    opening: str
-    """Before the name."""
-    middle: str
-    """Between name and value."""
-    closing: str
-    """After the value."""
-
-
-QWEN = TagStyle("<parameter=", ">\n", "\n</parameter>\n")
+_CLOSING = "\n</parameter>\n"
+_TEXT = 'text "\\n"'  # any text with its closing tag
+# The Lark rules that parameter_terms refers to: `text` ends at its closing tag, `any_parameter` has any name.
+PARAMETER_RULES = (
+    f'text[lazy]: /(?s:.*){escaped(_CLOSING.strip())}/\nany_parameter: "<parameter=" /[^>\\n]+/ ">\\n" {_TEXT}\n'
+)
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array"}
 
 
-def parameter_rules(style: TagStyle) -> str:
-    """Return the Lark rules that parameter_terms refers to: `text` ends at its closing tag, `any_parameter` has any
-    name."""
-    mark = style.closing.strip()
-    return (
-        f"text[lazy]: /(?s:.*){escaped(mark)}/\n"
-        f"any_parameter: {literal(style.opening)} /[^>\\n]+/ {literal(style.middle)} {_text(style)}\n"
-    )
-
-
-def parameter_terms(parameters: Schema | None, style: TagStyle, lark: Lark) -> str:
+def parameter_terms(parameters: Schema | None, lark: Lark) -> str:
     """Return the Lark term of a call's parameters.
 
     parameters: their JSON schema, None for any. Raises InvalidArgument for names that cannot stand in a tag.
@@ -51,15 +32,9 @@ def parameter_terms(parameters: Schema | None, style: TagStyle, lark: Lark) -> s
     terms = []
     properties = meant_properties(parameters)
     for key, schema in (properties | {key: {} for key in required if key not in properties}).items():
-        tag = literal(f"{style.opening}{tag_name(key)}{style.middle}")
-        terms.append(f"({tag} {_value(schema, definitions, style, lark)}){'' if key in required else '?'}")
+        tag = literal(f"<parameter={tag_name(key)}>\n")
+        terms.append(f"({tag} {_value(schema, definitions, lark)}){'' if key in required else '?'}")
     return " ".join(terms)
-
-
-def _text(style: TagStyle) -> str:
-    """Return the term of any text with its closing tag."""
-    white_space = style.closing[len(style.closing.rstrip()) :]
-    return f"text {literal(white_space)}" if white_space else "text"
 
 
 def meant_properties(parameters: Schema) -> dict[str, Schema]:
@@ -90,17 +65,17 @@ def _listed(schema: Schema) -> list[Any]:
     return [schema["const"]] if "const" in schema else list(schema.get("enum") or [])
 
 
-def _value(schema: Schema, definitions: Schema, style: TagStyle, lark: Lark) -> str:
+def _value(schema: Schema, definitions: Schema, lark: Lark) -> str:
     """Return the term of a parameter's value with its closing tag."""
     if listed := _listed(schema):
         texts = (each if isinstance(each, str) else json.dumps(each) for each in listed)
-        return f"({' | '.join(map(literal, texts))}) {literal(style.closing)}"
+        return f"({' | '.join(map(literal, texts))}) {literal(_CLOSING)}"
     for union in ("anyOf", "oneOf"):
         if schema.get(union):
-            return f"({' | '.join(_value(each, definitions, style, lark) for each in schema[union])})"
+            return f"({' | '.join(_value(each, definitions, lark) for each in schema[union])})"
     if "string" in schema.get("type", "string"):
-        return _text(style)
-    return f"{lark.json(schema | definitions)} {literal(style.closing)}"
+        return _TEXT
+    return f"{lark.json(schema | definitions)} {literal(_CLOSING)}"
 
 
 def tag_name(name: str) -> str:

@@ -30,7 +30,7 @@ ROOMS = {name.split("/")[0] for name in FILES if "/" in name}
 HOMES = ("", "tests", "specahead", "specahead/engine", "specahead/lab")  # folders that paths may leave out
 # Names that belong to Ray, transformers, Kubernetes and others.
 FOREIGN_FLAGS = {"--node-ip-address", "--head"}
-FOREIGN_WORDS = {"response_template", "start_server_span"}
+FOREIGN_WORDS = {"start_server_span"}
 FOREIGN_PROGRAMS = ("ray ", "torchrun ", "curl ", "grpcurl ", "pip ", "docker ", "helm ", "kubectl ", "pytest ", "git ")
 PROTOBUF = "specahead.v1"
 MADE_BY_FASTAPI = {"/docs", "/openapi.json"}

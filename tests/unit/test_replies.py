@@ -107,11 +107,6 @@ def test_a_call_that_is_cut_short_is_told_so_far_as_it_came() -> None:
     assert events(deltas) == [("call", "f", '{"a": {"b": 1}')]
 
 
-OWN = {
-    "start_anchor": "assistant:",
-    "fields": {"tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True}, "content": {}},
-}
-OWN_TAGS = {"start_anchor": "assistant:", "fields": {"tool_calls": TOOL_FORMATS["qwen3_coder"]["tool_calls"]}}
 WHOLE, BEGUN = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {"b": "} x'
 CUT_OFF = [
     (ReplyFormat("hermes"), f"<tool_call>{WHOLE}</tool_call>\n<tool_call>{BEGUN}", ['{"a": 1}', '{"b": "} x']),
@@ -127,13 +122,6 @@ CUT_OFF = [
         "<tool_call>\n<function=f>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n} x",
         ['{"a": 1}', '{"a": 2'],
     ),
-    (
-        ReplyFormat(own=OWN_TAGS),
-        "<tool_call><function=f>\n<parameter=a>\n1\n</parameter></function>\n</tool_call>"
-        "<tool_call><function=f><parameter=a>2</parameter><para",
-        ['{"a": 1}', '{"a": 2'],
-    ),
-    (ReplyFormat(own=OWN), f"<call>{WHOLE}</call><call>{BEGUN}", ['{"a": 1}', '{"b": "} x']),
 ]
 
 
@@ -204,28 +192,9 @@ def test_calls_of_any_shape(form: ReplyFormat, text: str, expected: list[tuple[s
     assert events(deltas) == expected
 
 
-NAMED: dict[str, Any] = {"function": {"name": "{name}", "arguments": "{content}"}}
-LISTED = {"name": "{tool}", "arguments": "{parameters}"}
-ANSWER = {"open": "<answer>", "close": "</answer>", "optional": False}
-BY_NAME = {"open_pattern": r"<call=(?P<name>\w+)>", "close": "</call>", "content": "json", "repeats": True}
-IN_LIST = {"open": "<call>", "close": "</call>", "content": "json", "transform_each": True, "transform": LISTED}
-OWNS: list[dict[str, Any]] = [
-    OWN_TAGS,
-    OWN,
-    {
-        "start_anchor": "assistant:",
-        "fields": {
-            "tool_calls": BY_NAME | {"transform": NAMED},
-            "thinking": {"open": "<think>", "close": "</think>"},
-            "content": {},
-        },
-    },
-    {"start_anchor": "assistant:", "fields": {"tool_calls": IN_LIST, "content": ANSWER}},
-]
 ALL_FORMS: list[tuple[ReplyFormat, str]] = [
     *((ReplyFormat(tools, reasoning), prompt) for tools in ["", *TOOL_FORMATS] for reasoning, prompt in
       [("", ""), ("qwen3", ""), ("qwen3", "<think>\n"), ("deepseek_r1", "")]),
-    *((ReplyFormat(own=own), "assistant:") for own in OWNS),
 ]  # fmt: skip
 # What models write, and what nearly is that.
 PARTS = [
@@ -339,19 +308,6 @@ def test_an_answer_without_reasoning(text: str) -> None:
 def test_reasoning_before_a_call() -> None:
     text = 'hm</think>\n\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     assert split(ReplyFormat("hermes", "qwen3"), text, 2, "<think>") == ("", "hm", CALLS[:1])
-
-
-def test_a_tokenizers_own_template_goes_first() -> None:
-    """What breaks its rules is content."""
-    tokenizer = SimpleNamespace(chat_template="<tool_call>", response_template=OWN)
-    form = find_format(tokenizer, "auto", "auto")
-    assert split(form, 'Yes <call>{"name": "f", "arguments": {"a": 1}}</call>', 1, "assistant:") == (
-        "Yes ",
-        "",
-        CALLS[:1],
-    )
-    assert split(form, "<call>{</call> more", 1000, "assistant:")[0] == "{ more"
-    assert find_format(tokenizer, "hermes", "none") == ReplyFormat("hermes")
 
 
 def test_mistrals_call_ids_have_nine_characters() -> None:

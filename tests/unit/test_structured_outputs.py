@@ -135,11 +135,7 @@ async def test_a_request_becomes_the_grammar_of_its_session(
 
 async def test_json_is_compact_unless_a_request_says_otherwise(router: ScriptedRouter) -> None:
     """In answers, structural tags and the arguments of calls."""
-    tags = {
-        "structural_tag": {
-            "format": {"type": "tag", "begin": "<a>", "content": INT | {"json_schema": SCHEMA}, "end": ""}
-        }
-    }
+    tags = {"structural_tag": {"triggers": ["<a>"], "structures": [{"begin": "<a>", "schema": SCHEMA, "end": ""}]}}
     tools = {"tools": [TOOLS[0]], "tool_choice": "required"}
     call = '<tool_call>\n{{"name": "weather", "arguments": {}}}\n</tool_call>'.format
     async with (
@@ -191,23 +187,11 @@ ADD = {"begin": "<add>", "content": INT, "end": "</add>"}
 SAY = {"begin": "<say>", "content": {"type": "any_text"}, "end": ["</say>", "<end>"]}
 OLDER = {"structures": [{"begin": "<add>", "schema": {"type": "integer"}, "end": "</add>"}], "triggers": ["<add"]}
 TRIGGERED = {"type": "triggered_tags", "triggers": ["<add", "<say"], "tags": [ADD, SAY]}
-SEPARATED = {"type": "tags_with_separator", "tags": [ADD, SAY], "separator": ", "}
-ORDERED = {
-    "type": "sequence",
-    "elements": [
-        {"type": "const_string", "value": "So: "},
-        {"type": "or", "elements": [{"type": "regex", "pattern": "a/b+"}, {"type": "tag", **ADD}]},
-    ],
-}
 TAGGED = [  # what follows it, what does not
     (OLDER, ["Hello", "", "one <add>1</add> and <add>22</add>.", "a <sub>"], ["<add>x</add>", "<adder>"]),
     ({"format": TRIGGERED}, ["Hello", "<add>1</add> <say>any <thing></say>", "<say>x<end>"], ["<add>x", "<sayx"]),
     ({"format": TRIGGERED | {"at_least_one": True}}, ["Hm <add>1</add>, so"], []),
     ({"format": TRIGGERED | {"stop_after_first": True}}, ["Hello", "Hm <add>1</add>"], ["<add>1</add>x"]),
-    ({"format": SEPARATED}, ["", "<add>1</add>, <say></say>"], ["x", "<add>1</add><"]),
-    ({"format": SEPARATED | {"stop_after_first": True, "at_least_one": True}}, ["<add>1</add>"], ["<add>1</add>,"]),
-    ({"format": ORDERED}, ["So: a/bb", "So: <add>3</add>"], ["So: b", "a/b"]),
-    ({"format": {"type": "tag", "begin": "[", "content": INT, "end": ""}}, ["[7"], ["[7]", "7"]),
 ]
 
 
@@ -224,11 +208,7 @@ async def test_structural_tags(
         assert follows(source, text, tokenizer), text
     for text in wrong:
         assert follows(source, text, tokenizer) is False, text
-    needed = given.get("format", {}).get("at_least_one")
-    assert bool(follows(source, "", tokenizer)) == (not needed and given.get("format", {}).get("type") in OPTIONAL)
-
-
-OPTIONAL = (None, "triggered_tags", "tags_with_separator")
+    assert bool(follows(source, "", tokenizer)) != bool(given.get("format", {}).get("at_least_one"))
 
 
 async def test_structural_tags_of_a_request(client: AsyncOpenAI, router: ScriptedRouter) -> None:
@@ -246,8 +226,9 @@ async def test_structural_tags_of_a_request(client: AsyncOpenAI, router: Scripte
 @pytest.mark.parametrize(
     ("tags", "words"),
     [
-        ({"format": {"type": "grammar", "grammar": "root ::= x"}}, "formats are const_string, .* got 'grammar'"),
-        ({"format": {"type": "tag", "begin": "<a>", "end": "</a>"}}, "lacks 'content'"),
+        ({"format": {"type": "grammar", "grammar": "root ::= x"}}, "format must be triggered_tags, got 'grammar'"),
+        ({"format": TRIGGERED | {"tags": [{"begin": "<add>", "end": "</add>"}]}}, "lacks 'content'"),
+        ({"format": TRIGGERED | {"tags": [ADD | {"content": {"type": "or"}}]}}, "must be json_schema or any_text"),
         ({"format": TRIGGERED | {"triggers": ["<x"]}}, "'<add>' begins with none of the triggers"),
         ({"format": "all"}, "not a structural tag"),
         ({}, "lacks 'structures'"),
@@ -585,119 +566,7 @@ async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> 
     assert follows(source, "yes", tokenizer) is None
 
 
-def template(calls: dict[str, Any], **others: Any) -> dict[str, Any]:
-    content = {"close": "<|im_end|>"}
-    return {"start_anchor": "assistant:", "fields": {"tool_calls": calls, "content": content, **others}}
-
-
-_FUNCTION = {"type": "function", "function": "{content}"}
-_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-_LISTED = {"type": "function", "function": {"name": "{tool_name}", "arguments": "{parameters}"}}
-_QWEN = r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
-# As transformers and checkpoints have them: the fields of calls, two calls of them, and whether these can be one.
-OWN: dict[str, tuple[dict[str, Any], str]] = {
-    "smollm": (
-        {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json", "transform": _FUNCTION},
-        '<tool_call>\n{"name": "sea", "arguments": {"of": "north"}}\n</tool_call>',
-    ),
-    "cohere": (
-        {
-            **{"open": "<|START_ACTION|>", "close": "<|END_ACTION|>", "content": "json"},
-            **{"transform_each": True, "transform": _LISTED},
-        },
-        '<|START_ACTION|>[{"tool_name": "sea", "parameters": {"of": "north"}}]<|END_ACTION|>',
-    ),
-    "gpt-oss": (
-        {
-            "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\w+).*?<\|message\|>",
-            **{"close": "<|call|>", "repeats": True, "content": "json", "transform": _NAMED},
-        },
-        '<|channel|>commentary to=functions.sea<|message|>{"of": "north"}<|call|>',
-    ),
-    "qwen3.5": (
-        {
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            **{"close_pattern": r"</function>\s*</tool_call>", "repeats": True, "content": "xml-inline"},
-            **{"content_args": {"tag_pattern": _QWEN}, "transform": _NAMED},
-        },
-        "<tool_call>\n<function=sea>\n<parameter=of>\nnorth\n</parameter>\n</function>\n</tool_call>",
-    ),
-}
-
-
-@pytest.mark.parametrize("marks", [[], [*MARKS, "<|call|>", "<|channel|>", "<|START_ACTION|>", "<|END_ACTION|>"]])
-@pytest.mark.parametrize(("calls", "call"), OWN.values(), ids=OWN)
-async def test_calls_are_forced_by_a_tokenizers_own_template(
-    tokenizer: Any, calls: dict[str, Any], call: str, marks: list[str]
-) -> None:
-    tokenizer, form = with_marks(tokenizer, marks), ReplyFormat(own=template(calls))
-    source = call_source(tokenizer, form, tool_choice="required")
-    one = call_source(tokenizer, form, tool_choice="required", parallel_tool_calls=False)
-    assert follows(source, call, tokenizer)
-    assert follows(source, f"{call}\n", tokenizer)
-    assert follows(one, f"{call}\n", tokenizer)
-    for between in ("", "\n"):
-        assert follows(one, f"{call}{between}{call}", tokenizer) is False
-        assert follows(source, f"{call}{between}{call}", tokenizer) is bool(calls.get("repeats"))
-    assert follows(source, call.replace("north", "east"), tokenizer) is False
-    assert not follows(source, "No.", tokenizer)
-    rng, schemas = (
-        random.Random(1),
-        {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS},
-    )
-    written = [tokens for _ in range(5) if (tokens := write(source, tokenizer, rng)) is not None]
-    assert len(written) > 1
-    for tokens in written:
-        parser = form.parser("assistant:", TOOLS)
-        calls_found = calls_of(parser.feed(tokenizer.decode(tokens, skip_special_tokens=False), True))
-        assert calls_found
-        for name, arguments in calls_found:
-            jsonschema.validate(json.loads(arguments), schemas[name])
-
-
-async def test_own_templates_reason_and_open_content(tokenizer: Any) -> None:
-    thinking = {"open": "<think>", "close": "</think>"}
-    own = template(OWN["smollm"][0], thinking=thinking, content={"open": "<answer>", "close": "</answer>"})
-    form, call = ReplyFormat(own=own), OWN["smollm"][1]
-    tokenizer = with_marks(tokenizer, MARKS)
-    source = call_source(tokenizer, form, tool_choice="required")
-    assert follows(source, f"<think>Well.</think>\n{call}", tokenizer)
-    assert follows(source, call, tokenizer)
-    request = read_request(ChatRequest, {"messages": MESSAGES, "guided_regex": "yes|no"})
-    for prompt, text in (
-        ("assistant:", "<think>hm</think><answer>yes"),
-        ("assistant:<think>\n", "so</think><answer>no"),
-    ):
-        main = chat_grammar(request, prompt, form, Lark(tokenizer))
-        assert follows(source_of(request.structure, main), text, tokenizer)
-        parser = form.parser(prompt, [])
-        assert "".join(delta.content for delta in parser.feed(text, True)) in ("yes", "no")
-
-
-@pytest.mark.parametrize(
-    ("calls", "words"),
-    [
-        ({"open": "<c>", "content": "json", "content_args": {"unquoted_keys": True}}, "a dialect of JSON"),
-        ({"open": "<c>", "content": "kv-lines"}, "arguments are kv-lines"),
-        ({"open": "<c>", "content": "json", "transform": {"function": {"name": "f"}}}, "cannot be forced"),
-        ({"open_pattern": "<c[0-9]>", "content": "json", "transform": _FUNCTION}, "no text is known"),
-        ({}, "arguments are text"),
-        ({"open_pattern": "<(?P<name>[a-r]+)>", "content": "json", "transform": _NAMED}, "does not find '<weather>"),
-    ],
-)
-async def test_calls_of_an_own_template_that_cannot_be_forced_are_refused(
-    tokenizer: Any, calls: dict[str, Any], words: str
-) -> None:
-    form = ReplyFormat(own=template(calls))
-    with pytest.raises(InvalidArgument, match=f"tool_choice: the model's own response template .*{words}") as refused:
-        call_source(tokenizer, form, tool_choice="required")
-    assert (refused.value.param, refused.value.code) == ("tool_choice", "unsupported_value")
-
-
 async def test_calls_are_forced_only_where_their_format_is_known(tokenizer: Any) -> None:
     form = ReplyFormat("")
     with pytest.raises(InvalidArgument, match="can be forced in the formats hermes, llama3_json, mistral, qwen3_coder"):
         call_source(tokenizer, form, tool_choice="required")
-    own = ReplyFormat(own=template(OWN["smollm"][0]))
-    request = read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS})
-    assert chat_grammar(request, "", own, Lark(tokenizer)) == ""
