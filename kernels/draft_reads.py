@@ -1,9 +1,9 @@
-"""Sparse passes of a draft: scores of blocks by the weights of its first pass, and how many blocks passes read."""
+"""Sparse passes of a draft: scores of blocks by the weights of its first pass, and how many blocks to read."""
 
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 
 
 def score_own_blocks(
@@ -63,32 +63,6 @@ def score_own_blocks(
     return scores, valid, count
 
 
-def count_reads(lengths: Tensor, later: Tensor, passes: int, block_size: int, backend: str = "torch") -> Tensor:
-    """Return how many blocks are read of each sequence, over the layers and KV heads of all passes: [sequences] int64.
-
-    lengths: [sequences] int32, tokens, of which the first pass reads all
-    later: [layers, sequences, kv_heads] int32 blocks that each of the `passes` after it reads, contiguous
-    """
-    check_backend("count_reads", backend)
-    layers, sequences, kv_heads = later.shape
-    if backend == "torch":
-        everything = -(-lengths.long() // block_size) * (layers * kv_heads)
-        return everything + passes * later.sum((0, 2))
-    out = torch.empty(sequences, dtype=torch.int64, device=later.device)
-    _count_reads_kernel[(sequences,)](
-        lengths,
-        later,
-        out,
-        passes,
-        sequences,
-        KV_HEADS=kv_heads,
-        LAYERS=layers,
-        BLOCK=block_size,
-        LISTS=power_of_two(layers * kv_heads),
-    )
-    return out
-
-
 @jit
 def _score_own_blocks_kernel(
     weights_ptr,
@@ -129,25 +103,3 @@ def _score_own_blocks_kernel(
         chosen = tl.maximum(tl.minimum(recent, valid) - tl.minimum(first, valid), 0)
         tl.store(valid_ptr + row, valid)
         tl.store(count_ptr + row, tl.maximum((valid.to(tl.float32) * share).to(tl.int32), valid - chosen))
-
-
-@jit
-def _count_reads_kernel(
-    lengths_ptr,
-    later_ptr,
-    out_ptr,
-    passes,
-    sequences,
-    KV_HEADS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LISTS: tl.constexpr,
-):
-    """All lists of one sequence."""
-    sequence = tl.program_id(0)
-    row = tl.arange(0, LISTS)
-    at = (row // KV_HEADS * sequences + sequence) * KV_HEADS + row % KV_HEADS
-    inside = row < LAYERS * KV_HEADS
-    read = tl.sum(tl.load(later_ptr + at, mask=inside, other=0).to(tl.int64), 0) * passes
-    read += tl.cdiv(tl.load(lengths_ptr + sequence).to(tl.int64), BLOCK) * (LAYERS * KV_HEADS)
-    tl.store(out_ptr + sequence, read)

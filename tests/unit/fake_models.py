@@ -41,7 +41,6 @@ from specahead.engine.steps.requests import (
 )
 from specahead.engine.steps.rules import RoundRules
 from specahead.kernels.backends import default_backend
-from specahead.kernels.finite_rows import are_finite
 from specahead.kernels.rejection import race, truncated_probs
 from specahead.kernels.selection import Remembered, score_blocks, select_over_rows
 from specahead.sparsity.plan import uniform_plan
@@ -261,11 +260,9 @@ class FakeRunner(ChainingRunner):
             for out in outs:
                 out.logits = None
             if plain:
-                counts = torch.tensor([len(item.tokens) for item in rounds])
-                finite = are_finite(padded_rows(logits, len(rounds)), counts).tolist()
                 verdicts = judge_rounds(logits, rounds, self.deterministic)
-                for out, verdict, is_finite in zip(outs, verdicts, finite, strict=True):
-                    out.verdict, out.finite = verdict, bool(is_finite)
+                for out, verdict, rows in zip(outs, verdicts, logits, strict=True):
+                    out.verdict, out.finite = verdict, bool(rows.amax(1)[: verdict[0] + 1].isfinite().all())
                 continue
             ruled = judge_by_rules(padded_rows(logits, len(rounds)), rounds, self.deterministic)
             for out, found in zip(outs, ruled, strict=True):

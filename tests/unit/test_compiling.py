@@ -250,11 +250,11 @@ def test_a_round_and_a_step_compile_and_write_nothing(tmp_path: Path) -> None:
     names = {file.stem for file in tmp_path.glob("cache/*/*.cubin")}
     assert {file.name.removeprefix("launcher-") for file in tmp_path.glob("cache/launcher-*")} == names
     assert names >= {
-        *("_add_rms_norm_kernel", "_advance_rows_kernel", "_are_finite_kernel", "_copy_drafts_kernel"),
-        *("_count_reads_kernel", "_few_rows_linear_kernel", "_flags_kernel", "_greedy_verdict_kernel"),
-        *("_largest_kernel", "_merge_attended_kernel", "_pass_positions_kernel", "_remember_weights_kernel"),
-        *("_rotate_and_write_kv_kernel", "_score_announced_kernel", "_score_own_blocks_kernel", "_values_kernel"),
-        *("bracket_kernel", "emit_kernel", "merge_kernel", "partial_attention_kernel", "threshold_kernel"),
+        *("_add_rms_norm_kernel", "_advance_rows_kernel", "_copy_drafts_kernel", "_few_rows_linear_kernel"),
+        *("_flags_kernel", "_greedy_verdict_kernel", "_merge_attended_kernel", "_pass_positions_kernel"),
+        *("_remember_weights_kernel", "_rotate_and_write_kv_kernel", "_score_announced_kernel", "_score_blocks_kernel"),
+        *("_score_own_blocks_kernel", "_values_kernel", "bracket_kernel", "emit_kernel", "merge_kernel"),
+        *("partial_attention_kernel", "threshold_kernel"),
     }
 
 

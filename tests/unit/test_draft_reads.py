@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specahead.kernels.draft_reads import count_reads, score_own_blocks
+from specahead.kernels.draft_reads import score_own_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = st.tuples(
@@ -43,20 +43,3 @@ def test_scores(backend: str, sizes: tuple[int, ...], first: int, newest: int) -
         assert torch.equal(scores[:, sequence].cpu(), own)
         assert (valid.view(layers, sequences, kv_heads)[:, sequence] == there).all()
         assert (counts.view(layers, sequences, kv_heads)[:, sequence] == wanted).all()
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@settings(max_examples=40, deadline=None)
-@given(SIZES, st.integers(0, 5))
-def test_blocks_that_are_read_are_counted(backend: str, sizes: tuple[int, ...], passes: int) -> None:
-    if backend == "triton":
-        pytest.importorskip("triton")
-    layers, sequences, kv_heads, _, blocks, seed = sizes
-    random = torch.Generator().manual_seed(seed)
-    later = torch.randint(0, blocks + 1, (layers, sequences, kv_heads), generator=random, dtype=torch.int32)
-    lengths = torch.randint(0, 4 * blocks + 1, (sequences,), generator=random, dtype=torch.int32)
-    got = count_reads(lengths.to(DEVICE), later.to(DEVICE), passes, 4, backend)
-    assert got.dtype == torch.int64
-    for sequence, count in enumerate(got.tolist()):
-        everything = -(-int(lengths[sequence]) // 4) * layers * kv_heads
-        assert count == everything + passes * int(later[:, sequence].sum())

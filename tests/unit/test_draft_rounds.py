@@ -251,13 +251,9 @@ def test_the_last_round_of_a_session_is_short(runner: ModelRunner) -> None:
     side.close()
 
 
-def test_later_passes_may_read_what_the_first_weighed_most(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) -> None:
     """With a share of everything the same; with a small one other evidence, and still γ tokens a round."""
-    selections, proposed, read = [], [], []
-    drafts = runner.draft_rounds
-    monkeypatch.setattr(runner, "draft_rounds", lambda requests: read.extend(drafts(requests)) or read[-1:])
+    selections, proposed = [], []
     for share in (1.0, 0.999, 0.3):
         side = Side(runner, overlap=False, draft_read_share=share)
         sent = side.run(begin("a", 500, "ahead", GREEDY))
@@ -266,8 +262,6 @@ def test_later_passes_may_read_what_the_first_weighed_most(
         proposed.append(proposal.tokens)
         selections.append(side.decode(announcement).matrix())
         side.close()
-    heads, listed = PLAN.draft_layers * runner.kv.kv_heads, int(0.3 * PLAN.num_blocks(504))
-    assert [output.blocks_read for output in read[::2]] == [None, heads * (PLAN.num_blocks(500) + (GAMMA - 1) * listed)]
     dense, all_listed, few = selections
     assert proposed[0] == proposed[1]
     # Lists split the work otherwise than dense reads, and nearly equal scores may change places.

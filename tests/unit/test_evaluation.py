@@ -223,7 +223,7 @@ def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]
     sums = []
     for share in shares:
         loaded[0].prepare_rounds(round_settings(PLAN, 4, 1, share))
-        run = Continuation(*loaded, PLAN, case, 4)
+        run = Continuation(*loaded, PLAN, case, 4, share)
         sums.append(run.run(prompts[0], prompts[1], 24))
         ends.append(run.tokens[:424])
     for runner, prompt in zip(loaded, prompts, strict=True):

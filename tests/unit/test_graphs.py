@@ -202,3 +202,16 @@ def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> No
         assert all(output.logits is None for output in judged)
         verdicts += wanted
     assert len({accepted for accepted, _ in verdicts}) > 1
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize("ruled", [False, True])
+def test_logits_that_are_no_numbers_are_found_in_their_sequence(folder: str, ruled: bool) -> None:
+    runner = make_runner(load_model(folder, torch.float32, DEVICE), 4096, max_context=400)
+    good, bad = SequenceKV(), SequenceKV()
+    runner.forward([SequenceInput(kv, tokens(40, 1)) for kv in (good, bad)])
+    runner.kv.v_pages[0][bad.pages[0]] = torch.nan
+    run = tokens(3, 2)
+    drafted = Drafted(run[1:], [], Sampling(0.0), 41, logprobs=1 if ruled else None)
+    outputs = runner.forward([SequenceInput(kv, list(run), "all", drafted=drafted) for kv in (good, bad)])
+    assert [output.finite for output in outputs] == [True, False]

@@ -1,7 +1,5 @@
 """What blocks are chosen by, and the likeliest tokens: Triton (on a GPU, or interpreted) and torch against loops."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +8,6 @@ from torch import Tensor
 
 from specahead.kernels.selection import Remembered, pack_bits, remember_weights, score_announced, score_blocks, top_few
 from specahead.sparsity.selection import BlockSelection
-from tests.compiling import compile_for_a_gpu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,14 +67,6 @@ def test_scores_of_what_is_remembered(groups: int, rows: int, n: int, every: int
                 assert bool(forced[group, row, column]) == bool(wanted)
                 counts = not wanted and column < blocks[group]
                 assert scores[group, row, column] == (own[row, column] if counts else 0)
-
-
-def test_the_kernel_that_scores_compiles_for_a_gpu(tmp_path: Path) -> None:
-    integers = ("places_ptr", "first_ptr", "last_ptr", "blocks_ptr", "left_ptr")
-    types = dict.fromkeys(integers, "*i32") | {"words_ptr": "*i64", "forced_ptr": "*u8"}
-    types |= dict.fromkeys(("memory_ptr", "importance_ptr", "scores_ptr"), "*fp32")
-    sizes = {"n": 6400, "word_count": 100, "rows": 256, "CHUNK": 1024}
-    compile_for_a_gpu("specahead.kernels.selection.memory", "_score_blocks_kernel", types, [sizes], tmp_path)
 
 
 @pytest.mark.parametrize(("groups", "rows", "n"), SHAPES)

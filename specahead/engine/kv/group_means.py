@@ -72,7 +72,7 @@ def make_means(
     pool: GroupMeanPool,
     first_layer: int = 0,
 ) -> None:
-    """Make the means of groups in neighbouring layers, of which `first_layer` is the first.
+    """Make the means of groups in neighbouring layers, from `first_layer` on.
 
     k_pages, v_pages: of each layer [pages, kv_heads, PAGE_SIZE, head_dim].
     pages: int32 [groups, pages of a group], indices in these.

@@ -25,8 +25,8 @@ from specahead.engine.steps.runner import TargetOrDraftRunner
 from specahead.kernels.compiling import begin_compiling
 from specahead.kernels.paged_attention import takes_heads
 
-# Which passes of few rows read the weights in 8 bits: none, all, or those whose tokens a later pass judges, that is
-# those that draft for the model itself or screen.
+# Which passes of up to 64 rows read 8-bit weights: none, all, or only the passes whose tokens a later pass judges
+# (self-drafting and screening).
 EightBit = Literal["none", "all", "drafting"]
 
 
@@ -49,7 +49,7 @@ class _Loaded:
     model: LoadedModel
     tokenizer: Any
     drafting: Decoder | None
-    """What runs passes whose tokens a later pass judges; None: the model's decoder."""
+    """The decoder of passes whose tokens a later pass judges; None: the model's decoder."""
     device: str
 
     def room(self, beside: int = 0) -> int:
@@ -60,7 +60,7 @@ class _Loaded:
 def open_model(settings: ModelSettings, eight_bit: EightBit = "none") -> OpenedModel:
     """Load a model as the settings say, with logits of its tokenizer's ids only, and allocate its KV.
 
-    eight_bit: which passes of few rows read the weights in 8 bits.
+    eight_bit: which passes read 8-bit weights.
     Raises ValueError or NotImplementedError for settings that do not fit each other, the model or the device, and
     what transformers raises for a model that it cannot load.
     """

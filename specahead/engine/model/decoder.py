@@ -38,9 +38,9 @@ class DecoderLayer:
     down: LinearWeight
     """[hidden, inner]."""
     attention_out_norm: Tensor | None = None
-    """[hidden], of what attention gives, before it is added to the stream (OLMo-2)."""
+    """[hidden], of the output of attention, before it is added to the stream (OLMo-2)."""
     mlp_out_norm: Tensor | None = None
-    """[hidden], of what the MLP gives, before it is added to the stream (OLMo-2)."""
+    """[hidden], of the output of the MLP, before it is added to the stream (OLMo-2)."""
     head_norms: Tensor | None = None
     """[2, head_dim], of each head's query and of each head's key (Qwen3)."""
     full_norms: tuple[Tensor, Tensor] | None = None
@@ -74,13 +74,13 @@ class Decoder:
     epsilon: float
     """Of all norms."""
     attention_scale: float
-    """What products of queries and keys are multiplied by."""
+    """The factor of the scores, which are products of queries and keys."""
     embedding_scale: float = 1.0
-    """What embeddings are multiplied by (Granite)."""
+    """The factor of embeddings (Granite)."""
     residual_scale: float = 1.0
-    """What the outputs of attention and MLP are multiplied by (Granite)."""
+    """The factor of the outputs of attention and MLP (Granite)."""
     logits_scale: float = 1.0
-    """What logits are multiplied by (Granite)."""
+    """The factor of logits (Granite)."""
 
     can_capture = True  # in CUDA graphs
 
@@ -93,10 +93,10 @@ class Decoder:
         return replace(self, lm_head=LinearWeight(self.lm_head.values[:count]))
 
     def with_eight_bit_weights(self) -> "Decoder":
-        """Return the decoder with a second copy of its weights in 8 bits, which passes of few rows read.
+        """Return the decoder with a second copy of its weights in 8 bits, which passes of up to 64 rows read.
 
-        Raises NotImplementedError for layers that 8-bit weights are not built for: those that read the residual stream
-        without a norm, whose numbers float16 might not hold, and on a GPU those that no kernel takes.
+        Raises NotImplementedError for layers that read the residual stream without a norm, whose numbers float16 might
+        not hold, and on a GPU for layers that no kernel takes.
         """
         if any(norm is None for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm)):
             raise NotImplementedError("8-bit weights are built for layers that norm what attention and the MLP read")

@@ -45,7 +45,7 @@ class Heads:
     dim: int
     """Dimensions of a head."""
     scale: float
-    """What products of queries and keys are multiplied by."""
+    """The factor of the scores, which are products of queries and keys."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 `judge` only launches kernels. It is part of a step's graph, which judges all of its rows as if they were plain. Rounds
 that are not (`Drafted.is_plain`) are judged again outside of the graph by `judge_by_rules`: it changes their logits,
-has `judge` decide, and tells what clients and later passes ask for. So sessions without rules do not pay for them.
+has `judge` decide, and returns log probabilities and distributions. So sessions without rules do not pay for them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,6 @@ from specahead.engine.sampling.logit_rules import LogitRule
 from specahead.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from specahead.engine.staging import Layout, Staging
 from specahead.kernels.backends import Backend, default_backend
-from specahead.kernels.finite_rows import are_finite
 from specahead.kernels.rejection import (
     DraftedRows,
     accept_greedy,
@@ -49,18 +48,18 @@ class Drafted:
     base: int
     """The position of the first token."""
     rules: tuple[LogitRule, ...] = ()
-    """What changes the logits, given `committed`."""
+    """The rules that change the logits, given `committed`."""
     committed: Sequence[int] = ()
     """The tokens before `base`."""
     logprobs: int | None = None
-    """How many likely tokens to tell at each position with their log probabilities, beside the verdict's own token.
-    None tells nothing."""
+    """How many likely tokens to return at each position with their log probabilities, beside the verdict's own token;
+    None: nothing is returned."""
     screens: bool = False
     """Whether a later pass judges the tokens that this one keeps. Then sampled tokens are drawn from the WIDE_SUPPORT
-    likeliest, by uniforms of their own, and the output tells which distribution each was drawn from."""
+    likeliest, by uniforms of their own, and the output has the distribution that each was drawn from."""
     foresees: bool = False
     """Whether the later pass draws its own tokens, whatever was screened (a deterministic runner). Then this pass draws
-    by the same uniforms, so that both mostly draw the same token, and tells no distributions."""
+    by the same uniforms, so that both mostly draw the same token, and returns no distributions."""
 
     @property
     def is_plain(self) -> bool:
@@ -69,7 +68,7 @@ class Drafted:
 
     @property
     def tells_supports(self) -> bool:
-        """Whether the output tells what the verdict's tokens were drawn from."""
+        """Whether the output has the distributions that the verdict's tokens were drawn from."""
         return self.screens and not self.foresees and not self.sampling.greedy
 
 
@@ -197,7 +196,7 @@ class RuledVerdict:
     logprobs: list[TokenLogprobs]
     """Of each token of the verdict, if they are asked for."""
     supports: list[Support] = field(default_factory=list)
-    """What each token of the verdict was drawn from, if the round tells it."""
+    """The distribution that each token of the verdict was drawn from, if `tells_supports`."""
 
 
 def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: bool = False) -> list[RuledVerdict]:
@@ -224,7 +223,7 @@ def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: b
 def launches_of_rules(
     rounds: list[Drafted], vocab: int, device: torch.device, whatever_is_drafted: bool
 ) -> Callable[[], None]:
-    """Return what launches all kernels of `judge_by_rules` for rounds of equal length, and waits for nothing."""
+    """Return a function that launches all kernels of `judge_by_rules` for rounds of equal length without waiting."""
     places = len(rounds[0].tokens) + 1
     inputs = _bring(rounds, places, device)
 
@@ -245,7 +244,9 @@ def _bring(rounds: list[Drafted], places: int, device: torch.device) -> Mapping[
 def _launch(
     logits: Tensor, rounds: list[Drafted], inputs: Mapping[str, Tensor], whatever_is_drafted: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits as the rules leave them, float32, and int32 [rounds, 3]: accepted, next token, all finite."""
+    """Return the logits as the rules leave them, float32, and int32 [rounds, 3]: accepted, next token, and whether all
+    logits that decided are numbers.
+    """
     ruled = logits.to(torch.float32, copy=True)
     for of_round, item in zip(ruled, rounds, strict=True):
         for rule in item.rules:
@@ -254,13 +255,14 @@ def _launch(
             best, ids = of_round.topk(WIDE_SUPPORT)
             of_round.fill_(-torch.inf).scatter_(1, ids, best)
     backend = default_backend(logits.device)
-    finite = are_finite(ruled, inputs["draft_counts"], backend)
     accepted, following = judge(ruled, inputs, backend, whatever_is_drafted, cuts_of(rounds))
-    return ruled, torch.stack((accepted, following, finite), 1)
+    after = torch.arange(logits.shape[1], device=logits.device) > accepted[:, None]
+    finite = (ruled.amax(2).isfinite() | after).all(1)
+    return ruled, torch.stack((accepted, following, finite.int()), 1)
 
 
 def _supports(logits: Tensor, inputs: Mapping[str, Tensor], cuts: int) -> list[Support]:
-    """Return what the tokens at each place of one round are drawn from. logits: [1, places, vocab]."""
+    """Return the distribution of the token at each place of one round. logits: [1, places, vocab]."""
     temperature, top_p, places = inputs["temperature"], inputs["top_p"], logits.shape[1]
     if cuts:
         logits = cut_logits(logits, temperature, inputs["top_k"], inputs["min_p"], cuts)

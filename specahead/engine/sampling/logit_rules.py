@@ -1,7 +1,7 @@
 """Rules that change a session's logits before its tokens are chosen: penalties, biases, masks. Knows no passes.
 
-The target applies a session's rules in order to the logits of a round (engine.sampling.judging). What they leave counts
-as the target's distribution, whatever a draft proposes.
+The target applies a session's rules in order to the logits of a round (engine.sampling.judging). The changed logits
+are the target's distribution, whatever a draft proposes.
 """
 
 from collections.abc import Sequence

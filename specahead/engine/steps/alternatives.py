@@ -15,19 +15,19 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.judging import judge, verdict_layout
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import default_backend
-from specahead.kernels.finite_rows import are_finite
 from specahead.kernels.kv_write import move_kv
 
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdicts of a pass, int32 [sequences] each: tokens accepted, the one that follows, and whether the logits
-    were numbers.
-    """
+    """The verdicts of a pass."""
 
     accepted: Tensor
+    """[sequences] int32, how many tokens are accepted."""
     following: Tensor
-    finite: Tensor
+    """[sequences] int32, the token that follows them."""
+    largest: Tensor
+    """[sequences, queries], the largest logit at each position: a number, unless the logits are NaN or infinite."""
 
 
 def drafted_logits(logits: Tensor, shape: PassShape) -> Tensor:
@@ -51,9 +51,9 @@ def accept_alternatives(
     is_one &= at < given["alternative_counts"]
     logits = given["logits"][sequences * shape.queries :].view(sequences, shape.alternatives, -1)
     next_row = logits[torch.arange(sequences, device=at.device), leaf[:, 0]][:, None]
-    nothing = torch.zeros_like(given["draft_counts"])
     _, following = judge(next_row, _one_more(given, at), backend, cuts=shape.judge.cuts)
-    finite = judged.finite.bool() & (are_finite(next_row, nothing, backend).bool() | ~is_one)
+    # Where an alternative is accepted, its logits count as well: 0 times infinity is NaN.
+    largest = judged.largest + 0 * next_row.amax(2).where(is_one[:, None], 0)
     row = given["query_starts"][:-1].long() + 1 + at
     most = len(given["slots"]) - 1
     source, target = (given["slots"][each.clamp(max=most)] for each in (row + count, row))
@@ -61,7 +61,7 @@ def accept_alternatives(
     move_kv(kv.k_pages, kv.v_pages, kv.addresses, source, target, backend)
     alternative = judged.following.where(is_one, -1)
     following = following.to(judged.following.dtype).where(is_one, judged.following)
-    return Judged(judged.accepted + is_one, following, finite.int()), alternative
+    return Judged(judged.accepted + is_one, following, largest), alternative
 
 
 def _one_more(given: dict[str, Tensor], at: Tensor) -> dict[str, Tensor]:

@@ -131,7 +131,8 @@ def _results_layout(shape: PassShape) -> Layout:
     if shape.read.decay is not None:
         layout["blocks_read"] = of_sequence
     if shape.judge is not None:
-        layout |= dict.fromkeys(("accepted", "following", "finite"), of_sequence)
+        layout |= {"accepted": of_sequence, "following": of_sequence}
+        layout["largest"] = (shape.sequences, shape.queries), torch.float32  # logits
     if shape.alternatives:
         layout["alternative"] = of_sequence
     if shape.drafts:
@@ -225,8 +226,6 @@ def _round_results_layout(shape: RoundShape, settings: RoundSettings, vocab: int
         results["flags"] = (count, rows, words), torch.uint8
         results["values"] = (count, rows * words * 8), torch.uint8
         results["value_counts"], results["checksums"] = ((count,), torch.int32), ((count,), torch.int64)
-    if settings.read_share < 1:
-        results["blocks_read"] = (count,), torch.int64
     if shape.chained:
         results["began"] = (3, count), torch.int32
     return results

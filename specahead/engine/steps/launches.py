@@ -24,7 +24,6 @@ from specahead.engine.steps.drafting import draft_for_itself
 from specahead.engine.steps.reads import heads_of, listed_layers, listed_reads
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import Backend, default_backend
-from specahead.kernels.finite_rows import are_finite
 from specahead.kernels.paged_attention import pinned_tuning
 from specahead.kernels.selection import Remembered, remember_weights, score_blocks, select_over_rows
 
@@ -79,7 +78,7 @@ def run_pass(
 
 def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> None:
     """Make lists of the blocks that are read in any case and of those with the highest remembered weights."""
-    memory = given["memory"][:, :, : shape.blocks]
+    memory = given["memory"][:, :, : shape.blocks]  # a view: its rows keep the stride of the longest context
     backend = default_backend(memory.device)
     limits = given["first"], given["last"], given["blocks"]
     remembered, importance = Remembered(memory, given["indices"]), given["importance"]
@@ -136,7 +135,7 @@ def _leave_results(
         by_sequence = drafted_logits(given["logits"], shape)
         cuts, draws_own = shape.judge.cuts, shape.judge.draws_own
         verdicts = judge(by_sequence, given, backend, whatever_is_drafted=draws_own, cuts=cuts)
-        judged = Judged(*verdicts, are_finite(by_sequence, given["draft_counts"], backend))
+        judged = Judged(*verdicts, by_sequence.amax(2))
         alternative = None
         if shape.alternatives:
             judged, alternative = accept_alternatives(judged, given, shape, kv)

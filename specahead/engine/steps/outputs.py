@@ -96,10 +96,10 @@ def read_outputs(
 
 def read_verdicts(results: dict[str, np.ndarray], count: int) -> list[SequenceOutput]:
     """Return the verdicts of the first `count` sequences of a pass."""
-    every = zip(results["accepted"].tolist(), results["following"].tolist(), results["finite"].tolist(), strict=True)
+    every = zip(results["accepted"].tolist(), results["following"].tolist(), results["largest"], strict=True)
     return [
-        SequenceOutput(verdict=(accepted, following), finite=bool(finite))
-        for accepted, following, finite in itertools.islice(every, count)
+        SequenceOutput(verdict=(accepted, following), finite=bool(np.isfinite(largest[: accepted + 1]).all()))
+        for accepted, following, largest in itertools.islice(every, count)
     ]
 
 
@@ -260,7 +260,6 @@ def read_round(
             RoundOutput(
                 branches=[drafted(first + j, item.temperature > 0) for j in range(len(item.branches) or 1)],
                 bitmap=None if announce is None else results["bitmaps"][i].view(np.uint64).copy(),
-                blocks_read=int(results["blocks_read"][i]) if "blocks_read" in results else None,
                 coded=None if announce is None else coded(i, announce.words),
                 began=follows,
                 alternative=alternative,

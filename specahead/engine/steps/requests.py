@@ -235,8 +235,6 @@ class RoundOutput:
     """The tokens drafted after each branch, or after the pending tokens."""
     bitmap: np.ndarray | None
     """uint64 [rows, words] of the blocks to announce, if asked for."""
-    blocks_read: int | None = None
-    """Blocks read over passes, layers and KV heads; None where all passes are dense."""
     coded: CodedBitmap | None = None
     """The bitmap in the form that is sent, if the runner made it."""
     began: tuple[int, int] | None = None

@@ -24,7 +24,7 @@ from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.rules import ChangedLogits
 from specahead.engine.steps.shapes import RoundShape
 from specahead.kernels.backends import Backend, default_backend
-from specahead.kernels.draft_reads import count_reads, score_own_blocks
+from specahead.kernels.draft_reads import score_own_blocks
 from specahead.kernels.kv_write import move_kv
 from specahead.kernels.paged_attention import BlockLists
 from specahead.kernels.pass_positions import Branches, pass_positions
@@ -95,9 +95,6 @@ def run_round(
     later = None
     if settings.read_share < 1:
         later = _own_lists(round_)
-        sizes = round_.passes - 1, settings.block_size
-        read = count_reads(given["lengths"], later.blocks.counts, *sizes, default_backend(kv.device))
-        results["blocks_read"].copy_(read)
     weighed = round_.evidence_of_pass() if shape.method else None
     passes = DraftPasses(decoder, kv, attention, at, later, weighed, later is None)
     for name, drawn in _draft(round_, passes, logits, forbid).items():

@@ -71,7 +71,7 @@ def measure_case(
         results = []
         for share in shares:
             draft.prepare_rounds(round_settings(plan, gamma, 1, share))
-            results.append(Continuation(draft, target, plan, case, gamma).run(*prompts, generated))
+            results.append(Continuation(draft, target, plan, case, gamma, share).run(*prompts, generated))
         return results
     finally:
         for runner, prompt in zip((draft, target), prompts, strict=True):
@@ -79,11 +79,13 @@ def measure_case(
 
 
 class Continuation:
-    """One passage, continued by a draft whose rounds are prepared."""
+    """One passage, continued by a draft whose rounds are prepared with a read share."""
 
-    def __init__(self, draft: ModelRunner, target: ModelRunner, plan: Plan, case: Case, gamma: int) -> None:
+    def __init__(
+        self, draft: ModelRunner, target: ModelRunner, plan: Plan, case: Case, gamma: int, share: float
+    ) -> None:
         self.draft, self.target, self.plan = draft, target, plan
-        self.gamma, self.case = gamma, case
+        self.gamma, self.case, self.share = gamma, case, share
         self.tokens = case.tokens[: case.start]
         self.last: BlockSelection | None = None
         """The selection that the last round announced."""
@@ -152,10 +154,18 @@ class Continuation:
         self.last = announced_selection(output.bitmap, plan, base)
         kv.length = base + self.gamma
         heads = plan.draft_layers * self.draft.kv.kv_heads
-        dense = heads * sum(plan.num_blocks(base + i) for i in range(self.gamma + 1))
-        self.sums.present += dense
-        self.sums.read += dense if output.blocks_read is None else output.blocks_read
+        dense = sum(plan.num_blocks(base + i) for i in range(self.gamma + 1))
+        self.sums.present += heads * dense
+        self.sums.read += heads * (dense if self.share == 1 else self._blocks_read(base))
         return output.tokens[: self.gamma]
+
+    def _blocks_read(self, base: int) -> int:
+        """Return how many blocks of a KV head a round reads: all in its first pass, in others a share, and no less than
+        the first and the newest blocks.
+        """
+        plan, first, last = self.plan, self.plan.num_blocks(base), self.plan.num_blocks(base + self.gamma)
+        chosen = max(0, first - plan.window_blocks - plan.sink_blocks)
+        return first + self.gamma * max(int(last * self.share), last - chosen)
 
 
 def announced_mass(weights: Tensor, announced: BlockSelection, plan: Plan, base: int) -> tuple[float, float]:
