@@ -56,20 +56,6 @@ def test_a_group_has_all_passages_once_before_any_twice(numbered: ReadTrace) -> 
     assert len({row.tobytes() for row in passage}) == 7
 
 
-def test_fewer_blocks_are_the_first_of_more(numbered: ReadTrace) -> None:
-    for trace in (numbered, numbered.shifted(3)):
-        long = trace.matrix(5, 77)
-        for blocks in (1, 29, 31, 77):
-            assert np.array_equal(trace.matrix(5, blocks), long[:, :blocks])
-
-
-def test_sessions_are_arranged_differently_and_always_alike(numbered: ReadTrace) -> None:
-    orders = [placed(numbered.shifted(session), 25)[0] for session in range(8)]
-    assert len({row.tobytes() for order in orders for row in order[:240:HEADS]}) == 8 * 6
-    assert np.array_equal(placed(numbered.shifted(5).shifted(0), 25)[0], orders[0])
-    assert np.array_equal(placed(numbered, 25)[0], orders[0])
-
-
 def test_churn_and_share_are_those_of_the_recording() -> None:
     random = np.random.default_rng(0)
     trace = trace_of(random.integers(0, 2**7, (48, HEADS, WIDTH), dtype=np.uint32))
@@ -81,15 +67,6 @@ def test_churn_and_share_are_those_of_the_recording() -> None:
         assert (rounds[t] & ~rounds[t - 1]).mean() == pytest.approx((bits[t] & ~bits[t - 1]).mean(), abs=0.005)
     assert all(np.array_equal(s.matrix(), r) for s, r in zip(trace.selections(), rounds, strict=True))
     assert trace.matrix(6, MOST_BLOCKS).shape == (256, 32768)
-
-
-def test_what_a_trace_does_not_have_is_refused(numbered: ReadTrace) -> None:
-    for round_ in (-1, 11):
-        with pytest.raises(ValueError, match=r"rounds 0 … 10"):
-            numbered.matrix(round_)
-    for blocks in (0, MOST_BLOCKS + 1):
-        with pytest.raises(ValueError, match=f"blocks {blocks}: expected 1 … 32768"):
-            numbered.matrix(0, blocks)
 
 
 def test_traces_come_back_from_their_file(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 """Rounds are judged together as each is by hand."""
 
-from collections import Counter
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +8,7 @@ from torch import Tensor
 from specahead.engine.sampling.distributions import USE_ACCEPT, USE_TARGET, Sampling, uniforms
 from specahead.engine.sampling.judging import Drafted, judge_by_rules
 from specahead.wire import messages as m
-from tests.unit.fake_models import GREEDY, TABLE, VOCAB, judge_rounds
-from tests.unit.test_sessions import p_value
+from tests.unit.fake_models import GREEDY, VOCAB, judge_rounds
 from tests.unit.world import target_probs
 
 
@@ -97,37 +93,6 @@ def own(logits: Tensor, sampling: Sampling, at: int) -> int:
 # Levels of verification
 
 
-def behind(tokens: Tensor, salt: int) -> Tensor:
-    """Return the logits behind each token, as the level `salt` has them: near the others', and no level's like another.
-
-    tokens: [...] int64, returns [..., VOCAB] float32.
-    """
-    table = torch.from_numpy(TABLE)
-    return 0.8 * table[tokens] + 0.4 * table[(tokens + 31 * salt) % len(table)]
-
-
-def screened_rounds(count: int, sampling: Sampling) -> tuple[list[Drafted], list[tuple[int, int]]]:
-    """Have rounds of two drafted tokens behind token 0 screened by level 1, and what that leaves judged by level 2.
-
-    Returns what was judged at last, and the verdicts.
-    """
-    drafted = torch.stack([torch.multinomial(behind(torch.zeros(count, dtype=torch.int64), 0).softmax(1), 1)[:, 0]])
-    drafted = torch.cat([drafted, torch.multinomial(behind(drafted[0], 0).softmax(1), 1).T]).T
-    before = torch.cat([torch.zeros(count, 1, dtype=torch.int64), drafted], 1)
-    proposed_by = behind(before[:, :2], 0).softmax(2).numpy()
-    every_id, rounds = np.arange(VOCAB), []
-    for i, tokens in enumerate(drafted.tolist()):
-        supports = [m.Support(every_id, probs) for probs in proposed_by[i]]
-        rounds.append(Drafted(tokens, supports, replace(sampling, seed=i), base=1, screens=True))
-    held = []
-    for item, screened in zip(rounds, judge_by_rules(behind(before, 1), rounds), strict=True):
-        accepted, following = screened.verdict
-        assert len(screened.supports) == accepted + 1
-        held.append(Drafted([*item.tokens[:accepted], following], screened.supports, item.sampling, base=1))
-    logits = [behind(torch.tensor([0, *item.tokens]), 2) for item in held]
-    return held, judge_rounds(logits, held)
-
-
 def test_a_screened_token_is_drawn_from_the_likeliest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it was drawn from is told, of each token of the verdict."""
     monkeypatch.setattr("specahead.engine.sampling.judging.WIDE_SUPPORT", 4)
@@ -148,21 +113,3 @@ def test_a_screened_token_is_drawn_from_the_likeliest_alone(monkeypatch: pytest.
             assert token in support.ids.tolist() == likely[i, place, :4].tolist()
             wanted = (logits[i, place, likely[i, place, :4]] / 1.5).softmax(0)
             np.testing.assert_allclose(support.probs, wanted.numpy(), rtol=1e-5)
-
-
-def test_what_two_levels_leave_has_the_distribution_of_the_second() -> None:
-    """Chi-square of the first two tokens, 8,000 rounds; both levels accept some and reject some."""
-    torch.manual_seed(0)
-    sampling = Sampling(1.0, 0.9)
-    held, verdicts = screened_rounds(8000, sampling)
-    kept = [[*item.tokens[:accepted], following] for item, (accepted, following) in zip(held, verdicts, strict=True)]
-    assert {len(tokens) for tokens in kept} == {1, 2, 3, 4}
-    assert 0.3 < sum(len(tokens) - 1 for tokens in kept) / sum(len(item.tokens) for item in held) < 0.95
-    firsts = Counter(tokens[0] for tokens in kept)
-    (likeliest, _), *_ = firsts.most_common(1)
-    seconds = Counter(tokens[1] for tokens in kept if len(tokens) > 1 and tokens[0] == likeliest)
-    for counts, token in ((firsts, 0), (seconds, likeliest)):
-        p_values = [
-            p_value(counts, target_probs(behind(torch.tensor(token), level).numpy(), sampling)) for level in (1, 2)
-        ]
-        assert p_values[0] < 1e-6 and p_values[1] > 1e-3

@@ -36,7 +36,7 @@ def test_arrivals_are_exponential_and_know_nothing_of_one_another() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_what_is_drawn_has_the_truncated_distribution(backend: str) -> None:
-    rows, vocab = (20_000, 40) if backend == "torch" or DEVICE == "cuda" else (300, 5)
+    rows, vocab = (20_000, 40) if backend == "torch" or DEVICE == "cuda" else (120, 5)
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
     heat, top_p = torch.full((rows,), 0.8), torch.full((rows,), 0.9)
     given = (each.to(DEVICE) for each in (logits.expand(rows, -1).contiguous(), heat, top_p, numbers(rows)))
@@ -56,7 +56,7 @@ def test_triton_draws_what_torch_draws(dtype: torch.dtype, monkeypatch: pytest.M
     logits[3, 277] = 1.0
     heat = torch.tensor([0.0, 1.0, 0.5, 1.0, 2.0, 0.7, 1.0] * 2)
     top_p = torch.tensor([1.0, 1.0, 0.9, 1.0, 0.5, 1e-6, 0.99] * 2)
-    for seed in range(4):
+    for seed in range(2):
         given = logits, heat, top_p, numbers(14, seed)
         wanted = draw_own(*given)
         assert draw_own(*(each.to(DEVICE) for each in given), "triton").tolist() == wanted.tolist()
