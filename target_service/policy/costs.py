@@ -20,7 +20,7 @@ STALE = 1024  # rounds of each session in a bucket without a new one of a kind, 
 # How many times faster than estimated a round may turn out to be: one of a kind that was never measured, one that was
 # measured under other loads alone, and one of another number of tokens than was measured here.
 NEVER_SEEN, SEEN_ELSEWHERE, SEEN_NEAR = 1.5, 1.15, 1.06
-OTHER_ROWS = 4  # times as many rows, or a quarter: figures of such a step say nothing, since arithmetic may take the time
+OTHER_ROWS = 4  # times as many sessions, or a quarter of them: arithmetic may take the time of the one step alone
 UNSETTLED = 0.4  # how much faster another plan must be than one of two rounds; by more rounds less
 
 
