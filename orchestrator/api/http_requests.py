@@ -85,13 +85,8 @@ def guard_http(
         _check_host(headers, hosts)
         if scope["path"] in open_to_all:
             return
-        address = proxies.client_of((scope.get("client") or ("",))[0], headers)
-        try:
-            caller = callers.admit(bearer_of(dict(headers).get("authorization", "")))
-        except ServiceError as error:
-            callers.locate(address, error)
-            raise
-        callers.locate(address)
+        caller = callers.admit(bearer_of(dict(headers).get("authorization", "")))
+        callers.locate(proxies.client_of((scope.get("client") or ("",))[0], headers))
         if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
             entered.enter_context(caller.request())
             models.check_room()

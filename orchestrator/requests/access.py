@@ -12,7 +12,6 @@ from orchestrator.requests.keys import read_keys
 from specahead.config import Config
 from specahead.config.access import split_list
 from specahead.wire.access import PeerAccess, read_peer_access
-from specahead.wire.errors import ServiceError
 from specahead.wire.tls import Tls, read_tls
 
 _LONGEST_ADDRESS = 64  # characters that are kept of an address that a proxy reports
@@ -56,16 +55,16 @@ class Access:
     client_tls: Tls | None
     proxies: Proxies = field(default_factory=Proxies)
 
-    def locate_call(self, context: grpc.aio.ServicerContext, refusal: ServiceError | None) -> None:
-        """Tell the callers the address of a call over gRPC. Raises what `Callers.locate` raises."""
+    def locate_call(self, context: grpc.aio.ServicerContext) -> None:
+        """Tell the callers the address of a call over gRPC."""
         # A peer is ipv4:127.0.0.1:1234, or ipv6:%5B::1%5D:1234.
         peer = context.peer().partition(":")[2].rpartition(":")[0].removeprefix("%5B").removesuffix("%5D")
         headers = [(name, str(value)) for name, value in context.invocation_metadata() or ()]
-        self.callers.locate(self.proxies.client_of(peer, headers), refusal)
+        self.callers.locate(self.proxies.client_of(peer, headers))
 
 
 def read_access(config: Config) -> Access:
-    """Read tokens, keys and certificates. Raises SettingsError for those that cannot be used."""
+    """Read tokens, keys and certificates. Raises SettingsError if one of them cannot be used."""
     clients = config.clients
     return Access(
         read_peer_access(config.target),

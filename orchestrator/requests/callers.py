@@ -8,24 +8,13 @@ of its answer as they come. Shared targets report a key's use through other orch
 import contextlib
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from orchestrator.requests.keys import Key, digest_of
-from specahead.wire.errors import ResourceExhausted, ServiceError, Unauthenticated
+from specahead.wire.errors import ResourceExhausted, Unauthenticated
 from specahead.wire.messages import CallerUsage
-
-_MOST_ADDRESSES = 256  # that are remembered of a key
-FREE = 10  # wrong keys from an address that cost it nothing
-LONGEST = 60.0  # seconds that an address waits at most
-_FORGOTTEN_AFTER = 600.0  # seconds without a wrong key
-_MOST_WRONG = 10_000  # addresses with wrong keys that are remembered
-
-
-class WrongKey(Unauthenticated):
-    """A key was sent that is not allowed."""
 
 
 @dataclass(eq=False)
@@ -40,8 +29,6 @@ class Caller:
     """Requests that run through other orchestrators, by target."""
     allowed: bool = True
     """Whether the key is still allowed."""
-    addresses: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """The addresses that used it last."""
     tokens: float = field(init=False)
     """In the bucket, at the time `at` in seconds."""
     at: float = field(init=False)
@@ -79,13 +66,6 @@ class Caller:
         """Use the limits of another version of the key, with a full bucket; running requests stay counted."""
         self.key, self.tokens, self.at = key, float(key.tokens_per_minute), self.clock()
 
-    def note_address(self, address: str) -> None:
-        """Remember an address, and forget the one that was used longest ago."""
-        self.addresses[address] = None
-        self.addresses.move_to_end(address)
-        if len(self.addresses) > _MOST_ADDRESSES:
-            self.addresses.popitem(last=False)
-
     def pay(self, tokens: int) -> None:
         """Take tokens from the bucket, which may become negative."""
         if self.key.tokens_per_minute:
@@ -95,47 +75,6 @@ class Caller:
         now, rate = self.clock(), self.key.tokens_per_minute
         self.tokens, self.at = min(float(rate), self.tokens + (now - self.at) * rate / 60), now
         return self.tokens
-
-
-@dataclass
-class _Wrong:
-    """The wrong keys of one address."""
-
-    count: int = 0
-    last: float = 0.0
-    until: float = 0.0
-
-
-class WrongKeys:
-    """Counts the wrong keys of each address and makes it wait, longer each time: trying many keys leads nowhere.
-
-    Of more than _MOST_WRONG addresses those are forgotten that sent a wrong key longest ago.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._by_address: OrderedDict[str, _Wrong] = OrderedDict()
-
-    def check(self, address: str) -> None:
-        """Raise ResourceExhausted while an address has to wait."""
-        found = self._by_address.get(address)
-        if found is not None and (left := found.until - self._clock()) > 0:
-            seconds = math.ceil(left)
-            message = f"{found.count} wrong API keys came from this address; try again in {seconds} s"
-            raise ResourceExhausted(message, retry_after=seconds)
-
-    def add(self, address: str) -> None:
-        """Count a wrong key. From the eleventh on the address has to wait: 1 s, 2 s, 4 s and so on, up to LONGEST."""
-        now = self._clock()
-        found = self._by_address.setdefault(address, _Wrong())
-        self._by_address.move_to_end(address)
-        if now - found.last > _FORGOTTEN_AFTER:
-            found.count = 0
-        found.count, found.last = found.count + 1, now
-        if found.count > FREE:
-            found.until = now + min(LONGEST, 2.0 ** min(found.count - FREE - 1, 10))
-        if len(self._by_address) > _MOST_WRONG:
-            self._by_address.popitem(last=False)
 
 
 _ANYONE = Caller(Key("", ""))  # where no key is needed
@@ -159,7 +98,6 @@ class Callers:
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._by_digest = {key.digest: Caller(key) for key in keys}
-        self._wrong_keys = WrongKeys()
         self._elsewhere: dict[str, list[Caller]] = {}  # with requests through other orchestrators, by target
 
     def replace(self, keys: Sequence[Key]) -> None:
@@ -188,10 +126,7 @@ class Callers:
                 self._elsewhere.setdefault(target, []).append(user)
 
     def admit(self, bearer: str) -> Caller:
-        """Return the caller with this key and make it the task's. Raises Unauthenticated.
-
-        `locate` has to be called next, whether or not this raises.
-        """
+        """Return the caller with this key and make it the task's. Raises Unauthenticated."""
         caller = _ANYONE
         if self._by_digest:
             if not bearer:
@@ -199,22 +134,11 @@ class Callers:
             # A search by hash takes the same time however much of a key was right.
             found = self._by_digest.get(digest_of(bearer))
             if found is None:
-                raise WrongKey("the API key is not allowed here")
+                raise Unauthenticated("the API key is not allowed here")
             caller = found
         _CALLER.set(caller)
         return caller
 
-    def locate(self, address: str, refusal: ServiceError | None = None) -> None:
-        """Set the address of the task's requests. refusal: the error that `admit` raised.
-
-        Raises ResourceExhausted if too many wrong keys came from the address, also for a right key, unless that key was
-        used from there before.
-        """
+    def locate(self, address: str) -> None:
+        """Set the address of the task's requests."""
         _ADDRESS.set(address)
-        if isinstance(refusal, WrongKey):
-            self._wrong_keys.check(address)
-            self._wrong_keys.add(address)
-        elif refusal is None and (caller := _CALLER.get()) is not _ANYONE:
-            if address not in caller.addresses:
-                self._wrong_keys.check(address)
-            caller.note_address(address)

@@ -1,4 +1,4 @@
-"""API keys: random words, of which only hashes are kept, each with its holder's name and limits.
+"""API keys: random words. Only their hashes are kept, each with its holder's name and limits.
 
 A line of the keys' file: `NAME sha256:HEX [requests=N] [tokens_per_minute=N]`. Empty lines and lines that begin with #
 are ignored. A key has 256 random bits, so that no search can find it by its hash.

@@ -194,7 +194,7 @@ class TokenizeRequest(Strict, extra="allow"):
 
 
 class DetokenizeRequest(Strict):
-    """Tokens to make text of."""
+    """Tokens to convert to text."""
 
     model: str | None = None
     tokens: TokenIds

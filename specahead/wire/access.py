@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # Takes a call's bearer token, "" if it has none; raises ServiceError to refuse the call.
 Authorize = Callable[[str], object]
-Locate = Callable[[grpc.aio.ServicerContext, ServiceError | None], None]
+Locate = Callable[[grpc.aio.ServicerContext], None]
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -44,7 +44,7 @@ class Guard:
     authorize: Authorize | None = None
     tls: Tls | None = None
     locate: Locate | None = None
-    """Takes each call's context, and the error of `authorize` if there was one; raises ServiceError to refuse it."""
+    """Takes the context of each call, which says where it comes from."""
     refused: Callable[[ServiceError], None] = field(default_factory=_refusal_log)
     """Called for each refused call."""
 
@@ -131,11 +131,7 @@ def check_token(expected: str, given: str) -> None:
 
 
 class RequireBearer(grpc.aio.ServerInterceptor):
-    """Refuses the calls that a guard refuses, before any of their messages is read. Health is open, for probes.
-
-    Where a call comes from is known only when its handler runs. So `guard.locate` may refuse a call with the right
-    token after its first message.
-    """
+    """Refuses the calls that a guard refuses, before any of their messages is read. Health is open, for probes."""
 
     def __init__(self, guard: Guard) -> None:
         assert guard.authorize is not None
@@ -158,35 +154,27 @@ class RequireBearer(grpc.aio.ServerInterceptor):
         return handler if handler is None or self._locate is None else self._locating(handler)
 
     def _locating(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Return a handler that first has `guard.locate` check the call."""
+        """Return a handler that first tells `guard.locate` of the call, whose place is known only when it runs."""
+        locate = self._locate
+        assert locate is not None
         kind = f"{'stream' if handler.request_streaming else 'unary'}_"
         kind += "stream" if handler.response_streaming else "unary"
         run = getattr(handler, kind)
 
         async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await self._enter(None, context)
+            locate(context)
             return await run(request, context)
 
         async def answer_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            await self._enter(None, context)
+            locate(context)
             async for response in run(request, context):
                 yield response
 
         return handler._replace(**{kind: answer_stream if handler.response_streaming else answer})
 
     async def _refuse(self, error: ServiceError, requests: Any, context: grpc.aio.ServicerContext) -> None:
-        await self._enter(error, context)
-
-    async def _enter(self, refusal: ServiceError | None, context: grpc.aio.ServicerContext) -> None:
-        """End the call if `authorize` or `guard.locate` refuses it."""
-        try:
-            if self._locate is not None:
-                self._locate(context, refusal)
-        except ServiceError as error:
-            refusal = error
-        if refusal is not None:
-            self._refused(refusal)
-            await context.abort(refusal.status, str(refusal))
+        self._refused(error)
+        await context.abort(error.status, str(error))
 
 
 def _bearer_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:

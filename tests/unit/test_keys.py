@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.requests.access import Proxies
-from orchestrator.requests.callers import _CALLER, Caller, Callers, WrongKeys, current_caller
+from orchestrator.requests.callers import _CALLER, Caller, Callers, current_caller
 from orchestrator.requests.keys import PREFIX, Key, digest_of, make_key, read_keys, watch_keys
 from specahead.cli.main import main
 from specahead.config import SettingsError
@@ -225,47 +225,6 @@ def test_replaced_keys_keep_what_was_used() -> None:
             pass
     callers.replace([replace(a, name="c")])
     assert callers.admit("a") is not caller
-
-
-def test_wrong_keys_cost_more_time_each_and_are_forgotten() -> None:
-    clock = Clock()
-    wrong = WrongKeys(clock.monotonic)
-    waits = []
-    for _ in range(20):
-        wrong.add("one")
-        before = clock.now
-        while True:
-            try:
-                wrong.check("one")
-            except ResourceExhausted as error:
-                clock.now += error.retry_after
-            else:
-                break
-        waits.append(clock.now - before)
-    assert waits == [0] * 10 + [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
-    wrong.check("another")
-    clock.now += 601
-    wrong.add("one")
-    wrong.check("one")
-
-
-def test_wrong_keys_of_very_many_addresses_take_bounded_memory() -> None:
-    wrong = WrongKeys(Clock().monotonic)
-    for number in range(30_000):
-        wrong.add(f"address {number}")
-        for _ in range(11 if number % 100 == 0 else 0):
-            wrong.add("attacker")
-    assert len(wrong._by_address) == 10_000
-    with pytest.raises(ResourceExhausted):
-        wrong.check("attacker")
-
-
-def test_a_key_remembers_a_bounded_number_of_addresses() -> None:
-    caller = Caller(Key("alice", ""))
-    for number in range(1000):
-        caller.note_address("home")
-        caller.note_address(str(number))
-    assert len(caller.addresses) == 256 and "home" in caller.addresses
 
 
 @pytest.mark.parametrize(
