@@ -125,9 +125,8 @@ DEPLOY_TOOLS := .deploy/tools
 check-deploy: setup .deploy/tools/.ready  ## Image, Compose, Kubernetes, Helm, dashboards: all that can be checked without a cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/deploy
 
-deploy-files: setup .deploy/tools/.ready  ## Make what lies in deploy/ by code: chart's schema, Kustomize base, dashboard
+deploy-files: setup .deploy/tools/.ready  ## Make what lies in deploy/ by code: chart's schema, Kustomize base
 	$(BIN)/python deploy/chart_schema.py
-	$(BIN)/python deploy/monitoring/dashboard.py
 	$(DEPLOY_TOOLS)/bin/python deploy/render_chart.py --base deploy/kubernetes/base
 
 # The versions are those that the tests run with; only torch is another build, and on a GPU Triton is what that asks for.

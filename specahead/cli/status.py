@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 from specahead.cli.server import Server
 from specahead.config.speculation import WITHOUT_DRAFT
+from specahead.wire.plan_words import plan_in_words
 
 _WIDE = 200  # columns where the output is no terminal
 
@@ -104,8 +105,8 @@ def _show(status: dict[str, Any], console: Console) -> None:
         table.add_row(name, *cells, values["address"], values["version"])
     console.print(table)
     for name, values in status["services"].items():
-        if values["up"] and values.get("sessions") and "plan_gamma" in values:
-            console.print(f"{name}: {_plan(values)}", soft_wrap=True)
+        if values["up"] and values.get("sessions") and (plan := plan_in_words(values)):
+            console.print(f"{name}: {plan}", soft_wrap=True)
 
 
 def _show_model(model: dict[str, Any], console: Console) -> None:
@@ -119,17 +120,6 @@ def _show_model(model: dict[str, Any], console: Console) -> None:
         f"{model['tokens_generated']} tokens generated{share}",
         soft_wrap=True,
     )
-
-
-def _plan(values: dict[str, Any]) -> str:
-    """Return how a target makes its rounds at the moment, and why."""
-    gamma, held = values["plan_gamma"], values["plan_held"]
-    proposed = f"{gamma} proposed tokens a round" if gamma else "plain decoding"
-    reads = ", approximate requests read announced blocks" if values["plan_sparse"] else ""
-    holds = f", exact requests hold up to {held} tokens for one dense pass" if held else ""
-    rates = f"{values['plan_tokens_per_second']:,.0f} tokens a second expected"
-    other = values["runner_up_tokens_per_second"]
-    return f"{proposed}{reads}{holds}; {rates}{f', the next best plan {other:,.0f}' if other else ''}"
 
 
 def _cells(values: dict[str, Any], has_draft: bool) -> list[str]:

@@ -9,6 +9,9 @@ from orchestrator.sessions.metrics import Metrics, exposition
 from orchestrator.sessions.router import TargetState
 from specahead.cli.status import _cells, _model, _nodes, _read_metrics, _show
 from specahead.wire.messages import ServiceStatus
+from specahead.wire.plan_words import plan_in_words
+from target_service.policy.choice import Choice
+from target_service.policy.plans import PLAIN, Proposer, RoundPlan
 
 ADDRESSES = {"target-1": "10.0.0.1:7", "target-2": "10.0.0.2:7", "draft": "10.0.0.1:8"}
 
@@ -61,6 +64,20 @@ def test_the_table_has_a_row_for_each_service() -> None:
     assert rows[2][:2] == ["draft", "connected"]
     draining = {"up": 1, "attached": 1, "draining": 1, "pid": 9, "sessions": 2, "kv_pages_held": 1, "kv_pages": 4}
     assert _cells(draining, True)[:3] == ["drains", "9", "2"]
+
+
+def test_the_choice_of_a_plan_is_explained_in_words() -> None:
+    drafted = RoundPlan(Proposer.DRAFT, 4, sparse=True, held=16)
+    assert plan_in_words(Choice(drafted, 2342.4, PLAIN, 910.0).gauges) == (
+        "4 proposed tokens a round, approximate requests read announced blocks, exact requests hold up to 16 tokens "
+        "for one dense pass; 2,342 tokens a second expected; next best: plain decoding, 910"
+    )
+    assert plan_in_words(Choice(PLAIN, 910.0, None, 0.0).gauges) == "plain decoding; 910 tokens a second expected"
+    assert plan_in_words({"pid": 7}) == ""
+    services = {"target-1": _service(11, [], 2, 30)}
+    services["target-1"].gauges.update(Choice(drafted, 2342.4, PLAIN, 910.0).gauges)
+    _, told = _read_metrics(exposition(Metrics("tiny").families(3, services, ADDRESSES, {})).decode())
+    assert plan_in_words(told["target-1"]).endswith("next best: plain decoding, 910")
 
 
 def test_what_a_router_does_with_each_target_is_told() -> None:

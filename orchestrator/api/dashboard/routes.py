@@ -23,6 +23,7 @@ from orchestrator.sessions.served_models import ServedModels
 from specahead.config.speculation import WITHOUT_DRAFT
 from specahead.wire.errors import ServiceError
 from specahead.wire.messages import ServiceStatus
+from specahead.wire.plan_words import plan_in_words
 
 PAGE = Path(__file__).parent / "page.html"
 TICK_SECONDS = 0.25
@@ -92,6 +93,7 @@ def _status(models: ServedModels, services: Mapping[str, ServiceStatus | None]) 
         "kv_held": gauges.get("kv_pages_held", 0),
         "kv_pages": gauges.get("kv_pages", 0),
         "target": all(each.router.connected for each in models),
+        "plans": {name: plan for name, each in services.items() if each and (plan := plan_in_words(each.gauges))},
         "draft": all(_is_drafted(each, services_of(each.name, services)) for each in models),
     }
 
