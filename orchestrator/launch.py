@@ -79,7 +79,7 @@ def _launch(config: Config) -> None:
     config = endpoints.resolve_context(config)
     for port in (config.clients.grpc_port, config.clients.http_port):
         check_free(config.clients.host, port)
-    # What a tokenizer takes is imported while the services start: that is seconds.
+    # The tokenizers' modules take seconds to import; the services start meanwhile.
     of_tokenizers = "transformers.models.auto.tokenization_auto"
     threading.Thread(target=importlib.import_module, args=(of_tokenizers,), daemon=True).start()
     with placed_services(config) as placed:

@@ -18,8 +18,7 @@ from orchestrator.cluster.autoscaling import Autoscaler
 from orchestrator.cluster.connecting import wait_until_connected
 from orchestrator.cluster.directory import side_of
 from orchestrator.cluster.placement import Directories, Look, addresses_in, keep_found
-from orchestrator.cluster.scaling import Scaler, scaling_of
-from orchestrator.cluster.service_status import Asks, AskStatus, Lines, keep_told, read_statuses
+from orchestrator.cluster.service_status import Asks, AskStatus, Lines, keep_drafts_informed, read_statuses
 from orchestrator.cluster.supervision import supervise
 from orchestrator.requests.access import Access
 from orchestrator.requests.keys import watch_keys
@@ -174,7 +173,9 @@ async def run(
         lines = Lines([each for where in directories for each in where.values()], access.peers)
         placed = directories if placement else []
         async with (
-            _meanwhile(*(keep_told(Lines(where.values(), access.peers), where["target"]) for where in placed)),
+            _meanwhile(
+                *(keep_drafts_informed(Lines(where.values(), access.peers), where["target"]) for where in placed)
+            ),
             serve_clients(config, access, directories, Asks(lines)) as (grpc_address, http_address, models),
         ):
             stop_on_signals()
@@ -189,9 +190,10 @@ async def run(
                 for model, frontend, where, fleet in zip(
                     config.by_model, models, directories, placement.fleets, strict=True
                 ):
-                    if (scaling := scaling_of(model.cluster)) is not None:
+                    asked, least = model.cluster.autoscaling, max(1, model.cluster.targets)
+                    if asked.max_targets > least:
                         targets = frontend.router.targets
-                        watching.append(Autoscaler(Scaler(scaling), targets, lines, where, fleet, turn).run())
+                        watching.append(Autoscaler(asked, least, targets, lines, where, fleet, turn).run())
             if look is not None:
                 names = [model.model_name for model in config.by_model]
                 watching.append(keep_found(look, dict(zip(names, directories, strict=True))))

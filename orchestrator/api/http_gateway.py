@@ -126,7 +126,7 @@ async def chat(body: ChatRequest, request: Request, models: Served) -> Response:
 
 @router.post("/v1/responses")
 async def respond(body: ResponsesRequest, request: Request, models: Served) -> Response:
-    """Give the response to a conversation, all of which is in the request."""
+    """Give the response to a conversation; the request has the whole conversation."""
     frontend = _find(models, body.model, request)
     body_as_chat = to_chat(body)
     name = _name(body_as_chat, request)

@@ -69,7 +69,7 @@ class Connections:
             found = next((transport for transport, at in transports.items() if at == address), None)
             if found is not None:
                 del transports[found]
-                # A close would wait until the client has read what is in our buffer.
+                # close() would wait until the client has read the rest of our buffer.
                 found.abort() if found.get_write_buffer_size() else found.close()
                 return True
         return False

@@ -1,4 +1,4 @@
-"""Services that another launch has placed, for one more gateway: the Ray that runs them knows where they are."""
+"""Finds the services that another launch has placed, through the Ray that runs them, for one more gateway."""
 
 import contextlib
 import time
@@ -23,7 +23,7 @@ class JoinedServices:
         self._addresses: dict[str, str] = {}
 
     def look(self) -> dict[str, str]:
-        """Return where the services listen, by name; of one that is started anew, where it was."""
+        """Return the addresses of the services, by name; of a service that restarts, the last one."""
         names = [name for name in ray.util.list_named_actors() if side_of(name) in SIDES]
         for name in names:
             if name not in self._asked:

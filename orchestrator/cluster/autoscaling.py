@@ -1,22 +1,23 @@
 """Keeping as many targets as the load asks for: more are placed, and surplus ones are drained and then ended.
 
-A target that drains takes no new sessions, from whichever gateway; it is ended when its sessions are over. So no stream
-ends with it.
+A target is added when the load has asked for more during a delay, and one is taken away when it has asked for fewer. A
+target that drains takes no new sessions from any gateway, and is ended when its sessions are over, so no stream ends
+with it.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 
 from orchestrator.cluster.directory import Directory, side_of
-from orchestrator.cluster.scaling import Scaler, TargetLoad
 from orchestrator.cluster.service_status import ControlLine
 from orchestrator.cluster.supervision import RAY_PATIENCE
 from orchestrator.sessions.target_stream import TargetStream
+from specahead.config.launch import Autoscaling
 from specahead.wire.streams import BEAT_SECONDS
 
 if TYPE_CHECKING:
@@ -27,27 +28,66 @@ log = logging.getLogger(__name__)
 _QUIET_BEATS = 3  # that a target is without sessions before it is ended: gateways know by then that it drains
 
 
+class TargetLoad(NamedTuple):
+    """The load of a target."""
+
+    kv_use: float
+    """Share of its KV room that is taken."""
+    wait: float
+    """Seconds that a new session would wait."""
+
+
+def direction_of(loads: Sequence[TargetLoad], present: int, settings: Autoscaling) -> int:
+    """Return 1 if the serving targets have too much load and no other starts, -1 if one fewer than `present` would have
+    enough room for it, else 0. loads: of the serving targets, at least one."""
+    count = len(loads)
+    use, wait = (sum(values) for values in zip(*loads, strict=True))
+    if use > count * settings.kv_use or wait > count * settings.wait:
+        return int(count == present)
+    return -(use <= (present - 1) * settings.kv_use and wait <= count * settings.wait / 2)
+
+
 @dataclass(eq=False)
 class Autoscaler:
-    """Owns the number of placed targets that stay; the latest ones go first.
+    """Owns the number of placed targets that stay; the latest ones go first."""
 
-    fleet: places the services; its methods may take long and run in a thread. targets: the streams to serving targets.
-    lines: calls services by name. directories: the addresses of services, by side. turn: held while the set of placed
-    services changes.
-    """
-
-    scaler: Scaler
+    settings: Autoscaling
+    least: int
+    """Targets that stay whatever the load is."""
     targets: Mapping[str, TargetStream]
+    """The streams to serving targets."""
     lines: Mapping[str, ControlLine]
+    """Calls services by name."""
     directories: Mapping[str, Directory]
+    """The addresses of services, by side."""
     fleet: "RayFleet"
+    """Places the services; its methods may take long and run in a thread."""
     turn: asyncio.Lock
+    """Held while the set of placed services changes."""
     _staying: int = field(default=0, init=False)
+    _direction: int = field(default=0, init=False)  # that the load asks for
+    _since: float = field(default=0.0, init=False)  # when it began to ask for that
     _quiet: int = field(default=0, init=False)  # beats since the latest target has had sessions
+
+    def decide(self, loads: Sequence[TargetLoad], present: int, now: float) -> int:
+        """Return how many targets there are to be from now on.
+
+        loads: of the serving targets. present: targets, starting ones included. now: in seconds.
+        """
+        direction = direction_of(loads, present, self.settings) if loads else 0
+        if not self.least <= present + direction <= self.settings.max_targets:
+            direction = 0
+        if direction != self._direction:
+            self._direction, self._since = direction, now
+        delay = self.settings.in_delay if direction < 0 else self.settings.out_delay
+        if not direction or now - self._since < delay:
+            return present
+        self._direction = 0
+        return present + direction
 
     async def run(self) -> None:
         """Look at the load every second, and act. Runs until cancelled."""
-        self._staying = self.scaler.scaling.least
+        self._staying = self.least
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             try:
@@ -61,7 +101,7 @@ class Autoscaler:
         placed = [name for name in self.fleet.names if side_of(name) == "target"]
         present = self._staying = min(self._staying, len(placed))
         loads = [load_of(stream) for name in placed[:present] if (stream := self._serving(name)) is not None]
-        self._staying = self.scaler.decide(loads, present, asyncio.get_running_loop().time())
+        self._staying = self.decide(loads, present, asyncio.get_running_loop().time())
         if self._staying != present:
             log.warning("the load asks for %d targets instead of %d", self._staying, present, extra={"loads": loads})
         for _ in range(self._staying - len(placed)):
@@ -76,7 +116,7 @@ class Autoscaler:
         return stream if stream is not None and stream.connected and stream.view.report.kv_pages else None
 
     def _forget_lost(self) -> None:
-        """Forget services that a placement which was made anew does not have."""
+        """Forget services that are missing since Ray was restarted."""
         names = self.fleet.names
         for directory in self.directories.values():
             for name in [name for name in directory.addresses if name not in names]:
@@ -93,9 +133,9 @@ class Autoscaler:
                     log.debug("%s did not take whether it drains", name, exc_info=True)  # the next beat tries again
 
     def _is_over(self, name: str) -> bool:
-        """Return whether a target that is too many may be ended: it starts still, or has had no sessions for a while.
+        """Return whether a surplus target may be ended: it still starts, or has had no sessions for a while.
 
-        One that is lost has none.
+        A lost target has none.
         """
         stream = self._serving(name)
         if name not in self.directories["target"].addresses:
@@ -113,7 +153,7 @@ class Autoscaler:
         log.warning("%s ended: the load does not ask for more", " and ".join(names))
 
     async def _find_started(self) -> None:
-        """Look where services listen that start."""
+        """Look up the addresses of services that have started."""
         for name in self.fleet.names:
             if name in (directory := self.directories[side_of(name)]).addresses:
                 continue

@@ -1,4 +1,4 @@
-"""Whether each target's process runs the draft model as well, and how many targets there are. Ray is not known here."""
+"""Decides whether each target's process runs the draft model too, and how many targets there are. Knows no Ray."""
 
 import logging
 import math

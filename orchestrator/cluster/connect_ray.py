@@ -54,7 +54,7 @@ def _connect(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
 
 
 def _running_ray() -> str | None:
-    """RAY_ADDRESS, or where `ray start` on this machine says that its head is, if that listens."""
+    """Return RAY_ADDRESS, or the head's address that `ray start` left on this machine if something listens there."""
     named = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
     if named:
         return named
@@ -81,7 +81,7 @@ def check_ray_listens(address: str) -> None:
 
 
 def _keep_ray_on_loopback() -> None:
-    """Ray replaces a loopback address by the machine's own unless clusters are off, as on a laptop.
+    """Turn clusters off, as on a laptop: Ray would otherwise replace a loopback address by the machine's own.
 
     The switch is read from the environment at `import ray`; child processes read it again.
     """

@@ -16,7 +16,7 @@ from specahead.wire.messages import ServiceStatus
 async def wait_until_connected(
     router: Router, services: Mapping[str, AskStatus], read_addresses: Callable[[], Mapping[str, str]], seconds: float
 ) -> list[ServiceStatus]:
-    """Wait until a target serves and, if there are drafts, has one, and return the status of each that does.
+    """Wait until a target serves and, if there are drafts, is attached to one; return the status of each such target.
 
     services: asks each for its status, by name. read_addresses: returns their addresses, for the error.
     seconds: how long to wait; 0: without end. Raises ClusterError, which names the cause.

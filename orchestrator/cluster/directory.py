@@ -1,4 +1,4 @@
-"""Where the services are: one part of a process learns it (from its settings, or from Ray), others look it up."""
+"""The addresses of services: one part of a process stores them (from its settings or from Ray), others read them."""
 
 import asyncio
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class Directory:
         self._tell()
 
     async def changed(self) -> None:
-        """Wait for the next change. What changed before the call is not waited for: look first, then wait."""
+        """Wait for the next change after the call: read `addresses` first, then wait."""
         await self._changed.wait()
 
     def _tell(self) -> None:

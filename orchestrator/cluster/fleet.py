@@ -134,7 +134,7 @@ class RayFleet:
 class RayPlacement:
     """Owns our part of Ray and, by model, the services that run there.
 
-    Made, it has joined or started Ray; `start` starts the services.
+    Its constructor joins or starts Ray; `start` starts the services.
 
     fleets: those of each model. services: address and process id of each service by name, as they were when they were
     placed.
@@ -307,7 +307,7 @@ def _count(config: Config, side: str, targets: int) -> int:
 
 
 def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[TargetSettings | DraftSettings]]:
-    """Return which services are to be near each other: the first target and the first draft, and so on."""
+    """Return the services that should run near each other: the first target and the first draft, the second ones, …"""
     targets, drafts = ([each for each in settings if each.side == side] for side in ("target", "draft"))
     return [[each for each in pair if each is not None] for pair in zip_longest(targets, drafts)]
 

@@ -49,7 +49,7 @@ def placed_services(config: Config) -> Iterator[tuple[list[Directories], "RayPla
 
 
 async def keep_found(look: Look, models: Mapping[str, Directories]) -> None:
-    """Note every second where the services are. models: where those of each are to be noted. Runs until cancelled."""
+    """Store the addresses of the services every second. models: the directories of each. Runs until cancelled."""
     while True:
         await asyncio.sleep(BEAT_SECONDS)
         try:
@@ -73,7 +73,7 @@ def addresses_in(directories: Iterable[Directories]) -> dict[str, str]:
 
 
 def _running(config: Config, label: str) -> Directories:
-    """Return where the services are that run already for a model. label: stands in their names."""
+    """Return the directories of the services that run already for a model. label: a part of their names."""
     cluster = config.cluster
     targets = _named("target", cluster.target_address, label)
     drafts = _named("draft", cluster.draft_address if config.has_draft else "", label)

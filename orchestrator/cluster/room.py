@@ -1,4 +1,4 @@
-"""What services need of Ray's resources, and whether it can ever have that. Ray itself is not known here."""
+"""The resources that services ask Ray for, and whether Ray can ever provide them. Does not import Ray."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
-    """What a node must have to run a service, as Ray counts it; a trace, so that one node serves for many."""
+    """Return the custom resource that a node must have to run a service: a thousandth, so that a node can run many."""
     resource = {"target": cluster.node_resources.target, "draft": cluster.node_resources.draft}[side]
     return {resource: 0.001} if resource else {}
 
@@ -34,7 +34,7 @@ def check_room(needs: Sequence[Mapping[str, float]], there: Mapping[str, float])
 
 
 def gpus_of(device: str, there: float, services: int) -> int:
-    """How many of the `there` GPUs of Ray's cluster each of the services gets: one or none."""
+    """Return the GPUs that each service gets, one or none. there: GPUs of Ray's cluster."""
     if device == "auto" and 0 < there < services:
         log.warning(
             "Ray has %g of the %d GPUs that the services take, so none is kept for any of them, and all use the first "

@@ -57,7 +57,7 @@ class ServiceActor:
             self._listening.set_result((announced_address(server.address, self._node), os.getpid()))
 
         try:
-            # Imported behind collect_seldom, since it is much.
+            # These large imports come after collect_seldom.
             if isinstance(settings, DraftSettings):
                 from draft_service.service import run as run_draft
 
@@ -76,7 +76,7 @@ class ServiceActor:
             self._listening.set_exception(RuntimeError(f"{error}" if said else f"{type(error).__name__}: {error}"))
 
     def where(self) -> tuple[str, int]:
-        """Wait for the service to listen and return its address and process id, or raise what kept it from that."""
+        """Wait for the service to listen and return its address and process id. Raises its error if it fails."""
         return self._listening.result()
 
     def said(self) -> list[Said]:

@@ -1,4 +1,4 @@
-"""Speaking with the services about themselves: how they are, whom they serve."""
+"""Calls that ask services for their status, and tell drafts which targets there are."""
 
 import asyncio
 import contextlib
@@ -114,7 +114,7 @@ async def _status(ask: AskStatus) -> ServiceStatus | None:
         return None
 
 
-async def keep_told(lines: Mapping[str, ControlLine], targets: Directory) -> None:
+async def keep_drafts_informed(lines: Mapping[str, ControlLine], targets: Directory) -> None:
     """Tell the drafts among the services which targets there are, at every change and every second, until cancelled.
 
     Every second, since a draft that was started anew knows of none.

@@ -1,8 +1,7 @@
-"""Watching the services and Ray while clients are served: what hangs is replaced, a lost Ray is started again.
+"""Watches the services and Ray while clients are served: replaces a service that hangs, restarts a lost Ray.
 
-A service that dies is Ray's affair: it starts it again. One that hangs is alive as far as Ray can see, so its status is
-asked for every second. While a service starts nothing is expected of it, and a model step that hangs ends its own
-process (specahead/engine/steps/step_loop.py).
+Ray itself restarts a service that dies. To Ray a hung service is alive, so each is asked for its status every second,
+except while it starts. A model step that hangs ends its own process (specahead/engine/steps/step_loop.py).
 """
 
 import asyncio
@@ -25,7 +24,7 @@ PAUSE_BEATS = 5  # between attempts
 
 
 class Placement(Protocol):
-    """What places services. All of it may take long, and runs in a thread."""
+    """Places services. Each method may take long and runs in a thread."""
 
     def locate(self, name: str) -> str:
         """Return where a service listens; "" as long as that is not known."""
@@ -89,7 +88,7 @@ async def _watch_service(
     put: Callable[[str, str], None],
     turn: asyncio.Lock,
 ) -> None:
-    """Watch a service until it is no more among the services."""
+    """Watch a service until it is removed from the services."""
     missed, serves = 0, False
     while (ask := services.get(name)) is not None:
         try:
@@ -120,7 +119,7 @@ async def _watch_service(
 
 
 async def _locate(name: str, placement: Placement, put: Callable[[str, str], None]) -> None:
-    """Look where a service is that does not answer: it may have been started elsewhere."""
+    """Look up the address of a service that does not answer: Ray may have started it elsewhere."""
     try:
         async with asyncio.timeout(RAY_PATIENCE):
             address = await asyncio.to_thread(placement.locate, name)

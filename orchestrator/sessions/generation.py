@@ -269,7 +269,7 @@ def _parts(commit: Commit, texts: list[str], marked: bool) -> list[tuple[Commit,
     """Return the parts of a round: each a round, its text, and whether it was drafted and accepted.
 
     A round that is not `marked` is one part, with None. Otherwise accepted tokens and the target's own tokens are two
-    parts, of which the last has the finish reason. texts: of the tokens.
+    parts; the last one has the finish reason. texts: of the tokens.
     """
     if not marked:
         return [(commit, "".join(texts), None)]

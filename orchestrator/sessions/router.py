@@ -286,7 +286,7 @@ class Router:
             self._giving_up = loop.call_later(self._resume_timeout, self._give_up)
 
     def _lives(self, stream: TargetStream) -> bool:
-        """Return whether a target has sent a message since one was lost, and so did not fail with it."""
+        """Return whether a target has spoken since another one was lost, so it did not fail with that one."""
         return stream.found_at > self._lost_at or stream.heard_at > self._lost_at + _SETTLING_SECONDS
 
     def heard(self) -> None:

@@ -1,4 +1,4 @@
-"""What the load asks for is placed and found; what is too much is drained first, and ended without sessions."""
+"""Targets that the load asks for are placed and found; surplus ones are drained first, and ended without sessions."""
 
 import asyncio
 import contextlib
@@ -7,12 +7,55 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from orchestrator.cluster.autoscaling import Autoscaler
+from orchestrator.cluster.autoscaling import Autoscaler, TargetLoad, direction_of
 from orchestrator.cluster.directory import Directory, side_of
-from orchestrator.cluster.scaling import Scaler, Scaling
 from orchestrator.sessions.routing import TargetView
+from specahead.config.launch import Autoscaling
 from specahead.wire.messages import Report
+
+SLOW = Autoscaling(max_targets=8, kv_use=0.7, wait=5, out_delay=30, in_delay=600)
+
+
+@pytest.mark.parametrize(
+    ("loads", "direction"),
+    [
+        ([TargetLoad(0.0, 0.0)] * 3, -1),
+        ([TargetLoad(0.5, 0.0)] * 3, 0),  # two would have 0.75 in use
+        ([TargetLoad(0.4, 0.0)] * 3, -1),
+        ([TargetLoad(0.9, 0.0)] * 3, 1),
+        ([TargetLoad(0.1, 3.0)] * 3, 0),  # while sessions wait, no target goes
+        ([TargetLoad(0.1, 6.0)] * 3, 1),
+    ],
+)
+def test_the_load_asks_for_more_or_fewer(loads: list[TargetLoad], direction: int) -> None:
+    assert direction_of(loads, len(loads), SLOW) == direction
+
+
+@given(st.lists(st.builds(TargetLoad, st.floats(0, 1), st.floats(0, 100)), min_size=2, max_size=12))
+def test_a_target_that_goes_is_not_asked_for_again(loads: list[TargetLoad]) -> None:
+    if direction_of(loads, len(loads), SLOW) < 0:
+        left = [TargetLoad(sum(load.kv_use for load in loads) / (len(loads) - 1), 0.0)] * (len(loads) - 1)
+        assert direction_of([load._replace(kv_use=load.kv_use - 1e-9) for load in left], len(left), SLOW) <= 0
+
+
+def test_a_load_that_lasts_is_answered_when_its_delay_is_over() -> None:
+    nothing: Any = None
+    scaler = Autoscaler(SLOW, 1, nothing, nothing, nothing, nothing, nothing)
+    busy, idle = [TargetLoad(0.95, 9.0)], [TargetLoad(0.1, 0.0)]
+    assert [scaler.decide(busy, 1, at) for at in (100, 115, 129.9, 130)] == [1, 1, 1, 2]
+    assert scaler.decide(busy * 2, 2, 131) == 2, "the next step has a delay of its own"
+    assert scaler.decide(busy, 2, 165) == 2, "a target still starts"
+    assert scaler.decide([], 2, 200) == 2, "nobody says anything"
+    assert scaler.decide(idle * 2, 2, 240) == 2
+    assert scaler.decide(idle * 2, 2, 839) == 2
+    assert scaler.decide([TargetLoad(0.6, 0)] * 2, 2, 839.5) == 2, "a moment of load, and the delay begins anew"
+    assert scaler.decide(idle * 2, 2, 840) == 2
+    assert scaler.decide(idle * 2, 2, 1440) == 1
+    assert [scaler.decide(idle, 1, at) for at in (1441, 9999)] == [1, 1], "the least"
+    assert [scaler.decide(busy * 8, 8, at) for at in (10_000, 20_000)] == [8, 8], "the most"
 
 
 @dataclass
@@ -75,10 +118,10 @@ class Run:
     def __init__(self) -> None:
         self.fleet = Fleet()
         self.directories = {side: Directory({f"{side}-1": f"{side}-1:7"}) for side in ("target", "draft")}
-        scaler, lines = Scaler(Scaling(1, 3, 0.5, 5, 0, 0)), self.fleet.streams
+        settings, lines = Autoscaling(max_targets=3, kv_use=0.5, out_delay=0, in_delay=0), self.fleet.streams
         fleet: Any = self.fleet
         turn = asyncio.Lock()
-        self.autoscaler = Autoscaler(scaler, lines, lines, self.directories, fleet, turn)  # type: ignore[arg-type]
+        self.autoscaler = Autoscaler(settings, 1, lines, lines, self.directories, fleet, turn)  # type: ignore[arg-type]
 
     @property
     def found(self) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from draft_service.link import Links, LinkState
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.service_status import ControlLine, Lines, keep_told
+from orchestrator.cluster.service_status import ControlLine, Lines, keep_drafts_informed
 from protos import control_pb2, control_pb2_grpc
 from specahead.wire.access import PeerAccess
 from specahead.wire.server import RunningServer, start_server
@@ -82,7 +82,7 @@ async def test_drafts_are_told_of_targets_that_come_go_and_move_and_again_where_
     targets, drafts = Directory({"target-1": "a:1"}), Directory()
     async with running(draft, access) as first, running(anew, access) as second:
         drafts.put("draft", first.address)
-        telling = asyncio.create_task(keep_told(Lines([targets, drafts], access), targets))
+        telling = asyncio.create_task(keep_drafts_informed(Lines([targets, drafts], access), targets))
         await until_told(draft, ["a:1"])
         targets.put("target-2", "b:2")
         await until_told(draft, ["a:1", "b:2"])
