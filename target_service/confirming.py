@@ -52,4 +52,4 @@ def is_confirmed(session: TargetSession, screening: Screening, proposed: int) ->
     """
     too_many = len(session.tokens) + proposed >= screening.confirmed + screening.most
     is_cut = session.kv.length < len(session.tokens) - 1
-    return not proposed or session.copies or too_many or screening.is_stale or is_cut
+    return not proposed or session.is_guessing or too_many or screening.is_stale or is_cut

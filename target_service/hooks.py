@@ -27,13 +27,10 @@ class Hooks:
     judge: Judge | None = None
     """Decides every verdict in place of the model, for models of random weights. Sessions then have neither grammars
     nor log probabilities."""
-
     on_round: OnRound | None = None
     """Is called with each sparse round after its commit."""
-
     on_draft_event: Callable[[DraftEvent], None] | None = None
     """Is called with each message of a draft before it is applied."""
-
     new_reader: Callable[[Method, Plan, bool], Reader] = Reader
     """Makes the reader of a sparse session, given its method, the plan and whether it reports the blocks it read."""
 

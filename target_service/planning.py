@@ -106,7 +106,8 @@ class StepPlanner:
         if not gamma:
             texts += [(session, None, session.look_up(self._settings.most_drafted)) for session in alone]
         away = {each.id for each, *_ in texts if each.screening is not None and not kv.is_resident(each.kv)}
-        counts = [(each, 0 if each.copies else len(tokens)) for each, _, tokens in texts]  # guesses are judged densely
+        # Guesses are judged densely.
+        counts = [(each, 0 if each.is_guessing else len(tokens)) for each, _, tokens in texts]
         confirms = how_each_confirms(counts, away)
         rounds = [plan_round(each, proposal, tokens, now, confirms[each.id]) for each, proposal, tokens in texts]
         if gamma:

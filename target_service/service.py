@@ -66,13 +66,10 @@ class Parts:
 
     hooks: Hooks = NO_HOOKS
     """Replace or watch single things in the verifier."""
-
     open_models: Callable[[TargetSettings, int], OpenedPair] = open_models
     """Opens the models, as the function of this name does."""
-
     drafter: Callable[..., Drafter] = Drafter
     """Makes the drafter of a draft that runs in this process."""
-
     steps: Callable[[Verifier, Drafter | None], Steps] = make_steps
     """Makes the object that the step loop drives."""
 

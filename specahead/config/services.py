@@ -181,36 +181,24 @@ class ServiceSettings(_ListenSettings, _PlanSettings, ServiceAccess, ModelSettin
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TargetModels(ServiceSettings, group="models and plan", by_model=True):
+class _OwnOfTarget(ServiceSettings, group="the target", by_model=True):
     model: Annotated[str, Called("target")] = str(models.TARGET)
     """Target model: Hugging Face id or folder."""
     draft: str = str(models.DRAFT)
     """Draft model: Hugging Face id or folder. Without one: lookup proposes what followed the same tokens earlier in
     the text; self drafts by the target's own attention over little of its KV, where that pays; auto: self where it
     pays, else lookup; none: one token a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TargetLimits(_TargetModels, group="sessions and steps", by_model=True):
     max_queued: Count = 1024
     """Sessions that may wait for a place; more are refused; 0: every session that cannot run at once is refused."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TargetMemory(_TargetLimits, group="KV memory", by_model=True):
     host_kv_memory: Annotated[float, Within(least=0)] = 0.0
     """GiB of host memory as the backing store of the target's KV, its GPU holds kv_memory of it; 0: none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TargetPlacement(_TargetMemory, group="placement", by_model=True):
     placement: Literal["auto", "together", "apart"] = "auto"
     """together: each target's process runs the draft model as well; apart: draft services do; auto: as suits GPUs,
     weights and KV; apart for a target service by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetSettings(_TargetPlacement):
+class TargetSettings(_OwnOfTarget):
     """The target service and its verifier."""
 
     side: ClassVar[str] = "target"
@@ -326,21 +314,17 @@ class TargetSettings(_TargetPlacement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _DraftModels(ServiceSettings, group="models and plan", by_model=True):
+class _OwnOfDraft(ServiceSettings, group="models and plan", by_model=True):
     model: Annotated[str, Called("draft")] = str(models.DRAFT)
     """Draft model: Hugging Face id or folder."""
     target_model: Annotated[str, Called("target")] = str(models.TARGET)
     """Target model: Hugging Face id or folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DraftTargets(_DraftModels, group="where the services listen"):
     targets: Annotated[tuple[str, ...], Called("", "target")] = ()
     """HOST:PORT of a target service to draft for; may be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftSettings(_DraftTargets):
+class DraftSettings(_OwnOfDraft):
     """The draft service and its drafter."""
 
     side: ClassVar[str] = "draft"

@@ -28,35 +28,26 @@ class Speculation(Keyed, group="speculation"):
 
     gamma: Annotated[int, Within(least=1, most=MOST_GAMMA)] | None = None
     """Tokens drafted a round; null: as many, up to max_gamma, as are fastest by measured costs and acceptance."""
-
     max_gamma: Annotated[int, Within(least=1, most=MOST_GAMMA)] | None = None
     """Tokens drafted a round at most, where gamma is null; null: 8 with draft self or auto, else 4."""
-
     hold: Annotated[int, Within(least=0, most=MOST_JUDGED)] | None = None
     """Tokens of an exact session that sparse attention screens at most before one dense pass confirms them; 0: none,
     each round is dense; null: as many as are fastest, where screening can pay."""
-
     lookup: bool | None = None
     """Whether exact sessions whose last 16 tokens occurred before propose up to 15 tokens that followed there, before
     their draft model is asked; null: no."""
-
     draft_read_share: Share | None = None
     """Share of the KV that the draft's passes after a round's first one read; null: 0.1 on a GPU, 1 on a CPU."""
-
     branches: Annotated[int, Within(least=1, most=MAX_BRANCHES)] | None = None
     """Outcomes of a verdict that a draft service drafts for at most while the target verifies; null: 8 on a GPU, 1 on
     a CPU."""
-
     overlap: bool = True
     """Whether a draft service drafts the next round while one is verified, where it mostly foresees verdicts."""
-
     draft_quantization: Quantization = "none"
     """fp8: rounds of up to 128 rows read the draft's weights, or the target's where it drafts for itself, from a copy
     in 8 bits."""
-
     screening_quantization: Quantization = "none"
     """fp8: steps that screen up to 64 tokens read the target's weights from a copy in 8 bits."""
-
     prompt_read_share: Share = 1.0
     """Share of the tokens before them that tokens of long prompts of approximate sessions read; the last 512 tokens of
     a prompt read everything."""
@@ -78,10 +69,8 @@ class Circumstances:
 
     draft: str
     """The draft model, or one of WITHOUT_DRAFT."""
-
     on_gpu: bool = False
     """Whether the service runs on a GPU."""
-
     in_tiers: bool = False
     """Whether the target's KV lies in host memory and the GPU holds a part of it."""
 

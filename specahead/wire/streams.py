@@ -30,21 +30,30 @@ async def exchange(
 
     Raises what these raise, Unavailable naming the peer if it hangs, and ResourceExhausted if it does not read.
     """
-    listener = Listener(peer)
+    silent_beats = 0
 
     async def read() -> None:
+        nonlocal silent_beats
         async for frame in frames:
-            listener.heard()
+            silent_beats = 0
             receive(frame)
 
     async def send() -> None:
         async for events in outbox:
             await write(events)
 
+    async def beat() -> None:
+        """Send beats. The silence of the peer is counted in them: a pause of this process is none of the peer."""
+        nonlocal silent_beats
+        while silent_beats < PATIENCE:
+            outbox.put(Beat())
+            await asyncio.sleep(BEAT_SECONDS)
+            silent_beats += 1
+        raise Unavailable(f"{peer} has said nothing for {PATIENCE * BEAT_SECONDS:g} s: it hangs or is cut off")
+
     sender = asyncio.create_task(send())
-    beats, sent = send_beats(outbox.put), _ended(sender)
     try:
-        await run_together(read(), sent, beats, listener.until_silent(), outbox.until_overflown())
+        await run_together(read(), _ended(sender), beat(), outbox.until_overflown())
     finally:
         # gRPC cannot end a call properly in the middle of a write, which gets a second to finish.
         outbox.close()
@@ -76,32 +85,3 @@ async def run_together(*work: Coroutine[Any, Any, None]) -> None:
     for task in tasks:
         if task in done:
             task.result()
-
-
-async def send_beats(put: Callable[[Beat], None]) -> None:
-    """Put a beat at once and then every second. Runs until cancelled."""
-    while True:
-        put(Beat())
-        await asyncio.sleep(BEAT_SECONDS)
-
-
-class Listener:
-    """Knows how long ago a peer was heard, counted in its own beats: a pause of this process is no silence of the peer.
-
-    peer: its name in the error.
-    """
-
-    def __init__(self, peer: str) -> None:
-        self._peer = peer
-        self._missed = 0
-
-    def heard(self) -> None:
-        """Note that the peer has sent something."""
-        self._missed = 0
-
-    async def until_silent(self) -> None:
-        """Run until the peer has sent nothing for PATIENCE beats, then raise Unavailable."""
-        while self._missed < PATIENCE:
-            await asyncio.sleep(BEAT_SECONDS)
-            self._missed += 1
-        raise Unavailable(f"{self._peer} has said nothing for {PATIENCE * BEAT_SECONDS:g} s: it hangs or is cut off")

@@ -59,7 +59,7 @@ class DraftState:
         self.announced.clear()
         self.announced_before.clear()
 
-    def go_on(self, epoch: int, round_: int) -> None:
+    def advance(self, epoch: int, round_: int) -> None:
         """Keep what it has sent for the round `round_` of an epoch and for later ones only."""
         if self.announced or self.proposals:
             self.announced = {k: v for k, v in self.announced.items() if k[0] == epoch and k[1] >= round_}

@@ -113,14 +113,14 @@ class TargetSession:
         return self.pace.pause.lasts(len(self.tokens))
 
     @property
-    def copies(self) -> bool:
+    def is_guessing(self) -> bool:
         """Whether its next round is guessed, without its draft."""
         return self.first_guess is not None and bool(self.first_guess.tokens)
 
     @property
     def goes_alone(self) -> bool:
         """Whether it goes without a draft for now."""
-        return not self.next_round.gamma or self.copies
+        return not self.next_round.gamma or self.is_guessing
 
     def pause(self) -> None:
         """Go on without a draft for a while, since it has sent something wrong."""
@@ -210,7 +210,7 @@ class TargetSession:
         self.round += 1
         self.epoch += not agreed
         draft.foreseen = agreed
-        draft.go_on(self.epoch, self.round)
+        draft.advance(self.epoch, self.round)
         self.stats = RoundStats()
 
     def give_way(self) -> None:
