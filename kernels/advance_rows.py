@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, jit, tl
+from specahead.kernels.backends import jit, tl
 
 MOST_CHOICES = 3  # that the kernel has arguments for
 
@@ -74,7 +74,6 @@ def advance_rows(
     Returns [3, sequences] int32: accepted, following and alternative of each; of sequences that do not follow, those of
     the first row.
     """
-    check_backend("advance_rows", backend)
     if len(choices) > MOST_CHOICES:
         raise ValueError(f"{len(choices)} choices, expected at most {MOST_CHOICES}")
     if backend == "torch":

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, jit, power_of_two, tl
+from specahead.kernels.backends import jit, power_of_two, tl
 
 _CHUNK = 1024  # numbers that one program copies
 
@@ -65,7 +65,6 @@ def copy_drafts(rows: JudgedRows, judged: Judged, drafts: Drafts, backend: str =
 
     The two may differ in γ, support and words: what the pass has no room for is left out. Launches only.
     """
-    check_backend("copy_drafts", backend)
     if backend == "torch":
         _copy_by_torch(rows, judged, drafts)
         if judged.alternatives is not None:

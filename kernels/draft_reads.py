@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import follow, jit, overlapping_launch, tl
 
 
 def score_own_blocks(
@@ -26,7 +26,6 @@ def score_own_blocks(
     kept: how many of the first and of the newest blocks are read anyway
     share: of the blocks that are read, if that is more
     """
-    check_backend("score_own_blocks", backend)
     layers, kv_heads, blocks, block_size = sizes
     sequences, rows = len(lengths), layers * len(lengths) * kv_heads
     if backend == "torch":

@@ -4,12 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import follow, jit, overlapping_launch, tl
 
 
 def silu_and_multiply(gate_up: Tensor, backend: str = "torch") -> Tensor:
     """Return silu(gate) * up, [rows, size]. gate_up: [rows, 2 * size], the gates first in each row."""
-    check_backend("silu_and_multiply", backend)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     if backend == "torch":
         return F.silu(gate_up[:, :size]) * gate_up[:, size:]

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, jit, power_of_two, send, tl
+from specahead.kernels.backends import jit, power_of_two, send, tl
 from specahead.kernels.kv_write import page_addresses
 
 
@@ -22,7 +22,6 @@ def make_group_means(
     pages: [groups, pages of a group] int64; slots: [groups] int64, where each group's results are put
     k, v, k_variance: [layers, slots, kv_heads, head_dim] float32, contiguous, where the results are put
     """
-    check_backend("make_group_means", backend)
     groups, per_group = pages.shape
     if backend == "torch":
         for layer, (k_source, v_source) in enumerate(zip(k_pages, v_pages, strict=True)):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, jit, tl
+from specahead.kernels.backends import jit, tl
 
 IN_FLIGHT = 32 * 1024  # bytes that a program loads before it stores: WARPS * 32 threads, 8 loads of 16 bytes each
 MAX_PIECE = 4096  # bytes of a row that are taken at once
@@ -39,7 +39,6 @@ def gather_blocks(
     programs: how many programs copy, each on up to one multiprocessor; the others are left to the model
     Triton raises ValueError for rows of no whole 16-byte words.
     """
-    check_backend("gather_blocks", backend)
     assert sources[0].shape[1:] == destinations[0].shape[1:] and sources[0].dtype == destinations[0].dtype
     assert source_rows.shape == destination_rows.shape and source_rows.dtype == destination_rows.dtype == torch.int32
     assert all(t.is_contiguous() for t in (*sources, *destinations, source_rows, destination_rows))
@@ -106,7 +105,6 @@ def gather_layers(
     source_rows, destination_rows: [layers, capacity] int32; counts: [layers] int32
     done: [layers] int32, zeros before; each program adds 1 for each layer that it has finished
     """
-    check_backend("gather_layers", backend)
     assert source_rows.shape == destination_rows.shape
     assert len(source_rows) == len(counts) == len(done) == len(copies.sources)
     if backend == "torch":
@@ -129,7 +127,6 @@ def gather_layers(
 
 def wait_for_layer(done: Tensor, layer: int, programs: int, backend: str = "torch") -> None:
     """Let the stream wait until `programs` programs of `gather_layers`, on another stream, have finished a layer."""
-    check_backend("wait_for_layer", backend)
     if backend == "triton":
         _wait_for_layer_kernel[(1,)](done, layer, programs, num_warps=1)
 

@@ -6,7 +6,7 @@ On a GPU `specahead.kernels.rotary` writes new keys and values as it rotates.
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, jit, tl
+from specahead.kernels.backends import jit, tl
 
 
 def write_kv(k_pages: Tensor, v_pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -47,7 +47,6 @@ def move_kv(
     source, target: [tokens] int64, page * page_size + offset. A token is left where its source and target are equal or
     its target is negative; no target is the source of another token.
     """
-    check_backend("move_kv", backend)
     heads, page_size, dim = k_pages[0].shape[1:]
     if backend == "torch":
         moved = (target >= 0) & (target != source)

@@ -7,22 +7,21 @@ in their final dtype: on a GPU a merge costs nothing but memory traffic.
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, jit, power_of_two, tl
+from specahead.kernels.backends import jit, power_of_two, tl
 
 
 def merge_attended(
     running: Tensor, total: Tensor, piece: Tensor, weight: Tensor, out: Tensor, skipped: int = 0, backend: str = "torch"
 ) -> Tensor:
-    """Merge the rows of two partial attentions from `skipped` on into `out`, as many as it has.
+    """Merge the rows of two partial attentions, from the row `skipped` on, into the rows of `out`.
 
     Returns the log-sum-exp of the scores of both, [batch, heads, rows of out, 1] float32. Arithmetic is in float32.
-    Where nothing was seen (a log-sum-exp of -inf), an output counts for nothing, but must be a number.
+    An output that saw no keys has a log-sum-exp of -inf and weight 0, but must be a number.
 
     running, piece: [batch, heads, rows, dim], of any strides and dtype; total, weight: the log-sum-exp of their scores,
         [batch, heads, rows, 1] float32
     out: [batch, heads, at most rows - skipped, dim], of any strides and dtype; without `skipped` it may be `running`
     """
-    check_backend("merge_attended", backend)
     batch, heads, rows, dim = out.shape
     if backend == "torch":
         here = slice(skipped, skipped + rows)

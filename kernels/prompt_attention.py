@@ -2,8 +2,8 @@
 
 A part of a prompt attends to all keys before it, and causally to its own. Keys and values are copied out of their
 pages, a piece of the sequence at a time, and the pieces' results are merged (kernels/merged_attention.py). The copies
-are a hundredth of the arithmetic, at which cuDNN is three times as fast as our Triton kernel on an H200
-(docs/performance.md). cuDNN plans each new shape for some 50 ms: pieces have few sizes.
+take a hundredth of the time of the arithmetic, at which cuDNN is three times as fast as our Triton kernel on an H200.
+cuDNN plans each new shape for some 50 ms: pieces have few sizes.
 """
 
 import itertools

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
 
 
 def add_rms_norm(
@@ -18,13 +18,12 @@ def add_rms_norm(
     """Return the RMSNorm of residual + scale * hidden, and that sum in the weight's dtype: [rows, size] each.
 
     hidden, residual: [rows, size]; without a residual the sum is `hidden`, not scaled. Beside a residual, hidden may be
-        [parts, rows, size] float32, the sum of which, rounded to the weight's dtype, it is.
+        [parts, rows, size] float32, whose sum is rounded to the weight's dtype.
     weight: [size].
     dtype: of the norm; None: the weight's.
     Statistics are in float32. As in transformers, the normalised row is rounded to the weight's dtype before it is
     multiplied by the weight.
     """
-    check_backend("add_rms_norm", backend)
     if backend == "torch":
         hidden = hidden if hidden.dim() == 2 else hidden.sum(0).to(weight.dtype)
         total = hidden if residual is None else add_scaled(hidden, residual, scale)

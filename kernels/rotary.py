@@ -7,7 +7,7 @@ only the first dimensions of a head (Phi-4-mini).
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, jit, overlapping_launch, tl
+from specahead.kernels.backends import jit, overlapping_launch, tl
 from specahead.kernels.kv_write import write_kv
 from specahead.kernels.rms_norm import add_rms_norm
 
@@ -31,16 +31,15 @@ def rotate_and_write_kv(
     """Write the rotated keys, and the values, to their slots in place; return the rotated queries.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], contiguous: queries, keys, values; or [parts, tokens, …] float32,
-        the sum of which, rounded to the dtype of the pages, they are.
+        whose sum is rounded to the dtype of the pages.
     cosines, sines: [positions, rotated / 2] float32, contiguous. Of the first `rotated` dimensions of a head, dimension
         i is rotated with i + rotated / 2; the others stay as they are.
     positions: [tokens] int32 or int64.
     slots: [tokens] int64, page * page_size + offset; a token with a negative slot is not written.
-    k_pages, v_pages: [pages, kv_heads, page_size, head_dim].
+    k_pages, v_pages: [pages, kv_heads, page_size, head_dim]; Triton takes powers of two as head_dim.
     head_norms: [2, head_dim], RMSNorm weights of each head's query and key before rotation; None: no norm.
-    Returns [tokens, heads, head_dim]; Triton takes a power of two as head_dim.
+    Returns [tokens, heads, head_dim].
     """
-    check_backend("rotate_and_write_kv", backend)
     kv_heads, page_size, dim = k_pages.shape[1:]
     if backend == "torch":
         qkv = qkv.sum(0).to(k_pages.dtype) if qkv.dim() == 3 else qkv
@@ -93,7 +92,7 @@ def _rotate(x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor) -> Ten
 
 @jit
 def _multiply(x, y):
-    """x * y, rounded as torch rounds it, whatever is added to it next."""
+    """Return x * y rounded to their dtype, as torch does; a multiply-add would not round between."""
     return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
 
 _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # of the checksum (specahead/wire/selection_codec.py), as a signed number
 _CHUNK = 512  # words of a row that a program takes at once, at most
@@ -35,7 +35,6 @@ def code_difference(
         width on. widths: [sequences] int32, the words of a row that count
     into: contiguous tensors that are written and returned; None: new ones
     """
-    check_backend("code_difference", backend)
     if backend == "torch":
         return _write(_code_in_torch(bitmaps, before, widths), into)
     sequences, rows, words = bitmaps.shape

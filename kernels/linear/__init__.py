@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.kernels.backends import Backend, check_backend
+from specahead.kernels.backends import Backend
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear, takes
 from specahead.kernels.linear.skinny import is_skinny, skinny_linear
@@ -45,9 +45,9 @@ class Residual:
     total: Tensor
     """[rows, hidden]."""
     update: Tensor | None = None
-    """What a layer has added last: [rows, hidden], or [parts, rows, hidden] float32, the sum of which it is."""
+    """The last layer's output: [rows, hidden], or [parts, rows, hidden] float32 to be summed."""
     scale: float = 1.0
-    """What each update is multiplied by (Granite)."""
+    """The factor of each update (Granite)."""
 
     def plus(self, update: Tensor) -> "Residual":
         """Return the stream with an update that is not added up yet; the update before must be."""
@@ -75,10 +75,9 @@ def linear(
     x: [rows, inputs], contiguous; where `weight.eight_bit` is read, of numbers that float16 holds.
     gated: return silu(gate) * up of the two halves of the outputs, [rows, outputs / 2]; in the dtype of x where
     `weight.eight_bit` is read.
-    in_parts: whether the result may be [parts, rows, outputs] float32, to be added up.
+    in_parts: whether the result may be [parts, rows, outputs] float32, which the caller sums.
     A gated layer has no bias and comes whole.
     """
-    check_backend("linear", backend)
     if _reads_eight_bits(weight, len(x)):
         dtype = x.dtype if gated else weight.dtype
         return few_rows_linear(x, weight.eight_bit, weight.bias, gated, in_parts, backend, dtype)  # type: ignore[arg-type]
@@ -102,7 +101,6 @@ def linear_of_residual(
 
     norm: [hidden], the weight of the norm; None: the layer reads the stream as it is.
     """
-    check_backend("linear_of_residual", backend)
     if residual.update is None and _is_skinny(residual.total, residual, weight, backend):
         values, bias = weight.values, weight.bias
         return skinny_linear(residual.total, values, bias, norm, epsilon, gated=gated, backend=backend), residual
@@ -121,8 +119,7 @@ def linear_of_residual(
 
 
 def add_linear(residual: Residual, x: Tensor, weight: LinearWeight, backend: Backend = "torch") -> Residual:
-    """Return the residual stream, of which the last update is added up, with a linear layer of x as its update."""
-    check_backend("add_linear", backend)
+    """Return the residual stream with a linear layer of x as its update. The update before must be added up."""
     if _is_skinny(x, residual, weight, backend):
         total, scale = residual.total, residual.scale
         out = skinny_linear(x, weight.values, weight.bias, residual=total, backend=backend, scale=scale)

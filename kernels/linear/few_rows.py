@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.kernels.backends import ask_for, check_backend, constant, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import ask_for, constant, jit, overlapping_launch, power_of_two, tl
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.weights import BLOCK, EightBitWeight
 
-MOST_ROWS = 64  # beyond it, reading the weights is no longer what takes the time
+MOST_ROWS = 64  # beyond it, products take longer than reading the weights
 _MOST_AHEAD = 512  # bytes of an output's weights that are asked for before the wait: more are slower
 _PROCESSORS = 132  # multiprocessors of an H100 or H200
 _PROGRAMS = 96  # that a layer in parts is cut into, at least, if it can be
@@ -61,11 +61,10 @@ def few_rows_linear(
         (float16 itself is fastest).
     weight: [outputs, inputs]; bias: [outputs].
     gated: return silu(gate) * up of the two halves of the outputs, the gates first: [rows, outputs / 2].
-    in_parts: whether the result may be [parts, rows, outputs] float32, to be added up.
-    dtype: of a result that is not in parts; None: that of x.
+    in_parts: whether the result may be [parts, rows, outputs] float32, which the caller sums.
+    dtype: of a result that is not in parts; None: the dtype of x.
     Triton adds in float32 and rounds once. A gated layer has no bias and comes whole.
     """
-    check_backend("few_rows_linear", backend)
     assert not gated or (bias is None and not in_parts)
     if backend == "torch":
         values = weight if isinstance(weight, Tensor) else weight.in_order()
@@ -120,9 +119,9 @@ def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: 
 
 
 def _parts(inputs: int, tiles: int, doubled: bool) -> int:
-    """Return how many parts to cut the inputs of a layer into, whose outputs take `tiles` programs.
+    """Return into how many parts to cut the inputs of a layer whose outputs take `tiles` programs.
 
-    The least that gives _PROGRAMS programs; if `doubled`, twice as many where parts stay long.
+    The least number that gives _PROGRAMS programs; if `doubled`, twice that number where parts stay long.
     """
     units = inputs // BLOCK
     enough = (each for each in range(1, units + 1) if units % each == 0 and tiles * each >= _PROGRAMS)

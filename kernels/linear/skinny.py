@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, jit, overlapping_launch, tl
+from specahead.kernels.backends import jit, overlapping_launch, tl
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.rms_norm import add_rms_norm
 
@@ -50,7 +50,6 @@ def skinny_linear(
     gated: return silu(gate) * up of the two halves of the outputs.
     Triton adds in float32 and rounds once; torch rounds after each part. A gated layer has no bias, residual or scale.
     """
-    check_backend("skinny_linear", backend)
     assert not gated or (bias is None and residual is None and scale == 1.0)
     if backend == "torch":
         out = F.linear(x if norm is None else add_rms_norm(x, None, norm, epsilon)[0], weight, bias)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend
 from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans, check_batch
 from specahead.kernels.paged_attention.launch import attend_in_triton, takes_heads
 from specahead.kernels.paged_attention.reference import (
@@ -68,9 +67,8 @@ def paged_attention(
 
     blocks: the blocks to read; None: all. means: stand-ins for the other blocks; None: nothing stands in
     work: for Triton, the result of `plan_work`; None: it is made here
-    Raises ValueError for shapes that do not fit one another, NotImplementedError for what Triton does not take.
+    Raises NotImplementedError for head dimensions that Triton does not take.
     """
-    check_backend("paged_attention", backend)
     check_batch(batch, blocks, means)
     if backend == "triton":
         return attend_in_triton(batch, blocks, means, work)[0]
@@ -89,9 +87,8 @@ def paged_attention_with_read_weights(
 
     The weights are [sequences, kv_heads, width] float32, in the order of `blocks.lists`: the sum over the query
     heads of a KV head of the mean over a sequence's queries; 0 past a list's count.
-    weights_out: where to put them, if given. The other arguments and what is raised: as for `paged_attention`.
+    weights_out: where to put them, if given. The other arguments and errors: as for `paged_attention`.
     """
-    check_backend("paged_attention_with_read_weights", backend)
     check_batch(batch, blocks, means)
     if backend == "triton":
         out, sums = attend_in_triton(batch, blocks, means, work, blocks.block_size)
@@ -117,9 +114,8 @@ def paged_attention_remembering(
 
     memory: [places, kv_heads, blocks] float32, its last dimension contiguous. places: [sequences] int32, all different,
     where in it each sequence's weights are; nothing is remembered at a negative one.
-    Returns the output [tokens, heads, head_dim]; raises what `paged_attention` raises.
+    Returns the output [tokens, heads, head_dim].
     """
-    check_backend("paged_attention_remembering", backend)
     check_batch(batch)
     if backend == "triton":
         out, sums = attend_in_triton(batch, None, None, work, block_size)
@@ -142,13 +138,10 @@ def paged_attention_with_block_weights(
     Every sequence has at least `emitting` queries. block_size: tokens; width: blocks of the result, which Triton needs;
     by default ceil(max kv_length / block_size). Returns the output [tokens, heads, head_dim] and weights [sequences,
     emitting, heads, width] float32, which sum to 1 over a sequence's blocks and are 0 beyond them.
-    Raises what `paged_attention` raises, and ValueError for Triton without width.
     """
-    check_backend("paged_attention_with_block_weights", backend)
     check_batch(batch)
     if backend == "triton":
-        if width is None:
-            raise ValueError("paged_attention_with_block_weights: the Triton backend needs width and max_queries")
+        assert width is not None
         out, sums = attend_in_triton(batch, None, None, work, block_size)
         shape = len(batch.kv_lengths), emitting, batch.heads, width
         weights = torch.empty(shape, dtype=torch.float32, device=batch.queries.device)
@@ -172,9 +165,8 @@ def add_listed_weights(
 
     The mean is that of each sequence's last `emitting` queries. sums: [sequences, heads, n] float32, its last dimension
     contiguous. Returns the output [tokens, heads, head_dim].
-    The other arguments and what is raised: as for `paged_attention`.
+    The other arguments: as for `paged_attention`.
     """
-    check_backend("add_listed_weights", backend)
     check_batch(batch, blocks)
     if backend == "triton":
         of_all = BlockLists(blocks.lists[None], blocks.counts[None], blocks.block_size)

@@ -91,24 +91,13 @@ class Batch:
 
 
 def check_batch(batch: Batch, blocks: BlockLists | None = None, means: GroupMeans | None = None) -> None:
-    """Raise ValueError if heads, lists or means do not fit the pages or one another."""
-    heads, kv_heads, page_size = batch.heads, batch.kv_heads, batch.page_size
-    if heads % kv_heads:
-        raise ValueError(f"paged_attention: {heads} query heads are no multiple of {kv_heads} KV heads")
-    if means is not None and blocks is None:
-        raise ValueError("paged_attention: group means stand in for blocks that lists leave out; give lists")
-    if batch.visible is not None and batch.visible.shape != (len(batch.queries), 3):
-        raise ValueError(
-            f"paged_attention: visible has the shape {tuple(batch.visible.shape)}, expected ({len(batch.queries)}, 3)"
-        )
+    """Assert that heads, lists and means fit the pages and one another."""
+    assert batch.heads % batch.kv_heads == 0
+    assert batch.visible is None or batch.visible.shape == (len(batch.queries), 3)
     if blocks is None:
+        assert means is None, "means stand in for blocks that lists leave out"
         return
-    size = blocks.block_size
-    if size < 1 or (size % page_size and page_size % size):
-        raise ValueError(f"paged_attention: blocks of {size} tokens neither divide a page of {page_size} nor fill some")
-    if blocks.slots is not None and size % page_size:
-        raise ValueError(
-            f"paged_attention: slots are of whole pages of {page_size}, blocks have {size} tokens; give block tables"
-        )
-    if means is not None and means.group_size % size:
-        raise ValueError(f"paged_attention: groups of {means.group_size} tokens are no whole blocks of {size}")
+    size, page_size = blocks.block_size, batch.page_size
+    assert size % page_size == 0 or page_size % size == 0
+    assert blocks.slots is None or size % page_size == 0, "slots are of whole pages"
+    assert means is None or means.group_size % size == 0

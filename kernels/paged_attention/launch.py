@@ -50,8 +50,8 @@ def attend_in_triton(
 
     emit_block_size: tokens of a block whose weights are summed; 0: none. make_room: makes room for the sums; None: new
     tensors. The other arguments are those of `paged_attention`.
-    Raises NotImplementedError for a head dimension that is no power of two from 16 and for an emit_block_size that is
-    no power of two up to MAX_EMITTED, ValueError without max_queries or for queries or pages that are not contiguous.
+    Queries and pages are contiguous. Raises NotImplementedError for a head dimension that is no power of two from 16
+    and for an emit_block_size that is no power of two up to MAX_EMITTED.
     """
     _check(batch, emit_block_size)
     tables, device = batch.block_tables, batch.queries.device
@@ -88,12 +88,8 @@ def _check(batch: Batch, emit_block_size: int) -> None:
         raise NotImplementedError(
             f"paged_attention: heads of {batch.dim} dimensions; Triton takes powers of two from 16"
         )
-    if batch.max_queries < 1:
-        raise ValueError("paged_attention: the Triton backend needs max_queries, as a number of the host's")
-    if not (batch.queries.is_contiguous() and batch.k_pages.is_contiguous()):
-        raise ValueError("paged_attention: the Triton backend needs contiguous queries and pages")
-    if batch.visible is not None and not batch.visible.is_contiguous():
-        raise ValueError("paged_attention: the Triton backend needs a contiguous `visible`")
+    assert batch.max_queries > 0 and batch.queries.is_contiguous() and batch.k_pages.is_contiguous()
+    assert batch.visible is None or batch.visible.is_contiguous()
     if emit_block_size & (emit_block_size - 1) or emit_block_size > MAX_EMITTED:
         raise NotImplementedError(
             f"paged_attention: weights of blocks of {emit_block_size} tokens; Triton emits for powers of two up to "

@@ -10,7 +10,6 @@ tokens. `race` draws tokens so that target and draft mostly draw the same.
 
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend
 from specahead.kernels.rejection.drawing import draw_own_in_triton, judge_sampled_in_triton
 from specahead.kernels.rejection.positions import judge_greedy_in_triton
 from specahead.kernels.rejection.race import race
@@ -48,7 +47,6 @@ def judge_greedy(
     Returns accepted [rows] int32 and the next token [rows] int32. Raises NotImplementedError for more drafted tokens
     than Triton takes.
     """
-    check_backend("judge_greedy", backend)
     _check_judged(logits, draft_tokens, draft_counts)
     judge = judge_greedy_in_triton if backend == "triton" else judge_greedy_in_torch
     return judge(logits, draft_tokens, draft_counts)
@@ -61,7 +59,6 @@ def judge_sampled(logits: Tensor, drafted: DraftedRows, backend: str = "torch") 
     Returns accepted [rows] int32 and the next token [rows] int32. Raises NotImplementedError for more drafted tokens
     than Triton takes.
     """
-    check_backend("judge_sampled", backend)
     _check_judged(logits, drafted.draft_tokens, drafted.draft_counts)
     assert drafted.support_ids.shape == drafted.support_probs.shape
     assert (
@@ -78,7 +75,6 @@ def draw_own(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tenso
     logits: [rows, vocab] float32, bfloat16 or float16, contiguous. temperature, top_p: [rows] float32
     uniforms: [rows] float64, as for `race.arrivals`. Returns [rows] int32.
     """
-    check_backend("draw_own", backend)
     return (draw_own_in_triton if backend == "triton" else draw_own_in_torch)(logits, temperature, top_p, uniforms)
 
 

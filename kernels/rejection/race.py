@@ -11,7 +11,7 @@ has it.
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
 
 _TINY = 2.0**-10  # below it the series of -log(1 - v) is exact in float32
 _LAST = 1 - 2.0**-24  # so that every token arrives
@@ -35,7 +35,6 @@ def race(probs: Tensor, ids: Tensor, uniforms: Tensor, backend: str = "torch") -
     probs: [rows, n] float32, not negative, of any sum; ids: [rows, n] int64, the tokens, for torch also [1, n]; both
     contiguous, for Triton. uniforms: as for `arrivals`.
     """
-    check_backend("race", backend)
     if backend == "torch":
         return (probs / arrivals(uniforms, ids)).argmax(-1)
     rows, count = probs.shape

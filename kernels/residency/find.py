@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import follow, jit, overlapping_launch, tl
 from specahead.kernels.residency import sizes
 from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, pages_at, pages_of_blocks
 
@@ -13,7 +13,6 @@ def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str
 
     Returns [rows, sequences, kv_heads, width * pages_per_block] int32; lines behind a count are undefined.
     """
-    check_backend("find_block_lines", backend)
     if backend == "torch":
         _, lines = _pages_and_lines(tables, listed)
         return lines.masked_fill(lines < 0, absent)
@@ -28,7 +27,6 @@ def count_missing_blocks(tables: ResidencyTables, listed: ListedBlocks, backend:
 
     Returns [sequences] int32.
     """
-    check_backend("count_missing_blocks", backend)
     lists = listed.lists
     if backend == "torch":
         pages, lines = _pages_and_lines(tables, listed)

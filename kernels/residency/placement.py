@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import follow, jit, overlapping_launch, tl
 from specahead.kernels.residency import sizes
 from specahead.kernels.residency.tables import ResidencyTables
 
@@ -19,7 +19,6 @@ def pin_gpu_pages(
     pages, gpu_pages: [n] int32, each listed once at most; where one is outside of the tables, both are passed over
     round: [1] int32
     """
-    check_backend("pin_gpu_pages", backend)
     if backend == "torch":
         fit = (gpu_pages >= 0) & (gpu_pages < tables.lines // kv_heads)
         fit &= (pages >= 0) & (pages < tables.pages // kv_heads)
@@ -72,7 +71,6 @@ def _free_lines(tables: ResidencyTables, row: int, lines: Tensor) -> None:
 
 def _settle(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str, drop: bool) -> None:
     """Make the lines of pages that are cached clean or, with `drop`, free."""
-    check_backend("mark_stored and drop_pages", backend)
     if backend == "torch":
         listed = _of_heads(pages[(pages >= 0) & (pages < tables.pages // kv_heads)], kv_heads)
         for row in range(tables.rows):

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend
 from specahead.kernels.residency.request_kernels import launch_request
 from specahead.kernels.residency.tables import (
     ListedBlocks,
@@ -23,7 +22,6 @@ def request_blocks(tables: ResidencyTables, listed: ListedBlocks, round: Tensor,
     first wanted, first placed. A page that finds no line overflows: it is counted once, and stays in the backing store.
     All misses must be in the backing store: pages that were never written are "copied" too.
     """
-    check_backend("request_blocks", backend)
     if backend == "triton":
         return launch_request(tables, listed, round)
     pages = pages_of_blocks(tables.pages, listed).flatten(1)

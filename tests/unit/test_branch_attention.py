@@ -101,9 +101,3 @@ def test_lists_and_their_mean_weights(seed: int, group: int, drafted: int, backe
         padded = np.pad(probs, ((0, 0), (0, 0), (0, 8 * 16 - probs.shape[2]))).reshape(*probs.shape[:2], 8, 16).sum(-1)
         expected = before[i].cpu() + 0.25 * torch.from_numpy(padded.mean(0)).float()
         torch.testing.assert_close(sums[i].cpu(), expected, atol=2e-5, rtol=1e-4)
-
-
-def test_visible_of_another_shape_is_refused() -> None:
-    case, visible = branched(0, 1, 1)
-    with pytest.raises(ValueError, match=r"visible has the shape"):
-        paged_attention(batch_of(case, visible[:-1]))

@@ -76,7 +76,7 @@ def test_dense(seed: int, group: int, counts: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "group", "counts", "block_size"),
-    [(*CASES[i], size) for i, size in ((0, 1), (0, 64), (1, 16), (1, 32), (2, 1), (2, 16), (3, 32), (3, 64))],
+    [(*CASES[i], size) for i, size in ((0, 64), (1, 1), (1, 32), (2, 16), (3, 64))],
 )
 def test_lists_and_their_weights(seed: int, group: int, counts: list[int], block_size: int) -> None:
     case = in_blocks(ragged(seed, group, counts), block_size, seed)
@@ -159,8 +159,7 @@ def test_empty_lists_give_zeros_with_and_without_means() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "emitting", "block_size"),
-    [(1, 1, 1), (1, 1, 64), (4, 1, 16), (4, 1, 64), (4, 1, 128), (2, 5, 1), (2, 5, 16), (2, 5, 128)],
+    ("group", "emitting", "block_size"), [(1, 1, 1), (4, 1, 64), (4, 1, 128), (2, 5, 1), (2, 5, 16)]
 )
 def test_the_last_queries_give_their_weights(group: int, emitting: int, block_size: int) -> None:
     rng = np.random.default_rng(emitting)
@@ -175,12 +174,7 @@ def test_the_last_queries_give_their_weights(group: int, emitting: int, block_si
 
 
 @pytest.mark.parametrize(
-    ("group", "counts", "block_size"),
-    [
-        *((1, [1, 1, 1], size) for size in (1, 64)),
-        *((4, [9, 9, 9], size) for size in (1, 16)),
-        *((3, [37, 5, 0], size) for size in (16, 64)),
-    ],
+    ("group", "counts", "block_size"), [(1, [1, 1, 1], 1), (4, [9, 9, 9], 16), (3, [37, 5, 0], 64)]
 )
 def test_a_dense_pass_remembers(group: int, counts: list[int], block_size: int) -> None:
     """Also in slices of a larger memory, with queries in several tiles, and beside an empty place of the batch."""
@@ -243,15 +237,10 @@ def test_half_precision_on_a_gpu_against_float64(dtype: torch.dtype, dim: int) -
         torch.testing.assert_close(got.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 
-def test_what_triton_does_not_take_is_refused() -> None:
-    case = ragged(1, 2, [5, 5])
-    with pytest.raises(ValueError, match="needs max_queries"):
-        paged_attention(replace(case.batch, max_queries=0), backend="triton")
+def test_heads_that_triton_does_not_take_are_refused() -> None:
     narrow = ragged(1, 2, [5, 5], dim=8)
     with pytest.raises(NotImplementedError, match="powers of two from 16"):
         paged_attention(narrow.batch, backend="triton")
-    with pytest.raises(ValueError, match="needs width"):
-        paged_attention_with_block_weights(case.batch, 16, backend="triton")
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -278,8 +267,9 @@ def test_weights_of_listed_blocks_are_added(group: int, counts: list[int], block
     torch.testing.assert_close(sums.cpu(), wanted, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("most", [1, 1_500, 2**28])
-@pytest.mark.parametrize(("sparse", "fresh"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("sparse", "fresh", "most"), [(False, False, 1), (False, True, 1_500), (True, False, 1_500), (True, False, 2**28)]
+)
 def test_weights_of_several_layers_are_added_together(
     sparse: bool, fresh: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
