@@ -142,15 +142,14 @@ def test_every_family_is_tested() -> None:
 
 
 @pytest.mark.parametrize("folder", FUSED, indirect=True)
-@pytest.mark.parametrize(("rows", "giving"), [(2, [1]), (6, [])])  # with skinny layers, and without
-def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, rows: int, giving: list[int]) -> None:
-    check_kernels(folder, rows, giving)
+def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str) -> None:
+    check_kernels(folder, 2, [1])
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-@pytest.mark.parametrize(("rows", "giving"), [(2, [0, 1, 1, 1, 1, 1]), (6, [5, 2])])
+@pytest.mark.parametrize(("rows", "giving"), [(2, [0, 1, 1, 1, 1, 1]), (6, [5, 2]), (6, [])])
 def test_rows_that_give_logits_may_be_more_than_run_or_fewer(folder: str, rows: int, giving: list[int]) -> None:
-    """As where the sequences of a pass have different numbers of tokens; or fewer, in any order."""
+    """As where the sequences of a pass have different numbers of tokens; or fewer, in any order, or none."""
     check_kernels(folder, rows, giving)
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specahead.cli.main import main
 from specahead.lab.benchmarks import codec, selection_trace
@@ -35,14 +33,6 @@ def test_the_bundled_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         assert churn["churn4"] == pytest.approx(churn["recorded_churn4"], abs=0.01)
     printed = capsys.readouterr().out
     assert "ahead sticky" in printed and "256 x 6250" in printed
-
-
-@given(st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=5, max_size=9), st.integers(1, 4))
-def test_churn_is_what_is_new(lists: list[list[int]], before: int) -> None:
-    rounds = [BlockSelection.from_lists([blocks], 31) for blocks in lists]
-    sets = [set(blocks) for blocks in lists]
-    new = sum(len(sets[i] - set().union(*sets[i - before : i])) for i in range(4, len(sets)))
-    assert churn_of(rounds, before) == pytest.approx(new / max(1, sum(map(len, sets[4:]))))
 
 
 def test_traces_come_back_from_their_file(tmp_path: Path) -> None:

@@ -26,14 +26,3 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert proposer != "lookup" or text == "copied" or row["proposed"] < 0.1
     assert len(rows) == 12
     assert "--sessions 2 --context 120 --tokens 40 --gamma 4 --repeats 1 --draft\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("sizes", [["--context", "5000"], ["--context", "60", "--tokens", "40"]])
-def test_texts_that_are_too_short(sizes: list[str]) -> None:
-    with pytest.raises(SystemExit, match="their sum must be in the text"):
-        main(["bench", "copy", *sizes])
-
-
-def test_too_few_tokens_to_time() -> None:
-    with pytest.raises(SystemExit, match="--tokens 24: expected more than 24"):
-        main(["bench", "copy", "--tokens", "24"])

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 
 from specahead.cli.main import main
 from specahead.engine.steps.inputs import SequenceOutput
@@ -15,7 +14,7 @@ from specahead.engine.steps.requests import DraftedTokens
 from specahead.lab.benchmarks import serve
 from specahead.lab.benchmarks.read_trace import load_reads
 from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down
-from specahead.lab.benchmarks.serving.deployment import Pair, write_model
+from specahead.lab.benchmarks.serving.deployment import Pair
 from specahead.lab.benchmarks.serving.imposed import foreseeing, imposed_token
 from specahead.lab.benchmarks.serving.parts import AnnouncedReader, replayed_words
 from specahead.lab.benchmarks.serving.replay import write_replay
@@ -34,14 +33,6 @@ def test_a_shape_is_sessions_and_prompt_tokens() -> None:
     for text in ("8", "8x", "x100", "0x100", "8xK", "8x-1"):
         with pytest.raises(ValueError, match="SESSIONSxCONTEXT"):
             Shape.parse(text)
-
-
-def test_a_model_folder_has_the_shape_and_a_tokenizer(tmp_path: Path) -> None:
-    write_model(tmp_path / "target", "tiny", 4096, 700)
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "target")
-    assert (config.num_hidden_layers, config.head_dim, config.max_position_embeddings) == (2, 16, 700)
-    assert (tmp_path / "target" / "tokenizer.json").exists()
-    assert not list((tmp_path / "target").glob("*.safetensors"))
 
 
 # What a round waits for. Rounds begin at 1.000 s; times below are milliseconds after that.

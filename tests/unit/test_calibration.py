@@ -131,13 +131,3 @@ def test_a_plan_from_sums_is_whole(
     shares = plan.provenance["prunable_by_layer"]
     assert all(a >= b for a, b in zip(shares["0.9"], shares["0.99"], strict=True))
     assert 0 < plan.provenance["blend_explained"] < 1
-
-
-def test_texts_and_settings_without_a_sample_are_refused(
-    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], projections: list[Tensor]
-) -> None:
-    with pytest.raises(ValueError, match="too short"):
-        count(pair, [passages[0][:150]], projections)
-    with pytest.raises(ValueError, match="no sample fits"):
-        CalibrationSettings(context=512, skipped=1024)
-    assert pair[1].kv.pool.held == 0

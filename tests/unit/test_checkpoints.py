@@ -21,7 +21,6 @@ from specahead.engine.loading.fused import read_decoder
 from specahead.engine.loading.model import load_model
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import FAMILIES, unbuilt_feature, weight_shapes
-from specahead.engine.model.modules import ModulesDecoder
 from specahead.kernels.linear import LinearWeight
 from tests.programs import printed_by
 from tests.unit.tiny_models import CONFIGS, FUSED, SIZES, save_tiny, sizes
@@ -218,18 +217,6 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
     tensors = Checkpoint([str(tmp_path / "model.safetensors")], "cpu")
     with pytest.raises(ValueError, match=r"model\.norm\.weight is \[1\], and by the config \[\d+\]"):
         read_decoder(load_config(str(tmp_path)), tensors, torch.float32, "cpu")
-
-
-def test_a_shard_that_is_missing_is_told(tmp_path: Path) -> None:
-    save_tiny(CONFIGS["llama"](), tmp_path, **HUGE)
-    sorted(tmp_path.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(OSError, match="model-00002-of"):
-        load(tmp_path)
-
-
-def test_other_architectures_run_by_transformers_modules(tmp_path: Path) -> None:
-    save_tiny(CONFIGS["gpt_neox"](), tmp_path)
-    assert isinstance(load_model(str(tmp_path), torch.float32, "cpu").decoder, ModulesDecoder)
 
 
 # What is imported

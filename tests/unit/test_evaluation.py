@@ -4,11 +4,9 @@ import json
 import math
 import os
 import signal
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,29 +95,6 @@ def test_every_method_runs_and_reads_what_it_says(
     assert pair[1].kv.pool.held == 0
 
 
-def test_sharing_block_sizes_and_gammas_run_side_by_side(
-    pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]
-) -> None:
-    """Variants of different shapes in one case; union reads most, and per_query reads a part of it for each."""
-    (case,) = cases.perplexity_cases(texts, tokenizer, 608, 592)
-    plan = parse_budget("0.2", PLAN)
-    variants = [
-        Variant("sts", "0.2", replace(plan, sharing=how), gamma)
-        for gamma in (1, 3)
-        for how in ("per_query", "union", "first")
-    ]
-    variants += [
-        Variant("sts", "0.2", replace(plan, block_size=size, sink_blocks=1, window_blocks=max(1, 64 // size)))
-        for size in (1, 64)
-    ]
-    results = evaluate_case(*pair, case, variants)
-    reads = [sums.read / sums.present for sums in results]
-    assert reads[0] == reads[1] > reads[2], "k = 1"
-    assert reads[3] == reads[4] > reads[5], "k = 3"
-    assert results[0].nll != results[1].nll, "a query of its own choice sees less than the union"
-    assert all(sums.scored == 15 for sums in results)
-
-
 def test_recall_is_exact_or_not(pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]) -> None:
     (case,) = cases.recall_cases(["pass-key"], texts, tokenizer, 600, 1)
     dense, streaming = evaluate_case(
@@ -140,18 +115,6 @@ def test_what_is_asked_for_was_said(kind: str, tokenizer: Any, texts: dict[str, 
         assert answer in before
         assert case.start < case.asked[0]
         assert answer not in tokenizer.decode(case.tokens[case.start : case.asked[0]])
-
-
-def test_a_data_set_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(name: str, config: str | None, split: str, streaming: bool) -> list[dict[str, str]]:
-        assert (name, config, split, streaming) == ("some/books", "en", "test", True)
-        return [{"body": "once"}, {"body": "twice"}]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert cases.read_texts(["some/books:en::body"]) == {"some/books-0": "once", "some/books-1": "twice"}
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="no such file"):
-        cases.read_texts(["nowhere.txt"])
 
 
 def test_budgets_are_shares_or_masses() -> None:

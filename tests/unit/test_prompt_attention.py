@@ -143,10 +143,6 @@ def test_an_own_piece_holds_its_tokens_and_little_more(tokens: int) -> None:
     assert size <= max(2 * UNIT, tokens * 3 // 2 + UNIT)
 
 
-def test_a_cpu_has_no_cudnn() -> None:
-    assert not cudnn_attends(128, torch.bfloat16, torch.device("cpu"))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dim", [64, 128])
@@ -175,14 +171,3 @@ def test_all_shapes_of_parts_are_known_before(tokens: int, before: int) -> None:
     if part.size <= 8192:  # a part that begins between two units may fill up more
         shapes = {*prompt_attention.shapes_of_parts(8192)}
         assert shapes >= {(part.size, 0), *((part.size, 16 * len(piece)) for piece in part.before)}
-
-
-def test_a_shape_is_planned_with_the_sizes_that_a_part_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(prompt_attention, "attend_to_piece", lambda *given: seen.append(given))
-    room = prompt_attention.make_room(4096, 2, 16, torch.float32, torch.device("cpu"))
-    prompt_attention.attend_once(1024, 2048, 4, 2, 16, 0.25, room)
-    prompt_attention.attend_once(512, 0, 4, 2, 16, 0.25, room)
-    shapes = [(tuple(q.shape), tuple(k.shape), causal) for q, k, _, causal, *_ in seen]
-    assert shapes == [((1, 4, 1024, 16), (1, 2, 2048, 16), False), ((1, 4, 512, 16), (1, 2, 512, 16), True)]
-    assert seen[0][0].stride()[1:] == (16, 64, 1)  # as queries lie: a token's heads side by side

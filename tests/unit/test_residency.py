@@ -356,23 +356,6 @@ def test_the_order_of_programs_does_not_matter(kind: str, monkeypatch: pytest.Mo
     test_triton_equals_the_reference(kind, 5, 2, 12, 3, True, monkeypatch)
 
 
-@both
-def test_arguments_need_not_be_contiguous(backend: str) -> None:
-    tables, now = empty_tables(2, 50, 16, DEVICE), ints([0])
-    lists = ints([[4, 5], [6, 7]]).T[:, None, None].expand(2, 3, 1, 2)
-    counts = ints([2, 1])[:, None, None].expand(2, 3, 1)
-    numbers = ints(list(range(50))).expand(3, 50)
-    request_blocks(tables, ListedBlocks(lists, counts, numbers, 1, 1), now, backend)
-    lines = found_lines(tables, ListedBlocks(lists, counts, numbers, 1, 1), backend)
-    assert lines.tolist() == [[[[0, 1]]] * 3, [[[0, -1]]] * 3]
-    assert not count_missing_blocks(tables, ListedBlocks(lists, counts, numbers, 1, 1), backend).any()
-    pages, gpu_pages = ints([[1, 0], [2, 0]])[:, 0], ints([[5, 0], [6, 0]])[:, 0]
-    pin_gpu_pages(tables, pages, gpu_pages, now, 1, backend)
-    assert tables.page_in[:, 5:7].tolist() == [[1, 2]] * 2
-    drop_pages(tables, pages, 1, backend)
-    assert tables.page_in[:, 5:7].tolist() == [[-1, -1]] * 2
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 def test_a_captured_graph_serves_any_round() -> None:
     at_full_size(rows=4, rounds=6, captured=True)

@@ -106,14 +106,6 @@ def test_reading_the_whole_share_is_reading_densely(batch: str) -> None:
     assert torch.equal(out, attend_to_prompts(dense, case.queries, case.k_pages, case.v_pages, SCALE))
 
 
-def test_every_block_chosen_is_reading_densely() -> None:
-    case = ragged("one unit", 2)
-    (part,) = (reads := plan(case, 0.2)).parts
-    every = replace(reads, parts=[replace(part, chosen=part.first // BLOCK)])
-    out = attend(every, case)
-    torch.testing.assert_close(out, case.dense(), atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_first_and_the_latest_blocks_are_always_read_and_none_to_come(batch: str, alike: bool) -> None:
