@@ -53,7 +53,7 @@ def constant(value: Any) -> Any:
 
 
 class _Kernel(object if triton is None else triton.JITFunction):  # type: ignore[misc]
-    """A kernel that is compiled where it is launched, or ahead of that (specahead.kernels.compiling)."""
+    """A kernel that is compiled at its first launch, or before (specahead.kernels.compiling)."""
 
     hash: str | None  # of its source, once that was asked for
 

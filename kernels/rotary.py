@@ -32,8 +32,7 @@ def rotate_and_write_kv(
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], contiguous: queries, keys, values; or [parts, tokens, …] float32,
         whose sum is rounded to the dtype of the pages.
-    cosines, sines: [positions, rotated / 2] float32, contiguous. Of the first `rotated` dimensions of a head, dimension
-        i is rotated with i + rotated / 2; the others stay as they are.
+    cosines, sines: [positions, rotated / 2] float32, contiguous; dimension i of a head turns with i + rotated / 2.
     positions: [tokens] int32 or int64.
     slots: [tokens] int64, page * page_size + offset; a token with a negative slot is not written.
     k_pages, v_pages: [pages, kv_heads, page_size, head_dim]; Triton takes powers of two as head_dim.

@@ -91,7 +91,7 @@ class BackingStore:
             )
 
     def take_up_copies(self, wait: bool) -> None:
-        """Note which copies have ended. wait: have the device, not the host, wait for those that have not."""
+        """Note which copies have ended. wait: have the device, not the host, wait for the others."""
         copies = self._copies
         while copies and (wait or (done := copies[0][1]) is None or done.query()):
             pages, done = copies.popleft()

@@ -72,7 +72,7 @@ class TierMemory:
 
 @dataclass
 class TierCounters:
-    """What KV in tiers has done. A page is one of a layer and KV head, but for stored pages, which are whole pages."""
+    """Counts since the start. A page is one of a layer and KV head; stored pages are whole pages."""
 
     hit_pages: int = 0
     """Pages that a step listed and found in a cache line."""

@@ -1,6 +1,6 @@
-"""KV in tiers: a backing store in host memory has a copy of every full page, and as many as fit lie on the GPU.
+"""KV in tiers: a backing store in host memory has a copy of every full page, and the GPU holds as many pages as fit.
 
-GPU memory is cut into GPU pages: one page of all layers and KV heads each. What becomes of a page:
+GPU memory is cut into GPU pages: one page of all layers and KV heads each. The life of a page:
 
     grow ──> in a GPU page, ──(full)──> copied to ──(GPU pages are short)──> left to the clock ──> in the store alone
              written by steps           the store                            its cache lines           │   ▲
@@ -8,11 +8,11 @@ GPU memory is cut into GPU pages: one page of all layers and KV heads each. What
                                                                                                        ▼   │
                                                                              in a cache line, a (layer, head) at a time
 
-As long as every page of a pass is in a GPU page, the pass is what it would be without tiers: block tables name GPU
-pages. When GPU pages run short for the first time, the offload becomes `active`: the residency tables
-(kernels.residency) are made, full pages are left to the eviction clock as soon as they are stored, and whoever reads
-goes by the tables: sparse steps fetch what they list (engine.kv.fetch), others have their pages brought together
-(engine.kv.staged). New pages take GPU pages that the clock has; what it had put there is forgotten, since it is stored.
+As long as every page of a pass is in a GPU page, the pass runs as without tiers: block tables name GPU pages. When GPU
+pages run short for the first time, the offload becomes `active`: the residency tables (kernels.residency) are made,
+full pages are left to the eviction clock as soon as they are stored, and readers use the tables: sparse steps fetch the
+blocks that they list (engine.kv.fetch), other steps have whole sequences brought together (engine.kv.staged). New pages
+take GPU pages from the clock, which forgets the copies that it had put there: the store has them.
 """
 
 import os
@@ -41,8 +41,8 @@ CLOCK_SHARE = 4
 class TieredKV(KVCache):
     """A KV cache whose page numbers are indices in the backing store.
 
-    `memory` is where everything lies, `store` knows which pages are stored, `resident` which GPU page each page has.
-    `offload_active` says whether the residency tables tell where rows are.
+    `memory` holds the KV, `store` knows which pages are stored, `resident` which GPU page each page has.
+    `offload_active` says whether rows must be looked up in the residency tables.
     """
 
     offloads = True
@@ -215,7 +215,7 @@ class TieredKV(KVCache):
     def _list(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32).to(self.device)
 
-    # Reading what is not resident.
+    # Reading KV that is not on the GPU.
 
     def next_round(self) -> int:
         self._round += 1
@@ -281,7 +281,7 @@ class TieredKV(KVCache):
             )
 
     def release(self, sequence: SequenceKV) -> None:
-        """Give all pages back. Those that are kept for their prefix are stored, and do not keep their GPU pages."""
+        """Give all pages back. Pages kept for their prefix are stored, and give up their GPU pages."""
         self._offer(sequence, sequence.indexed)
         super().release(sequence)
 
