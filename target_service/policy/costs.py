@@ -26,22 +26,35 @@ UNSETTLED = 0.4  # how much faster another plan must be than one of two rounds; 
 
 @dataclass(slots=True)
 class _Figure:
-    """A mean over the rounds of a kind in a bucket of loads."""
+    """Means over the rounds of a kind in a bucket of loads."""
 
-    value: float = 0.0
-    """Seconds of a round for each token of KV that can be read while its step runs, by sizes."""
+    seconds: float = 0.0
+    """What a round takes."""
+    target: float = 0.0
+    """The size of the target's part of these rounds (Sizes.target)."""
+    drafting: float = 0.0
+    """The size of the draft's passes of these rounds (Sizes.drafting)."""
     rounds: float = 0.0
     """Rounds of each session that it rests on."""
     newest: float = 0.0
     """The number of the newest one among all rounds of each session in the bucket."""
 
-    def add(self, value: float, rounds: float, number: float) -> None:
-        if self.rounds <= SETTLED and OUTLIER * value < self.value:
-            self.rounds = 0.0  # a graph was captured in the first ones
+    def add(self, seconds: float, target: float, drafting: float, rounds: float, number: float) -> None:
         if self.rounds:
-            value = min(value, OUTLIER * self.value)
+            usual = self.seconds * target / self.target
+            if self.rounds <= SETTLED and OUTLIER * seconds < usual:
+                self.rounds = 0.0  # a graph was captured in the first ones
+            else:
+                seconds = min(seconds, OUTLIER * usual)
         self.rounds, self.newest = self.rounds + rounds, number
-        self.value += max(min(1.0, rounds * NEWEST), rounds / self.rounds) * (value - self.value)
+        weight = max(min(1.0, rounds * NEWEST), rounds / self.rounds)
+        self.seconds += weight * (seconds - self.seconds)
+        self.target += weight * (target - self.target)
+        self.drafting += weight * (drafting - self.drafting)
+
+    def per_size(self, draft_pass: float) -> float:
+        """Return the seconds for a unit of size. draft_pass: what a unit of the draft's passes takes."""
+        return self.seconds / (self.target + draft_pass * self.drafting)
 
 
 class _Scale(NamedTuple):
@@ -76,10 +89,9 @@ class CostTable:
         here, share = self._buckets[load.bucket], rounds / max(1, load.sessions)
         here.rounds += share
         figure = here.figures.setdefault(kind, _Figure())
-        figure.add(seconds / self.sizes.target(kind, load), share, here.rounds)
+        figure.add(seconds, self.sizes.target(kind, load), self.sizes.drafting(kind, load), share, here.rounds)
         if figure.rounds > SETTLED:
-            scale = figure.value * self.sizes.target(kind, load) / self.sizes.round(kind, load)
-            self._scales[kind] = _Scale(scale, load.sessions)
+            self._scales[kind] = _Scale(figure.per_size(self.sizes.draft_pass), load.sessions)
 
     def at(self, load: Load) -> "CostsAtLoad":
         """Return what rounds take under a load."""
@@ -109,14 +121,12 @@ class CostsAtLoad:
 
         In tokens of KV that can be read meanwhile while nothing is measured.
         """
-        if kind in self.known:
-            return self.known[kind].value * self.sizes.target(kind, self.load)
         size = self.sizes.round(kind, self.load)
         if not self.known:
             return size * self._scale(kind)
         nearest = min(self.known, key=lambda other: _distance(kind, other))
-        here = self.known[nearest].value * self.sizes.target(nearest, self.load) / self.sizes.round(nearest, self.load)
-        return size * here * self._scale(kind) / self._scale(nearest)
+        measured = size * self.known[nearest].per_size(self.sizes.draft_pass)
+        return measured if nearest == kind else measured * self._scale(kind) / self._scale(nearest)
 
     def doubt(self, kind: RoundKind) -> float:
         """Return how many times faster than estimated a round may be."""

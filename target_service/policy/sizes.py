@@ -63,8 +63,14 @@ class Sizes:
 
     def round(self, kind: RoundKind, load: Load) -> float:
         """Return what a round takes, with its drafting."""
-        drafting = (kind.gamma + 1) * self._draft_pass(load) if kind.proposer is Proposer.DRAFT else 0.0
-        return self.target(kind, load) + drafting
+        return self.target(kind, load) + self.draft_pass * self.drafting(kind, load)
+
+    def drafting(self, kind: RoundKind, load: Load) -> float:
+        """Return the size of the passes of a draft model for a round, each as large as a plain step whose KV is smaller
+        by DRAFT_KV.
+        """
+        passes = kind.gamma + 1 if kind.proposer is Proposer.DRAFT else 0
+        return passes * (self.weight_tokens + DRAFT_KV * load.tokens)
 
     def own_drafting(self, gamma: int, load: Load) -> float:
         """Return what the passes take in which the target drafts `gamma` tokens of each session by itself.
@@ -76,19 +82,16 @@ class Sizes:
 
     def note_drafting(self, seconds: float, step_seconds: float, kind: RoundKind, load: Load) -> None:
         """Take note of what the draft took for a round, beside the target's step."""
-        a_pass = seconds / (kind.gamma + 1) / max(1e-9, step_seconds) * self.step(kind, load)
-        plain_pass = self._draft_pass(load) / self.draft_pass
-        if plain_pass:
-            share = min(1.0, a_pass / plain_pass)  # more is a graph that was captured
+        size = self.drafting(kind, load)
+        if size:
+            share = seconds / max(1e-9, step_seconds) * self.step(kind, load) / size
+            share = min(1.0, share)  # more is a graph that was captured
             self.draft_pass = max(1e-3, self.draft_pass + NEWEST * (share - self.draft_pass))
 
     def note_fetched(self, verified: Verified, share: float) -> None:
         """Take note of the share of all its tokens of KV that a step brought from the host."""
         known = self.fetched.get(verified)
         self.fetched[verified] = share if known is None else known + NEWEST * (share - known)
-
-    def _draft_pass(self, load: Load) -> float:
-        return self.draft_pass * (self.weight_tokens + DRAFT_KV * load.tokens)
 
     def _read(self, verified: Verified, load: Load) -> float:
         """Return the tokens of KV that a step reads."""

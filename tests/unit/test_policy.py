@@ -94,7 +94,7 @@ class Machine:
             if self.fixed is None:
                 self.step()
             else:
-                self.go_on(0.25, self.fixed)
+                self.go_on(min(0.25, until - self.now), self.fixed)
 
     def go_on(self, seconds: float, plan: RoundPlan) -> None:
         """Make all rounds by one plan, for so long."""
@@ -154,23 +154,30 @@ def machine(seed: int, proposer: Proposer = Proposer.DRAFT, most: int = 4) -> Ma
     return Machine(Policy(options, CostTable(sizes), Counter()), true, factors, random)
 
 
-def arrive(machine: Machine, random: Random, chance: float) -> None:
-    context = random.choice([500, 2000, 8000, 32_000, 64_000])
-    client = Client(context, chance, machine.now + random.uniform(2, 20), random.random() < 0.5)
-    machine.add(client)
+def timetable(random: Random, seconds: float) -> list[tuple[float, Client]]:
+    """Return when which session begins, in order: in each of several places one follows another."""
+    chance, places = random.choice([0.05, 0.3, 0.6, 0.8, 0.9]), random.choice([1, 4, 16])
+    begins = []
+    for _ in range(places):
+        now = 0.0
+        while now < seconds:
+            context, ends = random.choice([500, 2000, 8000, 32_000, 64_000]), now + random.uniform(2, 20)
+            accepted = min(0.97, max(0.0, chance + random.uniform(-0.1, 0.1)))
+            begins.append((now, Client(context, accepted, ends, random.random() < 0.5)))
+            now = ends
+    return sorted(begins, key=lambda each: each[0])
 
 
 def play(machine: Machine, random: Random, seconds: float) -> list[tuple[float, float]]:
-    """Have sessions come and go for so long; return when how many tokens were generated, once a second."""
-    chance = random.choice([0.05, 0.3, 0.6, 0.8, 0.9])
-    most = random.choice([1, 4, 16])
-    seen = []
-    while machine.now < seconds:
-        machine.clients = [each for each in machine.clients if each.ends > machine.now]
-        while len(machine.clients) < most:
-            arrive(machine, random, min(0.97, max(0.0, chance + random.uniform(-0.1, 0.1))))
-        machine.run(machine.now + 1)
+    """Have sessions come and go; return when how many tokens were generated, at each of these times."""
+    begins, seen = timetable(random, seconds), []
+    times = sorted({each.ends for _, each in begins} | set(range(1, int(seconds) + 1)))
+    for until in (at for at in times if at <= seconds):
+        while begins and begins[0][0] <= machine.now:
+            machine.add(begins.pop(0)[1])
+        machine.run(until)
         seen.append((machine.now, machine.tokens))
+        machine.clients = [each for each in machine.clients if each.ends > machine.now]
     return seen
 
 
