@@ -111,7 +111,7 @@ class ServedEvent(_message.Message):
     def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., beat: _Optional[_Union[_speculation_pb2.Beat, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("number", "opens", "sessions", "waiting", "free_places", "free_kv_pages", "queue_places", "unread_tokens", "tokens_per_second", "queue_seconds", "indexed", "evicted", "kv_pages", "draining", "left", "taken", "usage")
+    __slots__ = ("number", "opens", "sessions", "waiting", "free_places", "free_kv_pages", "queue_places", "unread_tokens", "tokens_per_second", "queue_seconds", "indexed", "evicted", "kv_pages", "draining", "left", "taken")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPENS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -128,7 +128,6 @@ class Report(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
-    USAGE_FIELD_NUMBER: _ClassVar[int]
     number: int
     opens: int
     sessions: int
@@ -145,18 +144,7 @@ class Report(_message.Message):
     draining: bool
     left: _containers.RepeatedScalarFieldContainer[str]
     taken: _containers.RepeatedScalarFieldContainer[str]
-    usage: _containers.RepeatedCompositeFieldContainer[CallerUsage]
-    def __init__(self, number: _Optional[int] = ..., opens: _Optional[int] = ..., sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., free_places: _Optional[int] = ..., free_kv_pages: _Optional[int] = ..., queue_places: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., indexed: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., kv_pages: _Optional[int] = ..., draining: bool = ..., left: _Optional[_Iterable[str]] = ..., taken: _Optional[_Iterable[str]] = ..., usage: _Optional[_Iterable[_Union[CallerUsage, _Mapping]]] = ...) -> None: ...
-
-class CallerUsage(_message.Message):
-    __slots__ = ("caller", "requests", "tokens_used")
-    CALLER_FIELD_NUMBER: _ClassVar[int]
-    REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_USED_FIELD_NUMBER: _ClassVar[int]
-    caller: str
-    requests: int
-    tokens_used: int
-    def __init__(self, caller: _Optional[str] = ..., requests: _Optional[int] = ..., tokens_used: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., opens: _Optional[int] = ..., sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., free_places: _Optional[int] = ..., free_kv_pages: _Optional[int] = ..., queue_places: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., indexed: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., kv_pages: _Optional[int] = ..., draining: bool = ..., left: _Optional[_Iterable[str]] = ..., taken: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("at", "tokens", "drafted", "accepted", "finish_reason", "kv_tokens_read", "kv_tokens_total", "announced_bytes", "stale_rounds", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_tokens_fetched", "cached_tokens", "queue_seconds", "logprobs", "prompt_logprobs", "sparse_prompt_tokens", "preemptions", "screening_drafted", "screening_accepted", "screened", "confirmed")

@@ -147,11 +147,6 @@ class StreamRecords:
         """Begin the record of a session, or continue one."""
         self._open[record.request.session] = record
 
-    def caller_of(self, session: str) -> str:
-        """Return the name of the key that an open session's request came with; empty if the session is not open."""
-        record = self._open.get(session)
-        return "" if record is None else record.request.caller
-
     def __contains__(self, session: str) -> bool:
         return session in self._open
 

@@ -9,7 +9,6 @@ from specahead.engine.kv.prefix_index import PrefixIndex
 from specahead.wire.messages import Report, ServedEvent
 from target_service.admission import Admission
 from target_service.orphaned_sessions import OrphanedSessions
-from target_service.usage import CallerTokens, StreamUsage
 
 REPORT_SECONDS = 0.1
 MOST_HASHES = 1 << 16  # of a report
@@ -43,10 +42,8 @@ class Reporter:
         prefixes: PrefixIndex,
         emit: Callable[[ServedEvent], None],
         orphans: OrphanedSessions,
-        tokens: CallerTokens,
     ) -> None:
         self.opens = 0  # sessions that the orchestrator asked for
-        self.usage = StreamUsage(admission, tokens, emit)
         self._admission, self._reading, self._prefixes, self._emit = admission, reading, prefixes, emit
         self._orphans = orphans
         self._changed, self._moved = prefixes.watch(), orphans.watch()
@@ -73,7 +70,6 @@ class Reporter:
             evicted=[hash for hash in changed if hash not in held],
             left=[name for name in moved if name in orphans],
             taken=[name for name in moved if name not in orphans],
-            usage=self.usage.report(),
         )
         return [report]
 

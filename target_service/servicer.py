@@ -16,7 +16,6 @@ from specahead.wire.streams import BEAT_SECONDS, PATIENCE, exchange
 from target_service.orphaned_sessions import OrphanedSessions, SessionRecord, StreamRecords
 from target_service.reporting import Reporter
 from target_service.session import DraftPeer
-from target_service.usage import CallerTokens, StreamUsage
 from target_service.verifier import Verifier
 
 MOST_STREAMS = 32  # of a kind that one peer may hold
@@ -107,7 +106,6 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         self._wake = wake
         self._read_status = read_status
         self._orphans = OrphanedSessions(verifier.settings.timeouts.resume)
-        self._tokens = CallerTokens()
         self._reporters: dict[Reporter, Outbox[ServedEvent | Beat]] = {}  # of the streams that there are
 
     async def Status(
@@ -146,7 +144,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     ) -> None:
         records, verifier = StreamRecords(PATIENCE * BEAT_SECONDS), self._verifier
         prefixes = verifier.runner.kv.pool.prefixes
-        reporter = Reporter(verifier.admission, verifier.reading, prefixes, outbox.put, self._orphans, self._tokens)
+        reporter = Reporter(verifier.admission, verifier.reading, prefixes, outbox.put, self._orphans)
         self._reporters[reporter] = outbox
 
         def receive(frame: control_pb2.ServeFrame) -> None:
@@ -164,8 +162,6 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
             for event in events:
                 if isinstance(event, Closed):
                     records.close(event.session)
-                elif isinstance(event, Commit):
-                    reporter.usage.add(records.caller_of(event.at.session), len(event.tokens))
                 if isinstance(event, Closed) or (isinstance(event, Commit) and event.finish_reason):
                     reporter.hurry()  # a place is free
             frame = convert.served_events_to_pb([*events, *reporter.due()])
@@ -202,16 +198,14 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         """Apply a frame. Raises ServiceError for a session that cannot be opened, and for a wrong frame."""
         request = convert.serve_request_from_pb(frame)
         if isinstance(request, Open):
-            self._open(request, records, reporter.usage, outbox)
+            self._open(request, records, outbox)
         elif isinstance(request, Abort) and request.session in records:
             self._verifier.abort(request.session)
             records.close(request.session)  # the name may be another stream's next
             reporter.hurry()
             outbox.put(Beat())
 
-    def _open(
-        self, request: Open, records: StreamRecords, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]
-    ) -> None:
+    def _open(self, request: Open, records: StreamRecords, outbox: Outbox[ServedEvent | Beat]) -> None:
         """Open a session, or continue an orphaned one: then its commits are sent again first."""
         orphan = self._orphans.find(request)
         record = SessionRecord(request) if orphan is None else orphan.continued_by(request)
@@ -224,5 +218,3 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
             for commit in record.commits:
                 self._verifier.counters["retold_tokens"] += len(commit.tokens)
                 outbox.put(commit)
-        elif len(request.tokens) == request.prompt_tokens:
-            usage.add(request.caller, request.prompt_tokens)

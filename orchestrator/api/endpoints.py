@@ -115,8 +115,8 @@ async def serve_clients(
 
 def _make_router(config: Config, access: Access, directories: Directories) -> Router:
     clients = config.clients
-    times, count = clients.timeouts, access.callers.count_elsewhere
-    return Router(directories["target"], access.peers, times.resume, times.request, times.wait, count)
+    times = clients.timeouts
+    return Router(directories["target"], access.peers, times.resume, times.request, times.wait)
 
 
 async def _connect(

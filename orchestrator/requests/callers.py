@@ -2,7 +2,7 @@
 
 Requests at once are counted while they run. Tokens a minute are a bucket that holds a minute's worth and fills at a
 steady rate: a request is accepted while the bucket is not empty, and takes the tokens of its prompt at once and those
-of its answer as they come. Shared targets report a key's use through other orchestrators (target_service/usage.py).
+of its answer as they come. Each orchestrator counts by itself.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from orchestrator.requests.keys import Key, digest_of
 from specahead.wire.errors import ResourceExhausted, Unauthenticated
-from specahead.wire.messages import CallerUsage
 
 
 @dataclass(eq=False)
@@ -25,8 +24,6 @@ class Caller:
     clock: Callable[[], float] = time.monotonic
     running: int = 0
     """Requests that run now."""
-    elsewhere: dict[str, int] = field(default_factory=dict)
-    """Requests that run through other orchestrators, by target."""
     allowed: bool = True
     """Whether the key is still allowed."""
     tokens: float = field(init=False)
@@ -45,7 +42,7 @@ class Caller:
     def request(self) -> Iterator[None]:
         """Count a request while the context lasts. Raises ResourceExhausted if the key allows no more now."""
         key = self.key
-        if key.requests and self.running + sum(self.elsewhere.values()) >= key.requests:
+        if key.requests and self.running >= key.requests:
             raise ResourceExhausted(
                 f"key {key.name!r} allows {key.requests} requests at once, and they are running", retry_after=1
             )
@@ -98,7 +95,6 @@ class Callers:
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._by_digest = {key.digest: Caller(key) for key in keys}
-        self._elsewhere: dict[str, list[Caller]] = {}  # with requests through other orchestrators, by target
 
     def replace(self, keys: Sequence[Key]) -> None:
         """Allow these keys from now on. A key with the same name as before keeps its usage."""
@@ -113,17 +109,6 @@ class Callers:
         kept = self._by_digest.values()
         for caller in before.values():
             caller.allowed = caller in kept
-
-    def count_elsewhere(self, target: str, usage: Sequence[CallerUsage]) -> None:
-        """Count the use of keys through other orchestrators, as a target reports it; empty if the target is lost."""
-        for caller in self._elsewhere.pop(target, []):
-            del caller.elsewhere[target]
-        by_name = {caller.name: caller for caller in self._by_digest.values()} if usage else {}
-        for each in usage:
-            if (user := by_name.get(each.caller)) is not None:
-                user.elsewhere[target] = each.requests
-                user.pay(each.tokens_used)
-                self._elsewhere.setdefault(target, []).append(user)
 
     def admit(self, bearer: str) -> Caller:
         """Return the caller with this key and make it the task's. Raises Unauthenticated."""

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from specahead.wire.errors import (
     Unavailable,
     error_from_code,
 )
-from specahead.wire.messages import At, CallerUsage, Closed, Commit, FinishReason, SessionReads
+from specahead.wire.messages import At, Closed, Commit, FinishReason, SessionReads
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +61,12 @@ class Router:
         resume_timeout: float,
         request_timeout: float = 0.0,
         max_wait: float = 0.0,
-        on_usage: Callable[[str, Sequence[CallerUsage]], None] = lambda target, usage: None,
     ) -> None:
         """resume_timeout: seconds that requests wait for a target. request_timeout: seconds that a request may take in
         all; 0: any time. max_wait: seconds that a request may be expected to wait
-        until its prompt is read; 0: any time. on_usage: called with each target's use by callers through other
-        orchestrators.
+        until its prompt is read; 0: any time.
         """
         self.ledger = Ledger()
-        self.used = on_usage
         self.routed: Counter[str] = Counter()  # sessions that were opened on each target
         self._directory, self._access = targets, access
         self._resume_timeout, self._request_timeout = resume_timeout, request_timeout

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,17 +13,7 @@ from protos import control_pb2, control_pb2_grpc
 from specahead.wire import convert
 from specahead.wire.access import PeerAccess
 from specahead.wire.errors import ServiceError, error_from_code
-from specahead.wire.messages import (
-    Abort,
-    Beat,
-    CallerUsage,
-    Closed,
-    Commit,
-    Report,
-    ServedEvent,
-    ServeRequest,
-    SessionReads,
-)
+from specahead.wire.messages import Abort, Beat, Closed, Commit, Report, ServedEvent, ServeRequest, SessionReads
 from specahead.wire.outbox import Outbox
 from specahead.wire.session_names import name_on_target
 from specahead.wire.streams import BEAT_SECONDS, exchange, read_frames
@@ -42,9 +31,6 @@ class Owner(Protocol):
 
     def lost(self, sessions: list[str]) -> None:
         """The stream has ended, and with it these sessions on the target."""
-
-    def used(self, target: str, usage: Sequence[CallerUsage]) -> None:
-        """A target reports its use by callers through other orchestrators; empty when the target is lost."""
 
     def receive(self, session: str | None, event: Commit | Closed) -> None:
         """An event of a session has come; None for a session that is no longer open on this stream."""
@@ -156,7 +142,6 @@ class TargetStream:
     def _receive(self, event: ServedEvent | Beat) -> None:
         if isinstance(event, Report):
             self.view.take(event)
-            self._owner.used(self.view.name, event.usage)
         elif isinstance(event, Closed):
             self._owner.receive(self._sessions.get(event.session), event)
         elif isinstance(event, Commit):
@@ -172,5 +157,4 @@ class TargetStream:
         self._names.clear()
         self._sessions.clear()
         self.view.forget()
-        self._owner.used(self.view.name, [])
         self._owner.lost(sessions)

@@ -36,7 +36,7 @@ _ONEOF = {
     for kinds in (_DRAFT_EVENTS, _TARGET_EVENTS, _SERVE_REQUESTS, _SERVED_EVENTS)
     for name, kind in kinds.items()
 }
-_KINDS: tuple[Any, ...] = (*_ONEOF, m.Hello, m.ServiceStatus, m.SessionReads, m.CallerUsage, Sampling, TokenLogprobs)
+_KINDS: tuple[Any, ...] = (*_ONEOF, m.Hello, m.ServiceStatus, m.SessionReads, Sampling, TokenLogprobs)
 _NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _KINDS}
 
 # To protobuf
@@ -102,7 +102,6 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
     "support_probs": np.ndarray.tobytes,
     "logprobs": _all_vars,
     "prompt_logprobs": _all_vars,
-    "usage": _all_vars,
 }
 _WRITES = {kind: tuple((name, _WRITERS[name]) for name in names if name in _WRITERS) for kind, names in _NAMES.items()}
 
@@ -247,7 +246,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "finish_reason": _read_finish_reason,
     "support_ids": _read_array("<u4"),
     "support_probs": _read_array("<f4"),
-    "usage": _read_all(m.CallerUsage),
 }
 
 _READS = {

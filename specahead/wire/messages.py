@@ -291,17 +291,6 @@ class Closed:
     message: str
 
 
-@dataclass(frozen=True)
-class CallerUsage:
-    """What a caller uses through other orchestrators."""
-
-    caller: str
-    requests: int
-    """Requests that run."""
-    tokens_used: int
-    """Tokens since the last message."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TargetLoad:
     """How busy a target is; see protos/control.proto."""
@@ -328,7 +317,6 @@ class Report(TargetLoad):
     draining: bool = False
     left: list[str] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
-    usage: list[CallerUsage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from specahead.cli.main import main
 from specahead.config import SettingsError
 from specahead.config.access import ClientAccess, Http
 from specahead.wire.errors import ResourceExhausted, Unauthenticated
-from specahead.wire.messages import CallerUsage
 from tests.unit.clock import Clock
 
 
@@ -139,27 +138,6 @@ def test_tokens_a_minute() -> None:
     with caller.request():
         caller.pay(60)  # no more than a minute's worth is saved up
     with pytest.raises(ResourceExhausted), caller.request():
-        pass
-
-
-def test_what_a_key_uses_through_other_orchestrators_counts() -> None:
-    """As each target tells it; what a lost target told of requests counts no more."""
-    keys = [Key("a", digest_of("x"), requests=2, tokens_per_minute=60), Key("b", digest_of("y"), requests=1)]
-    callers = Callers(keys)
-    caller, other = callers.admit("x"), callers.admit("y")
-    callers.count_elsewhere("target-1", [CallerUsage("a", 1, 0), CallerUsage("unknown", 9, 9)])
-    with caller.request(), pytest.raises(ResourceExhausted, match="allows 2 requests at once"), caller.request():
-        pass
-    callers.count_elsewhere("target-2", [CallerUsage("a", 1, 40)])
-    with pytest.raises(ResourceExhausted, match="requests at once"), caller.request():
-        pass
-    callers.count_elsewhere("target-1", [])
-    with caller.request(), other.request():
-        caller.pay(21)
-    callers.count_elsewhere("target-2", [CallerUsage("b", 1, 0)])
-    with pytest.raises(ResourceExhausted, match="60 tokens a minute"), caller.request():
-        pass
-    with pytest.raises(ResourceExhausted, match="allows 1 requests at once"), other.request():
         pass
 
 

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from orchestrator.sessions.routing import TargetView
 from specahead.wire.errors import ResourceExhausted
-from specahead.wire.messages import CallerUsage, Exactness, Open
+from specahead.wire.messages import Exactness, Open
 from target_service.admission import Admission
 from target_service.opening import SessionMaker
 from target_service.orphaned_sessions import OrphanedSessions
 from target_service.reporting import MOST_HASHES, REPORT_SECONDS, ReadingRate, Reporter
-from target_service.usage import CallerTokens
 from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
@@ -27,9 +26,9 @@ def admission(runner: FakeRunner, **settings: int) -> Admission:
     return Admission(runner, given, Counter(), SessionMaker(runner, PLAN, given))
 
 
-def reporter_of(target: Admission, runner: FakeRunner, emit: Any, tokens: CallerTokens | None = None) -> Reporter:
+def reporter_of(target: Admission, runner: FakeRunner, emit: Any) -> Reporter:
     prefixes = runner.kv.pool.prefixes
-    return Reporter(target, ReadingRate(), prefixes, emit, OrphanedSessions(60), tokens or CallerTokens())
+    return Reporter(target, ReadingRate(), prefixes, emit, OrphanedSessions(60))
 
 
 @given(st.lists(ACTS, max_size=40), st.integers(1, 4), st.integers(0, 3), st.integers(10, 40))
@@ -101,28 +100,3 @@ def test_the_rate_of_reading_follows_the_last_steps() -> None:
     for _ in range(40):
         rate.add(1000, 0.5)
     assert rate.per_second == pytest.approx(2000, rel=0.05)
-
-
-def test_each_orchestrator_hears_what_callers_use_through_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that comes new hears of the last minute, and whoever is known hears of what is new."""
-    clock = Clock()
-    monkeypatch.setattr("target_service.usage.time", clock)
-    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
-    target, tokens = admission(runner), CallerTokens()
-    streams: list[Any] = [[].append, [].append]
-    usages = [reporter_of(target, runner, stream, tokens).usage for stream in streams]
-    for number, caller in enumerate(("alice", "alice", "bob", "")):
-        request = Open(f"{number}", [1] * 10, 10, 5, [], GREEDY, Exactness.EXACT, caller=caller, choice=number == 1)
-        target.open(request, streams[0])
-        usages[0].add(caller, 10)
-    assert usages[0].report() == []
-    assert usages[1].report() == [CallerUsage("alice", 1, 20), CallerUsage("bob", 1, 10)]
-    usages[1].add("bob", 7)
-    usages[0].add("alice", 3)
-    assert usages[0].report() == [CallerUsage("bob", 0, 7)]
-    assert usages[1].report() == [CallerUsage("alice", 1, 3), CallerUsage("bob", 1, 0)]
-    clock.now = 59
-    usages[0].add("alice", 1)
-    clock.now = 61
-    fresh = reporter_of(target, runner, [].append, tokens).usage
-    assert fresh.report() == [CallerUsage("alice", 1, 1), CallerUsage("bob", 1, 0)]

@@ -23,7 +23,6 @@ from specahead.wire.messages import Open, Report, ServedEvent
 from target_service.orphaned_sessions import OrphanedSessions
 from target_service.reporting import Reporter
 from target_service.session import DraftPeer
-from target_service.usage import CallerTokens
 from target_service.verifier import Verifier
 from target_service.verify_step import VerifyStep
 
@@ -115,8 +114,8 @@ class VirtualTarget:
         self._clock, self._on_report = clock, on_report
         self._emit = lambda event: clock.call_in(_WIRE_SECONDS, partial(on_event, event))
         prefixes = self.verifier.runner.kv.pool.prefixes
-        alone = OrphanedSessions(0), CallerTokens()  # of no other orchestrators
-        self._reporter = Reporter(self.verifier.admission, self.verifier.reading, prefixes, self._emit, *alone)
+        orphans = OrphanedSessions(0)  # of no other orchestrators
+        self._reporter = Reporter(self.verifier.admission, self.verifier.reading, prefixes, self._emit, orphans)
         self.service.after_step = self._report
         clock.call_in(0.0, self._beat)
 
