@@ -6,23 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafter import Drafter
-from specahead import models
 from specahead.config import SettingsError
-from specahead.engine.loading.model import load_model, load_module
-from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire import messages as m
-from target_service.draft_in_target import StepsByTurns
 from target_service.policy.lookup import LONGEST, PLACES, SHORTEST, FirstGuess, PromptLookup
 from target_service.policy.pace import FIRST_PAUSE, LONGEST_PAUSE
-from target_service.verifier import Verifier
 from target_service.verify_step import VerifyStep
-from tests.plans import bundled_plan
 from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, TABLE, FakeModel, hashed
@@ -274,49 +266,6 @@ def test_a_grammar_is_followed(clock: Clock) -> None:
     for name, prompt in zip(names, texts, strict=True):
         assert world.ledger.records[name].generated == plain(model, SCHEMA, prompt, 40)
     assert totals(world)[1] > 8
-
-
-@pytest.mark.parametrize(("first", "screened"), [(False, False), (True, False), (False, True)])
-def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(first: bool, screened: bool) -> None:
-    """first: before a draft is asked, which goes on where nothing is guessed; else there is no draft. screened: by
-    sparse attention over KV in tiers, a quarter of which lies on the device.
-    """
-    model = load_model(str(models.TARGET), torch.float32, "cpu")
-    generator = torch.Generator().manual_seed(1)
-    texts = [torch.randint(4, 4096, (length,), generator=generator).tolist() * 3 for length in (20, 90)]
-    if screened:
-        texts = [text * 2 for text in texts]
-    how: dict[str, Any] = {"placement": "together", "lookup": True} if first else {"draft": "lookup"}
-    if screened:
-        how |= {"hold": 12, "self_read_share": 0.25}
-    given, plan = target_settings(max_context=1000, max_sessions=2, prefill_chunk=64, **how), bundled_plan()
-    widths: dict[str, Any] = {"step_queries": 5, "most_queries": given.widest_round}
-    room = (208, 4000) if screened else (4000, 0)
-    verifier = Verifier(make_runner(model, *room, 1000, **widths), plan, given)
-    steps: Any = verifier
-    if first:
-        draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu"), 4000, 0, 1000)
-        steps = StepsByTurns(verifier, Drafter(draft, plan, given.own_draft))
-    served: dict[str, list[int]] = {"0": [], "1": []}
-
-    def emit(event: m.ServedEvent) -> None:
-        assert isinstance(event, m.Commit)
-        served[event.at.session] += event.tokens
-
-    for name, text in enumerate(texts):
-        verifier.admission.open(m.Open(str(name), text, len(text), 64, [], GREEDY, m.Exactness.EXACT), emit)
-    while (step := steps.plan_step()) is not None:
-        steps.finish_step(step, steps.execute(step))
-    counted = verifier.counters
-    assert counted["lookup_accepted_tokens"] > 50
-    assert (counted["confirmed_tokens"] > 40) == (verifier.totals.get("kv_fetched_pages", 0) > 0) == screened
-    assert (counted["rounds"] > counted["lookup_rounds"]) == first
-    reference: Any = load_module(str(models.TARGET), torch.float32, "cpu", "sdpa")
-    for name, text in enumerate(texts):
-        expected = reference.generate(
-            torch.tensor([text]), do_sample=False, max_new_tokens=64, eos_token_id=None, pad_token_id=0
-        )
-        assert served[str(name)] == expected[0, len(text) :].tolist()
 
 
 @pytest.mark.parametrize(("wrong", "named"), [({"draft": "lookup"}, "draft lookup"), ({"draft": "self"}, "draft self")])

@@ -12,28 +12,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafter import Drafter
-from draft_service.sessions import TargetPeer
-from specahead import models
 from specahead.config import SettingsError
 from specahead.engine.kv.pages import SequenceKV
-from specahead.engine.loading.model import load_model, load_module
-from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.wire import messages as m
 from target_service.hooks import Hooks
 from target_service.screening import WEIGHED_EVERY, Screening
-from target_service.session import DraftPeer
-from target_service.verifier import Verifier
 from target_service.verify_step import VerifyResult, VerifyStep
-from tests.plans import bundled_plan
-from tests.settings import draft_settings, target_settings
+from tests.settings import target_settings
 from tests.unit.clock import Clock
-from tests.unit.fake_models import GREEDY, VOCAB, FakeModel, FakeRunner, hashed
+from tests.unit.endings import finish
+from tests.unit.fake_models import VOCAB, FakeModel, FakeRunner, hashed
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
-from tests.unit.test_sessions import PROMPT, p_value
+from tests.unit.test_sessions import p_value
 from tests.unit.world import Faults, World, prompts, target_probs
 
 
@@ -129,15 +122,13 @@ def test_most_rounds_are_sparse_where_all_is_accepted(clock: Clock) -> None:
     world = screened(clock, 1, Screens(screening=4), most=20)
     world.attach()
     name = world.open([3] * 160, 151)
-    world.run()
-    world.check_greedy(name)
+    finish(world, name)
     totals = world.ledger.records[name].totals
     dense = len(world.commits[name])
     assert not world.commits[name][0].screening_drafted, "the first tokens wait for no others"
     assert totals.screening_rounds > 2.5 * dense
     assert totals.confirmed == totals.screened > 90
     assert totals.kv_read_fraction < 0.95
-    world.check_nothing_left()
 
 
 def test_as_many_drafted_tokens_are_judged_as_there_is_room_for_beside_held_ones(clock: Clock) -> None:
@@ -153,13 +144,10 @@ def test_as_many_drafted_tokens_are_judged_as_there_is_room_for_beside_held_ones
         return execute(step)
 
     with patch.object(world.verifier, "execute", note):
-        world.run()
-    for name in names:
-        world.check_greedy(name)
+        finish(world, *names)
     assert all(held + proposed + 1 <= 16 for held, proposed in widths)
     assert any(0 < proposed < 4 for _, proposed in widths), widths
     assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"] == 0
-    world.check_nothing_left()
 
 
 def test_without_a_draft_only_the_first_round_weighs_what_it_reads(clock: Clock) -> None:
@@ -228,11 +216,8 @@ def test_only_steps_that_screen_wholly_run_by_the_weights_for_that(clock: Clock)
         return forward(inputs)
 
     world.target.forward = watched  # type: ignore[method-assign]
-    world.run()
-    for name in names:
-        world.check_greedy(name)
+    finish(world, *names)
     assert kinds[False, True] > 20 and kinds[False, False] > 5 and kinds[True, False] > 0, kinds
-    world.check_nothing_left()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -301,24 +286,13 @@ def test_whatever_happens_only_confirmed_tokens_leave(
         world.check_nothing_left()
 
 
-@pytest.mark.parametrize(
-    ("biases", "proposer"),
-    [({}, "none"), ({3: 1.5, 4: -1.0}, "none"), ({3: 5.0}, "lookup")],
-    ids=["", "rules", "looked up"],
-)
-def test_sampled_outcomes_have_the_dense_distribution(clock: Clock, biases: dict[int, float], proposer: str) -> None:
-    """Each token given those before, as rules change it, whether a draft proposes or the text itself; test_judging has
-    more of it.
-    """
-    model, sampling = Blurs(agreement=3), Sampling(1.2, 0.98, top_k=6, logit_bias=biases)
-    world = screened(clock, 5, model, 4, gamma=2, prefill_chunk=512, proposer=proposer)
-    if proposer == "none":
-        world.attach()
-    # Of a short one everything is read; one that repeats a token goes on with it, if that is likely.
-    prompt, most = (PROMPT * 8, 4) if proposer == "none" else ([3] * 160, 16)
-    names = [world.open(prompt, most, replace(sampling, seed=seed)) for seed in range(400)]
-    world.run()
-    world.check_nothing_left()
+def test_sampled_tokens_that_were_looked_up_have_the_dense_distribution(clock: Clock) -> None:
+    """Given the tokens before, as a bias changes it; test_session_distributions has the rounds of drafts."""
+    model, sampling = Blurs(agreement=3), Sampling(1.2, 0.98, top_k=6, logit_bias={3: 5.0})
+    world = screened(clock, 5, model, 4, gamma=2, prefill_chunk=512, proposer="lookup")
+    prompt = [3] * 160  # a session goes on with the repeated token, if that is likely
+    names = [world.open(prompt, 16, replace(sampling, seed=seed)) for seed in range(400)]
+    finish(world)
     counted = world.verifier.counters
     assert 0.3 < counted["confirmed_tokens"] / counted["screened_tokens"] < 0.95
     assert counted["screened_tokens"] > 200
@@ -329,12 +303,11 @@ def test_sampled_outcomes_have_the_dense_distribution(clock: Clock, biases: dict
             after.setdefault(tuple(outcome[:place]), Counter())[token] += 1
     seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 50}
     assert {0, 1} <= {len(start) for start in seen}
-    by_dense, by_sparse = [], []
-    for start, counts in seen.items():
-        tokens = [*prompt, *start]
-        changes = np.array([biases.get(token, 0.0) for token in range(VOCAB)])
-        by_dense.append(p_value(counts, target_probs(model.target(tokens) + changes, sampling)))
-        by_sparse.append(p_value(counts, target_probs(model.sparse(tokens) + changes, sampling)))
+    bias = 5.0 * np.eye(VOCAB)[3]
+    by_dense, by_sparse = (
+        [p_value(n, target_probs(of([*prompt, *start]) + bias, sampling)) for start, n in seen.items()]
+        for of in (model.target, model.sparse)
+    )
     assert min(by_dense) > 1e-4
     assert min(by_sparse) < 1e-6
 
@@ -365,32 +338,6 @@ RULED = [
 ]
 
 
-@pytest.mark.parametrize("source", ["", WORDS], ids=["", "grammar"])
-@pytest.mark.parametrize("screening", [1, 3, 4])
-def test_rules_go_back_where_held_tokens_are_rejected(clock: Clock, screening: int, source: str) -> None:
-    """What is said is what two levels say, beside a session without rules; by auto as well."""
-    said: list[list[list[int]]] = []
-    screened_rounds = 0
-    for most in (0, 11, None):
-        model, branches = Screens(screening=screening), 1 + 2 * (screening % 2)
-        world = screened(clock, 2, model, most, branches=branches, grammars=GRAMMARS)
-        world.attach()
-        asked: dict[str, Any] = {"stop": [END], "grammar": source}
-        names = [world.open([7 + n] * 40, 60, sampling, **asked) for n, sampling in enumerate(RULED)]
-        names.append(world.open([7] * 40, 30))
-        while world.happen():
-            check_kv(world)
-        said.append([world.ledger.records[name].generated for name in names])
-        ruled = [world.ledger.records[name].totals for name in names[:-1]]
-        assert world.drafter.counters["failed_sessions"] == world.verifier.counters["failed_sessions"] == 0
-        if most:
-            screened_rounds = sum(totals.screening_rounds for totals in ruled)
-            assert (sum(each.confirmed for each in ruled) < sum(each.screened for each in ruled)) == (screening < 4)
-        world.check_nothing_left()
-    assert said[0] == said[1] == said[2]
-    assert all(said[0]) and screened_rounds > 0
-
-
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 10**6),
@@ -414,8 +361,7 @@ def test_whatever_happens_rules_follow_confirmed_tokens_alone(
             world.script = [*wait, lambda: world.detach(link), *wait, lambda: bool(world.attach())]  # type: ignore[list-item]
         prompts = ([7 + n] * 30 for n in range(4))
         names = [world.open(prompt, 40, sampling, stop=[END], grammar=source) for prompt in prompts]
-        world.run()
-        world.check_nothing_left()
+        finish(world)
         return [world.ledger.records[name].generated for name in names]
 
     clock = Clock()
@@ -456,14 +402,12 @@ def test_the_target_chooses_how_many_it_holds(clock: Clock, screening: int, weig
     world = screened(clock, 1, Screens(screening=screening), most=None, weight_tokens=weights)
     world.attach()
     name = world.open([3] * 120, 370)
-    world.run()
-    world.check_greedy(name)
+    finish(world, name)
     counted, held = world.verifier.counters, [each.screened for each in world.commits[name]]
     if screening == 4 and weights == 10.0:
         assert max(held) > 6 and counted["screened_tokens"] > 80
     else:
         assert counted["screened_tokens"] < 60 and not any(held[len(held) // 2 :])
-    world.check_nothing_left()
 
 
 @pytest.mark.parametrize("exactness", m.Exactness)
@@ -502,53 +446,6 @@ def test_settings_that_do_not_fit_are_refused_by_name(wrong: dict[str, Any], nam
     assert target_settings(hold=8, deterministic=True).widest_round == 16
     with pytest.raises(SettingsError, match=f"hold .*{named}"):
         target_settings(**{"hold": 8, **wrong})
-
-
-@pytest.mark.parametrize(("kv_tokens", "backing_tokens"), [(2000, 0), (272, 2000)], ids=["", "tiers"])
-def test_tokens_of_the_bundled_pair_are_those_of_transformers(kv_tokens: int, backing_tokens: int) -> None:
-    """By the real passes: two greedy sessions, the second with a penalty, and a sampled one of which only the number of
-    its tokens is known. In tiers a quarter of their KV lies on the device.
-    """
-    model, plan = load_model(str(models.TARGET), torch.float32, "cpu"), bundled_plan()
-    sizes = {"max_context": 1000, "max_sessions": 3}
-    runner = make_runner(model, kv_tokens, backing_tokens, 1000, step_queries=5, most_queries=13)
-    settings = target_settings(hold=8, prefill_chunk=64 if backing_tokens else 256, **sizes)
-    verifier = Verifier(runner, replace(plan, budget=0.1), settings)
-    draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu"), 2000)
-    drafter = Drafter(draft, plan, draft_settings(prefill_chunk=256, **sizes))
-    to_draft: list[m.TargetEvent] = []
-    to_target: list[m.DraftEvent] = []
-    served: dict[str, list[int]] = {}
-
-    def emit(event: m.ServedEvent) -> None:
-        assert isinstance(event, m.Commit)
-        served.setdefault(event.at.session, []).extend(event.tokens)
-
-    target_end, draft_end = DraftPeer("draft", to_draft.append), TargetPeer(to_target.append)
-    verifier.protocol.attach(target_end)
-    drafter.attach(draft_end)
-    texts = [[(7 * i * i + 3 * i) % 4000 + n for i in range(length)] for n, length in ((50, 200), (90, 400), (9, 300))]
-    for name, (text, sampling) in enumerate(
-        zip(texts, (GREEDY, Sampling(0.0, repetition_penalty=1.3), Sampling(0.8, 0.95)), strict=True)
-    ):
-        verifier.admission.open(m.Open(str(name), text, len(text), 40, [], sampling, m.Exactness.EXACT), emit)
-    while verifier.gauges["sessions"] or verifier.gauges["queued_sessions"]:
-        for actor in (verifier, drafter):
-            step: Any = actor.plan_step()
-            if step is not None:
-                actor.finish_step(step, actor.execute(step))
-            while to_draft:
-                drafter.receive(draft_end, to_draft.pop(0))
-            while to_target:
-                verifier.protocol.receive(target_end, to_target.pop(0))
-    assert verifier.counters["confirmed_tokens"] > 40
-    assert (verifier.totals.get("kv_fetched_pages", 0) > 0) == (backing_tokens > 0)
-    assert len(served["2"]) == 40
-    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
-    reference: Any = load_module(str(models.TARGET), torch.float32, "cpu", "sdpa")
-    for name, (text, penalty) in enumerate(zip(texts[:2], (1.0, 1.3), strict=True)):
-        expected = reference.generate(torch.tensor([text]), **how, repetition_penalty=penalty)
-        assert served[str(name)] == expected[0, len(text) :].tolist()
 
 
 def test_what_is_held_is_dropped_with_what_it_was_drawn_from() -> None:
