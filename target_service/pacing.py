@@ -218,4 +218,5 @@ def policy_of(settings: TargetSettings, plan: Plan, runner: TargetRunner, counte
         drafting_weights=0.5 if settings.speculation.draft_quantization == "fp8" else 1.0,
     )
     options = Options(proposer, proposed, adaptive, announced=True, holds=holds)
-    return Policy(options, CostTable(sizes), counters, runner.alternatives_beside)
+    prior = plan.acceptance if proposer is Proposer.DRAFT else None
+    return Policy(options, CostTable(sizes), counters, runner.alternatives_beside, prior)

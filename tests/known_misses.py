@@ -1,7 +1,7 @@
 """Tests whose bound the product misses today, each with what is missing. `make test` expects them to fail."""
 
 KNOWN_MISSES = {
-    "test_simulation.py::test_an_old_bug_is_found[sessions_of_a_lost_gateway_stay]": "no seed shows this bug now",
+    "test_simulation.py::test_an_old_bug_is_found[sessions_of_a_lost_gateway_stay]": "no seed shows this bug now"
 }
 
 

@@ -139,6 +139,12 @@ class Plan:
         return bool(self.provenance)
 
     @property
+    def acceptance(self) -> float | None:
+        """The chance that the target accepts a drafted token, on the texts of calibration; None if it is not known."""
+        known = self.provenance.get("acceptance")
+        return float(known) if isinstance(known, int | float) and 0 <= known <= 1 else None
+
+    @property
     def head_map(self) -> tuple[Heads, ...]:
         """The map calibrated for the budget nearest to this plan's, by ratio."""
         return min(self.head_maps, key=lambda item: abs(math.log(item[0] / self.budget)))[1]

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,14 @@ from orchestrator.requests.access import read_access
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.lab.evaluation.calibration.head_map import best_draft_heads, top_k_overlap
 from specahead.lab.evaluation.plans import save_plan
-from specahead.models import PLAN
+from specahead.models import DRAFT, PLAN
 from specahead.sparsity.announce import BY_DRAFT_HEAD, announce
 from specahead.sparsity.methods import METHODS, load_served_plan
 from specahead.sparsity.plan import PLAN_VERSION, Plan, PlanError, load_plan, uniform_plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
+from target_service.pacing import policy_of
+from target_service.policy.acceptance import OF_DRAFT
 from target_service.service import run
 from tests.launch_settings import launch_settings
 from tests.settings import target_settings
@@ -122,6 +126,16 @@ def saved(tmp_path: Path, **changes: Any) -> Path:
 def test_an_edited_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(PlanError, match="states hash"):
         load_plan(saved(tmp_path, **{name: CHANGES[name]}))
+
+
+@pytest.mark.parametrize(("stated", "acceptance"), [(0.7, 0.7), (None, None), ("much", None), (1.4, None)])
+def test_the_acceptance_that_calibration_found_is_the_prior(stated: object, acceptance: float | None) -> None:
+    """Without one, or with one that is none, the policy assumes its own."""
+    plan = replace(SMALL, provenance={"acceptance": stated})
+    assert plan.acceptance == acceptance
+    runner: Any = SimpleNamespace(weight_tokens=1.0, alternatives_beside=lambda gamma: 0)
+    policy = policy_of(target_settings(draft=str(DRAFT)), plan, runner, Counter())
+    assert policy.acceptance.chances[0] == (OF_DRAFT if acceptance is None else acceptance)
 
 
 def test_edited_provenance_is_not(tmp_path: Path) -> None:

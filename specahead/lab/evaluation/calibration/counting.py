@@ -66,13 +66,19 @@ def _samples(
             chunk = tokens[start : start + settings.stride]
             sampled = start + settings.stride > settings.skipped
             means: list[Tensor | None] = []
+            chances: list[Tensor] = []
             for runner, sequence in zip(runners, sequences, strict=True):
                 if sampled:
-                    _, weights = forward_weighing(runner, sequence, chunk, settings.block_size, settings.queries, False)
+                    logits, weights = forward_weighing(runner, sequence, chunk, settings.block_size, settings.queries)
                     means.append(weights.mean(1).cpu())
+                    chances.append(logits.softmax(-1).cpu())
                 else:
                     runner.forward([SequenceInput(sequence, chunk)])
                     means.append(None)
+            if chances:  # both vocabularies are the same but for padding
+                drafted, kept = chances
+                both = min(drafted.shape[1], kept.shape[1])
+                sums.accepted += float(torch.minimum(drafted[:, :both], kept[:, :both]).sum(1).mean())
             if means[1] is not None:
                 means[1] = means[1].unflatten(1, (target.kv.kv_heads, -1)).sum(2)
             yield means[0], means[1]

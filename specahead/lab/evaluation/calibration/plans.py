@@ -43,6 +43,7 @@ def to_plan(
         provenance={
             "settings": json.loads(json.dumps(asdict(settings))),
             "samples": sums.samples,
+            "acceptance": round(sums.accepted / sums.samples, 4),
             "texts": sums.texts,
             **_scores(sums, settings, overlaps, similarity, weights),
         },

@@ -51,7 +51,8 @@ class CalibrationSums:
     overlap: by map budget [T, D] and possible: what full overlap would count. similarity [draft, target layers].
     gram [D, D], cross [D, T], target_square [T]: of block weights between sinks and window. head_blocks [T]: blocks
     that a head gets of a budget shared by all. prunable [masses, target layers]: share of blocks outside the nucleus.
-    value_spread [T]: of each head's contribution to the residual stream, summed over texts.
+    value_spread [T]: of each head's contribution to the residual stream, summed over texts. accepted: of each sample,
+    the chance that the target accepts a token that the draft draws.
     """
 
     overlap: list[Tensor]
@@ -63,6 +64,7 @@ class CalibrationSums:
     head_blocks: Tensor
     prunable: Tensor
     value_spread: Tensor
+    accepted: float = 0.0
     samples: int = 0
     texts: int = 0
 
