@@ -23,16 +23,9 @@ from specahead.models import TARGET
 from tests import interpreter
 from tests.altered import PATIENT
 from tests.books import read_books
-from tests.known_misses import reason_of
 from tests.plans import sparse_plan_file
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 (hooks)
 from tests.stack import Stack, free_port, start_stack
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if reason := reason_of(item.nodeid):
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
