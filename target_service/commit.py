@@ -1,11 +1,9 @@
 """Commits a verified round: appends its tokens to the session and cuts the KV to them."""
 
-from typing import Any
-
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.sparsity.plan import Plan
-from specahead.wire.messages import At, Commit, FinishReason, Proposal, Verdict
+from specahead.wire.messages import At, Commit, FinishReason, Proposal, RoundFigures, Verdict
 from target_service.session import TargetSession
 from target_service.verify_step import VerifyRound
 
@@ -37,19 +35,19 @@ def commit_round(
     # A draft that was lost or has asked for Begin during the step does not know this round.
     known = proposal is not None and (proposal.at.epoch, proposal.at.round) == session.key
     agreed = known and session.foresaw(before.base + accepted + 1, following)
+    read, total = _tokens_read(session, session.kv.length - queued, plan, kv)
     commit = Commit(
         at=before._replace(base=base),
         tokens=text,
         drafted=len(proposed),
         accepted=min(accepted, len(tokens)),
         finish_reason=finish,
-        draft_seconds=proposal.draft_seconds if proposal is not None else 0.0,
-        verify_seconds=seconds,
+        figures=_figures(item, output, (read, total), proposal, seconds),
+        cached_tokens=session.stats.cached_tokens,
         logprobs=output.logprobs[: len(text)],
         prompt_logprobs=session.prompt_logprobs or [],
         screened=item.held,
         confirmed=confirmed,
-        **_figures(item, output, plan, kv, session.kv.length - queued),
     )
     session.prompt_logprobs = None
     session.commit(tokens, agreed, proposal if known else None)
@@ -69,13 +67,25 @@ def _confirm_held(item: VerifyRound, accepted: int) -> tuple[int, Proposal | Non
     return confirmed, None, []
 
 
-def _figures(item: VerifyRound, output: SequenceOutput, plan: Plan, kv: KVCache, length: int) -> dict[str, Any]:
-    """Return figures of a round over `length` tokens, by their names in a commit."""
-    figures = dict(vars(item.session.stats))
-    del figures["waiting_since"]
-    read, total = _tokens_read(item.session, length, plan, kv)
-    read_figures = {"kv_tokens_read": read, "kv_tokens_total": total, "kv_tokens_fetched": output.tokens_fetched}
-    return figures | read_figures | {"wait_seconds": item.wait_seconds}
+def _figures(
+    item: VerifyRound, output: SequenceOutput, read: tuple[int, int], proposal: Proposal | None, seconds: float
+) -> RoundFigures:
+    """Return a round's figures. read: (layer, KV head, token) triples read, and all of them. seconds: of the step."""
+    stats = item.session.stats
+    return RoundFigures(
+        kv_tokens_read=read[0],
+        kv_tokens_total=read[1],
+        kv_tokens_fetched=output.tokens_fetched,
+        sparse_prompt_tokens=stats.sparse_prompt_tokens,
+        queue_seconds=stats.queue_seconds,
+        preemptions=stats.preemptions,
+        announced_bytes=stats.announced_bytes,
+        stale_rounds=stats.stale_rounds,
+        prefill_seconds=stats.prefill_seconds,
+        wait_seconds=item.wait_seconds,
+        draft_seconds=proposal.draft_seconds if proposal is not None else 0.0,
+        verify_seconds=seconds,
+    )
 
 
 def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> tuple[list[int], FinishReason]:

@@ -39,7 +39,7 @@ def count_round(counters: Counter[str], item: VerifyRound, commit: Commit, accep
 
 def trace_round(spans: Spans, session: TargetSession, commit: Commit) -> None:
     """Add the spans of a round that has just been verified, if the session's request is traced."""
-    parent, at, verify = session.asked.traceparent, commit.at, commit.verify_seconds
-    if commit.wait_seconds:
-        spans.add(parent, "target.wait", commit.wait_seconds, ended=verify, round=at.round)
+    parent, at, verify = session.asked.traceparent, commit.at, commit.figures.verify_seconds
+    if wait := commit.figures.wait_seconds:
+        spans.add(parent, "target.wait", wait, ended=verify, round=at.round)
     spans.add(parent, "target.verify", verify, round=at.round, drafted=commit.drafted, accepted=commit.accepted)

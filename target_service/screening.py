@@ -8,12 +8,13 @@ what is confirmed has that of dense attention. Knows no sessions and no KV.
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import reduce
 
 from specahead.engine.sampling.distributions import Support
 from specahead.sparsity.methods import BY_MEMORY
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
-from specahead.wire.messages import Commit, FinishReason
+from specahead.wire.messages import Commit, FinishReason, RoundFigures
 
 WEIGHED_EVERY = 4  # every fourth confirmation weighs the KV, since that takes a third of a dense pass's time
 
@@ -24,14 +25,6 @@ class Confirms(Enum):
     NO = 0
     YES = 1
     WEIGHING = 2
-
-
-# Fields of a commit whose sums are those of several rounds.
-_SUMMED = (
-    *("stale_rounds", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
-    *("sparse_prompt_tokens", "queue_seconds", "preemptions"),
-    *("prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
-)
 
 
 def screening_reader(plan: Plan, share: float, report_blocks: bool) -> Reader:
@@ -110,7 +103,7 @@ class Screening:
             screening_accepted=[each.accepted for each in self.rounds],
             cached_tokens=max(each.cached_tokens for each in rounds),
             prompt_logprobs=[of_token for each in rounds for of_token in each.prompt_logprobs],
-            **{name: sum(getattr(each, name) for each in rounds) for name in _SUMMED},
+            figures=reduce(RoundFigures.plus, (each.figures for each in rounds)),
         )
         self.confirmed = commit.at.base + len(commit.tokens)
         self.rounds, self.supports, self.ends = [], [], False

@@ -4,11 +4,11 @@ Pure bookkeeping. The ledger outlives the target, and holds enough to open a ses
 """
 
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from specahead.wire.messages import Commit, FinishReason, Open
+from specahead.wire.messages import Commit, FinishReason, Open, RoundFigures
 
 LATEST_ROUNDS = 64  # kept of a session: more would make garbage collections long
 
@@ -19,7 +19,7 @@ class LedgerError(Exception):
 
 @dataclass
 class SpeculationTotals:
-    """Sums over a session's rounds, as clients see them. Fields with a name of `Commit` are sums of that field."""
+    """Sums over a session's rounds, as clients see them."""
 
     rounds: int = 0
     """With a proposal."""
@@ -30,18 +30,7 @@ class SpeculationTotals:
     accepted_per_position: list[int] = field(default_factory=list)
     rounds_by_gamma: list[int] = field(default_factory=list)
     """Rounds that drafted 0, 1, 2 ... tokens."""
-    stale_rounds: int = 0
-    announced_bytes: int = 0
-    kv_tokens_read: int = 0
-    kv_tokens_total: int = 0
-    kv_tokens_fetched: int = 0
-    sparse_prompt_tokens: int = 0
-    queue_seconds: float = 0.0
-    preemptions: int = 0
-    prefill_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
+    figures: RoundFigures = RoundFigures()  # noqa: RUF009 (it is frozen)
     screening_rounds: int = 0
     screened: int = 0
     confirmed: int = 0
@@ -51,24 +40,30 @@ class SpeculationTotals:
     @property
     def kv_read_fraction(self) -> float:
         """The share of KV that verification read, 1 without any."""
-        return self.kv_tokens_read / self.kv_tokens_total if self.kv_tokens_total else 1.0
+        figures = self.figures
+        return figures.kv_tokens_read / figures.kv_tokens_total if figures.kv_tokens_total else 1.0
 
     @property
     def kv_fetched_fraction(self) -> float:
         """The share of the KV read that came from host memory."""
-        return self.kv_tokens_fetched / self.kv_tokens_read if self.kv_tokens_read else 0.0
+        figures = self.figures
+        return figures.kv_tokens_fetched / figures.kv_tokens_read if figures.kv_tokens_read else 0.0
 
     def summary(self) -> dict[str, Any]:
         """Return all sums and fractions by name."""
         fractions = {"kv_read_fraction": self.kv_read_fraction, "kv_fetched_fraction": self.kv_fetched_fraction}
-        return asdict(self) | fractions
+        values = asdict(self)
+        figures = values.pop("figures")
+        return values | figures | fractions
 
     def plus(self, other: "SpeculationTotals") -> "SpeculationTotals":
         """Return the sums over the rounds of both."""
         mine, theirs = asdict(self), asdict(other)
         lists = "accepted_per_position", "rounds_by_gamma"
         pairs = {name: zip_longest(mine.pop(name), theirs.pop(name), fillvalue=0) for name in lists}
+        del mine["figures"]
         sums: dict[str, Any] = {name: value + theirs[name] for name, value in mine.items()}
+        sums["figures"] = self.figures.plus(other.figures)
         sums["uncalibrated"] = self.uncalibrated or other.uncalibrated
         sums |= {name: [a + b for a, b in pair] for name, pair in pairs.items()}
         return SpeculationTotals(**sums)
@@ -84,13 +79,11 @@ class SpeculationTotals:
             for position in range(accepted):
                 self.accepted_per_position[position] += 1
         self.screening_rounds += len(commit.screening_drafted)
-        self.drafted += sum(commit.screening_drafted)
-        self.accepted += sum(commit.screening_accepted)
-        for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(commit, name))
-
-
-_SUMMED = {each.name for each in fields(SpeculationTotals)} & {each.name for each in fields(Commit)}
+        self.drafted += commit.drafted + sum(commit.screening_drafted)
+        self.accepted += commit.accepted + sum(commit.screening_accepted)
+        self.screened += commit.screened
+        self.confirmed += commit.confirmed
+        self.figures = self.figures.plus(commit.figures)
 
 
 @dataclass

@@ -91,7 +91,7 @@ class Metrics:
         tokens, count = len(commit.tokens), self._counter
         if first:
             self._histogram["time_to_first_token_seconds"].observe(seconds)
-            self._histogram["request_queue_time_seconds"].observe(commit.queue_seconds)
+            self._histogram["request_queue_time_seconds"].observe(commit.figures.queue_seconds)
             count["prompt_tokens"].inc(record.prompt_tokens)
             count["prefix_cache_queries"].inc(record.prompt_tokens)
             count["prefix_cache_hits"].inc(record.cached_tokens)
@@ -99,7 +99,7 @@ class Metrics:
             for _ in range(tokens):
                 self._histogram["inter_token_latency_seconds"].observe(seconds / tokens)
         count["generation_tokens"].inc(tokens)
-        count["num_preemptions"].inc(commit.preemptions)
+        count["num_preemptions"].inc(commit.figures.preemptions)
         for drafted, accepted in commit.rounds:
             count["spec_decode_num_drafts"].inc(drafted > 0)
             count["spec_decode_num_draft_tokens"].inc(drafted)
@@ -113,7 +113,7 @@ class Metrics:
         observed, tokens = self._histogram, len(record.generated)
         observed["e2e_request_latency_seconds"].observe(seconds)
         observed["request_decode_time_seconds"].observe(decode_seconds)
-        observed["request_prefill_time_seconds"].observe(record.totals.prefill_seconds)
+        observed["request_prefill_time_seconds"].observe(record.totals.figures.prefill_seconds)
         observed["request_prompt_tokens"].observe(record.prompt_tokens)
         observed["request_generation_tokens"].observe(tokens)
         observed["request_max_num_generation_tokens"].observe(tokens)
@@ -123,10 +123,10 @@ class Metrics:
     def ended(self, record: Record) -> None:
         """Count the rounds of a request, however it ended."""
         totals = record.totals
-        self._counter["spec_decode_num_stale_rounds"].inc(totals.stale_rounds)
-        self._counter["spec_decode_announced_bytes"].inc(totals.announced_bytes)
-        self._counter["kv_tokens_read"].inc(totals.kv_tokens_read)
-        self._counter["kv_tokens_dense"].inc(totals.kv_tokens_total)
+        self._counter["spec_decode_num_stale_rounds"].inc(totals.figures.stale_rounds)
+        self._counter["spec_decode_announced_bytes"].inc(totals.figures.announced_bytes)
+        self._counter["kv_tokens_read"].inc(totals.figures.kv_tokens_read)
+        self._counter["kv_tokens_dense"].inc(totals.figures.kv_tokens_total)
 
     def failed(self, reason: str) -> None:
         """Count a request that broke off after its first token."""

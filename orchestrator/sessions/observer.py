@@ -64,9 +64,9 @@ class Observer:
             "tokens": len(record.generated),
             "seconds": round(watch.seconds, 4),
             "first_token_seconds": round(watch.first_seconds, 4),
-            "queue_seconds": round(totals.queue_seconds, 4),
-            "preemptions": totals.preemptions,
-            "prefill_seconds": round(totals.prefill_seconds, 4),
+            "queue_seconds": round(totals.figures.queue_seconds, 4),
+            "preemptions": totals.figures.preemptions,
+            "prefill_seconds": round(totals.figures.prefill_seconds, 4),
             "drafted": totals.drafted,
             "accepted": totals.accepted,
         }

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Tracer
 
-# The fields of a commit that are attributes of a round's span.
-_ATTRIBUTES = (
-    *("drafted", "accepted", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
+# The figures of a commit that are attributes of a round's span.
+_FIGURES = (
+    *("announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
     *("prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
 )
 
@@ -66,7 +66,8 @@ class RequestTrace:
         from opentelemetry.trace import set_span_in_context
 
         end = time.time_ns()
-        attributes = {f"specahead.{name}": getattr(commit, name) for name in _ATTRIBUTES}
+        attributes = {f"specahead.{name}": getattr(commit.figures, name) for name in _FIGURES}
+        attributes |= {"specahead.drafted": commit.drafted, "specahead.accepted": commit.accepted}
         attributes |= {"specahead.round": commit.at.round, "specahead.tokens": len(commit.tokens)}
         inside, start = set_span_in_context(self._span), end - int(seconds * NANO)
         self._tracer.start_span("round", context=inside, start_time=start, attributes=attributes).end(end)

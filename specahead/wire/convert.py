@@ -36,8 +36,11 @@ _ONEOF = {
     for kinds in (_DRAFT_EVENTS, _TARGET_EVENTS, _SERVE_REQUESTS, _SERVED_EVENTS)
     for name, kind in kinds.items()
 }
-_KINDS: tuple[Any, ...] = (*_ONEOF, m.Hello, m.ServiceStatus, m.SessionReads, Sampling, TokenLogprobs)
-_NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _KINDS}
+# Fields of a message whose own fields are those of the protobuf message.
+_GROUPS: dict[Any, dict[str, type]] = {m.Commit: {"figures": m.RoundFigures}}
+_PARTS = (m.RoundFigures, m.Hello, m.ServiceStatus, m.SessionReads, Sampling, TokenLogprobs)
+_KINDS: tuple[Any, ...] = (*_ONEOF, *_PARTS)
+_NAMES = {kind: tuple(each.name for each in fields(kind) if each.name not in _GROUPS.get(kind, ())) for kind in _KINDS}
 
 # To protobuf
 
@@ -84,6 +87,8 @@ def _named_values(message: Any) -> dict[str, Any]:
 def _values(message: Any) -> dict[str, Any]:
     """Return a message's values as protobuf's constructors take them; setting each would be slower."""
     values = dict(vars(message))
+    for name in _GROUPS.get(type(message), ()):
+        values |= vars(values.pop(name))
     for name, write in _WRITES[type(message)]:
         values[name] = write(values[name])
     return values
@@ -168,6 +173,8 @@ def _read(kind: Any, pb: Any) -> Any:
     values = {name: getattr(pb, name) for name in names}
     for name, read in reads:
         values[name] = read(values[name])
+    for name, group in _GROUPS.get(kind, {}).items():
+        values[name] = _read(group, pb)
     message = kind.__new__(kind)
     vars(message).update(values)  # __init__ of a frozen class makes one call for each field
     if kind is m.Proposals:

@@ -238,12 +238,11 @@ class Abort:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFigures:
-    """What a round has read and how long it took; see protos/control.proto."""
+    """What rounds have read and how long they took; see protos/control.proto."""
 
     kv_tokens_read: int = 0
     kv_tokens_total: int = 0
     kv_tokens_fetched: int = 0
-    cached_tokens: int = 0
     sparse_prompt_tokens: int = 0
     queue_seconds: float = 0.0
     preemptions: int = 0
@@ -254,9 +253,13 @@ class RoundFigures:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
 
+    def plus(self, other: "RoundFigures") -> "RoundFigures":
+        """Return the sums over the rounds of both."""
+        return RoundFigures(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
 
 @dataclass(frozen=True)
-class Commit(RoundFigures):
+class Commit:
     """The outcome of a round, as the ledger needs it."""
 
     at: At
@@ -265,6 +268,9 @@ class Commit(RoundFigures):
     drafted: int = 0
     accepted: int = 0
     finish_reason: FinishReason = FinishReason.NONE
+    figures: RoundFigures = RoundFigures()
+    cached_tokens: int = 0
+    """In the first commit: tokens of the prompt that were found in the KV."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of each token, if they are asked for."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -277,6 +283,11 @@ class Commit(RoundFigures):
     """How many of the round's tokens, the first ones, had been screened and waited to be confirmed."""
     confirmed: int = 0
     """How many of these the round confirmed."""
+
+    @property
+    def draft_seconds(self) -> float:
+        """Seconds that the draft took for the rounds."""
+        return self.figures.draft_seconds
 
     @property
     def rounds(self) -> list[tuple[int, int]]:

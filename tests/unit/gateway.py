@@ -20,7 +20,7 @@ from orchestrator.sessions.served_models import ServedModels
 from orchestrator.text.replies import ReplyFormat
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.errors import ResourceExhausted, ServiceError
-from specahead.wire.messages import At, Commit, FinishReason, SessionReads
+from specahead.wire.messages import At, Commit, FinishReason, RoundFigures, SessionReads
 
 ANYONE = Callers([])
 MODEL = "tiny-target"
@@ -101,7 +101,7 @@ class ScriptedRouter:
                     drafted=max(4, self.per_round - 1),
                     accepted=self.per_round - 1,
                     cached_tokens=3 if at == 0 else 0,
-                    preemptions=int(last),
+                    figures=RoundFigures(preemptions=int(last)),
                     logprobs=self._logprobs(record, tokens[at:end]),
                     prompt_logprobs=self._logprobs(record, prompt[1:]) if at == 0 else [],
                     finish_reason=reason if last else FinishReason.NONE,

@@ -353,13 +353,17 @@ def test_approximate_sessions_go_ahead_while_no_draft_serves_them(folder: Path) 
     target = target_of(folder, True)
     target.run([approximate, replace(approximate, prompt=31)])
     assert target.left == 60
-    assert [commit.kv_tokens_read for commit in target.commits] == [each.kv_tokens_total for each in target.commits]
+    assert [commit.figures.kv_tokens_read for commit in target.commits] == [
+        each.figures.kv_tokens_total for each in target.commits
+    ]
     exact, waited = target_of(folder, True), target_of(folder, False)
     exact.run([Ask(0, 20, 60), Ask(0, 31, 60)])
     waited.run([approximate, replace(approximate, prompt=31)])
     assert exact.told == target.told == waited.told
     # By whole blocks, of the tokens that have KV by then.
-    assert [each.kv_tokens_total for each in target.commits] == [each.kv_tokens_total for each in waited.commits]
+    assert [each.figures.kv_tokens_total for each in target.commits] == [
+        each.figures.kv_tokens_total for each in waited.commits
+    ]
 
 
 def test_others_go_ahead_while_a_session_waits_for_its_draft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,9 @@ def instances(kind: type) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{name: strategy for name, strategy in fields.items() if strategy is not None})
 
 
+STRATEGIES[m.RoundFigures] = instances(m.RoundFigures)
+
+
 @pytest.mark.parametrize(
     ("kind", "write", "read"),
     [(kind, write, read) for union, write, read in UNIONS for kind in (*get_args(union), m.Beat)],

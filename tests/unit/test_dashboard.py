@@ -20,7 +20,7 @@ from orchestrator.requests.keys import Key, digest_of
 from orchestrator.sessions.ledger import LATEST_ROUNDS, Record
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire.errors import NotFound, ResourceExhausted
-from specahead.wire.messages import At, Commit, Exactness, Open
+from specahead.wire.messages import At, Commit, Exactness, Open, RoundFigures
 from tests.browser import CHROMIUM, browsing
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 
@@ -35,7 +35,7 @@ def record(name: str) -> Record:
 
 def commit(tokens: int = 3) -> Commit:
     counts = {"kv_tokens_read": 10, "kv_tokens_total": 100, "kv_tokens_fetched": 4}
-    return Commit(At("a", 0, 0, 3), [5] * tokens, drafted=4, accepted=tokens - 1, **counts)
+    return Commit(At("a", 0, 0, 3), [5] * tokens, drafted=4, accepted=tokens - 1, figures=RoundFigures(**counts))
 
 
 @pytest.fixture(autouse=True)

@@ -176,7 +176,13 @@ def test_a_step_behind_rounds_reads_what_they_announce(clock: Clock) -> None:
         name = made.world.open([3] * 150, 60, exactness=m.Exactness.APPROXIMATE, sparsity="ahead")
         made.run()
         made.world.check_greedy(name)
-        reads.append([(each.kv_tokens_read, each.kv_tokens_total) for each in made.world.commits[name] if each.drafted])
+        reads.append(
+            [
+                (each.figures.kv_tokens_read, each.figures.kv_tokens_total)
+                for each in made.world.commits[name]
+                if each.drafted
+            ]
+        )
         assert (made.world.verifier.counters["steps_chained_to_rounds"] > 5) == chains
     assert reads[0] == reads[1]
     assert all(0 < read < total for read, total in reads[0][1:])

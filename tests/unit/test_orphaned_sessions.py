@@ -17,7 +17,7 @@ from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.access import PeerAccess
 from specahead.wire.convert import commit_to_bytes
 from specahead.wire.errors import Unavailable
-from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open
+from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open, RoundFigures
 from target_service.orphaned_sessions import MOST_ORPHANS, OrphanedSessions, SessionRecord, StreamRecords
 from tests.unit.clock import Clock
 from tests.unit.test_target_streams import PROMPT, target_at
@@ -221,7 +221,8 @@ def test_the_log_probabilities_of_a_prompt_are_told_once(begun: bool) -> None:
 def test_what_is_kept_of_a_round_is_all_of_it() -> None:
     written = SessionRecord(opened("a"))
     logprobs = [TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0])]
-    told = replace(commit("a", 3, 5), screening_drafted=[4], screening_accepted=[2], drafted=4, verify_seconds=0.5)
+    told = replace(commit("a", 3, 5), screening_drafted=[4], screening_accepted=[2], drafted=4)
+    told = replace(told, figures=RoundFigures(verify_seconds=0.5))
     written.add(told, commit_to_bytes(told))
     last = replace(told, logprobs=logprobs, finish_reason=FinishReason.STOP)
     written.add(last, commit_to_bytes(last))

@@ -18,7 +18,7 @@ from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_f
 from specahead.engine.kv.pool import PagePool
 from specahead.engine.sampling.distributions import Sampling
 from specahead.lab.evaluation.forks import fork
-from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open
+from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open, RoundFigures
 
 LAYERS, HEADS, PAGES, GAMMA = 2, 2, 24, 12
 # Prompts are made of these, so that many share pages and many differ in the middle of one.
@@ -581,10 +581,10 @@ def test_totals_add_up_over_rounds() -> None:
         tokens = [1] * (accepted + 1)
         at = At("a", 0, number, base)
         base += len(tokens)
-        commit = Commit(at, tokens, drafted, accepted, kv_tokens_read=read, kv_tokens_total=total, wait_seconds=0.5)
-        ledger.apply(commit)
+        figures = RoundFigures(kv_tokens_read=read, kv_tokens_total=total, wait_seconds=0.5)
+        ledger.apply(Commit(at, tokens, drafted, accepted, figures=figures))
     totals = ledger.records["a"].totals
     assert (totals.rounds, totals.drafted, totals.accepted) == (2, 8, 6)
     assert totals.accepted_per_position == [2, 2, 1, 1]
     assert totals.kv_read_fraction == pytest.approx(15 / 40)
-    assert totals.wait_seconds == pytest.approx(1.5)
+    assert totals.figures.wait_seconds == pytest.approx(1.5)

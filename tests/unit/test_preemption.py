@@ -94,7 +94,7 @@ def test_tokens_are_those_of_plain_decoding_in_every_pool(
         if room.requests[name].sampling.greedy:
             room.check_greedy(name)
         assert len(room.ledger.records[name].generated) == room.requests[name].max_tokens
-    counted = sum(record.totals.preemptions for record in room.ledger.records.values())
+    counted = sum(record.totals.figures.preemptions for record in room.ledger.records.values())
     assert counted == room.verifier.counters["preemptions"]
     assert room.verifier.counters["opened_sessions"] == 6
 
@@ -364,9 +364,9 @@ def test_waits_and_pre_emptions_are_told_with_the_next_commit(clock: Clock, monk
     while len(target.events) == before:
         target.step()
     (commit,) = (event for event in target.events[before:] if isinstance(event, m.Commit))
-    assert (commit.at.session, commit.preemptions, commit.queue_seconds) == ("b", 1, 5.0)
+    assert (commit.at.session, commit.figures.preemptions, commit.figures.queue_seconds) == ("b", 1, 5.0)
     earlier = [event for event in target.events[:before] if isinstance(event, m.Commit)]
-    assert all((event.preemptions, event.queue_seconds) == (0, 0.0) for event in earlier)
+    assert all((event.figures.preemptions, event.figures.queue_seconds) == (0, 0.0) for event in earlier)
 
 
 # A real model; on a GPU the deterministic one, for which seeded tokens are the same, too

@@ -190,9 +190,9 @@ def test_sampled_tokens_are_those_without_tiers(folder: Path, sampling: Sampling
         said.append(served.said("0"))
         counted, commits = served.verifier.counters, served.commits["0"]
         assert 0 < counted["confirmed_tokens"] < counted["screened_tokens"]
-        fetched = sum(commit.kv_tokens_fetched for commit in commits)
+        fetched = sum(commit.figures.kv_tokens_fetched for commit in commits)
         assert (fetched > 0) == (gpu_pages < PAGES)
-        read = sum(commit.kv_tokens_read for commit in commits)
+        read = sum(commit.figures.kv_tokens_read for commit in commits)
         assert fetched < 0.9 * read, "most of what is screened lies on the GPU"
         if isinstance(served.kv, TieredKV):
             came = served.kv.counters.fetched_pages + served.kv.counters.staged_pages

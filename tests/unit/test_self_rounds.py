@@ -356,7 +356,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(backing_t
         nonlocal fetched
         assert isinstance(event, m.Commit)
         served[event.at.session] += event.tokens
-        fetched += event.kv_tokens_fetched
+        fetched += event.figures.kv_tokens_fetched
 
     for name, text in enumerate([*texts, texts[0]]):
         verifier.admission.open(m.Open(str(name), text, len(text), 48, [], GREEDY, m.Exactness.EXACT), emit)

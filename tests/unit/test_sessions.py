@@ -100,8 +100,8 @@ def test_approximate_with_the_whole_budget_reads_everything(clock: Clock, seed: 
     finish(world)
     for name in names:
         world.check_greedy(name)
-        assert all(commit.kv_tokens_read == commit.kv_tokens_total for commit in world.commits[name])
-        assert not any(commit.announced_bytes for commit in world.commits[name])  # nobody is to choose
+        assert all(commit.figures.kv_tokens_read == commit.figures.kv_tokens_total for commit in world.commits[name])
+        assert not any(commit.figures.announced_bytes for commit in world.commits[name])  # nobody is to choose
 
 
 def test_commits_tell_what_was_read(clock: Clock) -> None:
@@ -113,10 +113,12 @@ def test_commits_tell_what_was_read(clock: Clock) -> None:
         world.run()
         world.check_greedy(name)
         commits = world.commits[name]
-        assert [commit.kv_tokens_read for commit in commits] == [16 * pages for pages in world.target.pages_read]
+        assert [commit.figures.kv_tokens_read for commit in commits] == [
+            16 * pages for pages in world.target.pages_read
+        ]
         speculated = [commit for commit in commits if commit.drafted]
         assert len(speculated) > 3
-        fewer = [commit.kv_tokens_read < commit.kv_tokens_total for commit in speculated]
+        fewer = [commit.figures.kv_tokens_read < commit.figures.kv_tokens_total for commit in speculated]
         assert all(fewer) if exactness is m.Exactness.APPROXIMATE else not any(fewer)
 
 
@@ -276,7 +278,7 @@ def test_kv_of_sparse_prompts_is_offered_to_sparse_prompts_alone(clock: Clock, m
         name = world.open([5] * 170, 8, exactness=exactness)
         finish(world)
         cached.append(world.commits[name][0].cached_tokens)
-        sparse.append(sum(commit.sparse_prompt_tokens for commit in world.commits[name]))
+        sparse.append(sum(commit.figures.sparse_prompt_tokens for commit in world.commits[name]))
         world.check_greedy(name)
         if not cached[1:]:
             probe = SequenceKV()
@@ -292,7 +294,7 @@ def test_a_prompt_whose_log_probabilities_are_told_is_read_densely(
     world = World(clock, 6, prompt_read_share=0.5)
     name = world.open([5] * 170, 8, exactness=m.Exactness.APPROXIMATE, logprobs=1, echo=True)
     world.run()
-    assert not any(commit.sparse_prompt_tokens for commit in world.commits[name])
+    assert not any(commit.figures.sparse_prompt_tokens for commit in world.commits[name])
 
 
 # Sampled outcomes
@@ -422,8 +424,8 @@ def test_sparse_sessions_outlive_their_drafts(clock: Clock, seed: int, method: s
     finish(world, name)
     plain = [commit for commit in world.commits[name] if not commit.drafted]
     drafted = [commit for commit in world.commits[name] if commit.drafted]
-    assert any(commit.kv_tokens_read < commit.kv_tokens_total for commit in drafted)
-    dense = [commit.kv_tokens_read == commit.kv_tokens_total for commit in plain]
+    assert any(commit.figures.kv_tokens_read < commit.figures.kv_tokens_total for commit in drafted)
+    dense = [commit.figures.kv_tokens_read == commit.figures.kv_tokens_total for commit in plain]
     assert all(dense) if METHODS[method].announcing else not any(dense)
 
 
@@ -677,9 +679,9 @@ def test_what_a_round_read_is_as_was_chosen(clock: Clock) -> None:
             assert world.happen() and not world.ended(name)
     finish(world, name)
     commits = world.commits[name]
-    read = [commit.kv_tokens_read < commit.kv_tokens_total for commit in commits]
+    read = [commit.figures.kv_tokens_read < commit.figures.kv_tokens_total for commit in commits]
     assert all(read[:4]) and not any(read[8:13]) and all(read[-4:])
-    assert all(commit.drafted == 2 and not commit.announced_bytes for commit in commits[9:13])
+    assert all(commit.drafted == 2 and not commit.figures.announced_bytes for commit in commits[9:13])
     # One for each round since the last choice, but for those that were on their way.
     assert world.drafter.counters["announcements"] - announced >= len(commits) - before - 3
 

@@ -199,7 +199,7 @@ def test_a_method_without_announcements_is_sparse_without_a_draft() -> None:
     assert stand.step()
     commit = stand.served[-1]
     assert isinstance(commit, m.Commit)
-    assert commit.kv_tokens_read < commit.kv_tokens_total
+    assert commit.figures.kv_tokens_read < commit.figures.kv_tokens_total
 
 
 def test_a_method_that_the_plan_does_not_allow_is_refused_with_those_that_it_does() -> None:

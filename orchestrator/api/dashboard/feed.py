@@ -7,7 +7,7 @@ listed, though the sums count all; a viewer who misses too many changes gets a s
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.requests.callers import current_caller
@@ -54,7 +54,8 @@ class Watched:
 
 
 def _round(number: int, commit: Commit, seconds: float, first: bool) -> tuple[Any, ...]:
-    read = commit.kv_tokens_read, commit.kv_tokens_total, commit.kv_tokens_fetched
+    figures = commit.figures
+    read = figures.kv_tokens_read, figures.kv_tokens_total, figures.kv_tokens_fetched
     return (number, len(commit.tokens), commit.drafted, commit.accepted, round(seconds, 6), first, *read)
 
 
@@ -145,7 +146,7 @@ class Feed:
             return {"type": "snapshot", "round_fields": ROUND_FIELDS, "sessions": sessions}
         if not (viewer.tokens or viewer.opened or viewer.ended):
             return None
-        sums = asdict(viewer.sums) | {"tokens": viewer.tokens}
+        sums = viewer.sums.summary() | {"tokens": viewer.tokens}
         event: dict[str, Any] = {"type": "rounds", "sums": sums, "opened": viewer.opened, "rounds": viewer.rounds}
         event["ended"] = viewer.ended
         viewer.forget()
