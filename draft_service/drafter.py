@@ -67,11 +67,11 @@ class Drafter:
         runner.prepare_rounds(replace(rounds, alternatives=min(alternatives, runner.vocab_size)))
 
     def warm_up(self) -> None:
-        """Capture the steps for prompts, and for rounds that announce nothing or by the plan's method."""
-        announces = METHODS[self.plan.method].announcing is not None
+        """Capture the steps for prompts, and for rounds that announce nothing or by the plan."""
+        announces = METHODS[self.plan.method].announced
         self.runner.warm_up_prompts(self._settings.prefill_chunk)
         *fewer, _ = gammas(self._settings.most_drafted) if self._settings.adaptive else [0]
-        self.runner.warm_up_rounds(self._settings.max_sessions, [self.plan.method] if announces else [], fewer)
+        self.runner.warm_up_rounds(self._settings.max_sessions, announces, fewer)
 
     @property
     def is_idle(self) -> bool:

@@ -16,7 +16,7 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.grammars import GrammarState
 from specahead.engine.steps.requests import Branch, CodedBitmap, DraftedTokens, MovedKV
 from specahead.engine.steps.rules import RoundRules, SessionRules, session_rules
-from specahead.sparsity.methods import Method, method_named
+from specahead.sparsity.methods import method_named
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At, Begin, DraftEvent, Verdict
 from specahead.wire.selection_codec import NamedSelection, Reference
@@ -85,8 +85,8 @@ class Terms:
     """Tokens of prompt and answer, at most."""
     most_gamma: int
     """Tokens that a round proposes, at most."""
-    method: Method | None
-    """Announces blocks; None: the session announces nothing."""
+    announces: bool
+    """Whether rounds announce blocks."""
     draws_own: bool
     """Whether the target keeps tokens that it drew itself, so that the draft draws with the same numbers."""
     rules: SessionRules | None
@@ -159,7 +159,7 @@ class DraftSession:
             sampling=sampling,
             max_length=begin.max_length,
             most_gamma=gamma,
-            method=method_named(begin.method) if begin.method else None,
+            announces=bool(begin.method) and method_named(begin.method).announced,
             draws_own=begin.draws_own,
             rules=session_rules(sampling, begin.prompt_tokens, begin.stop_token_ids),
             grammar=grammar,

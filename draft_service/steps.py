@@ -232,10 +232,10 @@ def _draws(session: DraftSession, position: int, count: int) -> np.ndarray:
 
 def _announcement_request(session: DraftSession, plan: Plan, base: int) -> AnnouncementRequest | None:
     """Return what a round that builds on `base` tokens announces; None: nothing."""
-    if session.terms.method is None or session.dense:
+    if not session.terms.announces or session.dense:
         return None
     last = session.newest_known
-    return announcement_request(session.terms.method, plan, base, None if last is None else last[1])
+    return announcement_request(plan, base, None if last is None else last[1])
 
 
 def _allowed_tokens(session: DraftSession, starts: Sequence[list[int]]) -> AllowedTokens | None:

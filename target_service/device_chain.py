@@ -188,14 +188,14 @@ def _needs_the_host(session: TargetSession, drafted: DraftedRound) -> bool:
     looked_at = session.asked.logprobs is not None or bool(session.asked.rules)
     screened = session.screening is not None and session.screening.is_used
     drawn_from = screened and not session.asked.sampling.greedy  # which the dense pass has to know
-    return looked_at or drawn_from or _is_read_by_lists(session, drafted)
+    return looked_at or drawn_from or _host_looks_at_reads(session, drafted)
 
 
-def _is_read_by_lists(session: TargetSession, drafted: DraftedRound) -> bool:
-    """Return whether the host makes lists of what the round reads, or looks at them."""
+def _host_looks_at_reads(session: TargetSession, drafted: DraftedRound) -> bool:
+    """Return whether the host has to know what the round reads, or will look at it."""
     reader = session.reading.reader
     if reader is None:
         return False
     if reader.method.reads_by_memory or (drafted.announces and session.next_round.sparse):
-        return not reader.method.shares_budget or reader.report_blocks or session.reading.is_watched
+        return reader.report_blocks or session.reading.is_watched
     return drafted.announces or not reader.reads_all_alone

@@ -9,7 +9,7 @@ from specahead.engine.sampling.grammars import Grammars, GrammarState
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.steps.inputs import SparsePrompt
 from specahead.engine.steps.runner import TargetRunner
-from specahead.sparsity.methods import METHODS, methods_of
+from specahead.sparsity.methods import METHODS
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.wire.errors import InvalidArgument
@@ -37,7 +37,6 @@ class SessionMaker:
         drafting: how sessions draft for themselves; None: none does.
         """
         self._runner, self._plan, self._settings = runner, plan, settings
-        self._methods = methods_of(plan)
         self._hooks, self._grammars, self._drafting = hooks, grammars, drafting
 
     def check(self, request: Open) -> None:
@@ -62,8 +61,8 @@ class SessionMaker:
         need = pages_of_round(length, settings)
         if need > pages:
             raise InvalidArgument(f"{length} tokens need {need} KV pages of {PAGE_SIZE}, the target has {pages}")
-        if request.exactness is not Exactness.EXACT and (request.sparsity or self._plan.method) not in self._methods:
-            known, asked = ", ".join(self._methods), request.sparsity or self._plan.method
+        if request.exactness is not Exactness.EXACT and (request.sparsity or self._plan.method) not in METHODS:
+            known, asked = ", ".join(METHODS), request.sparsity or self._plan.method
             raise InvalidArgument(f"session {name}: sparsity must be one of {known}; got {asked!r}")
         if request.grammar and (self._grammars is None or self._hooks.imposes_verdicts):
             raise InvalidArgument(f"session {name}: this target follows no grammars")

@@ -29,7 +29,7 @@ class Confirms(Enum):
 
 def screening_reader(plan: Plan, share: float, report_blocks: bool) -> Reader:
     """Return how a session reads `share` of its KV to screen: by what its dense passes have weighed."""
-    return Reader(BY_MEMORY, replace(plan, budget=share, least_tokens=0, rule=""), report_blocks)
+    return Reader(BY_MEMORY, replace(plan, budget=share, least_tokens=0), report_blocks)
 
 
 @dataclass

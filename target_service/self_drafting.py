@@ -43,4 +43,4 @@ class SelfDrafting:
         rest.
         """
         plan, budget = self.plan, shared_budget(self.plan, memory, base, base + drafted)
-        return SparseRead(plan.block_size, budget=budget, group_means=plan.group_size > 0, drafts=True)
+        return SparseRead(plan.block_size, budget, group_means=plan.group_size > 0, drafts=True)

@@ -20,9 +20,9 @@ from specahead.engine.steps.inputs import SequenceOutput, SparseRead
 from specahead.engine.steps.requests import gammas
 from specahead.engine.steps.runner import TargetRunner
 from specahead.engine.steps.step_loop import describe, prefill_chunk
-from specahead.sparsity.methods import METHODS, methods_of
+from specahead.sparsity.announce import announced_rows
+from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.plan import Plan
-from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.errors import NotFound, ServiceError
 from specahead.wire.messages import SessionReads
@@ -101,18 +101,17 @@ class Verifier:
         if settings.speculation.prompt_read_share < 1:
             runner.check_sparse_prompts()
         reads_by_memory = (self._drafting is not None or settings.most_held > 0) and plan.group_size > 0
-        if reads_by_memory or any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
+        if reads_by_memory or AHEAD.uses_means(plan):
             runner.kv.keep_group_means(plan.group_size)
 
     def warm_up(self) -> None:
         """Prepare the runner for the steps of plain, exact and approximate sessions."""
         reads: list[SparseRead | None] = [None]
-        if "ahead" in methods_of(self.plan):
-            any_length = replace(self.plan, least_tokens=0)
-            reader = self._hooks.new_reader(METHODS["ahead"], any_length, self._hooks.reports_blocks)
-            nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
-            read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
-            reads += [] if read is None else [read]
+        any_length = replace(self.plan, least_tokens=0)
+        reader = self._hooks.new_reader(AHEAD, any_length, self._hooks.reports_blocks)
+        nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
+        read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
+        reads += [] if read is None else [read]
         screened: list[SparseRead | None] = []
         if self.settings.most_held:
             reader = screening_reader(self.plan, self.settings.self_read_share, self._hooks.reports_blocks)
@@ -209,7 +208,7 @@ class Verifier:
 
     def make_chain(self) -> DeviceChain | None:
         """Have steps judge what rounds of a draft in this process leave on the device, before `warm_up`."""
-        own, rows = self.settings.own_draft, Reader(METHODS["ahead"], self.plan).announced_rows
+        own, rows = self.settings.own_draft, announced_rows(self.plan)
         most, block_size = self.settings.max_sessions, self.plan.block_size
         return self.runner.make_chain(most, own.most_drafted, own.support, rows, block_size)
 

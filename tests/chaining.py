@@ -115,7 +115,7 @@ class ChainingRunner(TargetOrDraftRunner):
         drafted = replace(item.drafted, tokens=tokens, supports=supports)
         read, bitmap = item.read, of_round.bitmap
         if read is not None and bitmap is not None:
-            assert read.budget is not None and not read.budget.bitmap.any()
+            assert not read.budget.bitmap.any()
             words = read.budget.bitmap.shape[1]
             read = replace(read, budget=replace(read.budget, bitmap=bitmap[:, :words]))
         return replace(item, tokens=[item.tokens[0], *tokens], read=read, drafted=drafted, draft_row=None)

@@ -36,7 +36,7 @@ from specahead.config.garbage import keep_loaded
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
-from specahead.sparsity.methods import load_served_plan, methods_of
+from specahead.sparsity.methods import METHODS, load_served_plan
 from specahead.wire.access import Guard
 from specahead.wire.messages import ServiceStatus
 from specahead.wire.server import start_server
@@ -143,7 +143,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> F
         min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
         config.target.max_context,
         stop_token_ids(generation, tokenizer),
-        tuple(methods_of(plan)),
+        tuple(METHODS),
         defaults=default_sampling(defaults),
         uncalibrated=not plan.is_calibrated,
     )

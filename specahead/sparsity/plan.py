@@ -2,21 +2,16 @@
 
 import hashlib
 import json
-import math
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 LEAST_TOKENS = 1024  # `Plan.least_tokens` of served plans
 ALL_TOKENS = 2**31 - 1  # a `Plan.least_tokens` beyond every sequence, so that everything is read
 
-Rule = Literal["top_k", "top_p"]
-Sharing = Literal["pooled", "union", "first", "per_query"]
-Allocation = Literal["uniform", "calibrated"]
-Heads = tuple[tuple[int, int], ...]  # (draft layer, draft head) of each KV head of a target layer
 Blend = tuple[tuple[int, int, float], ...]  # (draft layer, draft head, weight)
 
 
@@ -32,31 +27,16 @@ class Plan:
     target_kv_heads: int
     draft_layers: int
     draft_heads: int
-    # For each calibrated budget, `map[layer][kv_head]`: the draft head whose top blocks are most like that KV head's
-    # (STS, Algorithm 1).
-    head_maps: tuple[tuple[float, tuple[Heads, ...]], ...]
-    # The draft layer of each target layer (SpecAttn, Algorithm 3).
-    layer_map: tuple[int, ...]
     # For each target head, layer by layer, the draft heads and weights whose sum predicts its block weights best.
     blends: tuple[Blend, ...]
     # [layer][kv_head]: how much a unit of the head's attention weight counts in a budget shared by all heads.
     head_importance: tuple[tuple[float, ...], ...]
-    # [layer][kv_head]: the head's part of such a budget in calibration, relative to the mean of 1.
-    head_budgets: tuple[tuple[float, ...], ...]
     # The method of requests that name none (specahead.sparsity.methods).
     method: str = "ahead"
     # The share of the KV that a sparse layer reads on average, mandatory blocks and summaries included.
     budget: float = 0.1
     # The least number of tokens that a sparse layer reads on average: a sequence of no more is read wholly.
     least_tokens: int = 0
-    # The share of its weight that a nucleus holds.
-    mass: float = 0.95
-    # How many blocks are chosen: top_k by `budget`, top_p by `mass`; empty: as the method has it.
-    rule: Rule | Literal[""] = ""
-    # How the queries of a round share a selection.
-    sharing: Sharing = "pooled"
-    # How methods that choose for each target head by itself share out top_k budgets: evenly, or by head_budgets.
-    allocation: Allocation = "uniform"
     # Tokens of a block.
     block_size: int = 16
     # Tokens of a group, whose means stand in for its unread blocks in methods that use them; 0: none do.
@@ -66,8 +46,6 @@ class Plan:
     window_blocks: int = 4
     # Target layers that read everything.
     dense_layers: tuple[int, ...] = ()
-    # Target layers that choose for later ones, in a method of evaluation.
-    anchor_layers: tuple[int, ...] = ()
     # The part of its budget that `ahead` gives to the draft's choice.
     announced_share: float = 0.9
     # How many times its weight a block counts that `ahead` announced in the round before.
@@ -85,13 +63,8 @@ class Plan:
 
     def _check_numbers(self) -> None:
         size = self.block_size
-        known = get_args(Allocation)
-        self._check(self.allocation in known, f"allocation {self.allocation!r}: one of {known}")
         self._check(0 < self.budget <= 1, f"budget {self.budget} lies outside (0, 1]")
         self._check(self.least_tokens >= 0, f"least_tokens {self.least_tokens} lies below 0")
-        self._check(0 < self.mass <= 1, f"mass {self.mass} lies outside (0, 1]")
-        self._check(self.rule in ("", *get_args(Rule)), f"rule {self.rule!r}: one of {get_args(Rule)}")
-        self._check(self.sharing in get_args(Sharing), f"sharing {self.sharing!r}: one of {get_args(Sharing)}")
         self._check(size > 0 and (size % 16 == 0 or 16 % size == 0), f"block_size {size}: a divisor or multiple of 16")
         group = self.group_size
         self._check(
@@ -100,24 +73,17 @@ class Plan:
         self._check(self.sink_blocks >= 0 and self.window_blocks >= 1, "sink_blocks >= 0 and window_blocks >= 1")
         self._check(0 <= self.announced_share <= 1 and 0 <= self.memory_decay < 1, "announced_share or memory_decay")
         self._check(self.stickiness >= 1, f"stickiness {self.stickiness} lies below 1")
-        layers = (*self.dense_layers, *self.anchor_layers)
-        self._check(all(0 <= n < self.target_layers for n in layers), f"dense or anchor layers {layers}")
+        known = all(0 <= layer < self.target_layers for layer in self.dense_layers)
+        self._check(known, f"dense layers {self.dense_layers}")
 
     def _check_maps(self) -> None:
         layers, kv_heads = self.target_layers, self.target_kv_heads
-        self._check(bool(self.head_maps), "no head map")
-        for name, rows in (
-            *((f"head_maps[{budget}]", heads) for budget, heads in self.head_maps),
-            ("head_importance", self.head_importance),
-            ("head_budgets", self.head_budgets),
-        ):
-            shape = [len(row) for row in rows]
-            self._check(shape == [kv_heads] * layers, f"{name} has rows of {shape}, expected {layers} of {kv_heads}")
-        self._check(len(self.layer_map) == layers, f"layer_map has {len(self.layer_map)} entries, expected {layers}")
+        shape = [len(row) for row in self.head_importance]
+        self._check(
+            shape == [kv_heads] * layers, f"head_importance has rows of {shape}, expected {layers} of {kv_heads}"
+        )
         self._check(len(self.blends) == layers * kv_heads, f"{len(self.blends)} blends, expected {layers * kv_heads}")
-        named = {pair for _, rows in self.head_maps for row in rows for pair in row}
-        named |= {(layer, head) for blend in self.blends for layer, head, _ in blend}
-        named |= {(layer, 0) for layer in self.layer_map}
+        named = {(layer, head) for blend in self.blends for layer, head, _ in blend}
         heads = f"{self.draft_layers} x {self.draft_heads}"
         for layer, head in named:
             known = 0 <= layer < self.draft_layers and 0 <= head < self.draft_heads
@@ -144,11 +110,6 @@ class Plan:
         known = self.provenance.get("acceptance")
         return float(known) if isinstance(known, int | float) and 0 <= known <= 1 else None
 
-    @property
-    def head_map(self) -> tuple[Heads, ...]:
-        """The map calibrated for the budget nearest to this plan's, by ratio."""
-        return min(self.head_maps, key=lambda item: abs(math.log(item[0] / self.budget)))[1]
-
     @cached_property
     def sparse_layers(self) -> list[int]:
         return [layer for layer in range(self.target_layers) if layer not in self.dense_layers]
@@ -163,9 +124,6 @@ class Plan:
     def share(self, num_blocks: int) -> float:
         """Return the share of `num_blocks` that a sparse layer reads on average: the budget, or least_tokens."""
         return min(1.0, max(self.budget, self.least_tokens / max(1, num_blocks * self.block_size)))
-
-    def budget_blocks(self, num_blocks: int) -> int:
-        return min(num_blocks, max(1, math.ceil(self.share(num_blocks) * num_blocks)))
 
     def middle(self, num_blocks: int, window: int | None = None) -> tuple[int, int]:
         """Return the blocks [first, last) to choose from: between the sinks and the recent window, in blocks."""
@@ -183,13 +141,9 @@ def uniform_plan(target_layers: int, target_kv_heads: int, draft_layers: int, dr
     layer_map = tuple(layer * draft_layers // target_layers for layer in range(target_layers))
     starts = [head * draft_heads // target_kv_heads for head in range(target_kv_heads + 1)]
     heads = [range(start, max(start + 1, end)) for start, end in pairwise(starts)]
-    ones = tuple((1.0,) * target_kv_heads for _ in range(target_layers))
     maps = {
-        "head_maps": ((other.get("budget", 0.1), tuple(tuple((i, js[0]) for js in heads) for i in layer_map)),),
-        "layer_map": layer_map,
         "blends": tuple(tuple((i, j, 1 / len(js)) for j in js) for i in layer_map for js in heads),
-        "head_importance": ones,
-        "head_budgets": ones,
+        "head_importance": tuple((1.0,) * target_kv_heads for _ in range(target_layers)),
     }
     return Plan(target_layers, target_kv_heads, draft_layers, draft_heads, **(maps | other))
 

@@ -3,14 +3,13 @@
 import numpy as np
 
 from specahead.engine.steps.requests import AnnouncementRequest, RoundSettings
-from specahead.sparsity.methods import METHODS, Method, methods_of
+from specahead.sparsity.announce import announced_limits, announcer_of
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection, row_words
 
 
 def round_settings(plan: Plan, gamma: int, support: int, read_share: float = 1.0) -> RoundSettings:
-    """Return the settings of rounds that can announce by every method that a plan allows."""
-    methods = [METHODS[name] for name in methods_of(plan)]
+    """Return the settings of rounds that can announce by a plan."""
     return RoundSettings(
         gamma=gamma,
         support=support,
@@ -18,21 +17,20 @@ def round_settings(plan: Plan, gamma: int, support: int, read_share: float = 1.0
         read_share=read_share,
         sink_blocks=plan.sink_blocks,
         window_blocks=plan.window_blocks,
-        announcers={
-            method.name: method.announcing.announcer(plan, method.rule_of(plan))
-            for method in methods
-            if method.announcing is not None
-        },
+        announcer=announcer_of(plan),
     )
 
 
-def announcement_request(method: Method, plan: Plan, base: int, last: BlockSelection | None) -> AnnouncementRequest:
+def announcement_request(plan: Plan, base: int, last: BlockSelection | None) -> AnnouncementRequest:
     """Return the request for the announcement of a round on `base` tokens. last: that of the round before."""
-    announcing = method.announcing
-    assert announcing is not None
-    before = None if last is None else last.resized(plan.num_blocks(base)).words
-    limits = announcing.limits(plan, method.rule_of(plan), base)
-    return AnnouncementRequest(method.name, *limits, before, row_words(plan.num_blocks(base)))
+    first, end, count = announced_limits(plan, base)
+    return AnnouncementRequest(
+        first=first,
+        last=end,
+        count=count,
+        before=None if last is None else last.resized(plan.num_blocks(base)).words,
+        words=row_words(plan.num_blocks(base)),
+    )
 
 
 def announced_selection(bitmap: np.ndarray, plan: Plan, base: int) -> BlockSelection:

@@ -13,7 +13,7 @@ from tests.stack import ROOT
 def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     command = ["calibrate", "--target", str(models.TARGET), "--draft", str(models.DRAFT), "--text", str(DEMO_TEXT)]
-    options = ["--out", str(out), "--plots", str(tmp_path / "plots")]
+    options = ["--out", str(out)]
     options += ["--context", "1024", "--skipped", "384", "--passages", "2", "--budget", "0.2", "--dense-layers", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "specahead.cli", *command, *options], cwd=ROOT, capture_output=True, text=True
@@ -25,14 +25,10 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     assert (plan.budget, plan.dense_layers) == (0.2, (0,))
     assert plan.provenance["files"] == [DEMO_TEXT.name]
     assert plan.provenance["texts"] == 2
-    # Chance would give a quarter: a mapped draft head must predict the blocks of its target head much better.
-    assert 0.4 < plan.provenance["mean_overlap"]["0.25"] <= 1
+    assert 0.3 < plan.provenance["blend_explained"] <= 1
     assert plan.acceptance is not None and 0.45 < plan.acceptance < 0.75, "0.58 on other texts (docs/quality.md)"
-    assert list(plan.layer_map) == sorted(plan.layer_map)
     assert all(weight > 0 for blend in plan.blends for _, _, weight in blend)
     assert not list(tmp_path.glob("*.progress"))
-    for name in ("head-map.png", "layer-map.png", "prunable.png"):
-        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_bundled_plan_is_for_the_bundled_pair() -> None:

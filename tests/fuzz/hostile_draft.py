@@ -6,7 +6,7 @@ import numpy as np
 
 from protos import speculation_pb2
 from specahead.engine.sampling.distributions import Support
-from specahead.sparsity.announce import BY_DRAFT_HEAD
+from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire import convert
 from specahead.wire import messages as m
@@ -27,7 +27,7 @@ NAMES = {"exact": m.Exactness.EXACT, "approximate": m.Exactness.APPROXIMATE}
 
 def seeds() -> list[bytes]:
     """Return frames of an honest draft for both sessions, at their first round."""
-    heads, blocks = BY_DRAFT_HEAD.rows(PLAN), PLAN.num_blocks(len(PROMPT))
+    heads, blocks = announced_rows(PLAN), PLAN.num_blocks(len(PROMPT))
     selection = encode_selection(BlockSelection.from_lists([[0]] * heads, blocks))
     support = Support(np.array([EXPECTED[0], 3]), np.array([0.75, 0.25], dtype=np.float32))
     events: list[m.DraftEvent] = []

@@ -255,7 +255,13 @@ TOKENIZE, DETOKENIZE = {"prompt": "The sea", "add_special_tokens": False}, {"tok
 
 def bodies() -> list[Target]:
     """Return a target for each kind of body of a request over HTTP."""
-    listed = {"prompt": [[1, 2], [3]], "echo": True, "ignore_eos": True, "exactness": "approximate", "sparsity": "sts"}
+    listed = {
+        "prompt": [[1, 2], [3]],
+        "echo": True,
+        "ignore_eos": True,
+        "exactness": "approximate",
+        "sparsity": "dense",
+    }
     return [
         _body("completion", _complete, COMPLETION, listed),
         _body(

@@ -15,7 +15,7 @@ from tests.simulation.services import CONTEXT, address_of
 
 _EXACTNESS = [
     *[(control_pb2.EXACTNESS_EXACT, "")] * 6,
-    *((control_pb2.EXACTNESS_APPROXIMATE, method) for method in ("ahead", "sts", "streaming")),
+    *((control_pb2.EXACTNESS_APPROXIMATE, method) for method in ("ahead", "dense")),
 ]
 _LENGTHS = (1, 4, 8, 12, 24)
 _REASONS = {control_pb2.FINISH_REASON_STOP: "stop", control_pb2.FINISH_REASON_LENGTH: "length"}

@@ -147,7 +147,7 @@ class ScriptedRunner(ChainingRunner):
         if item.drafted is not None:
             output.finite = not self.is_sick()
             output.verdict = self._judge(checksum, item.drafted.tokens, errs=2 * item.drafted.screens)
-        if item.read is not None and item.read.budget is not None:
+        if item.read is not None:
             output.blocks_read = 1
         return output
 
@@ -222,7 +222,8 @@ class ScriptedRunner(ChainingRunner):
 
 def _selection(request: AnnouncementRequest, settings: RoundSettings, base: int, token: int) -> np.ndarray:
     """Return arbitrary blocks of `base` tokens that change from round to round: uint64 [rows, words]."""
-    rows, blocks = len(settings.announcers[request.method].heads), -(-base // PAGE_SIZE)
+    assert settings.announcer is not None
+    rows, blocks = len(settings.announcer.heads), -(-base // PAGE_SIZE)
     bitmap = np.full((rows, row_words(blocks)), token * 0x9E3779B97F4A7C15 % 2**64, np.uint64)
     bitmap[:, -1] &= last_word_mask(blocks)
     return bitmap

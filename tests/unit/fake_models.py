@@ -51,14 +51,8 @@ VOCAB, LAYERS, KV_HEADS = 32, 3, 2
 DRAFT_LAYERS, DRAFT_HEADS = 2, 3
 UNSEEN = 254
 RECENT = 8  # tokens that a model that sees only the ends looks back
-# A window of two blocks holds all that a model with `ends` looks at; other methods may read less of it.
 PLAN = uniform_plan(
-    *(LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS),
-    method="sts",
-    budget=0.6,
-    sink_blocks=1,
-    window_blocks=2,
-    dense_layers=(0,),
+    *(LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS), budget=0.6, sink_blocks=1, window_blocks=2, dense_layers=(0,)
 )
 GREEDY = Sampling(temperature=0.0)
 TABLE = np.random.default_rng(0).normal(size=(97, VOCAB)).astype(np.float32) * 2
@@ -73,8 +67,9 @@ def hashed(tokens: list[int], salt: int = 0) -> int:
 
 
 def ends_view(tokens: list[int], recent: int) -> list[int]:
-    """What is never left out: the sink block and the last tokens."""
-    return [*tokens[:PAGE_SIZE], 255, *tokens[-recent:]]
+    """What `ahead` never leaves out: the sink block, and the last tokens as far as they are of one block."""
+    start = max(len(tokens) - recent, (len(tokens) - 1) // PAGE_SIZE * PAGE_SIZE, 0)
+    return [*tokens[:PAGE_SIZE], 255, *tokens[start:]]
 
 
 @dataclass(frozen=True)
@@ -279,27 +274,17 @@ class FakeRunner(ChainingRunner):
         sparse = [layer for layer in range(self.kv.num_layers) if layer not in given.dense_layers]
         if given.report_blocks:
             out.blocks = chosen
-        if given.budget is not None:
-            out.blocks_read = int(chosen[sparse].sum())
-            memory = given.budget.memory
-            faded = self._remembered(memory, weights.shape[-1]) * memory.decay
-            read_weights = weights.where(chosen, 0.0)[sparse].flatten(0, 1)
-            self._memories[id(memory)] = memory, torch.maximum(read_weights, faded)
-        elif given.emit_weights:
-            out.read_weights = weights.where(chosen, 0.0)
-            out.read_weights[list(given.dense_layers)] = 0.0
+        out.blocks_read = int(chosen[sparse].sum())
+        memory = given.budget.memory
+        faded = self._remembered(memory, weights.shape[-1]) * memory.decay
+        read_weights = weights.where(chosen, 0.0)[sparse].flatten(0, 1)
+        self._memories[id(memory)] = memory, torch.maximum(read_weights, faded)
 
     def _lists_of(self, read: SparseRead | None, length: int) -> Lists:
         if read is None:
             return [None] * self.kv.num_layers
         assert read.block_size == PAGE_SIZE
-        if read.budget is not None:
-            return self._share_out(read.budget, pages_for(length))
-        assert read.lists is not None
-        return [
-            None if entry is None else [b[:n].numpy() for b, n in zip(entry[0], entry[1], strict=True)]
-            for entry in read.lists
-        ]
+        return self._share_out(read.budget, pages_for(length))
 
     def _share_out(self, budget: SharedBudget, blocks: int) -> Lists:
         words = torch.zeros(1, len(budget.bitmap), -(-blocks // 64), dtype=torch.int64)
@@ -350,7 +335,8 @@ class FakeRunner(ChainingRunner):
         """All heads must see the same tokens wherever the model looks; returns what the first of them sees."""
         needed = np.arange(length)
         if self.ends:
-            needed = needed[(needed < PAGE_SIZE) | (needed > first - self.recent)]
+            start = max(first - self.recent + 1, first // PAGE_SIZE * PAGE_SIZE)
+            needed = needed[(needed < PAGE_SIZE) | (needed >= start)]
         tokens = read[0][1]
         for _, seen in read:
             assert (seen[needed] == tokens[needed]).all()
@@ -471,14 +457,15 @@ def changed(logits: np.ndarray, history: list[int], rules: RoundRules | None) ->
 
 def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Tensor) -> np.ndarray:
     """weights: [queries, layers, heads, blocks], of each query"""
-    announcer = settings.announcers[request.method]
+    announcer = settings.announcer
+    assert announcer is not None
     evidence = weights.mean(0)[None]
     before = torch.zeros(1, len(announcer.heads), -(-evidence.shape[-1] // 64), dtype=torch.int64)
     if request.before is not None:
         before[0] = torch.tensor(request.before.view(np.int64))
     limits = torch.tensor([[request.first], [request.last], [max(0, request.count)]], dtype=torch.int32)
     scores = predict_weights(announcer, evidence, before, limits)
-    return choose_blocks(announcer, scores, limits, "torch")[0].numpy().view(np.uint64)
+    return choose_blocks(scores, limits, "torch")[0].numpy().view(np.uint64)
 
 
 def judge_rounds(

@@ -75,9 +75,9 @@ class Scripted(FakeRunner):
         ]
 
     def _announced(self, item: RoundRequest) -> np.ndarray | None:
-        if item.announce is None or self._rounds is None:
+        if item.announce is None or self._rounds is None or self._rounds.announcer is None:
             return None
-        return np.zeros((len(self._rounds.announcers[item.announce.method].heads), item.announce.words), np.uint64)
+        return np.zeros((len(self._rounds.announcer.heads), item.announce.words), np.uint64)
 
 
 def rules_of_rounds(requests: list[RoundRequest]) -> ChangedLogits | None:

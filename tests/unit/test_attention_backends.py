@@ -21,7 +21,7 @@ from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseP
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.backends import Backend
 from specahead.kernels.prompt_attention import attend_to_prompts
-from specahead.kernels.selection import compact
+from tests.unit.exact_reads import read_exactly
 
 VOCAB, LAYERS, KV_HEADS = 97, 3, 2
 SIZES: dict[str, Any] = {
@@ -54,12 +54,12 @@ def tokens(count: int, seed: int) -> list[int]:
 def lists_with_own_blocks(length: int, count: int, seed: int, dense_layer: bool) -> SparseRead:
     blocks = -(-length // 16)
     generator = torch.Generator().manual_seed(seed)
-    lists: list[Any] = [None] if dense_layer else []
-    while len(lists) < LAYERS:
-        chosen = torch.rand(KV_HEADS, blocks, generator=generator) < 0.5
-        chosen[:, (length - count) // 16 :] = True
-        lists.append(compact(chosen))
-    return SparseRead(16, lists)
+    chosen: list[Tensor | None] = [None] if dense_layer else []
+    while len(chosen) < LAYERS:
+        mask = torch.rand(KV_HEADS, blocks, generator=generator) < 0.5
+        mask[:, (length - count) // 16 :] = True
+        chosen.append(mask)
+    return read_exactly(chosen, 16)
 
 
 def drive(runner: ModelRunner) -> list[SequenceOutput]:

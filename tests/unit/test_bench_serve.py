@@ -117,13 +117,13 @@ def test_what_is_replayed_is_all_that_is_read() -> None:
     plan = uniform_plan(2, 2, 1, 1, budget=0.5)
     announced = BlockSelection.from_matrix(np.eye(4, 40, 5, dtype=bool))
     read = AnnouncedReader(METHODS["ahead"], plan).read(announced, 600, 604)
-    assert read is not None and read.budget is not None
+    assert read is not None
     assert read.budget.room == 0 and (read.budget.bitmap == announced.resized(38).words).all()
     reader = AnnouncedReader(BY_MEMORY, plan).anew()
     reader.read(None, 600, 604)
     reader.finish(SequenceOutput())
     read = reader.read(None, 600, 604)
-    assert read is not None and read.budget is not None and read.budget.room > 0
+    assert read is not None and read.budget.room > 0
 
 
 # The command.

@@ -412,8 +412,8 @@ def test_a_wrong_flag_is_told_below_one_line_of_usage(capsys: pytest.CaptureFixt
 
 
 def test_the_bundled_pair_may_have_a_budget_and_a_method_of_its_own() -> None:
-    settings = resolve("--sparsity", "sts", "--budget", "0.3", SPECAHEAD_SPARSITY="quest")
-    assert (settings.draft.plan, settings.target.plan, settings.target.method) == (*[str(models.PLAN)] * 2, "sts")
+    settings = resolve("--sparsity", "dense", "--budget", "0.3", SPECAHEAD_SPARSITY="quest")
+    assert (settings.draft.plan, settings.target.plan, settings.target.method) == (*[str(models.PLAN)] * 2, "dense")
 
 
 def test_model_name() -> None:
@@ -426,10 +426,11 @@ def test_model_name() -> None:
 
 
 def test_a_service_calls_its_own_settings_by_short_names() -> None:
-    common = ("--kv-tokens", "800", "--method", "sts", "--host", "0.0.0.0", "--insecure", "--port", "1", "--plan", "p")
+    common = ("--kv-tokens", "800", "--method", "dense", "--host", "0.0.0.0", "--insecure")
+    common += ("--port", "1", "--plan", "p")
     target = alone(TargetSettings(), "--model", "m", *common)
     assert (target.model, target.kv_tokens, target.method, target.host, target.port) == (
-        *("m", 800, "sts", "0.0.0.0", 1),
+        *("m", 800, "dense", "0.0.0.0", 1),
     )
     draft = alone(
         DraftSettings(),
@@ -443,7 +444,7 @@ def test_a_service_calls_its_own_settings_by_short_names() -> None:
         "--target",
         "b:2",
     )
-    assert (draft.model, draft.chosen.overlap, draft.method) == ("m", False, "sts")
+    assert (draft.model, draft.chosen.overlap, draft.method) == ("m", False, "dense")
     assert draft.targets == ("a:1", "b:2")
 
 

@@ -19,7 +19,6 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import Branch, MovedKV, RoundOutput, RoundRequest, RoundSettings
 from specahead.engine.steps.rules import RoundRules, session_rules
 from specahead.kernels.kv_write import move_kv, page_addresses
-from specahead.sparsity.methods import method_named
 from specahead.sparsity.rounds import announcement_request, round_settings
 from tests.plans import bundled_plan
 
@@ -53,7 +52,7 @@ def alone(
 ) -> RoundOutput:
     """Draft a round behind `text` as its session's only branch."""
     kv = read(runner, text[:-1])
-    announce = announcement_request(method_named("ahead"), PLAN, len(text), None) if announces else None
+    announce = announcement_request(PLAN, len(text), None) if announces else None
     draws = uniforms(seed, len(text), GAMMA + 1, USE_DRAFT)
     (output,) = runner.draft_rounds([RoundRequest(kv, text[-1:], temperature, 0.9, draws, announce)])
     runner.kv.release(kv)
@@ -164,7 +163,7 @@ def test_branches_announce_by_the_mean_of_all_their_queries(
     monkeypatch.setattr(launches, "predict_weights", lambda *args: (seen.append(args[1].clone()), original(*args))[1])
     text = tokens(200, 6)
     leaves = [(200, 5), (199, 77)]
-    announce = announcement_request(method_named("ahead"), PLAN, 198, None)
+    announce = announcement_request(PLAN, 198, None)
     kv = read(runner, text)
     request = RoundRequest(kv, [], 0.0, 1.0, np.empty(0), announce, branches=tuple(branch(*each) for each in leaves))
     (output,) = runner.draft_rounds([request])

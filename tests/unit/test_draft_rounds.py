@@ -28,7 +28,7 @@ from specahead.engine.steps.drafting import Draws
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.rejection import race, truncated_probs
 from specahead.lab.evaluation.attending import forward_weighing
-from specahead.sparsity.announce import announce
+from specahead.sparsity.announce import announce, announced_rows
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At, Begin, DraftEvent, Proposal, Proposals, Verdict
 from specahead.wire.selection_codec import decode_selection
@@ -112,10 +112,9 @@ class Side:
 
     def decode(self, event: Proposals) -> BlockSelection:
         name, epoch, round_, base = event.at
-        method = self.peer.sessions[name].terms.method
-        assert method is not None and method.announcing is not None
+        assert self.peer.sessions[name].terms.announces
         held = self.announced.setdefault(name, {})
-        rows, blocks = method.announcing.rows(PLAN), PLAN.num_blocks(base)
+        rows, blocks = announced_rows(PLAN), PLAN.num_blocks(base)
         held[epoch, round_] = decode_selection(event.selection, held, rows, blocks)
         return held[epoch, round_]
 
@@ -159,11 +158,10 @@ def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
 def check_announcement(side: Side, event: Proposals, weights: Tensor) -> None:
     """weights: [layers, heads, blocks], the evidence of the round"""
     name, _, round_, base = event.at
-    method = side.peer.sessions[name].terms.method
-    assert method is not None and method.announcing is not None
+    assert side.peer.sessions[name].terms.announces
     before = [selection for (_, r), selection in side.announced.get(name, {}).items() if r == round_ - 1]
     last = before[-1] if before else None
-    expected = announce(method.announcing, weights, PLAN, method.rule_of(PLAN), base, last)
+    expected = announce(weights, PLAN, base, last)
     found = side.decode(event)
     assert found.num_blocks == expected.num_blocks
     ours, theirs = found.matrix(), expected.matrix()
@@ -212,8 +210,8 @@ def test_rounds_are_what_teacher_forced_passes_give(
         begin("a", 700, "ahead", GREEDY),
         begin("b", 420, "ahead", SAMPLED),
         begin("c", 180, "", GREEDY),
-        begin("d", 740, "sts", GREEDY),
-        begin("e", 500, "specattn", SAMPLED),
+        begin("d", 740, "ahead", GREEDY),
+        begin("e", 500, "dense", SAMPLED),
         replace(begin("f", 300, "ahead", RULED), prompt_tokens=270, stop_token_ids=[5, 6]),
         replace(begin("g", 310, "", replace(RULED, temperature=0.0)), prompt_tokens=250, stop_token_ids=[5, 6]),
         begin("h", 320, "", Sampling(0.9, 1.0, 6, top_k=7)),
@@ -236,7 +234,7 @@ def test_rounds_are_what_teacher_forced_passes_give(
             epoch = session.at.epoch + (accepted < GAMMA or not overlapped)
             place = At(name, epoch, session.at.round + 1, session.committed)
             events.append(Verdict(place, accepted, [*proposed[:accepted], extra], plain=False))
-    assert announced == set("abdef")
+    assert announced == set("abdf")
     side.close()
 
 

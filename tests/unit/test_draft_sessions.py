@@ -15,8 +15,7 @@ from specahead.engine.kv.pages import OutOfPages, SequenceKV
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.requests import DraftedTokens
 from specahead.engine.steps.step_loop import MOST_FAILURES, run_step_loop
-from specahead.sparsity.announce import announce
-from specahead.sparsity.methods import METHODS
+from specahead.sparsity.announce import announce, announced_rows
 from specahead.wire import messages as m
 from specahead.wire.selection_codec import decode_selection
 from tests.proposals import apart
@@ -38,7 +37,7 @@ class DraftStand:
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
-        self.begin = m.Begin(m.At("a", 0, 0, 40), self.tokens, GREEDY, 90, "sts")
+        self.begin = m.Begin(m.At("a", 0, 0, 40), self.tokens, GREEDY, 90, "ahead")
         self.receive(self.begin)
 
     def receive(self, *events: m.TargetEvent) -> list[m.DraftEvent]:
@@ -135,11 +134,11 @@ def test_what_another_session_shares_is_not_taken_back() -> None:
     for round_ in range(2):
         start = 40 + 5 * round_
         stand.receive(m.Verdict(m.At("a", 0, round_ + 1, start), 4, plain[start : start + 5], plain=False))
-    stand.receive(m.Begin(m.At("b", 0, 0, 50), plain[:50], GREEDY, 90, "sts"))
+    stand.receive(m.Begin(m.At("b", 0, 0, 50), plain[:50], GREEDY, 90, "ahead"))
     assert stand.peer.sessions["b"].kv.pages[2] == stand.peer.sessions["a"].kv.pages[2]
     assert stand.receive(m.Verdict(m.At("a", 1, 3, 43), 0, [1], plain=True))[0] == m.Resync("a")
     assert stand.drafter.counters["resyncs"] == 1
-    assert stand.receive(m.Begin(m.At("a", 2, 3, 44), [*plain[:43], 1], GREEDY, 90, "sts"))[0] == m.Ready(
+    assert stand.receive(m.Begin(m.At("a", 2, 3, 44), [*plain[:43], 1], GREEDY, 90, "ahead"))[0] == m.Ready(
         m.At("a", 2, 3, 44)
     )
     assert stand.drafter.runner.holds(  # type: ignore[attr-defined]
@@ -220,16 +219,15 @@ def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
     assert [each for each in sent if not isinstance(each, m.Load)] == [m.Resync("c")]
 
 
-@pytest.mark.parametrize("method", ["sts", "specattn", "ahead"])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_round_announces_what_all_its_queries_weigh(method: str, overlaps: bool) -> None:
+def test_a_round_announces_what_all_its_queries_weigh(overlaps: bool) -> None:
     """Against the block weights of the same tokens; a draft without overlap leaves the last one unread."""
-    plan, sent, prompt = replace(PLAN, budget=0.3, mass=0.7), list[m.DraftEvent](), [3] * 200
+    plan, sent, prompt = replace(PLAN, budget=0.3), list[m.DraftEvent](), [3] * 200
     runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
     drafter = Drafter(runner, plan, draft_settings(overlap=overlaps))
     peer = TargetPeer(sent.append)
     drafter.attach(peer)
-    drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, method))
+    drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, "ahead"))
     while (step := drafter.plan_step()) is not None:
         drafter.finish_step(step, drafter.execute(step))
     (said,) = [event for event in sent if isinstance(event, m.Proposals) and event.at.round == 0]
@@ -237,10 +235,8 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, overlaps: boo
     runs = [[*prompt, *proposal.tokens[:i]] for i in range(len(proposal.tokens) + overlaps)]
     blocks = plan.num_blocks(200)
     weights = [runner.block_weights(run, 16, DRAFT_HEADS)[..., :blocks] for run in runs]
-    announcing = METHODS[method].announcing
-    assert announcing is not None
-    expected = announce(announcing, torch.stack(weights).mean(0), plan, METHODS[method].rule, 200)
-    found = decode_selection(said.selection, {}, announcing.rows(plan), blocks)
+    expected = announce(torch.stack(weights).mean(0), plan, 200)
+    found = decode_selection(said.selection, {}, announced_rows(plan), blocks)
     assert (found.matrix() == expected.matrix()).all()
 
 
@@ -249,7 +245,7 @@ def test_the_last_round_before_the_limit_announces_too() -> None:
     for room in (1, 2, 3):
         stand = DraftStand()
         stand.receive(m.End("a"))
-        begin = m.Begin(m.At("b", 0, 0, 40), stand.tokens, GREEDY, 40 + room, method="sts")
+        begin = m.Begin(m.At("b", 0, 0, 40), stand.tokens, GREEDY, 40 + room, method="ahead")
         events = stand.receive(begin)
         (said,) = [event for event in events if isinstance(event, m.Proposals) and event.at.round == 0]
         assert said.selection
@@ -327,7 +323,7 @@ async def serve(stand: DraftStand, seconds: float) -> None:
 
 def begin(name: str, epoch: int = 0) -> m.Begin:
     """A session whose prompt is short enough to be run with its first round."""
-    return m.Begin(m.At(name, epoch, 0, 8), [1] * 8, GREEDY, 40, "sts")
+    return m.Begin(m.At(name, epoch, 0, 8), [1] * 8, GREEDY, 40, "ahead")
 
 
 @pytest.fixture

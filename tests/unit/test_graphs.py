@@ -19,9 +19,9 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.sampling.judging import Drafted, judge_by_rules
 from specahead.engine.sampling.logit_rules import rules_of
-from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.kernels.selection import compact
+from tests.unit.exact_reads import read_exactly
 from tests.unit.fake_models import judge_rounds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,11 +100,9 @@ class Pair:
 
     def check(self, items: list[tuple[int, dict[str, Any]]]) -> None:
         for wanted, got in zip(*self.forward(items), strict=True):
-            for name in ("logits", "read_weights"):
-                one, other = getattr(wanted, name), getattr(got, name)
-                assert (one is None) == (other is None), name
-                if one is not None:
-                    torch.testing.assert_close(other.cpu(), one.cpu(), atol=5e-5, rtol=1e-3)
+            assert (wanted.logits is None) == (got.logits is None)
+            if wanted.logits is not None:
+                torch.testing.assert_close(got.logits.cpu(), wanted.logits.cpu(), atol=5e-5, rtol=1e-3)
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -127,10 +125,8 @@ def test_prompts_and_steps(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-@pytest.mark.parametrize(
-    ("block_size", "group_means", "emit"), [(16, False, False), (16, True, True), (32, True, False)]
-)
-def test_sparse_reads(folder: str, block_size: int, group_means: bool, emit: bool) -> None:
+@pytest.mark.parametrize(("block_size", "group_means"), [(16, False), (16, True), (32, True)])
+def test_sparse_reads(folder: str, block_size: int, group_means: bool) -> None:
     pair = Pair(folder, 2)
     for runner in pair.runners:
         runner.kv.keep_group_means(64)
@@ -141,12 +137,10 @@ def test_sparse_reads(folder: str, block_size: int, group_means: bool, emit: boo
         for i, before in enumerate(lengths):
             blocks = -(-(before + 5 * (step + 1)) // block_size)
             generator = torch.Generator().manual_seed(10 * step + i)
-            lists: list[Any] = [None]
-            for _ in range(2):
-                chosen = torch.rand(2, blocks, generator=generator) < 0.5
-                chosen[:, -1] = True
-                lists.append(compact(chosen))
-            read = SparseRead(block_size, lists, None, group_means, emit)
+            chosen = [torch.rand(2, blocks, generator=generator) < 0.5 for _ in range(2)]
+            for mask in chosen:
+                mask[:, -1] = True
+            read = read_exactly([None, *chosen], block_size, group_means=group_means)
             items.append((i, {"tokens": tokens(5, 20 + i), "logits": "all", "read": read}))
         pair.check(items)
 
@@ -179,8 +173,7 @@ def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> No
             read = None
             if step >= 2:
                 blocks = -(-(base - 1 + len(chosen)) // 16)
-                lists: list[Any] = [compact(torch.ones(2, blocks, dtype=torch.bool))] * 3
-                read = SparseRead(16, lists)
+                read = read_exactly([torch.ones(2, blocks, dtype=torch.bool)] * 3, 16)
             drafted = Drafted(chosen[1:], supports, sampling, base)
             if i == 3:
                 drafted = replace(

@@ -44,7 +44,7 @@ def budget_of(length: int, drafted: int, dense_layers: tuple[int, ...], drafts: 
     bitmap = np.full((rows, -(-blocks // 64)), 0x9249249249249249, np.uint64)
     memory = ReadMemory(torch.linspace(0.5, 1.5, rows), 0.8)
     budget = SharedBudget(bitmap, 1, (length - 1) // 16, rows * blocks // 2, memory, dense_layers)
-    return SparseRead(16, budget=budget, group_means=not drafts, emit_weights=True, drafts=drafts)
+    return SparseRead(16, budget, group_means=not drafts, drafts=drafts)
 
 
 class Rounds:

@@ -105,24 +105,30 @@ class Side:
                 counts = {int(read.sum()), int(brought.sum())}  # the latter where whole sequences were brought
                 assert output.tokens_fetched / PAGE_SIZE in counts
 
-    def announced(self, rng: np.random.Generator) -> list[BlockSelection | None]:
+    def announced(self, rng: np.random.Generator, newest: float = 0.0) -> list[BlockSelection | None]:
+        """newest: a share of the blocks, the newest ones, that each row has; 0: each row has others, at random."""
         choices: list[BlockSelection | None] = []
         for kv, reader in zip(self.sequences, self.readers, strict=True):
             rows = 0 if reader is None else reader.announced_rows
             chosen = rng.random((rows, self.plan.num_blocks(kv.length + 1))) < 0.05
+            if newest:
+                chosen[:] = np.arange(chosen.shape[1]) >= (1 - newest) * chosen.shape[1]
             choices.append(BlockSelection.from_matrix(chosen) if rows else None)
         return choices
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run. silent: the turn in which the second sequence has no announcement, and reads everything."""
+    """What is run. silent: the turn in which the second sequence has no announcement, and reads everything. newest: as
+    of `Side.announced`.
+    """
 
     method: str = "ahead"
     plan: Plan = PLAN
     silent: int = -1
     chunk: int = 200
     turns: int = 3
+    newest: float = 0.0
 
 
 @dataclass
@@ -153,7 +159,7 @@ def run(model: Any, gpu_pages: int, case: Case) -> Outcome:
     before = replace(side.kv.counters) if isinstance(side.kv, TieredKV) else TierCounters()
     rng = np.random.default_rng(0)
     for turn in range(case.turns):
-        choices = side.announced(rng)
+        choices = side.announced(rng, case.newest)
         if turn == case.silent:
             choices[1] = None
         outputs += side.round(turn, choices, judged=turn == case.turns - 1)
@@ -203,18 +209,8 @@ def test_a_shared_budget_over_what_is_fetched(model: Any, plain: Any, gpu_pages:
     assert len(got.means[0][0]) == 7
 
 
-@pytest.mark.parametrize("method", ["streaming", "pillar"])
-def test_lists_made_on_the_host(model: Any, plain: Any, method: str) -> None:
-    exactly = method != "pillar"  # brought together in parts, which round otherwise
-    got = check(model, plain, 45, Case(method=method), exactly)
-    assert got.tiered.counters.fetched_pages > 0
-    if method != "pillar":  # it reads everything in its first round
-        assert got.stages == 0
-
-
-@pytest.mark.parametrize(("method", "block_size"), [("ahead", 64), ("streaming", 32)])
-def test_blocks_of_several_pages(model: Any, plain: Any, method: str, block_size: int) -> None:
-    got = check(model, plain, 45, replace(with_plan(block_size=block_size), method=method))
+def test_blocks_of_several_pages(model: Any, plain: Any) -> None:
+    got = check(model, plain, 45, with_plan(block_size=64))
     assert got.tiered.counters.fetched_pages > 0
     assert got.stages == 0
 
@@ -239,14 +235,13 @@ def test_layers_that_are_read_densely_bring_all_together(model: Any, plain: Any)
 
 def test_what_is_not_fetched_at_once_is_fetched_in_parts(model: Any, plain: Any) -> None:
     """Without staging: what overflowed together has run apart."""
-    got = check(model, plain, 36, replace(with_plan(budget=0.6), method="streaming"), exactly=False)
+    got = check(model, plain, 36, Case(newest=0.6), exactly=False)
     assert got.tiered.counters.overflow_pages > 0
     assert got.stages == 0
 
 
 def test_what_one_sequence_alone_cannot_fetch_is_brought_together(model: Any, plain: Any) -> None:
-    case = replace(with_plan(budget=0.6), method="streaming", chunk=64)
-    got = check(model, plain, 20, case, exactly=False)
+    got = check(model, plain, 20, Case(newest=0.6, chunk=64), exactly=False)
     assert got.tiered.counters.overflow_pages > 0
     assert got.stages > 0
 

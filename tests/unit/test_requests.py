@@ -25,7 +25,7 @@ from specahead.sparsity.methods import METHODS
 from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Exactness
 
-LIMITS = Limits("tiny", vocab_size=4096, max_context=100, stop_token_ids=[0, 7], methods=("sts", "ahead"))
+LIMITS = Limits("tiny", vocab_size=4096, max_context=100, stop_token_ids=[0, 7], methods=("dense", "ahead"))
 PROMPT = [5, 6, 7]
 
 
@@ -197,18 +197,18 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
 
 def test_a_sparsity_method_is_for_approximate_requests_and_of_the_plan() -> None:
     assert asked().sparsity == asked(exactness="approximate").sparsity == ""
-    assert asked(exactness="approximate", sparsity="sts").sparsity == "sts"
-    refused("'approximate'", sparsity="sts")
-    refused("one of sts, ahead; got 'nonesuch'", exactness="approximate", sparsity="nonesuch")
+    assert asked(exactness="approximate", sparsity="dense").sparsity == "dense"
+    refused("'approximate'", sparsity="dense")
+    refused("one of dense, ahead; got 'nonesuch'", exactness="approximate", sparsity="nonesuch")
 
 
-@pytest.mark.parametrize("rival", ["oracle", "quest", "tidal", "twilight"])
+@pytest.mark.parametrize("rival", ["oracle", "quest"])
 def test_a_method_that_only_evaluation_runs_is_refused_with_those_that_are_served(rival: str) -> None:
     served = replace(LIMITS, methods=tuple(METHODS))
     assert rival in RIVALS
     for name in METHODS:
         assert asked(limits=served, exactness="approximate", sparsity=name).sparsity == name
-    known = "dense, streaming, pillar, sts, specattn, ahead"
+    known = "dense, ahead"
     with pytest.raises(InvalidArgument, match=f"one of {known}; got '{rival}'"):
         record(limits=served, exactness="approximate", sparsity=rival)
 

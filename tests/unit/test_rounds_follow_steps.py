@@ -20,15 +20,14 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import Branch, RoundOutput, RoundRequest, StepBefore
 from specahead.engine.steps.shapes import RoundShape
-from specahead.sparsity.methods import METHODS
-from specahead.sparsity.reader import Reader
+from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
 from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, SUPPORT = 4, 64
-PLAN, METHOD = bundled_plan(budget=0.25, group_size=0), METHODS["ahead"]
+PLAN = bundled_plan(budget=0.25, group_size=0)
 
 
 def made_pair(read_share: float) -> tuple[ModelRunner, ModelRunner]:
@@ -39,7 +38,7 @@ def made_pair(read_share: float) -> tuple[ModelRunner, ModelRunner]:
     )
     rounds = round_settings(PLAN, GAMMA, SUPPORT, read_share)
     draft.prepare_rounds(replace(rounds, runs_last=False))
-    draft.join_chain(target.make_chain(8, GAMMA, SUPPORT, Reader(METHOD, PLAN).announced_rows, PLAN.block_size))
+    draft.join_chain(target.make_chain(8, GAMMA, SUPPORT, announced_rows(PLAN), PLAN.block_size))
     return target, draft
 
 
@@ -56,7 +55,7 @@ def request_of(
     kv: SequenceKV, tokens: list[int], base: int, sampling: Sampling, announced: BlockSelection | None
 ) -> RoundRequest:
     """Return a round that begins at `base`, behind `tokens`, and announces if blocks were announced before."""
-    announce = None if announced is None else announcement_request(METHOD, PLAN, base, announced)
+    announce = None if announced is None else announcement_request(PLAN, base, announced)
     draws = uniforms(sampling.seed, base, GAMMA + 1, USE_DRAFT)
     how = {"top_k": sampling.top_k, "min_p": sampling.min_p}
     return RoundRequest(kv, tokens, sampling.temperature, sampling.top_p, draws, announce, **how)  # type: ignore[arg-type]
@@ -97,7 +96,7 @@ def test_they_begin_where_the_step_ends(read_share: float, announces: bool, impo
     proposed, order = [4, 3, 4, 2], [2, 0, 3, 1]
     samplings = [Sampling(0.0), Sampling(1.0, seed=6), Sampling(0.7, top_k=7, min_p=0.01, seed=9), Sampling(0.0)]
     kvs = {runner: read(runner, texts) for runner in (target, draft)}
-    nothing = [BlockSelection.of_nothing(Reader(METHOD, PLAN).announced_rows, PLAN.num_blocks(40)) for _ in texts]
+    nothing = [BlockSelection.of_nothing(announced_rows(PLAN), PLAN.num_blocks(40)) for _ in texts]
 
     def how(i: int, announced: BlockSelection) -> tuple[Sampling, BlockSelection | None]:
         return samplings[i], announced if announces else None

@@ -9,7 +9,7 @@ from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from specahead.engine.steps.requests import RoundOutput, RoundRequest
 from specahead.lab.benchmarks.scripted import KV_HEADS, LAYERS, ScriptedRunner, right_tokens, scripted_plan
-from specahead.sparsity.methods import method_named
+from specahead.sparsity.announce import announced_limits
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
 from specahead.sparsity.selection import BlockSelection, row_words
 
@@ -20,7 +20,7 @@ GREEDY = Sampling(temperature=0.0)
 def draft(runner: ScriptedRunner, base: int) -> RoundOutput:
     kv = SequenceKV()
     runner.forward([SequenceInput(kv, [1] * (base - 1))])
-    announce = announcement_request(method_named("ahead"), PLAN, base, None)
+    announce = announcement_request(PLAN, base, None)
     (output,) = runner.draft_rounds([RoundRequest(kv, [1], 0.0, 1.0, np.zeros(GAMMA + 1), announce)])
     runner.kv.release(kv)
     return output
@@ -53,7 +53,7 @@ def test_about_a_third_of_a_selection_is_new_in_each_round(drafting: ScriptedRun
         bitmap = draft(drafting, base).bitmap
         assert bitmap is not None and bitmap.shape[1] >= row_words(PLAN.num_blocks(base))
         selection = announced_selection(bitmap, PLAN, base)
-        *_, count = method_named("ahead").announcing.limits(PLAN, "top_k", base)  # type: ignore[union-attr]
+        *_, count = announced_limits(PLAN, base)
         assert selection.count(0, selection.num_blocks) == count > 20
         blocks = selection.resized(before.shape[1]).matrix()
         shares.append((blocks & ~before).sum() / blocks.sum())
@@ -67,7 +67,7 @@ def test_what_a_budget_reads_is_counted() -> None:
     rows = LAYERS * KV_HEADS
     announced = BlockSelection.from_lists([[0, 4, 5], [4], [], [9]], 10).words
     budget = SharedBudget(announced, 1, 8, 6, ReadMemory(None, 0.9), ())  # type: ignore[arg-type]
-    item = SequenceInput(kv, [1] * 160, "all", SparseRead(16, budget=budget), drafted=Drafted([], [], GREEDY, 159))
+    item = SequenceInput(kv, [1] * 160, "all", SparseRead(16, budget), drafted=Drafted([], [], GREEDY, 159))
     (output,) = runner.forward([item])
     assert output.blocks_read == rows * 3 + 6
 

@@ -105,7 +105,7 @@ def test_a_round_drafts_only_behind_one_that_weighed_the_kv() -> None:
 def test_the_budget_holds_sinks_means_and_new_tokens() -> None:
     drafting = SelfDrafting(replace(LLAMA_8B, budget=0.06), 8)
     read = drafting.read(drafting.new_memory(), 4096, 8)
-    assert read.drafts and read.group_means and read.budget is not None
+    assert read.drafts and read.group_means
     blocks, always = 257, 1 + 1 + 1  # the sink, the newest committed block, one of drafted tokens
     assert (read.budget.first, read.budget.last) == (1, 255)
     each = 0.06 * blocks - 1.5 * 7 / 16 - always

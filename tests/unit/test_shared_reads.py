@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import pad
 
 from specahead import models
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
-from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
-from specahead.lab.evaluation.choice import choose_over_all
-from specahead.sparsity.announce import LEAST_WINDOW, shared_room
-from specahead.sparsity.choice import mandatory
-from specahead.sparsity.methods import METHODS
-from specahead.sparsity.reader import Reader, to_lists
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SharedBudget, SparseRead
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.lab.evaluation.choice import choose_over_all, mandatory
+from specahead.sparsity.announce import LEAST_WINDOW, announced_rows, shared_room
+from specahead.sparsity.budgets import dense_layers, new_memory
+from specahead.sparsity.methods import AHEAD
+from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
 
@@ -31,33 +31,29 @@ def announced(rows: int, blocks: int, rng: np.random.Generator) -> BlockSelectio
 
 
 class ChosenBefore:
-    """`ahead` with its choice made on the host from the weights that a pass gives: what the shared budget must do."""
+    """`ahead` with its choice made on the host, from the weights that the runner remembers, and no room for more."""
 
-    def __init__(self) -> None:
-        self.memory: torch.Tensor | None = None
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.memory = runner, new_memory(PLAN, PLAN.memory_decay)
 
     def read(self, announced: BlockSelection | None, base: int, length: int) -> SparseRead | None:
         if announced is None:
             return None
         blocks = PLAN.num_blocks(length)
-        shape = len(PLAN.sparse_layers), PLAN.target_kv_heads, blocks
-        chosen = torch.from_numpy(announced.resized(blocks).matrix()).view(shape)
+        chosen = torch.from_numpy(announced.resized(blocks).matrix())
         always = mandatory(PLAN, base, blocks, LEAST_WINDOW)
-        if self.memory is not None:
-            memory = pad(self.memory, (0, blocks - self.memory.shape[-1]))[PLAN.sparse_layers]
-            importance = torch.tensor([PLAN.head_importance[layer] for layer in PLAN.sparse_layers])
-            own = (memory * importance[..., None]).masked_fill(always | chosen, 0)
+        if self.memory.index is not None:
+            (weights,) = self.runner._passes.memories._weights.values()
+            own = weights[self.memory.index, :, :blocks].cpu() * self.memory.importance[:, None]
             room = shared_room(PLAN, base, blocks) - int((chosen & ~always).sum())
-            chosen = chosen | choose_over_all(own, room)
-        return SparseRead(PLAN.block_size, to_lists(chosen | always, PLAN), None, True, True, True)
+            chosen = chosen | choose_over_all(own.masked_fill(always | chosen, 0), room)
+        words = BlockSelection.from_matrix(chosen.numpy()).words
+        first, last = PLAN.middle(PLAN.num_blocks(base), LEAST_WINDOW)
+        budget = SharedBudget(words, first, last, 0, self.memory, dense_layers(PLAN))
+        return SparseRead(PLAN.block_size, budget, group_means=True, report_blocks=True)
 
     def finish(self, output: SequenceOutput) -> None:
-        weights = output.read_weights
-        if weights is not None:
-            faded = torch.zeros_like(weights)
-            if self.memory is not None:
-                faded = PLAN.memory_decay * pad(self.memory, (0, weights.shape[-1] - self.memory.shape[-1]))
-            self.memory = torch.maximum(weights, faded)
+        pass
 
 
 @pytest.mark.parametrize("gamma", [4, 20])
@@ -71,14 +67,14 @@ def test_rounds_read_and_remember_the_same(gamma: int) -> None:
     for runner in runners:
         runner.kv.keep_group_means(PLAN.group_size)
     lengths = (1200, 530, 90)
-    readers = [[ChosenBefore() for _ in lengths], [Reader(METHODS["ahead"], PLAN, report_blocks=True) for _ in lengths]]
+    readers = [[ChosenBefore(runners[0]) for _ in lengths], [Reader(AHEAD, PLAN, report_blocks=True) for _ in lengths]]
     sequences = [[SequenceKV() for _ in lengths] for _ in runners]
     for runner, held in zip(runners, sequences, strict=True):
         for i, (length, kv) in enumerate(zip(lengths, held, strict=True)):
             for start in range(0, length, 400):
                 runner.forward([SequenceInput(kv, tokens(length, i)[start : start + 400])])
     rng = np.random.default_rng(0)
-    rows = METHODS["ahead"].announcing.rows(PLAN)  # type: ignore[union-attr]
+    rows = announced_rows(PLAN)
     read_more = 0
     for turn in range(4):
         bases = [kv.length + 1 for kv in sequences[0]]
@@ -128,7 +124,7 @@ def test_places_are_taken_back() -> None:
     def start() -> tuple[Reader, SequenceKV]:
         kv = SequenceKV()
         runner.forward([SequenceInput(kv, tokens(200, 2))])
-        return Reader(METHODS["ahead"], PLAN), kv
+        return Reader(AHEAD, PLAN), kv
 
     first, second = start(), start()
     for session in (first, second, first):

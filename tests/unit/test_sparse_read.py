@@ -1,4 +1,4 @@
-"""Sparse reads through the engine, on the bundled pair's draft: lists, budgets, selectors, means, weights, forks."""
+"""Sparse reads through the engine, on the bundled pair's draft: budgets, selectors, means, weights, forks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.loading.model import load_model, load_modules
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.kernels.selection import compact
 from specahead.lab.evaluation.attending import forward_attending, forward_weighing
 from specahead.lab.evaluation.forks import fork
 from specahead.lab.evaluation.just_in_time import SequenceKeys
@@ -24,6 +23,7 @@ from specahead.lab.evaluation.readers import LayerReader
 from specahead.models import DRAFT
 from specahead.sparsity.plan import uniform_plan
 from specahead.sparsity.selection import BlockSelection, row_words
+from tests.unit.exact_reads import read_exactly
 
 LAYERS, KV_HEADS = 4, 2
 TOKENS = [(7 * i * i + 3 * i) % 4000 + 50 for i in range(203)]
@@ -51,12 +51,12 @@ def prompt(runner: ModelRunner) -> Iterator[SequenceKV]:
 
 @dataclass
 class Fixed:
-    """A selector (specahead.lab.evaluation.readers) that has made up its mind; `seen`: what it was asked with."""
+    """A selector (specahead.lab.evaluation.just_in_time) that has made up its mind; `seen`: what it was asked with."""
 
     chosen: list[Tensor | None]
     seen: list[tuple[int, Tensor, SequenceKeys, float]] = field(default_factory=list)
 
-    def begin(self, announced: list[BlockSelection], base: int, length: int) -> None:
+    def begin(self, base: int) -> None:
         pass
 
     def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
@@ -64,20 +64,21 @@ class Fixed:
         return self.chosen[layer]
 
 
-def masks(
-    block_size: int, seed: int = 0, rows: tuple[int, ...] = (), prefix: int = PREFIX, length: int = len(TOKENS)
-) -> list[Tensor]:
-    """For each layer bool [*rows, kv_heads, blocks], those of the pass's own tokens always chosen."""
+def masks(block_size: int, seed: int = 0, prefix: int = PREFIX, length: int = len(TOKENS)) -> list[Tensor]:
+    """For each layer bool [kv_heads, blocks], those of the pass's own tokens always chosen."""
     generator = torch.Generator().manual_seed(seed)
     blocks = -(-length // block_size)
-    chosen = [torch.rand(*rows, KV_HEADS, blocks, generator=generator) < 0.4 for _ in range(LAYERS)]
+    chosen = [torch.rand(KV_HEADS, blocks, generator=generator) < 0.4 for _ in range(LAYERS)]
     for mask in chosen:
         mask[..., (prefix - 1) // block_size :] = True
     return chosen
 
 
-def listed(chosen: list[Tensor] | list[Tensor | None], block_size: int, **options: bool) -> SparseRead:
-    return SparseRead(block_size, [None if mask is None else compact(mask) for mask in chosen], **options)
+def remembered(runner: ModelRunner, read: SparseRead, blocks: int) -> Tensor:
+    """What the runner remembers of a read's blocks, float32 [sparse layers, kv_heads, blocks]."""
+    rows, size = len(read.budget.memory.importance), read.block_size
+    weights = runner._passes.memories.weights(rows, -(-runner._limits.pages * PAGE_SIZE // size), runner.device)
+    return weights[read.budget.memory.index].unflatten(0, (-1, KV_HEADS))[..., :blocks]
 
 
 def run(runner: ModelRunner, prompt: SequenceKV, *reads: SparseRead | None) -> list[Tensor]:
@@ -93,17 +94,18 @@ def run(runner: ModelRunner, prompt: SequenceKV, *reads: SparseRead | None) -> l
 def attend(runner: ModelRunner, prompt: SequenceKV, selector: Fixed, block_size: int) -> Tensor:
     """Logits of the last tokens of a twin whose layers read what the selector says."""
     plan = uniform_plan(LAYERS, KV_HEADS, 1, 1, block_size=block_size)
-    reader = LayerReader(RIVALS["oracle"], plan, selector)
+    reader = LayerReader(RIVALS["oracle"], plan)
+    reader._selector = selector  # type: ignore[assignment]
     twin = fork(runner.kv, prompt)
     item = SequenceInput(twin, TOKENS[PREFIX:], "all")
-    reader.read([], PREFIX, len(TOKENS))
+    reader.read(PREFIX, len(TOKENS))
     logits = forward_attending(runner, item.kv, item.tokens, reader.attend(runner, item))
     reader.finish()
     runner.kv.release(twin)
     assert twin.length == 0
     assert reader.chosen is not None
     for read, mask in zip(reader.chosen, selector.chosen, strict=True):
-        wanted = torch.ones_like(read) if mask is None else mask.any(0) if mask.dim() == 3 else mask
+        wanted = torch.ones_like(read) if mask is None else mask
         assert torch.equal(read, wanted)
     return logits
 
@@ -112,7 +114,7 @@ def attend(runner: ModelRunner, prompt: SequenceKV, selector: Fixed, block_size:
 def test_reading_every_block_is_reading_densely(runner: ModelRunner, prompt: SequenceKV, block_size: int) -> None:
     everything = [torch.ones_like(mask) for mask in masks(block_size)]
     runner.kv.keep_group_means(64)
-    reads = [listed(everything, block_size), listed(everything, block_size, group_means=True, emit_weights=True)]
+    reads = [read_exactly(everything, block_size), read_exactly(everything, block_size, group_means=True)]
     dense, *others = run(runner, prompt, None, *reads)
     selected = attend(runner, prompt, Fixed([*everything[:2], None, everything[3]]), block_size)
     for logits in (*others, selected):
@@ -122,47 +124,18 @@ def test_reading_every_block_is_reading_densely(runner: ModelRunner, prompt: Seq
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_a_selector_reads_what_it_chooses(runner: ModelRunner, prompt: SequenceKV, block_size: int) -> None:
     chosen = masks(block_size)
-    dense, by_list = run(runner, prompt, None, listed(chosen, block_size))
+    dense, by_list = run(runner, prompt, None, read_exactly(chosen, block_size))
     by_selector = attend(runner, prompt, Fixed(list(chosen)), block_size)
     torch.testing.assert_close(by_selector, by_list, atol=1e-4, rtol=1e-3)
     assert (by_list - dense).abs().max() > 0.05, "the choice matters"
-
-
-def test_queries_that_choose_alike_read_as_one_choice_does(runner: ModelRunner, prompt: SequenceKV) -> None:
-    chosen = masks(16)
-    rows = len(TOKENS) - PREFIX
-    each = [mask.expand(rows, -1, -1) for mask in chosen]
-    (together,) = run(runner, prompt, listed(chosen, 16))
-    apart = attend(runner, prompt, Fixed(list(each)), 16)
-    torch.testing.assert_close(apart, together, atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("block_size", [1, 16, 64])
-def test_queries_that_choose_for_themselves_read_as_passes_of_one_query_do(
-    runner: ModelRunner, prompt: SequenceKV, block_size: int
-) -> None:
-    """One after another on one twin: each pass writes the KV that its query writes in the common pass."""
-    rows = len(TOKENS) - PREFIX
-    chosen = masks(block_size, seed=1, rows=(rows,))
-    together = attend(runner, prompt, Fixed(list(chosen)), block_size)
-    (first_for_all,) = run(runner, prompt, listed([mask[0] for mask in chosen], block_size))
-    twin, alone = fork(runner.kv, prompt), []
-    for row in range(rows):
-        blocks = -(-(PREFIX + row + 1) // block_size)
-        read = listed([mask[row, :, :blocks] for mask in chosen], block_size)
-        (output,) = runner.forward([SequenceInput(twin, [TOKENS[PREFIX + row]], "all", read)])
-        assert output.logits is not None
-        alone.append(output.logits)
-    runner.kv.release(twin)
-    torch.testing.assert_close(together, torch.cat(alone), atol=2e-4, rtol=1e-3)
-    assert (together - first_for_all)[1:].abs().max() > 0.05, "each has its own"
 
 
 def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(runner: ModelRunner, prompt: SequenceKV) -> None:
     rows, selector = len(TOKENS) - PREFIX, Fixed([None] * LAYERS)
     twin = fork(runner.kv, prompt)
     item = SequenceInput(twin, TOKENS[PREFIX:])
-    reader = LayerReader(RIVALS["oracle"], uniform_plan(LAYERS, KV_HEADS, 1, 1), selector)
+    reader = LayerReader(RIVALS["oracle"], uniform_plan(LAYERS, KV_HEADS, 1, 1))
+    reader._selector = selector  # type: ignore[assignment]
     forward_attending(runner, item.kv, item.tokens, reader.attend(runner, item))
     heads = runner.decoder.heads
     assert [layer for layer, *_ in selector.seen] == list(range(LAYERS))
@@ -177,54 +150,30 @@ def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(runner: Mode
     runner.kv.release(twin)
 
 
+@pytest.mark.parametrize("means", [False, True])
 @pytest.mark.parametrize("block_size", [1, 16, 64])
-def test_read_weights_of_everything_are_the_dense_weights(
-    runner: ModelRunner, prompt: SequenceKV, block_size: int
+def test_the_weights_of_what_is_read_are_remembered(
+    runner: ModelRunner, prompt: SequenceKV, block_size: int, means: bool
 ) -> None:
-    everything = [torch.ones_like(mask) for mask in masks(block_size)]
+    """Where everything is read they are those of a dense pass; what is not read has none."""
     runner.kv.keep_group_means(64)
-    rows = len(TOKENS) - PREFIX
+    rows, chosen = len(TOKENS) - PREFIX, [*masks(block_size)]
+    blocks = chosen[0].shape[1]
+    everything = read_exactly([torch.ones_like(mask) for mask in chosen], block_size, group_means=means)
+    some = read_exactly([chosen[0], None, *chosen[2:]], block_size, group_means=means)
     forks = [fork(runner.kv, prompt) for _ in range(3)]
-    reads = [
-        listed(everything, block_size, emit_weights=True),
-        listed(everything, block_size, emit_weights=True, group_means=True),
-    ]
-    sparse = [SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks[1:], reads, strict=True)]
     _, weights = forward_weighing(runner, forks[0], TOKENS[PREFIX:], block_size, rows)
+    for kv, read in zip(forks[1:], (everything, some), strict=True):
+        runner.forward([SequenceInput(kv, TOKENS[PREFIX:], read=read)])
     wanted = weights.mean(1).unflatten(1, (KV_HEADS, -1)).sum(2)
-    for output in runner.forward(sparse):
-        assert output.read_weights is not None
-        torch.testing.assert_close(output.read_weights, wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(remembered(runner, everything, blocks), wanted, atol=1e-5, rtol=1e-4)
+    kept = remembered(runner, some, blocks)
+    assert not kept[~torch.stack([chosen[0], *chosen[2:]])].any()
+    mass = kept.sum(-1)
+    # Two query heads to a KV head; stand-ins take a part of it.
+    assert (mass < 1.999).any() if means else torch.allclose(mass, torch.full_like(mass, 2.0), atol=1e-4)
     for kv in forks:
         runner.kv.release(kv)
-
-
-def test_layers_that_are_read_densely_give_no_read_weights(runner: ModelRunner, prompt: SequenceKV) -> None:
-    chosen: list[Tensor | None] = [*masks(16)]
-    chosen[1] = None
-    twin = fork(runner.kv, prompt)
-    read = listed(chosen, 16, emit_weights=True)
-    (output,) = runner.forward([SequenceInput(twin, TOKENS[PREFIX:], read=read)])
-    assert output.read_weights is not None
-    assert not output.read_weights[1].any()
-    assert (output.read_weights[[0, 2, 3]].sum(-1) > 1.99).all()
-    runner.kv.release(twin)
-
-
-def test_what_is_not_read_has_no_weight(runner: ModelRunner, prompt: SequenceKV) -> None:
-    chosen = masks(16)
-    runner.kv.keep_group_means(64)
-    for means in (False, True):
-        twin = fork(runner.kv, prompt)
-        (output,) = runner.forward(
-            [SequenceInput(twin, TOKENS[PREFIX:], read=listed(chosen, 16, group_means=means, emit_weights=True))]
-        )
-        assert output.read_weights is not None
-        assert not output.read_weights[~torch.stack(chosen)].any()
-        mass = output.read_weights.sum(-1)
-        # Two query heads to a KV head; stand-ins take a part of it.
-        assert (mass < 1.999).any() if means else torch.allclose(mass, torch.full_like(mass, 2.0), atol=1e-4)
-        runner.kv.release(twin)
 
 
 def shared(prefix: int, length: int, size: int, dense_layers: tuple[int, ...] = (), **options: bool) -> SparseRead:
@@ -235,7 +184,7 @@ def shared(prefix: int, length: int, size: int, dense_layers: tuple[int, ...] = 
     memory = ReadMemory(torch.linspace(0.5, 1.5, rows), 0.8)
     last = (prefix - 1) // size
     budget = SharedBudget(selection.words, min(1, last), last, 0, memory, dense_layers)
-    return SparseRead(size, budget=budget, emit_weights=True, report_blocks=True, **options)
+    return SparseRead(size, budget, report_blocks=True, **options)
 
 
 def test_budgets_of_several_shapes_are_shared_out_side_by_side(runner: ModelRunner, prompt: SequenceKV) -> None:
@@ -246,7 +195,6 @@ def test_budgets_of_several_shapes_are_shared_out_side_by_side(runner: ModelRunn
     for room in (0, 10_000):
         forks = [fork(runner.kv, prompt) for _ in reads]
         for read in reads:
-            assert read.budget is not None
             read.budget.room = room
         inputs = [SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks, reads, strict=True)]
         outputs = runner.forward(inputs)
@@ -254,7 +202,6 @@ def test_budgets_of_several_shapes_are_shared_out_side_by_side(runner: ModelRunn
             runner.kv.release(kv)
         kept.append(outputs)
         for read in reads:  # nothing is read in any case the next time
-            assert read.budget is not None
             read.budget.bitmap = np.zeros_like(read.budget.bitmap)
     for (size, dense), first, second in zip(sizes, *kept, strict=True):
         assert first.blocks is not None
@@ -288,53 +235,46 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
         return outputs
 
     def lists(prefix: int, count: int, size: int, seed: int, **options: bool) -> SparseRead:
-        return listed(masks(size, seed, (), prefix, prefix + count), size, **options)
+        return read_exactly(masks(size, seed, prefix, prefix + count), size, **options)
 
     def budget(prefix: int, count: int, size: int, *dense_layers: int, **options: bool) -> SparseRead:
         return shared(prefix, prefix + count, size, dense_layers, **options)
 
     batch: list[tuple[int, int, dict[str, Any]]] = [
         (160, 3, {"logits": "all", "read": budget(160, 3, 16, group_means=True)}),
-        (199, 4, {"logits": "all", "read": lists(199, 4, 16, 2, group_means=True, emit_weights=True)}),
+        (199, 4, {"logits": "all", "read": lists(199, 4, 16, 2, group_means=True)}),
         (199, 4, {"logits": "all"}),
         (199, 4, {"logits": "all", "read": budget(199, 4, 16, 0)}),
         (199, 4, {"logits": "all", "read": budget(199, 4, 1)}),
         (199, 4, {"logits": "all", "read": budget(199, 4, 16)}),
-        (32, 5, {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True, emit_weights=True)}),  # no groups yet
-        (128, 4, {"logits": "all", "read": lists(128, 4, 16, 5, group_means=True, emit_weights=True)}),
+        (32, 5, {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True)}),  # no groups yet
+        (128, 4, {"logits": "all", "read": lists(128, 4, 16, 5, group_means=True)}),
         (16, 1, {"logits": "last"}),
         (144, 2, {"logits": "last", "read": lists(144, 2, 64, 6)}),
         (64, 4, {"logits": "all", "read": lists(64, 4, 16, 7)}),
         (160, 1, {"logits": "all"}),
-        (192, 4, {"logits": "none", "read": lists(192, 4, 1, 8, emit_weights=True)}),
+        (192, 4, {"logits": "none", "read": lists(192, 4, 1, 8)}),
         (80, 3, {"logits": "all", "read": lists(80, 3, 16, 9)}),
         (112, 2, {"logits": "all", "read": lists(112, 2, 16, 10, group_means=True)}),
-        (160, 3, {"logits": "all", "read": lists(160, 3, 16, 11, emit_weights=True)}),
+        (160, 3, {"logits": "all", "read": lists(160, 3, 16, 11)}),
     ]
     for item, together in zip(batch, forward(batch), strict=True):
-        prefix, count, options = item
+        _, count, options = item
         (alone,) = forward([item])
         rows = {"all": count, "last": 1, "none": None}[options["logits"]]
         assert (None if together.logits is None else len(together.logits)) == rows
-        read: SparseRead | None = options.get("read")
-        emits = read is not None and read.emit_weights and read.budget is None
-        assert (together.read_weights is not None) == emits
         for name, wanted in vars(alone).items():
             got = getattr(together, name)
             if wanted is None:
                 assert got is None
             else:
                 torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-3)
-        if together.read_weights is not None:
-            assert read is not None
-            assert together.read_weights.shape[2] == -(-(prefix + count) // read.block_size)
 
 
 def test_sequences_with_other_dense_layers_share_a_pass(runner: ModelRunner, prompt: SequenceKV) -> None:
     reads = []
     for dense in (None, 0, 2):
-        lists = [None if layer == dense else compact(mask) for layer, mask in enumerate(masks(16))]
-        reads.append(SparseRead(16, lists))
+        reads.append(read_exactly([None if layer == dense else mask for layer, mask in enumerate(masks(16))], 16))
     together = run(runner, prompt, *reads)
     for read, logits in zip(reads, together, strict=True):
         torch.testing.assert_close(logits, run(runner, prompt, read)[0], atol=2e-4, rtol=1e-3)
@@ -347,7 +287,9 @@ def test_means_bring_the_result_nearer(runner: ModelRunner, prompt: SequenceKV) 
     nearer = 0
     for seed in range(6):
         chosen = masks(16, seed)
-        dense, without, stood_in = run(runner, prompt, None, listed(chosen, 16), listed(chosen, 16, group_means=True))
+        dense, without, stood_in = run(
+            runner, prompt, None, read_exactly(chosen, 16), read_exactly(chosen, 16, group_means=True)
+        )
         nearer += bool((stood_in - dense).norm() < (without - dense).norm())
     assert nearer == 6
 
@@ -356,7 +298,7 @@ def test_means_without_room_for_them_are_an_error(runner: ModelRunner) -> None:
     sequence = SequenceKV()
     runner.kv.means = None
     with pytest.raises(ValueError, match="keep_group_means"):
-        runner.forward([SequenceInput(sequence, TOKENS, read=listed(masks(16), 16, group_means=True))])
+        runner.forward([SequenceInput(sequence, TOKENS, read=read_exactly(masks(16), 16, group_means=True))])
     runner.kv.release(sequence)
 
 
@@ -387,13 +329,6 @@ def test_group_means_are_those_of_the_pages(runner: ModelRunner, prompt: Sequenc
     runner.kv.truncate(prompt, 100)
     assert len(prompt.groups) == 1
     assert len(means.free) == free + 2
-
-
-def test_a_read_is_by_lists_or_by_a_budget() -> None:
-    budget = shared(PREFIX, len(TOKENS), 16).budget
-    for lists, other in ((None, None), ([None], budget)):
-        with pytest.raises(ValueError, match="either lists or a budget"):
-            SparseRead(16, lists, other)
 
 
 def test_output_projections() -> None:

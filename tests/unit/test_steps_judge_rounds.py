@@ -20,7 +20,8 @@ from specahead.engine.steps.grouping import alternatives_beside
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import Branch, RoundRequest, RoundSettings
-from specahead.sparsity.methods import METHODS
+from specahead.sparsity.announce import announced_rows
+from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
 from specahead.sparsity.selection import BlockSelection
@@ -99,8 +100,8 @@ def test_it_judges_what_the_rounds_leave(
 def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]) -> None:
     """The same blocks, and the same verdicts, as where the host brings the announcement."""
     target, draft = pair
-    plan, method = bundled_plan(budget=0.25, group_size=0), METHODS["ahead"]
-    rows = Reader(method, plan).announced_rows
+    plan = bundled_plan(budget=0.25, group_size=0)
+    rows = announced_rows(plan)
     draft.prepare_rounds(replace(round_settings(plan, GAMMA, SUPPORT), branches=2))
     draft.join_chain(target.make_chain(8, GAMMA, SUPPORT, rows, plan.block_size))
     random = torch.Generator().manual_seed(1)
@@ -112,7 +113,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
             for start in range(0, len(text) - 1, 64):
                 runner.forward([SequenceInput(kv, text[start : min(start + 64, len(text) - 1)])])
     requests = [
-        replace(request_of(kv, text, Sampling(0.0)), announce=announcement_request(method, plan, len(text), None))
+        replace(request_of(kv, text, Sampling(0.0)), announce=announcement_request(plan, len(text), None))
         for kv, text in zip(kvs[draft], texts, strict=True)
     ]
     rounds = draft.launch_rounds(requests)
@@ -120,7 +121,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
 
     def input_of(i: int, announced: BlockSelection) -> SequenceInput:
         """Each time with a memory of its own: of nothing."""
-        read = Reader(method, plan).read(announced, len(texts[i]), len(texts[i]) + GAMMA)
+        read = Reader(AHEAD, plan).read(announced, len(texts[i]), len(texts[i]) + GAMMA)
         return SequenceInput(kvs[target][i], [texts[i][-1], *judged[i].tokens], "all", read, judged[i])
 
     nothing = [BlockSelection.of_nothing(rows, plan.num_blocks(len(text))) for text in texts]
@@ -196,8 +197,8 @@ class Judging:
         model = load_model(str(models.TARGET), torch.float32, DEVICE)
         target = make_runner(model, 4096, max_context=400, step_queries=GAMMA + 1)
         self.target, self.reads = target, reads
-        self.plan, self.method = bundled_plan(budget=0.25, group_size=0), METHODS["ahead"]
-        self.rows = Reader(self.method, self.plan).announced_rows
+        self.plan = bundled_plan(budget=0.25, group_size=0)
+        self.rows = announced_rows(self.plan)
         self.chain = target.make_chain(8, GAMMA, SUPPORT, self.rows, self.plan.block_size)
         random = torch.Generator().manual_seed(3)
         self.texts = [torch.randint(0, 4000, (length,), generator=random).tolist() for length in (90, 41, 137, 60, 75)]
@@ -233,7 +234,7 @@ class Judging:
             judged, read = Drafted([0] * GAMMA, [], self.samplings[i], len(text)), None
             if self.reads:
                 nothing = BlockSelection.of_nothing(self.rows, self.plan.num_blocks(len(text)))
-                read = Reader(self.method, self.plan).read(nothing, len(text), len(text) + GAMMA + beside)
+                read = Reader(AHEAD, self.plan).read(nothing, len(text), len(text) + GAMMA + beside)
             behind = SequenceInput(
                 kv, [text[-1], *judged.tokens], "all", read, judged, draft_row=i, alternatives=beside
             )

@@ -85,12 +85,12 @@ class KVCache:
 
     # Reading sequences that are not resident.
 
-    def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
+    def can_fetch(self, dense_layers: tuple[int, ...], block_size: int) -> bool:
         """Return whether a step can fetch the listed pages that are not on the GPU.
 
-        width: the most blocks of its lists; 0: it has none. dense_layers: the layers that it reads densely.
+        dense_layers: the layers that it reads densely. block_size: tokens of a block; 0: it reads everything.
         """
-        return self.offloads and width > 0 and not dense_layers and block_size % PAGE_SIZE == 0
+        return self.offloads and block_size > 0 and not dense_layers and block_size % PAGE_SIZE == 0
 
     def next_round(self) -> int:
         """Count a step that fetches, and return its number, which `fetch_plan` takes as a tensor."""

@@ -24,11 +24,13 @@ def make_buffers(
     memory: [indices, rows, blocks] float32, for a shape that shares budgets out: the remembered weights of all
     sequences. logits_rows: how many rows give logits, where the pass is not judged; None: all.
 
-    The pass adds to the tensors: logits [logits rows, vocab]; where it makes them, lists and counts as
-    `_lists_layout` has them; read_weights [sparse layers, sequences, kv_heads, width] float32.
+    The pass adds to the tensors: logits [logits rows, vocab]; where it shares out budgets, lists [sparse layers,
+    sequences, kv_heads, blocks] int32, counts [sparse layers, sequences, kv_heads] int32 and read_weights, float32 as
+    lists.
     """
     layout = _rows_layout(shape.sequences, shape.rows, shape.pages) | _logits_layout(shape, logits_rows)
-    layout |= _lists_layout(shape, kv) if shape.read.decay is None else _budget_layout(shape, kv)
+    if shape.read.is_sparse:
+        layout |= _budget_layout(shape, kv)
     of_sequence = (shape.sequences,), torch.int32
     if shape.read.groups:
         layout["group_tables"] = (shape.sequences, shape.read.groups), torch.int32
@@ -87,14 +89,6 @@ def _rows_layout(sequences: int, rows: int, pages: int) -> Layout:
     return layout
 
 
-def _lists_layout(shape: PassShape, kv: KVCache) -> Layout:
-    """Lay out block lists that come from the host."""
-    if not shape.read.width:
-        return {}
-    heads = len(shape.sparse_layers(kv.num_layers)), shape.sequences, kv.kv_heads
-    return {"lists": ((*heads, shape.read.width), torch.int32), "counts": (heads, torch.int32)}
-
-
 def _budget_layout(shape: PassShape, kv: KVCache) -> Layout:
     """Lay out what decides over the blocks of a shared budget (SharedBudget); rows are (sparse layer, KV head).
 
@@ -128,7 +122,7 @@ def _logits_layout(shape: PassShape, logits_rows: int | None) -> Layout:
 def _results_layout(shape: PassShape) -> Layout:
     of_sequence = (shape.sequences,), torch.int32
     layout: Layout = {}
-    if shape.read.decay is not None:
+    if shape.read.is_sparse:
         layout["blocks_read"] = of_sequence
     if shape.judge is not None:
         layout |= {"accepted": of_sequence, "following": of_sequence}
@@ -161,7 +155,7 @@ def _round_layout(shape: RoundShape, settings: RoundSettings, vocab: int) -> Lay
     }
     if shape.branches > 1:
         layout |= _branches_layout(shape, settings)
-    if shape.method:
+    if shape.announces:
         layout["announced"] = _bitmaps(shape, settings)
         layout |= {"limits": ((3, count), torch.int32), "words": ((count,), torch.int32)}
     if shape.chained:
@@ -200,7 +194,7 @@ def _with_outcomes(layout: Layout, shape: RoundShape, settings: RoundSettings) -
     layout["all_uniforms"] = (count, passes + settings.gamma), dtype
     layout["all_previous"] = (outcomes, count), torch.int64
     layout |= dict.fromkeys(("follows", "judged"), ((count,), torch.int32))
-    if shape.method:
+    if shape.announces:
         (numbers, dtype), of_words = layout.pop("limits"), layout.pop("words")
         layout["all_limits"] = (outcomes, *numbers), dtype
         layout["all_words"] = (outcomes, *of_words[0]), dtype
@@ -221,7 +215,7 @@ def _round_results_layout(shape: RoundShape, settings: RoundSettings, vocab: int
         support = min(settings.support, vocab)
         results["ids"] = (*of_tokens, support), torch.int32
         results["probs"] = (*of_tokens, support), torch.float32
-    if shape.method:
+    if shape.announces:
         (_, rows, words), _ = results["bitmaps"] = _bitmaps(shape, settings)
         results["flags"] = (count, rows, words), torch.uint8
         results["values"] = (count, rows * words * 8), torch.uint8
@@ -233,5 +227,6 @@ def _round_results_layout(shape: RoundShape, settings: RoundSettings, vocab: int
 
 def _bitmaps(shape: RoundShape, settings: RoundSettings) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the sizes of blocks of all sequences, a bit each."""
-    rows = len(settings.announcers[shape.method].heads)
+    assert settings.announcer is not None
+    rows = len(settings.announcer.heads)
     return (shape.sequences, rows, -(-shape.blocks(settings.block_size) // WORD)), torch.int64

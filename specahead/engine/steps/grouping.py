@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.sampling.judging import WIDE_SUPPORT, cuts_of, support_of
-from specahead.engine.steps.inputs import NO_MEMORY, SequenceInput, SharedBudget, SparseRead
+from specahead.engine.steps.inputs import NO_MEMORY, SequenceInput, SharedBudget
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import power_of_two
 from specahead.kernels.paged_attention import LEAST_ROWS, MAX_ROWS
@@ -71,19 +71,14 @@ def join_rounds(inputs: list[SequenceInput]) -> list[SequenceInput]:
 
     So they all run in one pass, which reads the model's weights once.
     """
-    shared = next((item.read for item in inputs if item.drafted and item.read and _is_judged_as_read(item.read)), None)
-    if shared is None or shared.budget is None:
+    shared = next((item.read for item in inputs if item.drafted and item.read and not item.read.drafts), None)
+    if shared is None:
         return inputs
     budget, memory = shared.budget, shared.budget.memory
     everything = SharedBudget.of_everything(replace(memory, index=NO_MEMORY), budget.dense_layers)
     whole = replace(shared, budget=everything, report_blocks=False)
     joins = [item.read is None and item.prompt is None and item.drafted is not None for item in inputs]
     return [replace(item, read=whole) if joined else item for item, joined in zip(inputs, joins, strict=True)]
-
-
-def _is_judged_as_read(read: SparseRead) -> bool:
-    """Whether the pass that judges reads by a budget."""
-    return read.budget is not None and not read.drafts
 
 
 def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
@@ -93,9 +88,7 @@ def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
     kind += (limits.pins(item),)
     if read is None:
         return kind
-    kind += (read.block_size, read.group_means, read.emit_weights, read.dense_layers)
-    if read.budget is None:
-        return kind
+    kind += (read.block_size, read.group_means, read.dense_layers)
     # Lists of all blocks round otherwise than a pass without lists.
     kind += (limits.pins(item) and read.budget.everything,)
     memory = read.budget.memory
@@ -118,7 +111,7 @@ def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> 
     if shape.judge is not None:
         support, cuts = _size_for(shape.judge.support, limits), _size_for(shape.judge.cuts, limits)
         shape = shape.judging(support=support, cuts=cuts)
-    return shape.reading(width=max(16, power_of_two(shape.read.width))) if _lists(inputs) else shape
+    return shape
 
 
 def _size_for(count: int, limits: StepLimits) -> int:
@@ -161,25 +154,16 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits
         shape = shape.judging(support=support_of(rounds), cuts=cuts, draws_own=limits.pinned)
     if read is None:
         return shape
-    shape = shape.reading(block_size=read.block_size, dense_layers=read.dense_layers)
+    weighs = read.drafts or all(item.read and item.read.budget.everything for item in inputs)
+    shape = shape.reading(
+        block_size=read.block_size, dense_layers=read.dense_layers, decay=read.budget.memory.decay, weighs=weighs
+    )
     if read.group_means:
         if kv.means is None:
             raise ValueError("no room for group means was made: call keep_group_means first")
         shape = shape.reading(groups=max(1, shape.pages * PAGE_SIZE // kv.means.group_size))
-    if read.budget is None:
-        width = max((entry[0].shape[1] for entry in _lists(inputs)), default=0)
-        return shape.reading(width=max(1, width), emits_weights=read.emit_weights)
-    weighs = read.drafts or all(item.read and item.read.budget and item.read.budget.everything for item in inputs)
-    decay = read.budget.memory.decay
-    shape = shape.reading(width=shape.blocks, decay=decay, emits_weights=not weighs, weighs=weighs)
     if not read.drafts:
         return shape
     if shape.judge is not None and shape.judge.support:
         shape = shape.judging(support=WIDE_SUPPORT)
     return replace(shape, drafts=len(first.tokens) - 1)
-
-
-def _lists(inputs: list[SequenceInput]) -> list:
-    """Return all block lists that inputs of one kind bring."""
-    reads = [item.read.lists for item in inputs if item.read is not None and item.read.lists is not None]
-    return [entry for lists in reads for entry in lists if entry is not None]

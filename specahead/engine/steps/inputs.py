@@ -13,8 +13,6 @@ from specahead.engine.sampling.logprobs import TokenLogprobs
 
 NO_MEMORY = -1  # the index of a sequence that has no memory
 Logits = Literal["none", "last", "all"]
-# Per layer: None (dense) or block lists [kv_heads, width] int32 and counts [kv_heads] int32, on the CPU.
-LayerLists = list[tuple[Tensor, Tensor] | None]
 
 
 @dataclass
@@ -57,41 +55,29 @@ class SharedBudget:
 
 @dataclass
 class SparseRead:
-    """What a sequence's queries read. It has either lists or a budget."""
+    """What a sequence's queries read of its KV."""
 
     block_size: int
     """Tokens of a block."""
-    lists: LayerLists | None = None
-    """Block lists that are known before the pass."""
-    budget: SharedBudget | None = None
-    """A budget that the pass shares out."""
+    budget: SharedBudget
+    """The pass shares it out. To read exactly some blocks, give these as its bitmap, and no room."""
     group_means: bool = False
     """Whether means stand in for what is not read (KVCache.means)."""
-    emit_weights: bool = False
-    """Whether the output has the weight of each listed block."""
     report_blocks: bool = False
     """Whether the output has the blocks that were read."""
     drafts: bool = False
     """Whether the sequence drafts for itself: passes of one token that read by the budget draft its tokens after the
     first. The pass that judges these reads everything and has the budget's memory take up the weights."""
 
-    def __post_init__(self) -> None:
-        if (self.lists is None) == (self.budget is None):
-            raise ValueError("a sparse read has either lists or a budget")
-        if self.drafts and self.budget is None:
-            raise ValueError("drafting passes read by a budget: give one in place of lists")
-
     @property
     def reads_all(self) -> bool:
         """Whether it is known before the pass that every block is read."""
-        return self.budget is not None and self.budget.first >= self.budget.last
+        return self.budget.first >= self.budget.last
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """The layers that are read wholly."""
-        if self.budget is not None:
-            return self.budget.dense_layers
-        return tuple(layer for layer, entry in enumerate(self.lists or []) if entry is None)
+        return self.budget.dense_layers
 
 
 @dataclass(frozen=True)
@@ -162,9 +148,6 @@ class SequenceOutput:
 
     logits: Tensor | None = None
     """[rows, vocab] float32 for the rows that give logits; None if there are none or the pass judges."""
-    read_weights: Tensor | None = None
-    """[layers, kv_heads, blocks] float32 on the CPU, the weight of each block that was read, if asked for: the sum over
-    a KV head's query heads of the mean over the queries; 0 for blocks that were not read and in dense layers."""
     blocks_read: int | None = None
     """Blocks read over all sparse layers and heads, where a budget was shared out."""
     blocks: Tensor | None = None

@@ -100,17 +100,15 @@ def _attention_of(
     rows = Rows(*of_sequences, shape.most_rows, given.get("visible"))
     tuning = pinned_tuning(heads.dim, heads.group, shape.most_rows) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention, prompts=prompts)
-    if shape.read.weighs or (prompts is None and (not shape.read.width or shape.read.dense_layers)):
+    if shape.read.weighs or (prompts is None and (not shape.read.is_sparse or shape.read.dense_layers)):
         attend.dense_work = plan_reads(heads, rows, attention, tuning)
     if shape.read.weighs:
-        assert shape.read.decay is not None
         memory, index = given["memory"][:, :, : shape.blocks], listed_layers(shape, kv)
         attend.weights = BlockMemory(
             memory, given["indices"], index, shape.read.decay, shape.read.block_size, shape.pinned
         )
-    elif shape.read.width:
+    elif shape.read.is_sparse:
         attend.listed = listed_reads(heads, rows, kv, shape, given, attention, fetched, tuning)
-    if shape.read.emits_weights:
         attend.weights = torch.empty(given["lists"].shape, dtype=torch.float32, device=rows.starts.device)
         given["read_weights"] = attend.weights
     return attend
@@ -152,6 +150,5 @@ def _leave_results(
     indices = given["indices"]
     if fetched is not None:  # a void pass will run again
         indices = indices.masked_fill(fetched.overflow > 0, -1)
-    assert shape.read.decay is not None
     remembered, read = Remembered(given["memory"], indices), given["read_weights"]
     remember_weights(remembered, given["lists"], given["counts"], read, given["blocks"], shape.read.decay, backend)

@@ -42,10 +42,8 @@ def lay_out_pass(
         host["round"][0] = kv.next_round()
         for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are
             host["block_tables"][i, len(item.kv.pages) :] = -1
-    if shape.read.decay is not None:
+    if shape.read.is_sparse:
         _lay_out_budget(host, shape, inputs, indices)
-    elif shape.read.width:
-        _lay_out_lists(host, inputs)
     if shape.read.groups:
         _lay_out_groups(host, [item.kv for item in inputs])
     if shape.judge is not None:
@@ -145,23 +143,13 @@ def slots_of(pages: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return slots
 
 
-def _lay_out_lists(host: dict[str, np.ndarray], inputs: list[SequenceInput]) -> None:
-    host["counts"][:] = 0
-    for i, item in enumerate(inputs):
-        assert item.read is not None and item.read.lists is not None
-        present = [entry for entry in item.read.lists if entry is not None]
-        for at, (blocks, count) in enumerate(present):
-            host["lists"][at, i, :, : blocks.shape[1]] = blocks
-            host["counts"][at, i] = count
-
-
 def _lay_out_budget(
     host: dict[str, np.ndarray], shape: PassShape, inputs: list[SequenceInput], indices: list[int]
 ) -> None:
     host["blocks"][:], host["room"][:], host["indices"][:] = 0, 0, -1
     bitmaps = host["bitmaps"].view(np.uint64)
     for i, (item, index) in enumerate(zip(inputs, indices, strict=True)):
-        assert item.read is not None and item.read.budget is not None
+        assert item.read is not None
         budget = item.read.budget
         bitmaps[i, :, : budget.bitmap.shape[1]] = budget.bitmap
         host["first"][i], host["last"][i], host["indices"][i] = budget.first, budget.last, index
@@ -216,7 +204,7 @@ def _lay_out_numbers(host: dict[str, np.ndarray], shape: RoundShape, requests: l
         host["uniforms"][:] = 0
         for i, item in enumerate(requests):
             host["uniforms"][:, i] = item.uniforms[: len(host["uniforms"])]
-    if shape.method:
+    if shape.announces:
         host["limits"][:] = 0
         for i, item in enumerate(requests):
             _lay_out_announcement(host["limits"][:, i], host["words"][i : i + 1], item.announce)

@@ -206,8 +206,7 @@ class ModelRunner(TargetOrDraftRunner):
     def _of_step(self, inputs: list[SequenceInput]) -> PassShape:
         """Return the shape of the captured step of inputs of one kind: one that may judge drafts serves others."""
         shape = step_shape(inputs, self.kv, self._limits)
-        reads_so = not shape.drafts and (not shape.read.width or shape.read.decay is not None)
-        if shape.judge is None or shape.queries == 1 or not reads_so or self._passes.chain.drafts is None:
+        if shape.judge is None or shape.queries == 1 or shape.drafts or self._passes.chain.drafts is None:
             return shape
         shape = replace(shape, judges_drafts=True)
         return with_alternatives(shape, self._group) if shape.queries == self._limits.step_queries else shape
@@ -274,11 +273,7 @@ class ModelRunner(TargetOrDraftRunner):
             turns = 0, 1, 2
         shapes = [replace(shape, turn=turn) for turn in turns]
         read = shape.read
-        if (
-            item.drafted
-            and (shape.drafts or not read.weighs)
-            and self.kv.can_fetch(read.width, read.dense_layers, read.block_size)
-        ):
+        if item.drafted and (shape.drafts or not read.weighs) and self.kv.can_fetch(read.dense_layers, read.block_size):
             shapes.append(shape.reading(fetches=True))
         return shapes
 
@@ -306,9 +301,9 @@ class ModelRunner(TargetOrDraftRunner):
         self._rounds = RoundRunner(*of_model, self._limits.pages, self._passes.attention, self._captures)
 
     @torch.inference_mode()
-    def warm_up_rounds(self, sequences: int, methods: Sequence[str], gammas: Sequence[int] = ()) -> None:
+    def warm_up_rounds(self, sequences: int, announces: bool, gammas: Sequence[int] = ()) -> None:
         if self._rounds is not None and self._captures:
-            self._warm_up.later += self._rounds.warm_up(sequences, methods, gammas)
+            self._warm_up.later += self._rounds.warm_up(sequences, announces, gammas)
             self._warm_up.capture(self._warm_up.ends_of_prompts(), sequences, self.device)
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
@@ -341,6 +336,5 @@ def _finish(started: list[tuple[list[int], Started]], outputs: dict[int, Sequenc
 
 def _gives_a_verdict_alone(item: SequenceInput) -> bool:
     """Whether an input gives nothing that has to be launched for once its pass has ended."""
-    read = item.read
-    tells = read is not None and (read.report_blocks or (read.emit_weights and read.lists is not None))
-    return item.drafted is not None and item.drafted.is_plain and not tells
+    reports = item.read is not None and item.read.report_blocks
+    return item.drafted is not None and item.drafted.is_plain and not reports

@@ -85,12 +85,8 @@ def read_outputs(
     else:
         _give_logits(buffers, inputs, outputs)
     for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
-        blocks = -(-item.kv.length // shape.read.block_size) if shape.read.block_size else 0
-        if item.read is not None and item.read.emit_weights and shape.read.decay is None:
-            output.read_weights = _by_layer(buffers, shape, kv, i, blocks, buffers.tensors["read_weights"][:, i], 0.0)
-        if item.read is not None and item.read.report_blocks and (shape.read.decay is None or shape.shares_out):
-            ones = torch.ones_like(buffers.tensors["lists"][:, i], dtype=torch.float32)
-            output.blocks = _by_layer(buffers, shape, kv, i, blocks, ones, 1.0) > 0
+        if item.read is not None and item.read.report_blocks and shape.shares_out:
+            output.blocks = _blocks_of(buffers, shape, kv, i, -(-item.kv.length // shape.read.block_size))
     return outputs
 
 
@@ -146,15 +142,13 @@ def _judge_by_rules(
         outputs[i].finite &= item.finite
 
 
-def _by_layer(
-    buffers: Buffers, shape: PassShape, kv: KVCache, sequence: int, blocks: int, values: Tensor, of_dense: float
-) -> Tensor:
-    """Spread the values of listed blocks [sparse layers, kv_heads, width], on the CPU: [layers, kv_heads, blocks]."""
+def _blocks_of(buffers: Buffers, shape: PassShape, kv: KVCache, sequence: int, blocks: int) -> Tensor:
+    """Return the blocks that a sequence has read, bool [layers, kv_heads, blocks], on the CPU."""
     lists, counts = buffers.tensors["lists"][:, sequence], buffers.tensors["counts"][:, sequence]
     listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
-    spread = torch.zeros(*counts.shape, blocks + 1, device=lists.device)
-    spread.scatter_add_(2, lists.where(listed, blocks).long().clamp(max=blocks), values.where(listed, 0.0))
-    out = torch.full((kv.num_layers, kv.kv_heads, blocks), of_dense)
+    spread = torch.zeros(*counts.shape, blocks + 1, dtype=torch.bool, device=lists.device)
+    spread.scatter_(2, lists.where(listed, blocks).long().clamp(max=blocks), True)
+    out = torch.ones(kv.num_layers, kv.kv_heads, blocks, dtype=torch.bool)
     out[shape.sparse_layers(kv.num_layers)] = spread[..., :blocks].cpu()
     return out
 

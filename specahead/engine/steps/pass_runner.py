@@ -136,7 +136,7 @@ class PassRunner:
 
     def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:
         memory = None
-        if shape.read.decay is not None:
+        if shape.read.is_sparse:
             rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
@@ -149,8 +149,7 @@ class PassRunner:
             # What no pass reads sparsely has nothing that means would stand in for, nor room for them.
             sparse = [item for item in inputs if item.kv.drafts or not item.kv.dense]
             self._kv.extend_group_means([item.kv for item in sparse], [item.first_position for item in sparse])
-        budgets = [item.read.budget for item in inputs if item.read and item.read.budget]
-        indices = [self.memories.index_of(budget.memory) for budget in budgets]
+        indices = [self.memories.index_of(item.read.budget.memory) for item in inputs if item.read]
         lay_out_pass(buffers.inputs, shape, inputs, indices, self._kv, tables)
 
     # Prompts.
@@ -161,7 +160,7 @@ class PassRunner:
         return self._cudnn or self._kv.device.type == "cpu"
 
     def _is_read_by_cudnn(self, shape: PassShape) -> bool:
-        return self._cudnn and not shape.pinned and not shape.read.width and shape.queries > self._limits.queries
+        return self._cudnn and not shape.pinned and not shape.read.is_sparse and shape.queries > self._limits.queries
 
     def launches_of_prompt(self, tokens: int) -> Callable[[], None]:
         """Return what launches the layers of a pass over so many tokens of a prompt, without attention, once."""

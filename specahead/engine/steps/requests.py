@@ -1,7 +1,7 @@
 """Settings, requests and outputs of a draft's rounds. Knows no tensors of a batch."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ class RoundSettings:
     """First blocks that these passes always read."""
     window_blocks: int = 4
     """Newest blocks that these passes always read."""
-    announcers: Mapping[str, Announcer] = field(default_factory=dict)
-    """How rounds announce, by the name of a method."""
+    announcer: Announcer | None = None
+    """How rounds announce blocks; None: they never do."""
     branches: int = 1
     """Branches of a round, at most (`branches_of`)."""
     alternatives: int = 0
@@ -50,15 +50,13 @@ class RoundSettings:
 
     def to(self, device: torch.device) -> "RoundSettings":
         """Return the same settings with their tensors on a device."""
-        return replace(self, announcers={name: each.to(device) for name, each in self.announcers.items()})
+        return self if self.announcer is None else replace(self, announcer=self.announcer.to(device))
 
 
 @dataclass(frozen=True)
 class AnnouncementRequest:
     """Which blocks a round may announce (Announcer)."""
 
-    method: str
-    """The name of the announcer."""
     first: int
     """Blocks are chosen from this one on,"""
     last: int

@@ -95,12 +95,12 @@ def run_round(
     later = None
     if settings.read_share < 1:
         later = _own_lists(round_)
-    weighed = round_.evidence_of_pass() if shape.method else None
+    weighed = round_.evidence_of_pass() if shape.announces else None
     passes = DraftPasses(decoder, kv, attention, at, later, weighed, later is None)
     for name, drawn in _draft(round_, passes, logits, forbid).items():
         if name in results:
             results[name].copy_(torch.stack(drawn))
-    if shape.method:
+    if shape.announces:
         bitmaps = _announce(round_)
         coded = CodedDifferences(*(results[name] for name in ("flags", "values", "value_counts", "checksums")))
         code_difference(bitmaps, given["announced"], given["words"], coded, default_backend(bitmaps.device))
@@ -113,7 +113,7 @@ def _make_evidence(
     decoder: Decoder | ModulesDecoder, kv: KVCache, settings: RoundSettings, shape: RoundShape
 ) -> Tensor | None:
     """Return room for evidence, which the first pass sets, if any pass needs it."""
-    if not shape.method and settings.read_share == 1:
+    if not shape.announces and settings.read_share == 1:
         return None
     sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings.block_size)
     return torch.empty(sizes, device=kv.device)
@@ -149,10 +149,10 @@ def _draft(round_: _Round, passes: DraftPasses, logits: Tensor, forbid: Forbid |
 
 def _announce(round_: _Round) -> Tensor:
     """Choose the blocks to announce: [sequences, rows, words] int64."""
-    assert round_.evidence is not None
-    announcer, limits = round_.settings.announcers[round_.shape.method], round_.given["limits"]
+    announcer, limits = round_.settings.announcer, round_.given["limits"]
+    assert round_.evidence is not None and announcer is not None
     scores = predict_weights(announcer, round_.evidence, round_.given["announced"], limits)
-    return choose_blocks(announcer, scores, limits, default_backend(scores.device))
+    return choose_blocks(scores, limits, default_backend(scores.device))
 
 
 def _positions_of_passes(round_: _Round) -> list[OneToken]:

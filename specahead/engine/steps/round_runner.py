@@ -52,9 +52,9 @@ class RoundRunner:
         self._rules = torch.empty(3, 0, 0)
         self.chain: DeviceChain | None = None  # that rounds of one branch belong to
 
-    def warm_up(self, sequences: int, methods: Sequence[str], gammas: Sequence[int]) -> list[Callable[[], object]]:
-        """Capture rounds that announce nothing or by `methods`: greedy and sampled ones, of up to WARM_SESSIONS
-        sessions. Return what captures those of up to `sequences`, those whose logits are changed, and those of fewer
+    def warm_up(self, sequences: int, announces: bool, gammas: Sequence[int]) -> list[Callable[[], object]]:
+        """Capture greedy and sampled rounds of up to WARM_SESSIONS sessions, and those that announce blocks, if
+        `announces`. Return what captures those of up to `sequences`, those whose logits are changed, and those of fewer
         tokens, `gammas` of them.
         """
         if not self._graphs.captures:
@@ -64,8 +64,8 @@ class RoundRunner:
         self._rules_of(sizes[0])  # all shapes share it, so it is made to fit the largest
         sized = [(count, most) for count in sizes for most in sorted({1, self._branches_of(count)}, reverse=True)]
         shapes = [
-            self._captured_shape(count, of_each, method, self._settings.gamma, **draw)
-            for draw, method, (count, of_each) in itertools.product(draws, ("", *methods), sized)
+            self._captured_shape(count, of_each, announcing, self._settings.gamma, **draw)
+            for draw, announcing, (count, of_each) in itertools.product(draws, (False, True)[: 1 + announces], sized)
         ]
         compiled = [shape for shape in shapes if shape.sequences <= COMPILED_SESSIONS]
         compile_ahead([partial(self._launches_of, shape) for shape in compiled])
@@ -79,21 +79,22 @@ class RoundRunner:
         return [partial(self._round_of, shape, prepared=True) for shape in later]
 
     def launch(self, requests: list[RoundRequest]) -> LaunchedRounds:
-        """Draft a round of each, those of one method and one γ together. Raises OutOfPages.
+        """Draft a round of each, together where γ is the same and all announce blocks or none does. Raises OutOfPages.
 
         Those that do not allow all tokens are drafted apart, and waited for.
         """
         parts: list[LaunchedPart] = []
-        methods = [item.announce.method if item.announce else "" for item in requests]
-        gammas = [item.gamma or self._settings.gamma for item in requests]
-        kinds = list(zip(methods, (item.allowed is not None for item in requests), gammas, strict=True))
+        kinds = [
+            (item.announce is not None, item.allowed is not None, item.gamma or self._settings.gamma)
+            for item in requests
+        ]
         for kind in sorted(set(kinds)):
-            method, asks, gamma = kind
+            announces, asks, gamma = kind
             places = [i for i, of_request in enumerate(kinds) if of_request == kind]
             chosen = [requests[i] for i in places]
             for item in chosen:
                 self._kv.grow(item.kv, item.kv.length + item.tokens_written(self._settings.gamma))
-            shape = self._shape_of(chosen, method, gamma)
+            shape = self._shape_of(chosen, announces, gamma)
             round_ = self._round_of(shape, chosen if asks else None)
             lay_out_round(round_.buffers, shape, chosen)
             bring_rules(round_.buffers, chosen)
@@ -103,7 +104,7 @@ class RoundRunner:
             parts.append(LaunchedPart(places, chosen, shape, results, done, self._settings.runs_last))
         return LaunchedRounds(parts)
 
-    def _shape_of(self, requests: list[RoundRequest], method: str, gamma: int) -> RoundShape:
+    def _shape_of(self, requests: list[RoundRequest], announces: bool, gamma: int) -> RoundShape:
         ruled = any(item.rules is not None for item in requests)
         # Rounds with rules are sampled ones: a graph serves both, and greedy sessions are greedy in any.
         sampled = ruled or any(item.temperature > 0 for item in requests)
@@ -111,14 +112,14 @@ class RoundRunner:
         branched = any(len(item.branches) > 1 or item.moved is not None for item in requests)
         if self._graphs.captures:
             branches = self._branches_of(len(requests)) if branched else 1
-            return self._captured_shape(power_of_two(len(requests)), branches, method, gamma, sampled, ruled)
+            return self._captured_shape(power_of_two(len(requests)), branches, announces, gamma, sampled, ruled)
         branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
         return RoundShape(
             sequences=len(requests),
             queries=max(1, *(len(item.tokens) for item in requests), 1),
             pages=max(len(item.kv.pages) for item in requests),
             sampled=sampled,
-            method=method,
+            announces=announces,
             gamma=gamma,
             branches=branches,
             ruled=ruled,
@@ -126,11 +127,11 @@ class RoundRunner:
         )
 
     def _captured_shape(
-        self, sequences: int, branches: int, method: str, gamma: int, sampled: bool, ruled: bool
+        self, sequences: int, branches: int, announces: bool, gamma: int, sampled: bool, ruled: bool
     ) -> RoundShape:
         # One graph serves rounds that follow a step and others.
         chained, pages = self.chain is not None and branches == 1, self._max_pages
-        return RoundShape(sequences, ROUND_QUERIES, pages, sampled, method, gamma, branches, ruled, chained)
+        return RoundShape(sequences, ROUND_QUERIES, pages, sampled, announces, gamma, branches, ruled, chained)
 
     def _branches_of(self, sequences: int) -> int:
         return branches_of(sequences, self._settings.branches)

@@ -126,11 +126,11 @@ class DraftRunner(Runner):
         """
         return
 
-    def warm_up_rounds(self, sequences: int, methods: Sequence[str], gammas: Sequence[int] = ()) -> None:
-        """Make ready for rounds of up to `sequences` sessions that announce by these methods, once rounds are prepared,
-        as `warm_up` does.
+    def warm_up_rounds(self, sequences: int, announces: bool, gammas: Sequence[int] = ()) -> None:
+        """Make ready for rounds of up to `sequences` sessions, once rounds are prepared, as `warm_up` does.
 
-        gammas: the numbers of tokens that rounds may draft where they draft fewer than all; made ready later.
+        announces: whether rounds may announce blocks. gammas: the numbers of tokens that rounds may draft where they
+        draft fewer than all; made ready later.
         """
         return
 

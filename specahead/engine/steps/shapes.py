@@ -11,21 +11,22 @@ class ReadShape:
     """The reads of a pass's layers, and the weights that are remembered of them."""
 
     block_size: int = 0
-    """Tokens of a block, where blocks are read."""
-    width: int = 0
-    """Blocks of a list, at most; 0: all layers are dense."""
+    """Tokens of a block; 0: all layers read everything."""
     groups: int = 0
     """Group means of a sequence, at most; 0: none stand in for blocks that are not read."""
     dense_layers: tuple[int, ...] = ()
-    """The layers without lists."""
-    emits_weights: bool = False
-    """Whether listed blocks give their weights."""
-    decay: float | None = None
-    """By how much remembered weights fade in a pass; None: no budget is shared out."""
+    """The layers that read everything."""
+    decay: float = 0.0
+    """The factor by which remembered weights fade in a pass."""
     weighs: bool = False
     """Whether the pass reads everything, and the budget's memory takes up what that weighs (SparseRead.drafts)."""
     fetches: bool = False
     """Whether block tables name pages of the backing store, and listed pages are fetched first."""
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether budgets are shared out."""
+        return self.block_size > 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class PassShape:
     @property
     def shares_out(self) -> bool:
         """Whether lists are made of a budget; a pass that weighs needs none but to draft."""
-        return self.read.decay is not None and (self.drafts > 0 or not self.read.weighs)
+        return self.read.is_sparse and (self.drafts > 0 or not self.read.weighs)
 
     @property
     def drafts_alone(self) -> bool:
@@ -126,8 +127,8 @@ class RoundShape:
     """Pages of a sequence, at most."""
     sampled: bool
     """Whether tokens may be drawn, not only greedy."""
-    method: str
-    """The method by which the round announces; empty: it announces nothing."""
+    announces: bool
+    """Whether the round announces blocks."""
     gamma: int
     """Tokens that are proposed."""
     branches: int = 1

@@ -84,7 +84,7 @@ class TieredSteps:
         return [0] * len(inputs)
 
     def _can_fetch(self, shape: PassShape) -> bool:
-        return self._kv.can_fetch(shape.read.width, shape.read.dense_layers, shape.read.block_size)
+        return self._kv.can_fetch(shape.read.dense_layers, shape.read.block_size)
 
     def _run_staged(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[SequenceOutput]:
         """Run inputs over whole sequences that are brought together, in as many passes as there must be."""
@@ -101,4 +101,4 @@ class TieredSteps:
 
 def lists_everything(item: SequenceInput) -> bool:
     """Return whether an input's lists are to name all blocks, whatever the pass."""
-    return item.read is not None and item.read.budget is not None and item.read.budget.everything
+    return item.read is not None and item.read.budget.everything

@@ -81,9 +81,8 @@ class WarmUp:
             return [1, self._limits.step_queries, *self._widest]
         if read.drafts:
             return [1, *(gamma + 1 for gamma in gammas)]
-        confirms = read.budget is not None and read.budget.everything
         sizes = [self._limits.step_queries, *self._widest]
-        return [1, *sizes] if confirms else sizes[:1]
+        return [1, *sizes] if read.budget.everything else sizes[:1]
 
     def _supports_of(self, queries: int, sampling: Sampling) -> list[list[Support]]:
         """Return the supports that the tokens of steps of this size may have: wide ones where some tokens are held."""

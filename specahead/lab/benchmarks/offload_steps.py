@@ -163,14 +163,7 @@ def step_shape(case: Case, fetches: bool) -> PassShape:
         rows=sequences * case.queries,
         queries=case.queries,
         pages=case.pages_each,
-        read=ReadShape(
-            block_size=PAGE_SIZE,
-            width=case.pages_each,
-            groups=case.context // GROUP,
-            emits_weights=True,
-            decay=DECAY,
-            fetches=fetches,
-        ),
+        read=ReadShape(block_size=PAGE_SIZE, groups=case.context // GROUP, decay=DECAY, fetches=fetches),
         judge=JudgeShape(),
     )
 
@@ -245,7 +238,7 @@ def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput
     last = case.context // PAGE_SIZE - WINDOW
     memory = ReadMemory(torch.ones(case.rows), DECAY)
     budget = SharedBudget(words.view(np.uint64), SINK, last, 0, memory, ())
-    read = SparseRead(PAGE_SIZE, budget=budget, group_means=True, emit_weights=True)
+    read = SparseRead(PAGE_SIZE, budget, group_means=True)
     tokens = list(range(1, case.queries + 1))
     drafted = Drafted(tokens[1:], [], Sampling(0.0), case.context)
     return SequenceInput(sequence, tokens, "all", read, drafted=drafted)

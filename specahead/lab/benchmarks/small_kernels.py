@@ -6,7 +6,7 @@ import torch
 
 from specahead.kernels.kv_gather import gather_blocks
 from specahead.kernels.rejection import DraftedRows, judge_greedy, judge_sampled
-from specahead.kernels.selection import select_nucleus, select_over_rows, select_top_k
+from specahead.kernels.selection import select_over_rows, select_top_k
 from specahead.lab.benchmarks.gpu_timing import TimedRow, copy_milliseconds, graph_milliseconds
 
 GATHER_PROGRAMS = (4, 8, 16, 32, 64)
@@ -30,9 +30,7 @@ def selection_rows(bandwidth: float, repeats: int) -> list[TimedRow]:
         theirs = graph_milliseconds(partial(torch.sort, weights, descending=True), repeats)
         floor = 1e3 * weights.nbytes / bandwidth
         top = partial(select_top_k, weights, valid, valid // 10, "triton", n // 10)
-        nucleus = partial(select_nucleus, weights, valid, 0.9, backend="triton", width=n)
         table.append(TimedRow(f"rows' top tenth, 128 x {n}", graph_milliseconds(top, repeats), floor, theirs))
-        table.append(TimedRow(f"rows' nucleus of 0.9, 128 x {n}", graph_milliseconds(nucleus, repeats), floor, theirs))
     return table
 
 

@@ -48,32 +48,21 @@ class Bench:
         for part in (*self.kv.k_pages, *self.kv.v_pages):
             part.normal_()  # what is all alike, selections break by order
 
-    def kv_bytes(self, batch: int, context: int, share: float = 1.0, dense_layers: int = 0) -> float:
+    def kv_bytes(self, batch: int, context: int, share: float = 1.0) -> float:
+        """Return the bytes of a share of the KV."""
         shape = self.shape
-        layer = 4 * batch * context * shape.num_key_value_heads * shape.head_dim
-        return layer * (dense_layers + (shape.num_hidden_layers - dense_layers) * share)
+        return 4 * batch * context * shape.num_key_value_heads * shape.head_dim * shape.num_hidden_layers * share
 
     def floor(self, kv_bytes: float, passes: int = 1) -> float:
         """Return the milliseconds in which weights and KV are read once a pass at the copy bandwidth."""
         return 1e3 * (passes * weight_bytes(self.decoder) + kv_bytes) / self.bandwidth
 
-    def step(self, batch: int, context: int, queries: int, share: float = 0.0, dense_layers: int = 0) -> TimedRow:
-        """Time a verification, or a draft step. share: of the pages, read in all layers behind dense ones; 0: all."""
-        pages = context // PAGE_SIZE
-        width = int(pages * share)
-        dense = tuple(range(dense_layers))
-        read_shape = ReadShape(PAGE_SIZE if share else 0, width, dense_layers=dense)
-        shape = PassShape(batch, batch * queries, queries, pages, read=read_shape)
+    def step(self, batch: int, context: int, queries: int) -> TimedRow:
+        """Time a dense verification, or a draft step."""
+        shape = PassShape(batch, batch * queries, queries, context // PAGE_SIZE)
         buffers = self._buffers(shape, context)
-        if width:
-            lists, counts = buffers.tensors["lists"], buffers.tensors["counts"]
-            scores = torch.rand(*counts.shape, pages, device=self.device)
-            lists.copy_(scores.topk(width, -1).indices.sort(-1).values)
-            counts.fill_(width)
-        read = self.kv_bytes(batch, context, share or 1.0, dense_layers)
-        extra = f", {dense_layers} layers dense" if dense_layers else ""
-        what = f"{share:.0%} read{extra}" if share else "dense"
-        return self._measure(f"{queries} queries, {what}, {batch} x {context}", shape, buffers, read)
+        read = self.kv_bytes(batch, context)
+        return self._measure(f"{queries} queries, dense, {batch} x {context}", shape, buffers, read)
 
     def served(self, batch: int, context: int, queries: int, share: float) -> TimedRow:
         """Time a verification of `approximate` sessions: the step shares `share` of all blocks out over layers and
@@ -92,9 +81,7 @@ class Bench:
         self, what: str, batch: int, context: int, queries: int, share: float, read: float, drafts: bool = False
     ) -> TimedRow:
         pages, rows = context // PAGE_SIZE, self.shape.num_hidden_layers * self.shape.num_key_value_heads
-        read_shape = ReadShape(
-            PAGE_SIZE, width=pages, groups=context // GROUP, emits_weights=not drafts, decay=0.9, weighs=drafts
-        )
+        read_shape = ReadShape(PAGE_SIZE, groups=context // GROUP, decay=0.9, weighs=drafts)
         shape = PassShape(
             batch,
             batch * queries,
@@ -142,12 +129,12 @@ class Bench:
         rows = 256
         heads = self.shape.num_hidden_layers * self.shape.num_attention_heads
         blends = torch.randint(heads, (rows, BLENDED), dtype=torch.int32), torch.rand(rows, BLENDED)
-        announcer = Announcer(*blends, "over_all", stickiness=1.3).to(self.device)
+        announcer = Announcer(*blends, stickiness=1.3).to(self.device)
         settings = RoundSettings(
-            gamma, 64, PAGE_SIZE, share, 1, 4, {"ahead": announcer}, branches=branches, alternatives=4 * (branches > 1)
+            gamma, 64, PAGE_SIZE, share, 1, 4, announcer, branches=branches, alternatives=4 * (branches > 1)
         )
         pages = context // PAGE_SIZE
-        shape = RoundShape(batch, 1, pages, False, "ahead" if announces else "", gamma, branches)
+        shape = RoundShape(batch, 1, pages, False, announces, gamma, branches)
         buffers = make_round_buffers(shape, settings, self.shape.vocab_size, self.device)
         given, base = buffers.tensors, context - branches * (gamma + 1)
         given["lengths"].fill_(base)
@@ -175,14 +162,10 @@ class Bench:
 
 
 def target_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
-    """Measure the steps of a target; the sparse ones are set against the dense one."""
+    """Measure the steps of a target; the sparse one is set against the dense one."""
     dense = bench.step(batch, context, 5)
-    sparse = [
-        bench.step(batch, context, 5, 0.1),
-        bench.step(batch, context, 5, 0.1, dense_layers=2),
-        bench.served(batch, context, 5, 0.1),
-    ]
-    rows = [bench.step(batch, context, 1), dense, *(row.against(dense.milliseconds) for row in sparse)]
+    sparse = bench.served(batch, context, 5, 0.1).against(dense.milliseconds)
+    rows = [bench.step(batch, context, 1), dense, sparse]
     rows += [bench.step(batch, context, 9), bench.drafting(batch, context, 8, 0.06)]
     return [row.named("target: ") for row in rows]
 
@@ -191,7 +174,6 @@ def draft_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
     """Measure the passes and rounds of a draft."""
     rows = [
         bench.step(batch, context, 1),
-        bench.step(batch, context, 1, 0.1),
         bench.round(batch, context, 3, 0.1, False),
         bench.round(batch, context, 4, 0.1, False),
         bench.round(batch, context, 4, 0.1, True),

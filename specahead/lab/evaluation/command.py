@@ -18,7 +18,7 @@ def run(flags: argparse.Namespace) -> None:
 
     `identity` exits with 1 if any token differs.
     """
-    given = {name: getattr(flags, name) for name in ("sharing", "block_size", "group_size", "dense_layers")}
+    given = {name: getattr(flags, name) for name in ("block_size", "group_size", "dense_layers")}
     changes = {name: value for name, value in given.items() if value is not None}
     if flags.dense_layers is not None:
         changes["dense_layers"] = tuple(flags.dense_layers)

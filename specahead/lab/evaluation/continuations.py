@@ -17,18 +17,16 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import RoundRequest
 from specahead.lab.evaluation.attending import forward_weighing
 from specahead.lab.evaluation.cases import Case
+from specahead.lab.evaluation.choice import mandatory
 from specahead.lab.evaluation.forks import fork
 from specahead.lab.evaluation.rounds import prefill
 from specahead.lab.evaluation.workers import note_round
-from specahead.sparsity.announce import BY_TARGET_HEAD, LEAST_WINDOW
-from specahead.sparsity.choice import mandatory
-from specahead.sparsity.methods import METHODS
+from specahead.sparsity.announce import LEAST_WINDOW
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
 from specahead.sparsity.selection import BlockSelection
 
 GAMMA = 4
-AHEAD = METHODS["ahead"]
 
 
 @dataclass
@@ -147,7 +145,7 @@ class Continuation:
             temperature=0.0,
             top_p=1.0,
             uniforms=np.zeros(self.gamma + 1),
-            announce=announcement_request(AHEAD, plan, base, self.last),
+            announce=announcement_request(plan, base, self.last),
         )
         (output,) = self.draft.draft_rounds([request])
         assert output.bitmap is not None
@@ -174,7 +172,7 @@ def announced_mass(weights: Tensor, announced: BlockSelection, plan: Plan, base:
     weights: [layers, queries, heads, blocks] float32, of dense attention; sparse layers count.
     """
     blocks = weights.shape[3]
-    rows = torch.from_numpy(announced.resized(blocks).matrix())[BY_TARGET_HEAD.expand(plan)]
+    rows = torch.from_numpy(announced.resized(blocks).matrix()).unflatten(0, (-1, plan.target_kv_heads))
     always = mandatory(plan, base, blocks, LEAST_WINDOW)
     chosen = rows | always  # [sparse layers, kv_heads, blocks]
     by_kv_head = weights[plan.sparse_layers].cpu().unflatten(2, (plan.target_kv_heads, -1))

@@ -14,12 +14,11 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
-from specahead.lab.evaluation.continuations import AHEAD, GAMMA, DraftSums, measure_case
+from specahead.lab.evaluation.continuations import GAMMA, DraftSums, measure_case
 from specahead.lab.evaluation.models import load_runner
 from specahead.lab.evaluation.report import align, markdown_table
 from specahead.lab.evaluation.run import Pair
 from specahead.lab.evaluation.workers import held_models, memory_of, run_in_workers
-from specahead.sparsity.methods import check_method
 from specahead.sparsity.plan import Plan
 
 TEXT, ANSWERS = "drafts of text", "drafts of answers"  # the tables' names
@@ -130,7 +129,6 @@ def measure(
 
     Raises PlanError where the plan has no `ahead`, and ValueError where memory does not suffice.
     """
-    check_method(AHEAD, plan)
     cases = [(name, case) for name, chosen in tasks.items() for case in chosen]
     room = max(len(case.tokens) for _, case in cases) + generated + 2 * (gamma + 1)
     totals = {name: [DraftSums() for _ in shares] for name in tasks}

@@ -35,7 +35,6 @@ def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
     parser.add_argument("--budget", type=float, help="share of the KV that approximate reads by default (default: 0.1)")
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="target layers that read everything")
-    parser.add_argument("--plots", metavar="DIR", help="draw the head and layer maps and the prunable share by layer")
 
 
 def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +50,8 @@ def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
         help="files, or ids of Hugging Face data sets (identity: the demo's text if none is given)",
     )
     source.add_argument("--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on")
-    parser.add_argument("--methods", default="streaming,quest,sts,ahead,oracle", metavar="A,B")
-    parser.add_argument(
-        "--budgets", default="0.06,0.12", metavar="X,pY", help="shares of the KV (0.06) and masses (p0.95)"
-    )
+    parser.add_argument("--methods", default="streaming,quest,ahead,oracle", metavar="A,B")
+    parser.add_argument("--budgets", default="0.06,0.12", metavar="X,Y", help="shares of the KV that are read")
     parser.add_argument("--context", type=int, help="tokens of each case (default: 4096, drafts 3000, identity 1000)")
     parser.add_argument("--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)")
     parser.add_argument(
@@ -78,7 +75,6 @@ def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--generated", type=int, default=64, help="drafts, identity, self: tokens after each passage")
     parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality/tables.md")
-    parser.add_argument("--sharing", choices=["pooled", "union", "first", "per_query"], help="by a round's queries")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--group-size", type=int, help="0: nothing stands in for what is not read")
     parser.add_argument("--dense-layers", type=int, nargs="*")

@@ -12,10 +12,8 @@ from torch.nn.functional import pad
 
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.kernels.paged_attention import gather_pages, pack_heads, pool_blocks
-from specahead.lab.evaluation.sharing import share
-from specahead.sparsity.choice import mandatory, shares_of
-from specahead.sparsity.plan import Plan, Rule
-from specahead.sparsity.selection import BlockSelection
+from specahead.lab.evaluation.choice import budget_blocks, choose, mandatory
+from specahead.sparsity.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -37,126 +35,75 @@ class SequenceKeys:
 
 @dataclass
 class LayerView:
-    """One layer at the moment of its choice. queries: [rows, heads, dim]."""
+    """One layer at the moment of its choice."""
 
     layer: int
     queries: Tensor
+    """[rows, heads, dim]."""
     keys: SequenceKeys
     scale: float
     plan: Plan
-    rule: Rule
     base: int
+    """Committed tokens."""
     bounds: "KeyBounds"
-    anchors: dict[int, Tensor]  # what anchor layers of this pass chose for the layers after them
-
-    @property
-    def shares(self) -> Tensor | None:
-        """Of the layer's KV heads in the budget."""
-        shares = shares_of(self.plan, [self.layer])
-        return None if shares is None else shares[0]
 
 
-Choose = Callable[[LayerView], Tensor | None]
+Choose = Callable[[LayerView], Tensor]
 
 
 @dataclass
 class JustInTime:
-    """The selector (specahead.lab.evaluation.readers) of one sequence that reads by a method of this file."""
+    """What one sequence reads by a rival: each layer chooses once its queries are known."""
 
     plan: Plan
-    rule: Rule
     method: Choose
     base: int = 0
     bounds: "KeyBounds" = field(default_factory=lambda: KeyBounds())
-    anchors: dict[int, Tensor] = field(default_factory=dict)
 
-    def begin(self, announced: list[BlockSelection], base: int, length: int) -> None:
-        """Prepare a pass that builds on `base` committed tokens; it takes no announcement."""
-        self.base, self.anchors = base, {}
+    def begin(self, base: int) -> None:
+        """Prepare a pass that builds on `base` committed tokens."""
+        self.base = base
 
     def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
-        """Return what the layer reads, mandatory blocks included; None: everything."""
+        """Return what the layer reads, bool [kv_heads, blocks] with mandatory blocks; None: everything.
+
+        queries: [rows, heads, dim].
+        """
         if layer in self.plan.dense_layers:
             return None
-        how = self.plan, self.rule, self.base, self.bounds, self.anchors
-        chosen = self.method(LayerView(layer, queries, keys, scale, *how))
-        if chosen is None:
-            return None
+        chosen = self.method(LayerView(layer, queries, keys, scale, self.plan, self.base, self.bounds))
         return chosen | mandatory(self.plan, self.base, chosen.shape[-1]).to(chosen.device)
 
 
+def streaming(view: LayerView) -> Tensor:
+    """Choose as StreamingLLM (Xiao et al. 2023): the sinks, and a window that fills the budget."""
+    plan, blocks = view.plan, view.plan.num_blocks(view.keys.length)
+    window = budget_blocks(plan, blocks) - plan.sink_blocks - (blocks - plan.num_blocks(view.base))
+    chosen = mandatory(plan, view.base, blocks, max(1, window)).to(view.queries.device)
+    return chosen.expand(view.keys.k_pages.shape[1], -1)
+
+
 def oracle(view: LayerView) -> Tensor:
-    """The target's own weights of this very round: no method can know them without reading everything."""
-    return share(target_weights(view), view.plan, view.rule, view.base, shares=view.shares)
+    """Choose by the target's own weights of this very round: no method can know them without reading everything."""
+    return choose(target_weights(view).mean(0), view.plan, view.base)
 
 
 def quest(view: LayerView) -> Tensor:
-    """Quest (Tang et al. 2024), Algorithm 1: an upper bound of q·k over a block from its keys' minima and maxima."""
+    """Choose as Quest (Tang et al. 2024), Algorithm 1: by an upper bound of q·k over a block from its keys' minima and
+    maxima."""
     bound = upper_bounds(view)
-    if view.rule != "top_k":
-        raise NotImplementedError("'quest' has bounds, not a distribution: it takes a top_k budget")
-    return share(bound - bound.amin((0, 2), keepdim=True), view.plan, view.rule, view.base, "max", view.shares)
-
-
-CANDIDATES = 4  # twilight estimates the weights of every fourth block, Quest's best
-
-
-def twilight(view: LayerView) -> Tensor:
-    """Twilight (Lin et al. 2025), section 4: of Quest's best quarter, the nucleus of weights estimated from
-    4-bit keys."""
-    bound = upper_bounds(view).amax(0)
-    blocks = bound.shape[-1]
-    count = torch.full((len(bound),), max(1, blocks // CANDIDATES), device=bound.device)
-    best = bound.topk(int(count[0]), -1).indices
-    candidates = torch.zeros_like(bound, dtype=torch.bool).scatter_(1, best, True)
-    candidates |= mandatory(view.plan, view.base, blocks).to(bound.device)
-    keys = view.keys.read(0, view.keys.length)
-    estimated = _weights(view, _four_bits(keys), candidates)
-    return share(estimated, view.plan, view.rule, view.base, shares=view.shares)
-
-
-def tidal(view: LayerView) -> Tensor | None:
-    """TidalDecode (Yang et al. 2024): anchor layers read everything, later layers what the last anchor weighed most.
-
-    Layers before the first anchor are dense. The choice is one for all heads of a layer.
-    """
-    if not view.plan.anchor_layers:
-        raise ValueError("'tidal' needs anchor_layers in the plan; calibrate chooses them")
-    if view.layer in view.plan.anchor_layers:
-        weights = target_weights(view).mean(1, keepdim=True)
-        view.anchors[view.layer] = share(weights, view.plan, view.rule, view.base)
-        return None
-    before = [anchor for anchor in view.anchors if anchor < view.layer]
-    if not before:
-        return None
-    chosen = view.anchors[max(before)]
-    return chosen.expand(*chosen.shape[:-2], view.keys.k_pages.shape[1], -1)
+    return choose((bound - bound.amin((0, 2), keepdim=True)).amax(0), view.plan, view.base)
 
 
 def target_weights(view: LayerView) -> Tensor:
-    """What each KV head's query heads give each block together: [rows, kv_heads, blocks] float32"""
-    return _weights(view, view.keys.read(0, view.keys.length), None)
-
-
-def _weights(view: LayerView, keys: Tensor, among: Tensor | None) -> Tensor:
-    """Block weights under keys [kv_heads, length, dim], of the blocks `among` [kv_heads, blocks] alone if given."""
-    rows = len(view.queries)
+    """Return what each KV head's query heads give each block together: [rows, kv_heads, blocks] float32."""
+    keys, rows = view.keys.read(0, view.keys.length), len(view.queries)
     kv_heads, length, _ = keys.shape
     scores = (pack_heads(view.queries, kv_heads) @ keys.mT).float().mul_(view.scale)
     scores = scores.unflatten(1, (-1, rows))  # [kv_heads, group, rows, length]
     later = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
     scores[..., length - rows :].masked_fill_(later, -torch.inf)
-    if among is not None:
-        tokens = among.repeat_interleave(view.plan.block_size, -1)[:, None, None, :length]
-        scores.masked_fill_(~tokens, -torch.inf)
     return pool_blocks(scores.softmax(-1).sum(1), view.plan.block_size).transpose(0, 1)
-
-
-def _four_bits(keys: Tensor) -> Tensor:
-    """Keys as they are after rounding to 4 bits with a scale and zero for each token."""
-    low, high = keys.aminmax(dim=-1, keepdim=True)
-    step = ((high - low) / 15).clamp(min=1e-8)
-    return keys.sub(low).div_(step).round_().mul_(step).add_(low)
 
 
 def upper_bounds(view: LayerView) -> Tensor:

@@ -7,25 +7,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specahead.lab.evaluation import just_in_time
-from specahead.lab.evaluation.just_in_time import CANDIDATES, Choose
-from specahead.sparsity.methods import METHODS, Method, check_method
-from specahead.sparsity.plan import Plan, PlanError, Rule
+from specahead.lab.evaluation.just_in_time import Choose
+from specahead.sparsity.methods import METHODS, Method
+from specahead.sparsity.plan import Plan, PlanError
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A method that chooses just in time, layer by layer. Other fields are as in sparsity.methods.Method."""
+    """A method that chooses just in time, layer by layer."""
 
     name: str
     about: str
+    """A description for people."""
     choose: Choose
     """Chooses the blocks that one layer reads."""
-    rule: Rule = "top_k"
     summaries: Callable[[Plan, int], float] = lambda plan, base: 0.0
-
-    def rule_of(self, plan: Plan) -> Rule:
-        """Return the plan's rule, or the rival's own where the plan has none."""
-        return plan.rule or self.rule
+    """Returns the tokens of KV that what a head reads beside its blocks is worth, on `base` committed tokens."""
 
 
 def _bounds(plan: Plan, base: int) -> float:
@@ -33,22 +30,10 @@ def _bounds(plan: Plan, base: int) -> float:
     return float(plan.num_blocks(base))
 
 
-def _estimates(plan: Plan, base: int) -> float:
-    """Return the tokens of bounds and of the candidates' keys in 4 of 16 bits, an eighth of their KV."""
-    return _bounds(plan, base) + base / CANDIDATES / 8
-
-
 _ALL = [
+    Rival("streaming", "sinks and a window (StreamingLLM)", just_in_time.streaming),
     Rival("oracle", "the target's own heaviest blocks of the round itself", just_in_time.oracle),
     Rival("quest", "bounds from minima and maxima of keys (Quest)", just_in_time.quest, summaries=_bounds),
-    Rival("tidal", "anchor layers choose for later layers (TidalDecode)", just_in_time.tidal),
-    Rival(
-        "twilight",
-        "nucleus of weights estimated from 4-bit keys (Twilight)",
-        just_in_time.twilight,
-        rule="top_p",
-        summaries=_estimates,
-    ),
 ]
 RIVALS: dict[str, Rival] = {rival.name: rival for rival in _ALL}
 
@@ -59,20 +44,3 @@ def compared_method(name: str) -> Method | Rival:
     if found is None:
         raise PlanError(f"sparsity method {name!r}; known are {', '.join([*METHODS, *RIVALS])}")
     return found
-
-
-def check_compared(method: Method | Rival, plan: Plan) -> None:
-    """Raise PlanError where the plan does not have what the method needs."""
-    if isinstance(method, Rival):
-        if method.name == "tidal" and not plan.anchor_layers:
-            raise PlanError("method 'tidal' needs anchor_layers in the plan; calibrate chooses them")
-        if method.name == "quest" and method.rule_of(plan) == "top_p":
-            raise PlanError(
-                "method 'quest' has bounds, not a distribution: it takes a top_k budget, not the plan's top_p"
-            )
-        return
-    check_method(method, plan)
-    if method.shares_budget and plan.sharing not in ("pooled", "first"):
-        raise PlanError(f"method {method.name!r} has one selection a round; the plan's sharing is {plan.sharing!r}")
-    if plan.sharing == "per_query" and method.in_advance is not None and method.announcing is None:
-        raise PlanError(f"method {method.name!r} has one selection a round; the plan's sharing is 'per_query'")

@@ -1,11 +1,10 @@
-"""Plots as PNG files: quality against what is read, churn against the hot buffer, maps and prunable shares."""
+"""Plots as PNG files: quality against what is read, churn against the hot buffer."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specahead.lab.evaluation.report import QualityRow
-from specahead.sparsity.plan import Plan
 
 
 def make_figure(columns: int = 1, width: float = 6.4, height: float = 4.2) -> tuple[Any, list[Any]]:
@@ -74,33 +73,3 @@ def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
     """Label a logarithmic axis at these values, in plain numbers."""
     axis.set_ticks(values, [f"{value:g}" for value in values])
     axis.set_ticks([], minor=True)
-
-
-def plot_maps(plan: Plan, overlap: Any, similarity: Any, directory: Path) -> list[Path]:
-    """Heat maps. overlap: [target heads, draft heads] in [0, 1]; similarity: [draft layers, target layers], mean."""
-    figure, (heads,) = make_figure(width=7, height=6)
-    image = heads.imshow(overlap, aspect="auto", vmin=0, vmax=1, cmap="viridis")
-    best = overlap.argmax(1)
-    heads.plot(best, range(len(best)), "r.", ms=3)
-    heads.set(xlabel="draft head, layer by layer", ylabel="target KV head, layer by layer")
-    heads.set_title("top-k overlap (STS, Algorithm 1); red: the map")
-    figure.colorbar(image)
-    first = save_figure(figure, directory / "head-map.png")
-    figure, (layers,) = make_figure()
-    image = layers.imshow(similarity, aspect="auto", origin="lower", cmap="viridis")
-    layers.plot(range(plan.target_layers), plan.layer_map, "r.-")
-    layers.set(xlabel="target layer", ylabel="draft layer", title="−KL (SpecAttn, eq. 4); red: the monotone map")
-    figure.colorbar(image)
-    return [first, save_figure(figure, directory / "layer-map.png")]
-
-
-def plot_prunable(plan: Plan, path: Path) -> Path:
-    """The share of blocks that each layer's own weights could leave out, by the mass that must stay."""
-    figure, (axis,) = make_figure()
-    for mass, shares in plan.provenance["prunable_by_layer"].items():
-        axis.plot(range(len(shares)), [100 * s for s in shares], "o-", label=f"mass {mass} stays")
-    axis.set(xlabel="target layer", ylabel="blocks outside the nucleus, %", title="oracle prunable share by layer")
-    axis.set_ylim(0, 100)
-    axis.grid(alpha=0.3)
-    axis.legend()
-    return save_figure(figure, path)

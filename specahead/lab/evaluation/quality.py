@@ -24,10 +24,9 @@ from specahead.lab.evaluation.run import Pair, evaluate, parse_budget, variants_
 from specahead.sparsity.plan import Plan, load_plan
 
 BUDGETS = ["0.03", "0.06", "0.12", "0.25"]
-MASSES = ["p0.8", "p0.95"]
 LONG = 4096
 PROMPT_SHARES = [0.125, 0.0625]
-COMPARED = "streaming quest pillar sts ahead oracle"
+COMPARED = "streaming quest ahead oracle"
 PAGE = "quality/tables.md"  # within the folder of the documents
 
 
@@ -58,11 +57,7 @@ class Study:
 
 
 def main_variants(study: Study) -> list[Variant]:
-    """Every method: with shares of the KV, and with masses where that is what its source does."""
-    shares = study.variants("streaming quest sts ahead oracle", BUDGETS)
-    some = study.variants("tidal pillar specattn", ["0.06", "0.12"])
-    masses = study.variants("twilight specattn", MASSES)
-    return shares + [v for v in some + masses if v.method != "dense"]
+    return study.variants(COMPARED, BUDGETS)
 
 
 def long_text(study: Study) -> list[QualityRow]:
@@ -86,29 +81,10 @@ def copying(study: Study) -> list[QualityRow]:
     return study.run("copy", chosen, study.variants(COMPARED, ["0.03", "0.06"]))
 
 
-def specattn_protocol(study: Study) -> list[QualityRow]:
-    """2,048 tokens, a tenth prefilled; shares as in SpecAttn's Table 1 (77.4 % of the KV not read)."""
-    shares = study.variants("streaming quest ahead", ["0.226"])
-    masses = study.variants("specattn", ["p0.6", "p0.8", "p0.9", "p0.95"])
-    return study.run("SpecAttn protocol", study.passages(2048, 205, 3), shares + masses[1:])
-
-
 def eight_thousand(study: Study) -> list[QualityRow]:
     return study.run(
-        "8,192 tokens", study.passages(2 * LONG, 2 * LONG - 512, 2), study.variants("quest sts ahead oracle", ["0.06"])
+        "8,192 tokens", study.passages(2 * LONG, 2 * LONG - 512, 2), study.variants("quest ahead oracle", ["0.06"])
     )
-
-
-def sharing(study: Study) -> list[QualityRow]:
-    """MatX: one selection for a round's queries, or each its own, for k = 1, 3, 7 drafted tokens."""
-    variants = []
-    for k in (1, 3, 7):
-        variants.append(study.dense(k))
-        for method in ("oracle", "sts"):
-            for how in ("per_query", "union", "first", "pooled"):
-                plan = replace(parse_budget("0.06", study.plan), sharing=how)
-                variants.append(Variant(method, "0.06", plan, k, f"{method}, k = {k}, {how}"))
-    return study.run("sharing", study.passages(LONG, LONG - 512, 2), variants)
 
 
 def block_sizes(study: Study) -> list[QualityRow]:
@@ -121,7 +97,7 @@ def block_sizes(study: Study) -> list[QualityRow]:
             sink_blocks=max(1, 16 // size),
             window_blocks=max(1, 64 // size),
         )
-        variants += [Variant(m, "0.12", plan, 3, f"{m}, blocks of {size}") for m in ("sts", "ahead", "oracle")]
+        variants += [Variant(m, "0.12", plan, 3, f"{m}, blocks of {size}") for m in ("ahead", "oracle")]
     return study.run("block sizes", study.passages(LONG, LONG - 512, 2), variants)
 
 
@@ -129,25 +105,21 @@ def dense_layers(study: Study) -> list[QualityRow]:
     variants = [study.dense()]
     for count in (0, 1, 2):
         plan = replace(parse_budget("0.06", study.plan), dense_layers=tuple(range(count)))
-        variants += [Variant(m, "0.06", plan, 3, f"{m}, {count} dense") for m in ("quest", "sts", "ahead")]
+        variants += [Variant(m, "0.06", plan, 3, f"{m}, {count} dense") for m in ("quest", "ahead")]
     return study.run("dense first layers", study.passages(LONG, LONG - 512, 3), variants)
 
 
 def parts_of_ahead(study: Study) -> list[QualityRow]:
-    """`ahead` without one of its parts, or with another value of one setting; and calibrated budgets for the oracle."""
+    """`ahead` without one of its parts, or with another value of one setting."""
     plan = study.plan
     ones = tuple(tuple(1.0 for _ in row) for row in plan.head_importance)
-    mapped = tuple(((*pair, 1.0),) for row in plan.head_map for pair in row)
     changed: dict[str, tuple[str, Plan]] = {
         "ahead": ("ahead", plan),
         "no group means": ("ahead", replace(plan, group_size=0)),
         **{f"groups of {size}": ("ahead", replace(plan, group_size=size)) for size in (64, 128, 256)},
-        "one draft head each (STS map)": ("ahead", replace(plan, blends=mapped)),
         "all heads alike": ("ahead", replace(plan, head_importance=ones)),
         **{f"{share:.0%} announced": ("ahead", replace(plan, announced_share=share)) for share in (0.5, 0.7, 1.0)},
-        "first query alone": ("ahead", replace(plan, sharing="first")),
         "oracle": ("oracle", plan),
-        "oracle, calibrated budgets": ("oracle", replace(plan, allocation="calibrated")),
     }
     variants = [study.dense()]
     for label, (method, changed_plan) in changed.items():
@@ -163,9 +135,7 @@ STUDIES: list[tuple[str, Callable[[Study], list[QualityRow]]]] = [
     ("recall at 4096", lambda study: recall(study, LONG)),
     ("recall at 8192", lambda study: recall(study, 2 * LONG)),
     ("copy", copying),
-    ("SpecAttn protocol", specattn_protocol),
     ("8,192 tokens", eight_thousand),
-    ("sharing", sharing),
     ("block sizes", block_sizes),
     ("dense first layers", dense_layers),
     ("parts of ahead", parts_of_ahead),
@@ -229,7 +199,7 @@ def write_page(study: Study, out: Path, seconds: float) -> None:
     """Fill the tables into the page, between its markers, and draw the plots."""
     folder = out / "quality"
     plots.plot_quality(study.rows["long text"], folder / "long-text.png")
-    at_six = [row for row in study.rows["long text"] if row.budget in ("0.06", "p0.8")]
+    at_six = [row for row in study.rows["long text"] if row.budget == "0.06"]
     plots.plot_churn(at_six, folder / "churn.png")
     content = {name: [json.loads(report.to_json([row]))[0] for row in rows] for name, rows in study.rows.items()}
     (folder / "rows.json").write_text(json.dumps(content, indent=1) + "\n")

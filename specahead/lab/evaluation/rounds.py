@@ -18,8 +18,8 @@ from specahead.lab.evaluation.cases import Case
 from specahead.lab.evaluation.forks import fork
 from specahead.lab.evaluation.methods import Rival, compared_method
 from specahead.lab.evaluation.readers import LayerReader, make_reader
-from specahead.lab.evaluation.sharing import announce_shared
 from specahead.lab.evaluation.workers import note_round
+from specahead.sparsity.announce import announce
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection
 
@@ -34,7 +34,7 @@ class Variant:
 
     method: str
     budget: str
-    """The row's label: a share of the KV, or p and a mass."""
+    """The row's label: a share of the KV."""
     plan: Plan
     gamma: int = 3
     """Drafted tokens a round."""
@@ -157,24 +157,23 @@ class _Run:
         self.last_announced: BlockSelection | None = None
         self.last_read: Tensor | None = None  # round in which each block was read last, int32
 
-    def announced(self, evidence: Tensor, base: int) -> list[BlockSelection]:
-        """Return the selection that the draft announces, or one for each query; nothing where the method has none."""
-        method, plan = self.method, self.variant.plan
-        if isinstance(method, Rival) or method.announcing is None:
-            return []
-        rule = method.rule_of(plan)
-        selections = announce_shared(method.announcing, evidence, plan, rule, base, self.last_announced)
-        self.last_announced = selections[0]
-        return selections
+    def announced(self, evidence: Tensor, base: int) -> BlockSelection | None:
+        """Return the selection that the draft announces; None where the method takes none.
+
+        evidence: [queries, draft_layers, draft_heads, blocks].
+        """
+        if isinstance(self.method, Rival) or not self.method.announced:
+            return None
+        self.last_announced = announce(evidence.mean(0), self.variant.plan, base, self.last_announced)
+        return self.last_announced
 
     def prepare(self, case: Case, first: int, last: int, evidence: Tensor) -> SequenceInput:
         """Return the input of the round from token `first` on, up to `last`."""
-        announced = self.announced(evidence, first + 1)
         read = None
         if isinstance(self.reader, LayerReader):
-            self.reader.read(announced, first + 1, last)
+            self.reader.read(first + 1, last)
         else:
-            read = self.reader.read(announced[0] if announced else None, first + 1, last)
+            read = self.reader.read(self.announced(evidence, first + 1), first + 1, last)
         return SequenceInput(self.kv, case.tokens[first:last], "all", read)
 
     def count(self, case: Case, first: int, logits: Tensor, draft_log_probs: Tensor) -> None:

@@ -8,7 +8,7 @@ from specahead.engine.loading.model import default_device, load_model, resolve_d
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.cases import Case
-from specahead.lab.evaluation.methods import check_compared, compared_method
+from specahead.lab.evaluation.methods import compared_method
 from specahead.lab.evaluation.models import load_runner
 from specahead.lab.evaluation.rounds import SIDE_BY_SIDE, Variant, VariantSums, evaluate_case
 from specahead.lab.evaluation.workers import held_models, memory_of, run_in_workers
@@ -24,39 +24,27 @@ class Pair:
 
 
 def parse_budget(text: str, plan: Plan) -> Plan:
-    """Return a plan with a budget: `0.06`: a share of KV by top_k; `p0.95`: nuclei of a mass; empty: the plan's own.
+    """Return a plan with a budget, a share of the KV such as `0.06`; empty: the plan's own.
 
-    A stated budget counts at any length: nothing is read beside it in short texts.
+    A stated budget counts at any length: short texts are read sparsely, too. Raises ValueError for a text that states
+    no share.
     """
     try:
-        if text.startswith("p"):
-            return replace(plan, rule="top_p", mass=float(text[1:]), least_tokens=0)
-        return replace(plan, rule="top_k", budget=float(text), least_tokens=0) if text else plan
+        return replace(plan, budget=float(text), least_tokens=0) if text else plan
     except ValueError as error:
-        raise ValueError(f"budget {text!r}: a share like 0.06 or a mass like p0.95 ({error})") from error
+        raise ValueError(f"budget {text!r}: a share like 0.06 ({error})") from error
 
 
 def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) -> list[Variant]:
-    """Return every method with every budget that it takes. `dense`, which all rows are compared with, comes first.
+    """Return every method with every budget. `dense`, which all rows are compared with, comes first.
 
-    Raises ValueError (PlanError) for a method that is none, or that takes none of the budgets.
+    Raises ValueError (PlanError) for an unknown method or a budget that states no share.
     """
+    asked = [(budget, parse_budget(budget, plan)) for budget in budgets]
     variants = [Variant("dense", "", plan, gamma)]
     for name in methods:
-        method = compared_method(name)
-        if name == "dense":
-            continue
-        refusals = []
-        for budget in budgets:
-            asked = parse_budget(budget, plan)
-            try:
-                check_compared(method, asked)
-            except ValueError as error:
-                refusals.append(error)
-                continue
-            variants.append(Variant(name, budget, asked, gamma))
-        if len(refusals) == len(budgets):
-            raise refusals[0]
+        compared_method(name)
+        variants += [Variant(name, *each, gamma) for each in asked if name != "dense"]
     return variants
 
 

@@ -253,7 +253,7 @@ class AnnouncedReader(Reader):
 
     def read(self, announced: Any, *of_round: Any, **how: Any) -> SparseRead | None:
         read = super().read(announced, *of_round, **how)
-        if announced is None or read is None or read.budget is None:
+        if announced is None or read is None:
             return read
         return replace(read, budget=replace(read.budget, room=0))
 

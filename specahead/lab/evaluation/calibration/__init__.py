@@ -2,7 +2,7 @@
 
 from specahead.lab.evaluation.calibration.counting import calibrate
 from specahead.lab.evaluation.calibration.files import calibrate_files
-from specahead.lab.evaluation.calibration.plans import overlap_shares, to_plan
+from specahead.lab.evaluation.calibration.plans import to_plan
 from specahead.lab.evaluation.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "calibrate",
     "calibrate_files",
     "load_progress",
-    "overlap_shares",
     "save_progress",
     "to_plan",
 ]

@@ -13,14 +13,14 @@ from specahead.engine.loading.model import default_device, resolve_dtype
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.evaluation.calibration.counting import calibrate
 from specahead.lab.evaluation.calibration.plans import to_plan
-from specahead.lab.evaluation.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress
+from specahead.lab.evaluation.calibration.sums import CalibrationSettings, load_progress, save_progress
 from specahead.lab.evaluation.models import load_runner, model_hash, output_projections
 from specahead.sparsity.plan import Plan
 
 
 def calibrate_files(
     draft: str, target: str, files: list[str], passages: int, settings: CalibrationSettings, progress_file: Path
-) -> tuple[Plan, CalibrationSums]:
+) -> Plan:
     """Calibrate a pair of models (ids or folders) on `passages` evenly spread passages of each text file.
 
     progress_file: counts so far, written after each passage and deleted at the end; a run of the same models, texts
@@ -48,7 +48,7 @@ def calibrate_files(
     plan = to_plan(sums, draft_runner.kv.num_layers, draft_heads, target_runner.kv.kv_heads, settings)
     plan.provenance.update(provenance)
     progress_file.unlink(missing_ok=True)
-    return plan, sums
+    return plan
 
 
 def _provenance(draft: str, target: str, files: list[str], passages: int, text_hash: str) -> dict[str, Any]:
