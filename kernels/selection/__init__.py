@@ -13,14 +13,7 @@ from specahead.kernels.selection.announced import score_announced, unpack_bits
 from specahead.kernels.selection.each_row import CHUNK, select_in_each_row
 from specahead.kernels.selection.memory import WORD, Remembered, remember_weights, score_blocks
 from specahead.kernels.selection.over_rows import find_thresholds, write_bits, write_lists
-from specahead.kernels.selection.reference import (
-    check_mass,
-    compact,
-    nucleus_mask,
-    over_rows_mask,
-    pack_bits,
-    top_k_mask,
-)
+from specahead.kernels.selection.reference import compact, over_rows_mask, pack_bits, top_k_mask
 from specahead.kernels.selection.top_few import top_few
 
 __all__ = [
@@ -28,12 +21,10 @@ __all__ = [
     "Remembered",
     "compact",
     "mark_over_rows",
-    "nucleus_mask",
     "pack_bits",
     "remember_weights",
     "score_announced",
     "score_blocks",
-    "select_nucleus",
     "select_over_rows",
     "select_top_k",
     "top_few",
@@ -61,26 +52,8 @@ def select_top_k(
     if backend == "triton":
         width = weights.shape[1] if width is None else width
         if weights.shape[1] <= CHUNK:
-            return select_in_each_row("select_top_k", weights, valid, k, 0.0, width)
+            return select_in_each_row(weights, valid, k, width)
     return compact(top_k_mask(weights, valid, k), width)
-
-
-def select_nucleus(
-    weights: Tensor, valid: Tensor, mass: float, backend: str = "torch", width: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Select all entries at or above the greatest threshold that leaves at least `mass` of each row's total weight.
-
-    As SpecAttn's Algorithm 2, it bisects for the threshold and sorts nothing. The selection never holds less than
-    `mass`, up to rounding in float32 for `triton`. The reference halves 24 times.
-    mass: in (0, 1]. The other arguments, the result and the errors are those of `select_top_k`.
-    """
-    check_backend("select_nucleus", backend)
-    check_mass(mass)
-    if backend == "triton":
-        width = weights.shape[1] if width is None else width
-        if weights.shape[1] <= CHUNK:
-            return select_in_each_row("select_nucleus", weights, valid, None, mass, width)
-    return compact(nucleus_mask(weights, valid, mass), width)
 
 
 def select_over_rows(

@@ -36,31 +36,6 @@ def _rank_in_row(values: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(1, order, columns.expand_as(order))
 
 
-def nucleus_mask(weights: Tensor, valid: Tensor, mass: float) -> Tensor:
-    """Return the selection of `specahead.kernels.selection.select_nucleus` as bool [rows, n].
-
-    Raises ValueError for a mass outside (0, 1] and, on a CPU, for weights that are negative or not finite.
-    """
-    if weights.device.type == "cpu" and not bool(((weights >= 0) & weights.isfinite()).all()):
-        raise ValueError("select_nucleus: weights must be finite and not negative")
-    check_mass(mass)
-    inside = torch.arange(weights.shape[1], device=weights.device) < valid[:, None]
-    masked = weights.double().where(inside, 0)
-    wanted = mass * masked.sum(1)
-    low, high = torch.zeros_like(wanted), masked.amax(1) if masked.shape[1] else torch.zeros_like(wanted)
-    for _ in range(24):
-        middle = (low + high) / 2
-        enough = masked.where(masked >= middle[:, None], 0).sum(1) >= wanted
-        low, high = middle.where(enough, low), high.where(enough, middle)
-    return inside & (masked >= low[:, None])
-
-
-def check_mass(mass: float) -> None:
-    """Raise ValueError for a mass of a nucleus outside (0, 1]."""
-    if not 0 < mass <= 1:
-        raise ValueError(f"select_nucleus: mass must lie in (0, 1], got {mass}")
-
-
 def compact(chosen: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     """Turn bool [rows, n] into ascending lists [rows, width] int32, padded with 0, and counts [rows] int32.
 

@@ -21,7 +21,7 @@ from specahead.kernels.paged_attention import (
     paged_attention_with_read_weights,
     pool_blocks,
 )
-from specahead.kernels.selection import select_nucleus, select_top_k
+from specahead.kernels.selection import select_top_k
 
 GAMMA = 4
 SCALE = 0.3
@@ -383,9 +383,7 @@ ROW = torch.zeros(1, 1)
 COUNT = torch.ones(1, dtype=torch.long)
 
 
-@pytest.mark.parametrize(
-    ("operation", "arguments"), [(select_top_k, (ROW, COUNT, COUNT)), (select_nucleus, (ROW, COUNT, 0.5))]
-)
+@pytest.mark.parametrize(("operation", "arguments"), [(select_top_k, (ROW, COUNT, COUNT))])
 def test_an_unknown_backend_is_an_error(operation: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     with pytest.raises(NotImplementedError, match=r"cuda.*not built"):
         operation(*arguments, backend="cuda")

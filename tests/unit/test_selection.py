@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import specahead.kernels.selection
-from specahead.kernels.selection import compact, select_nucleus, select_top_k
+from specahead.kernels.selection import compact, select_top_k
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["uniform", "peaked", "ties", "equal", "zeros", "tiny", "ramp"]
@@ -65,20 +65,6 @@ def agree_on_top_k(weights: Tensor, valid: Tensor, k: Tensor) -> list[list[int]]
     return wanted
 
 
-def check_nucleus(weights: Tensor, valid: Tensor, mass: float, chosen: list[list[int]]) -> None:
-    """It holds the mass, its lightest entries are needed for that, and nothing heavier is left out."""
-    for row, size, got in zip(weights.double(), valid.tolist(), chosen, strict=True):
-        total, held = float(row[:size].sum()), row[got]
-        if not total:
-            assert len(got) == size
-            continue
-        others = torch.ones(size, dtype=torch.bool)
-        others[got] = False
-        assert float(held.sum()) >= mass * total * (1 - 1e-5)
-        assert not others.any() or float(row[:size][others].max()) < float(held.min())
-        assert float(held[held > held.min()].sum()) < mass * total * (1 + 1e-5)
-
-
 @given(rows(), st.data())
 def test_top_k_is_a_stable_sort(table: tuple[np.ndarray, np.ndarray], data: st.DataObject) -> None:
     """The heaviest of the valid entries, ties to the lower index; a k beyond them takes all."""
@@ -124,8 +110,6 @@ def test_a_sample_that_misleads(sampled: float) -> None:
     weights, size = weights_of("uniform", 1, 300, 3), torch.tensor([300])
     weights[:, ::3] = sampled
     agree_on_top_k(weights, size, torch.tensor([40]))
-    chosen = lists_of(select_nucleus(weights.to(DEVICE), size.to(DEVICE), 0.7, backend="triton"))
-    check_nucleus(weights, size, 0.7, chosen)
 
 
 @pytest.mark.parametrize("chunk", [8192, 512])
@@ -148,75 +132,6 @@ def test_lengths_and_counts_may_be_expanded() -> None:
     agree_on_top_k(weights_of("uniform", 3, 60, 1), full, k)
 
 
-@given(rows(), st.sampled_from([0.05, 0.25, 0.5, 0.75, 0.9, 1.0]))
-def test_nucleus_is_the_smallest_threshold_set(table: tuple[np.ndarray, np.ndarray], mass: float) -> None:
-    """All at or above the heaviest threshold that leaves `mass` of the valid weight: ties stay whole."""
-    weights, valid = table
-    chosen = lists_of(select_nucleus(torch.from_numpy(weights), torch.from_numpy(valid), mass), padded=True)
-    for row, size, got in zip(weights, valid, chosen, strict=True):
-        inside = row[:size].astype(np.float64)
-        thresholds = [t for t in inside if inside[inside >= t].sum() >= mass * inside.sum()]
-        # The bisection ends within 2⁻²⁴ of the maximum, far below the steps between these weights.
-        assert got == np.flatnonzero(inside >= max(thresholds, default=0.0)).tolist()
-
-
-@pytest.mark.parametrize(
-    ("row", "mass", "wanted"),
-    [
-        ([0.01, 0.97, 0.01, 0.01], 0.9, [1]),  # peaked
-        ([0.25, 0.25, 0.25, 0.25], 0.1, [0, 1, 2, 3]),  # flat: ties stay together
-        ([0.4, 0.2, 0.2, 0.2], 0.5, [0, 1, 2, 3]),  # tied at the threshold
-        ([0.5, 0.3, 0.2, 0.0], 0.85, [0, 1, 2]),
-        ([0.0, 0.0, 0.0], 0.9, [0, 1, 2]),  # nothing to tell entries apart by
-        ([1e-30, 3e-30, 1e-30], 0.5, [1]),  # scale does not matter
-        ([1e30, 3e30, 1e30], 0.5, [1]),
-    ],
-)
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_nucleus_by_hand(row: list[float], mass: float, wanted: list[int], backend: str) -> None:
-    arguments = torch.tensor([row], device=DEVICE), torch.tensor([len(row)], device=DEVICE)
-    assert lists_of(select_nucleus(*arguments, mass, backend)) == [wanted]
-
-
-@pytest.mark.parametrize("sharpness", [0.0, 0.5, 2.0, 8.0])
-@pytest.mark.parametrize("mass", [0.5, 0.9, 0.99])
-def test_nucleus_holds_its_mass_on_softmax_rows(sharpness: float, mass: float) -> None:
-    """And no more than an exact sort would take, but for weights that are all but tied."""
-    torch.manual_seed(int(sharpness * 10))
-    weights = (torch.randn(40, 300) * sharpness).softmax(1)
-    lists = lists_of(select_nucleus(weights, torch.full((40,), 300), mass))
-    for row, got in zip(weights.double().numpy(), lists, strict=True):
-        assert row[got].sum() >= mass * row.sum()
-        ordered = np.sort(row)[::-1]
-        needed = int(np.searchsorted(ordered.cumsum(), mass * row.sum())) + 1
-        near = np.count_nonzero(np.abs(row - ordered[needed - 1]) <= 2 * row.max() * 2.0**-24)
-        assert len(got) <= needed + near - 1
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_an_entry_that_no_sample_sees_holds_the_nucleus(backend: str) -> None:
-    weights = weights_of("uniform", 2, 700, 5)
-    weights[:, 301] = 1e6
-    full = torch.tensor([700, 300])
-    first, second = lists_of(select_nucleus(weights.to(DEVICE), full.to(DEVICE), 0.9, backend))
-    assert first == [301] and 150 < len(second) < 270
-
-
-@pytest.mark.parametrize(
-    ("n", "chunk", "mass", "kind"),
-    [(60, 8192, mass, kind) for mass in (0.05, 0.5, 0.95, 1.0) for kind in KINDS]
-    + [(601, 8192, mass, kind) for mass, kind in ((0.05, "peaked"), (0.5, "uniform"), (0.95, "ties"), (1.0, "ramp"))]
-    + [(150, 128, 0.5, "uniform")],
-)
-def test_nucleus_of_triton(n: int, chunk: int, kind: str, mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(specahead.kernels.selection, "CHUNK", chunk)
-    weights, valid = weights_of(kind, 3, n, n), torch.tensor([n, n // 2, 0])
-    got = lists_of(select_nucleus(weights.to(DEVICE), valid.to(DEVICE), mass, backend="triton"))
-    assert all(0 <= i < size for chosen, size in zip(got, valid.tolist(), strict=True) for i in chosen)
-    check_nucleus(weights, valid, mass, got)
-
-
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), max_size=5))
 def test_compact_is_flatnonzero(chosen: list[list[bool]]) -> None:
     table = torch.tensor(chosen, dtype=torch.bool).view(len(chosen), 7)
@@ -225,16 +140,8 @@ def test_compact_is_flatnonzero(chosen: list[list[bool]]) -> None:
 
 def test_weights_that_are_no_weights_are_refused() -> None:
     size, one = torch.tensor([3]), torch.tensor([1])
-    for bad in (float("nan"), float("inf"), -0.5):
-        weights = torch.tensor([[0.5, bad, 0.5]])
-        if bad != float("inf"):  # the heaviest
-            with pytest.raises(ValueError, match="select_top_k: weights must not be negative"):
-                select_top_k(weights, size, one)
-        with pytest.raises(ValueError, match="select_nucleus: weights must be finite"):
-            select_nucleus(weights, size, 0.5)
+    for bad in (float("nan"), -0.5):
+        with pytest.raises(ValueError, match="select_top_k: weights must not be negative"):
+            select_top_k(torch.tensor([[0.5, bad, 0.5]]), size, one)
     with pytest.raises(ValueError, match="float32"):
         select_top_k(torch.rand(1, 4, dtype=torch.float64), size, one, "triton")
-    for mass in (0.0, -0.1, 1.1, float("nan")):
-        for backend in ("torch", "triton"):
-            with pytest.raises(ValueError, match="mass must lie in"):
-                select_nucleus(torch.ones(1, 3), size, mass, backend)
