@@ -81,8 +81,7 @@ class Draws:
 
     def draw(self, logits: Tensor, best: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw tokens [rows] from logits [rows, vocab]; returns them with the ids and probabilities drawn from."""
-        how = self.temperature, self.top_p, self.least, self.uniforms[index]
-        return draw_tokens(logits, best, *how, self.support)
+        return draw_tokens(logits, best, self.temperature, self.top_p, self.least, self.uniforms[index], self.support)
 
 
 def draft_tokens(

@@ -39,11 +39,11 @@ def run_pass(
     drafting: Decoder | None = None,
     chain: DeviceChain | None = None,
 ) -> None:
-    """Run what the buffers hold: launches only, the same for all passes of a shape.
+    """Launch a pass on its buffers. The launches are the same for all passes of a shape.
 
-    layer_pages: where a layer's keys and values lie; the KV's own pages if None. prompts: what the sequences of a pass
-    without lists read piece by piece, if they do. drafting: what runs the passes that draft, and those whose tokens a
-    later pass judges (PassShape.light); None: the decoder. chain: the device chain, for a shape that is chained.
+    layer_pages: the keys and values of a layer; None: the KV's own pages. prompts: the parts that the sequences of a
+    dense pass read one by one, if they do. drafting: runs passes that draft, and tokens that a later pass judges
+    (PassShape.light); None: the decoder. chain: the device chain, for a shape that is chained.
     """
     given = buffers.tensors
     if shape.turn:
@@ -56,8 +56,9 @@ def run_pass(
         _share_out(given, shape, kv.kv_heads)
     fetched = None
     if shape.read.fetches:
-        listed = given["lists"], given["counts"], shape.read.block_size, given["block_tables"]
-        fetched = kv.fetch_plan(*listed, given["round"])
+        fetched = kv.fetch_plan(
+            given["lists"], given["counts"], shape.read.block_size, given["block_tables"], given["round"]
+        )
     if shape.drafts:
         drafted = draft_for_itself(drafting or decoder, kv, shape, given, attention, fetched)
         buffers.results.device["drafted"].copy_(drafted)
@@ -70,14 +71,17 @@ def run_pass(
     logits_rows = given.get("logits_rows")
     if logits_rows is not None and not len(logits_rows) and attend.weights is None:
         attend.unread = kv.num_layers - 1
-    tokens = given["token_ids"], given["positions"], given["slots"]
-    run = drafting.run if shape.light and drafting is not None else decoder.run
-    given["logits"] = run(*tokens, kv.k_pages, kv.v_pages, attend, logits_rows)
+    running = drafting if shape.light and drafting else decoder
+    given["logits"] = running.run(
+        given["token_ids"], given["positions"], given["slots"], kv.k_pages, kv.v_pages, attend, logits_rows
+    )
     _leave_results(shape, buffers, fetched, kv, chain)
 
 
 def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> None:
-    """Make lists of the blocks that are read in any case and of those with the highest remembered weights."""
+    """Make the lists: blocks that are read in any case, and as many others of the highest remembered weights as the
+    budget has room for.
+    """
     memory = given["memory"][:, :, : shape.blocks]  # a view: its rows keep the stride of the longest context
     backend = default_backend(memory.device)
     limits = given["first"], given["last"], given["blocks"]
@@ -96,8 +100,7 @@ def _attention_of(
     prompts: PromptsOfLayer | None,
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
-    of_sequences = given["query_starts"], given["lengths"], given["block_tables"]
-    rows = Rows(*of_sequences, shape.most_rows, given.get("visible"))
+    rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], shape.most_rows, given.get("visible"))
     tuning = pinned_tuning(heads.dim, heads.group, shape.most_rows) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention, prompts=prompts)
     if shape.read.weighs or (prompts is None and (not shape.read.is_sparse or shape.read.dense_layers)):
@@ -115,7 +118,7 @@ def _attention_of(
 
 
 def _leave_fetched(buffers: Buffers, fetched: FetchPlan) -> None:
-    """Leave what of the lists was fetched, and whether all of it found room."""
+    """Write how much was listed and fetched to the results, and whether the GPU had room for it."""
     given, results = buffers.tensors, buffers.results.device
     results["listed"].copy_(given["counts"].sum())
     results["overflow"].copy_(fetched.overflow)
@@ -126,14 +129,14 @@ def _leave_fetched(buffers: Buffers, fetched: FetchPlan) -> None:
 def _leave_results(
     shape: PassShape, buffers: Buffers, fetched: FetchPlan | None, kv: KVCache, chain: DeviceChain | None
 ) -> None:
-    """Leave what the host is to know, and remember the weights that were read."""
+    """Write verdicts and counts to the results, and remember the weights of the blocks that were read."""
     given, results = buffers.tensors, buffers.results.device
     backend = default_backend(given["logits"].device)
     if shape.judge is not None:
         by_sequence = drafted_logits(given["logits"], shape)
         cuts, draws_own = shape.judge.cuts, shape.judge.draws_own
-        verdicts = judge(by_sequence, given, backend, whatever_is_drafted=draws_own, cuts=cuts)
-        judged = Judged(*verdicts, by_sequence.amax(2))
+        accepted, following = judge(by_sequence, given, backend, whatever_is_drafted=draws_own, cuts=cuts)
+        judged = Judged(accepted, following, by_sequence.amax(2))
         alternative = None
         if shape.alternatives:
             judged, alternative = accept_alternatives(judged, given, shape, kv)
@@ -145,7 +148,7 @@ def _leave_results(
     if not shape.shares_out:
         return
     results["blocks_read"].copy_(given["counts"].sum((0, 2)))
-    if shape.read.weighs:  # the memory has what the pass weighed
+    if shape.read.weighs:  # attention has remembered the weights already
         return
     indices = given["indices"]
     if fetched is not None:  # a void pass will run again

@@ -297,8 +297,15 @@ class ModelRunner(TargetOrDraftRunner):
     # Rounds of a draft.
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
-        of_model = self.decoder, self.kv, settings, self.vocab_size
-        self._rounds = RoundRunner(*of_model, self._limits.pages, self._passes.attention, self._captures)
+        self._rounds = RoundRunner(
+            self.decoder,
+            self.kv,
+            settings,
+            self.vocab_size,
+            max_pages=self._limits.pages,
+            attention=self._passes.attention,
+            captures=self._captures,
+        )
 
     @torch.inference_mode()
     def warm_up_rounds(self, sequences: int, announces: bool, gammas: Sequence[int] = ()) -> None:

@@ -1,6 +1,5 @@
 """From the results of passes and of rounds to the outputs of their sequences."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +15,8 @@ from specahead.engine.steps.alternatives import drafted_logits
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.requests import CodedBitmap, DraftedTokens, RoundOutput, RoundRequest
 from specahead.engine.steps.shapes import PassShape, RoundShape
+
+_OF_SEQUENCES = "accepted", "following", "blocks_read", "alternative", "drafted"  # results of a pass
 
 
 class StepUnderWay(Protocol):
@@ -48,15 +49,7 @@ class LaunchedStep:
     def outputs(self) -> list[SequenceOutput]:
         if self.done is not None:
             self.done.synchronize()
-        results = self.results.host
-        outputs = read_verdicts(results, len(self.inputs))
-        for output, read in zip(outputs, results.get("blocks_read", ()), strict=False):
-            output.blocks_read = int(read)
-        for output, token in zip(outputs, results.get("alternative", ()), strict=False):
-            output.alternative = int(token) if token >= 0 else None
-        if "drafted" in results:
-            _tell_drafted(self.inputs, results["drafted"])
-        return outputs
+        return _read_results(self.results.host, self.inputs)
 
 
 def read_outputs(
@@ -64,18 +57,15 @@ def read_outputs(
 ) -> list[SequenceOutput]:
     """Return what each input asked for, copied out of the buffers, and advance the lengths of their KV.
 
-    results: of the buffers, once they are on the host. The outputs of passes that only draft say how much was
-    fetched, and lengths stay: the pass that judges writes this KV again.
+    results: those of the buffers, on the host. A pass that only drafts leaves the lengths as they are, because the pass
+    that judges writes this KV again.
     """
-    outputs = read_verdicts(results, len(inputs)) if shape.judge else [SequenceOutput() for _ in inputs]
-    for i, output in enumerate(outputs):
-        if "blocks_read" in results:
-            output.blocks_read = int(results["blocks_read"][i])
-        if shape.read.fetches:
-            output.tokens_fetched = int(results["missed"][i]) * shape.read.block_size
+    outputs = _read_results(results, inputs)
+    if shape.read.fetches:
+        for output, missed in zip(outputs, results["missed"].tolist(), strict=False):
+            output.tokens_fetched = missed * shape.read.block_size
     if shape.drafts:
-        _tell_drafted(inputs, results["drafted"])
-        _tell_supports(buffers, shape, inputs)
+        _take_supports(buffers, shape, inputs)
     if shape.drafts_alone:
         return outputs
     for item in inputs:
@@ -90,24 +80,27 @@ def read_outputs(
     return outputs
 
 
-def read_verdicts(results: dict[str, np.ndarray], count: int) -> list[SequenceOutput]:
-    """Return the verdicts of the first `count` sequences of a pass."""
-    every = zip(results["accepted"].tolist(), results["following"].tolist(), results["largest"], strict=True)
-    return [
-        SequenceOutput(verdict=(accepted, following), finite=bool(np.isfinite(largest[: accepted + 1]).all()))
-        for accepted, following, largest in itertools.islice(every, count)
-    ]
+def _read_results(results: dict[str, np.ndarray], inputs: list[SequenceInput]) -> list[SequenceOutput]:
+    """Return the outputs that the results of a pass hold, and put drafted tokens in place of the inputs' own."""
+    given = {name: results[name].tolist() for name in _OF_SEQUENCES if name in results}
+    outputs = [SequenceOutput() for _ in inputs]
+    for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
+        if "accepted" in given:
+            accepted, following = given["accepted"][i], given["following"][i]
+            output.verdict = accepted, following
+            output.finite = bool(np.isfinite(results["largest"][i, : accepted + 1]).all())
+        if "blocks_read" in given:
+            output.blocks_read = given["blocks_read"][i]
+        if "alternative" in given and given["alternative"][i] >= 0:
+            output.alternative = given["alternative"][i]
+        if "drafted" in given:
+            assert item.drafted is not None
+            item.tokens[1:] = item.drafted.tokens[:] = given["drafted"][i]
+    return outputs
 
 
-def _tell_drafted(inputs: list[SequenceInput], tokens: np.ndarray) -> None:
-    """Replace the inputs' tokens by those that were drafted, [sequences, drafted] int32."""
-    for item, drafted in zip(inputs, tokens.tolist(), strict=False):
-        assert item.drafted is not None
-        item.tokens[1:] = item.drafted.tokens[:] = drafted
-
-
-def _tell_supports(buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> None:
-    """Give the inputs that the host or another pass judges the distributions of their drafted tokens."""
+def _take_supports(buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> None:
+    """Give inputs the distributions of their drafted tokens, if the host or another pass judges these."""
     for i, item in enumerate(inputs):
         assert item.drafted is not None
         if (shape.drafts_alone or not item.drafted.is_plain) and not item.drafted.sampling.greedy:
@@ -117,7 +110,7 @@ def _tell_supports(buffers: Buffers, shape: PassShape, inputs: list[SequenceInpu
 
 
 def _give_logits(buffers: Buffers, inputs: list[SequenceInput], outputs: list[SequenceOutput]) -> None:
-    """Logits stand in rows of their own where only some rows give them, else in the rows of all tokens."""
+    """Give outputs their logits. Where only some rows give logits, these stand side by side, else in their own rows."""
     row, of_all = 0, "logits_rows" not in buffers.tensors
     for item, output in zip(inputs, outputs, strict=True):
         count = item.logits_rows
@@ -130,7 +123,7 @@ def _give_logits(buffers: Buffers, inputs: list[SequenceInput], outputs: list[Se
 def _judge_by_rules(
     buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], outputs: list[SequenceOutput]
 ) -> None:
-    """Replace the verdicts of the inputs that are not plain by those that follow from their rules."""
+    """Judge inputs with rules on the host, and replace their verdicts."""
     ruled = [(i, item.drafted) for i, item in enumerate(inputs) if item.drafted and not item.drafted.is_plain]
     if not ruled:
         return

@@ -86,8 +86,7 @@ def run_round(
         chain.follow_step_in_round(given, settings.passes(shape.gamma))
         results["began"].copy_(given["began"])
     if shape.branches > 1:
-        moves = given["source"], given["target"], default_backend(kv.device)
-        move_kv(kv.k_pages, kv.v_pages, kv.addresses, *moves)
+        move_kv(kv.k_pages, kv.v_pages, kv.addresses, given["source"], given["target"], default_backend(kv.device))
     evidence = _make_evidence(decoder, kv, settings, shape)
     round_ = _Round(decoder, kv, settings, shape, given, attention, evidence)
     at, branched = _positions_of_passes(round_), shape.branches > 1
@@ -162,12 +161,15 @@ def _positions_of_passes(round_: _Round) -> list[OneToken]:
     if shape.branches == 1:  # KV is written wherever there are tokens
         places = pass_positions(Branches(lengths, lengths, lengths, tables, 1), round_.passes - 1, PAGE_SIZE, backend)
         each = zip(places.ends, places.positions, places.slots, strict=True)
-        return [OneToken(Rows(places.starts, ends, tables, 1), *at) for ends, *at in each]
+        return [OneToken(Rows(places.starts, ends, tables, 1), at, slots) for ends, at, slots in each]
     branches = Branches(given["before"], given["own"], given["kept_own"], tables, shape.branches)
     places = pass_positions(branches, round_.passes, PAGE_SIZE, backend)
     assert places.visible is not None
     each = zip(places.visible, places.positions, places.slots, strict=True)
-    return [OneToken(Rows(places.starts, given["totals"], tables, shape.branches, sees), *at) for sees, *at in each]
+    return [
+        OneToken(Rows(places.starts, given["totals"], tables, shape.branches, sees), at, slots)
+        for sees, at, slots in each
+    ]
 
 
 def _run_first_pass(round_: _Round, branches: OneToken | None) -> Tensor:
@@ -198,8 +200,8 @@ def _own_lists(round_: _Round) -> ListedReads:
     n, backend = round_.shape.blocks(settings.block_size), default_backend(lengths.device)
     sizes, kept = (layers, kv_heads, n, settings.block_size), (settings.sink_blocks, settings.window_blocks)
     weights = round_.evidence.flatten(1, 2)
-    of_rows = score_own_blocks(weights, lengths, round_.ends, sizes, kept, settings.read_share, backend)
-    lists, counts = select_top_k(*of_rows, backend, n)
+    scores, valid, count = score_own_blocks(weights, lengths, round_.ends, sizes, kept, settings.read_share, backend)
+    lists, counts = select_top_k(scores, valid, count, backend, n)
     shape = layers, len(lengths), kv_heads
     blocks = BlockLists(lists.view(*shape, n), counts.view(shape), settings.block_size)
     rows = Rows(given["query_starts"], lengths, given["block_tables"], round_.shape.branches)

@@ -143,7 +143,8 @@ class RoundRunner:
         of `Graphs.of`.
         """
         graphs = self._graphs if asking is None else self._one_by_one
-        return graphs.of(shape, *self._ways_of(shape, asking), prepared)
+        make_buffers, launch = self._ways_of(shape, asking)
+        return graphs.of(shape, make_buffers, launch, prepared)
 
     def _ways_of(
         self, shape: RoundShape, asking: list[RoundRequest] | None = None

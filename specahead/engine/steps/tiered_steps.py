@@ -1,4 +1,4 @@
-"""Running inputs whose KV has partly left the GPU: by passes that fetch what they list, or over whole sequences."""
+"""Running inputs whose KV has partly left the GPU: passes fetch the pages of listed blocks, or whole sequences."""
 
 import itertools
 from collections.abc import Callable
@@ -16,9 +16,9 @@ RunNear = Callable[[list[SequenceInput]], list[SequenceOutput]]  # runs inputs a
 class TieredSteps:
     """Runs inputs of one kind over tiers.
 
-    What is listed is fetched, at once if it fits, else in halves; otherwise whole sequences are brought together, as
-    those are whose lists name everything. What the model drafts by itself is drafted over fetched lists first, and
-    judged by a pass of its own.
+    Sparse inputs fetch the pages of their blocks: all together if the GPU has room, else in halves. Inputs that read
+    everything, or cannot fetch, run over whole sequences that are staged on the GPU. A sequence that drafts for itself
+    drafts in a pass that fetches, and its tokens are judged in a second pass.
     """
 
     def __init__(self, kv: KVCache, passes: PassRunner) -> None:
@@ -53,8 +53,8 @@ class TieredSteps:
         return self._run_staged(inputs, shape_of)
 
     def _run_apart(self, inputs: list[SequenceInput], shape_of: ShapeOf, run_near: RunNear) -> list[SequenceOutput]:
-        """Run inputs whose lists name everything after those that list less, with which they would be fetched: the room
-        for fetched pages would not hold them, and pages that the others find there would be gone.
+        """Run inputs that read everything after the others. In one pass with them they would overflow the room for
+        fetched pages, and evict pages that the others find there.
         """
         outputs: dict[int, SequenceOutput] = {}
         for everything in (False, True):
@@ -63,10 +63,10 @@ class TieredSteps:
         return [outputs[i] for i in range(len(inputs))]
 
     def _draft(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[int]:
-        """Have the inputs' tokens drafted by passes that fetch what they list, at once if it fits, else in halves.
+        """Draft the inputs' tokens in passes that fetch: all together if the GPU has room, else in halves.
 
-        A sequence whose lists do not fit alone, or cannot be fetched, drafts nothing: its first token alone is left.
-        Returns how many (layer, KV head, token) triples were fetched for each.
+        A sequence whose blocks do not fit alone, or cannot be fetched, drafts nothing and keeps its first token alone.
+        Returns the number of (layer, KV head, token) triples that were fetched for each input.
         """
         shape = shape_of(inputs)
         if not shape.drafts:
@@ -87,7 +87,7 @@ class TieredSteps:
         return self._kv.can_fetch(shape.read.dense_layers, shape.read.block_size)
 
     def _run_staged(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[SequenceOutput]:
-        """Run inputs over whole sequences that are brought together, in as many passes as there must be."""
+        """Run inputs over whole sequences that are staged on the GPU, in as few passes as there is room for."""
         outputs = []
         remaining = iter(inputs)
         for staged in self._kv.stage([item.kv for item in inputs]):
@@ -100,5 +100,5 @@ class TieredSteps:
 
 
 def lists_everything(item: SequenceInput) -> bool:
-    """Return whether an input's lists are to name all blocks, whatever the pass."""
+    """Return whether an input's budget names all blocks."""
     return item.read is not None and item.read.budget.everything

@@ -103,10 +103,12 @@ class WarmUp:
         counts = [1 << i for i in range(power_of_two(sequences).bit_length())]
         sized = [(item, count) for item in kinds for count in counts]
         compiled = [(item, count) for item, count in sized if count <= COMPILED_SESSIONS]
-        shapes = dict.fromkeys(itertools.chain.from_iterable(self._shapes_of(*each) for each in compiled))
-        how = self._limits.vocab, device, self._deterministic
+        shapes = dict.fromkeys(itertools.chain.from_iterable(self._shapes_of(item, count) for item, count in compiled))
         judged = [(item.drafted, count) for item, count in compiled if item.drafted and item.read is None]
-        by_rules = [partial(launches_of_rules, [drafted] * count, *how) for drafted, count in judged]
+        by_rules = [
+            partial(launches_of_rules, [drafted] * count, self._limits.vocab, device, self._deterministic)
+            for drafted, count in judged
+        ]
         compile_ahead([*(partial(self._passes.launches_of, shape) for shape in shapes), *by_rules])
         now = [(item, count) for item, count in sized if count <= WARM_SESSIONS and not _is_rare(item)]
         with tell_captures(self._passes.graphs, "steps"):
