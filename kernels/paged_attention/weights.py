@@ -92,14 +92,27 @@ def _weigh(
     sums: of one layer, or of several with a leading dimension; blocks: likewise, if they are of lists.
     """
     lengths, (sequences, layers, _, n) = batch.kv_lengths, out.shape
-    listed = (lengths, lengths) if blocks is None else (blocks.lists, blocks.counts)
+    lists, counts = (lengths, lengths) if blocks is None else (blocks.lists, blocks.counts)
     width = n if blocks is None else blocks.lists.shape[-1]
     rows = sequences * batch.heads * (emitting if share is None else 1)
     chunk = min(1024, max(128, power_of_two(width)))
     _query_weights_kernel[(rows, -(-width // chunk) or 1, layers)](
-        *(sums.blocks, sums.total, lengths, *listed, batch.query_starts, out),
-        *(width, sums.blocks.shape[-1], emitting, out.stride(0), out.stride(1), out.stride(2)),
-        *(1.0 if share is None else share / emitting, sequences, sums.total.shape[-1]),
+        block_sums_ptr=sums.blocks,
+        log_sums_ptr=sums.total,
+        lengths_ptr=lengths,
+        lists_ptr=lists,
+        counts_ptr=counts,
+        starts_ptr=batch.query_starts,
+        out_ptr=out,
+        width=width,
+        block_sums_stride=sums.blocks.shape[-1],
+        emitting=emitting,
+        out_stride=out.stride(0),
+        layer_stride=out.stride(1),
+        head_stride=out.stride(2),
+        share=1.0 if share is None else share / emitting,
+        sequences=sequences,
+        sums_rows=sums.total.shape[-1],
         **sums.layout,
         UNIT=sums.block_size,
         LISTED=blocks is not None,
@@ -135,8 +148,17 @@ def _weigh_heads(
     """Store what each KV head's queries weigh blocks, or raise remembered weights to it."""
     kv_heads, n = out.shape[1:]
     _head_weights_kernel[(len(batch.kv_lengths) * kv_heads, -(-n // 256))](
-        *(sums.blocks, sums.total, counts, batch.query_starts, places, out),
-        *(n, sums.blocks.shape[1], out.stride(0), out.stride(1), decay),
+        block_sums_ptr=sums.blocks,
+        log_sums_ptr=sums.total,
+        counts_ptr=counts,
+        starts_ptr=batch.query_starts,
+        places_ptr=places,
+        memory_ptr=out,
+        n=n,
+        block_sums_stride=sums.blocks.shape[1],
+        place_stride=out.stride(0),
+        head_stride=out.stride(1),
+        decay=decay,
         **sums.layout,
         UNIT=unit,
         CHUNK=256,

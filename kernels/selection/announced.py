@@ -38,8 +38,19 @@ def score_announced(
     scores = torch.empty(sequences, rows, blocks, dtype=torch.float32, device=evidence.device)
     if scores.numel():
         _score_announced_kernel[(sequences * rows, -(-blocks // _CHUNK))](
-            *(evidence, heads, weights, before, limits, scores),
-            *(of_all, width, blocks, before.shape[2], rows, limits.stride(0), stickiness),
+            evidence_ptr=evidence,
+            heads_ptr=heads,
+            weights_ptr=weights,
+            before_ptr=before,
+            limits_ptr=limits,
+            scores_ptr=scores,
+            of_all=of_all,
+            width=width,
+            blocks=blocks,
+            words=before.shape[2],
+            rows=rows,
+            limit_stride=limits.stride(0),
+            stickiness=stickiness,
             CHUNK=_CHUNK,
             **overlapping_launch(scores.device),
         )

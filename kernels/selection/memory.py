@@ -60,8 +60,19 @@ def score_blocks(
     scores = torch.empty(groups, rows, n, dtype=torch.float32, device=device)
     left = room.clone()
     _score_blocks_kernel[(groups * rows, -(-n // _CHUNK))](
-        *(memory.weights, memory.places, importance, words, first, last, blocks, forced, scores, left),
-        *(n, words.shape[2], rows),
+        memory_ptr=memory.weights,
+        places_ptr=memory.places,
+        importance_ptr=importance,
+        words_ptr=words,
+        first_ptr=first,
+        last_ptr=last,
+        blocks_ptr=blocks,
+        forced_ptr=forced,
+        scores_ptr=scores,
+        left_ptr=left,
+        n=n,
+        word_count=words.shape[2],
+        rows=rows,
         CHUNK=_CHUNK,
     )
     return forced, scores, left
@@ -97,7 +108,18 @@ def remember_weights(
         into[at] = torch.maximum(into[at] * decay, read[there, :, :n]).where(inside[there], 0.0)
         return
     _remember_weights_kernel[(groups * rows,)](
-        into, places, lists, counts, weights, blocks, n, width, rows, decay, INNER=inner, CHUNK=_CHUNK
+        memory_ptr=into,
+        places_ptr=places,
+        lists_ptr=lists,
+        counts_ptr=counts,
+        weights_ptr=weights,
+        blocks_ptr=blocks,
+        n=n,
+        width=width,
+        rows=rows,
+        decay=decay,
+        INNER=inner,
+        CHUNK=_CHUNK,
     )
 
 

@@ -46,7 +46,14 @@ def find_thresholds(scores: Tensor, counts: Tensor) -> Tensor:
     sampled = -(-size // stride)
     piece = min(SAMPLE // 4, max(32, power_of_two(sampled)))
     bracket_kernel[(groups, PARTS)](
-        *(scores, counts, work, size, stride, sampled, -(-sampled // (PIVOTS * PARTS)), SPREAD),
+        scores_ptr=scores,
+        counts_ptr=counts,
+        work=work,
+        size=size,
+        stride=stride,
+        sampled=sampled,
+        pivot_step=-(-sampled // (PIVOTS * PARTS)),
+        spread=SPREAD,
         PIECES=-(-sampled // piece),
         PIECE=piece,
         PIVOTS=PIVOTS,
@@ -103,7 +110,14 @@ def _emit(
     groups, rows, n = scores.shape
     chunk = min(EMIT_WHOLE if groups * rows <= FEW_ROWS else EMIT_CHUNK, max(64, power_of_two(n)))
     emit_kernel[(groups * rows,)](
-        *(scores, forced, thresholds, lists, counts, words, n, rows),
+        scores_ptr=scores,
+        forced_ptr=forced,
+        state_ptr=thresholds,
+        lists_ptr=lists,
+        taken_ptr=counts,
+        words_ptr=words,
+        n=n,
+        rows=rows,
         word_count=1 if words is None else words.shape[2],
         CHUNK=chunk,
         INNER=inner,

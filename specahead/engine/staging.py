@@ -1,6 +1,6 @@
-"""What a captured step takes from the host and gives back to it: named arrays side by side, moved by one copy.
+"""The inputs and results of a captured step: named arrays side by side, moved by one copy.
 
-Each launch or copy costs the host tens of microseconds; a step has a dozen small inputs.
+A step has a dozen small inputs, and each copy would cost the host tens of microseconds.
 """
 
 import math
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 256  # bytes: what kernels may assume of a tensor's start
+_ALIGNMENT = 256  # bytes; kernels may assume that a tensor starts at a multiple of this
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
 
@@ -18,9 +18,10 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by 
 class Staging:
     """Arrays of fixed shapes in host memory (`host`, numpy) and on the device (`device`, torch), zero at first.
 
-    Write `host` after `begin`, then `send`; or let the device write `device`, then `fetch`. On a CPU both are the
-    same memory. in_graph: the copies stand in a CUDA graph, which is replayed between `send` and `fetch`, each time
-    after the last `fetch`; then these launch nothing.
+    For inputs: call `begin`, write `host`, then `send`. For results: the device writes `device`, then call `fetch`. On
+    a CPU `host` and `device` are the same memory.
+    in_graph: whether a CUDA graph contains the copies, and is replayed between `send` and `fetch`. Then `send` and
+    `fetch` launch no copy.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -41,20 +42,20 @@ class Staging:
             self.device[name] = self._device[part].view(dtype).view(shape)
 
     def begin(self) -> None:
-        """Wait until the last `send` has read `host`."""
+        """Wait until the last `send` has read `host`, which may then be written."""
         if self._sent is not None and not self.in_graph:
             self._sent.synchronize()
 
     def send(self) -> None:
-        """Copy `host` to the device, in the order of its stream, without waiting."""
+        """Launch the copy of `host` to the device, on the current stream."""
         if self._sent is not None and not self.in_graph:
             self.copy_in()
             self._sent.record()
 
     def send_back(self) -> torch.cuda.Event | None:
-        """Copy what the device writes to `host`, in the order of its stream, without waiting.
+        """Launch the copy of the results to `host`, on the current stream.
 
-        Returns what comes once it is there; None: it is. The next `send_back` overwrites it.
+        Returns an event that comes when they have arrived; None: they are there. The next `send_back` overwrites them.
         """
         if self._sent is None:
             return None
@@ -65,7 +66,7 @@ class Staging:
         return done
 
     def fetch(self) -> dict[str, np.ndarray]:
-        """Wait for what the device writes; `host`, which the next `fetch` overwrites."""
+        """Wait for the results, and return `host`, which the next `fetch` overwrites."""
         done = self.send_back()
         if done is not None:
             done.synchronize()
@@ -82,15 +83,14 @@ class Staging:
 
 @dataclass
 class Buffers:
-    """All tensors that the launches of one shape read and write.
-
-    inputs: what comes from the host. results: what goes back to it. tensors: by name, the inputs on the device, what
-    lasts from one run to the next, and what the launches leave there.
-    """
+    """All tensors that the launches of one shape read and write."""
 
     inputs: Staging
+    """Comes from the host."""
     results: Staging
+    """Goes back to the host."""
     tensors: dict[str, Tensor] = field(init=False)
+    """By name: the inputs on the device, tensors that last from one run to the next, and intermediate results."""
 
     def __post_init__(self) -> None:
         self.tensors = dict(self.inputs.device)

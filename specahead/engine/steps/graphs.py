@@ -1,4 +1,4 @@
-"""CUDA graphs: launches that are captured once and replayed, each with buffers of its own."""
+"""CUDA graphs: launches that are captured once and replayed. Each graph has its own buffers."""
 
 import contextlib
 import logging
@@ -21,14 +21,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Captured:
-    """The buffers of a shape, and what runs it: a graph, or its launches one by one where there is none."""
+    """A shape that is ready to run."""
 
     buffers: Buffers
     launch: Callable[[], None]
+    """Launches the shape's kernels one by one."""
     graph: torch.cuda.CUDAGraph | None = None
+    """Replays the launches together; None: nothing was captured."""
 
     def run(self) -> None:
-        """Run what the buffers hold."""
+        """Run the shape on its buffers."""
         if self.graph is None:
             self.launch()
         else:
@@ -36,15 +38,16 @@ class Captured:
 
 
 class Graphs:
-    """The graphs of a runner by their shape, in memory that they share, because they never run at the same time.
+    """The graphs of one runner, by shape. They never run at the same time, so they share one memory pool.
 
-    captures: False: nothing is captured nor kept, launches run one by one. A runner that captures has one of these of
-    its own: memory whose last graph is gone cannot be used again. Graphs that were prepared stay; of those captured
-    because a request came first at most MOST_UNPREPARED stay, so that no client can fill the GPU with graphs. made:
-    captures of this process, each of which holds up all that runs on the device.
+    Prepared graphs stay. A graph that was captured because a request came first may be evicted: at most MOST_UNPREPARED
+    of these stay, so that no client can fill the GPU with graphs. Two runners cannot share a Graphs, because a memory
+    pool cannot be used again once its last graph is gone.
+    captures: whether to capture. If not, nothing is kept, and launches run one by one.
     """
 
     made: ClassVar[int] = 0
+    """Graphs that this process has captured. Each capture holds up everything else on the device."""
 
     def __init__(self, captures: bool) -> None:
         self.captures = captures
@@ -59,10 +62,11 @@ class Graphs:
         launch: Callable[[Buffers], None],
         prepared: bool = False,
     ) -> Captured:
-        """Return what runs a shape, captured the first time; without graphs in new buffers, for this time.
+        """Return a shape that is ready to run: captured the first time, or with new buffers each time if nothing is
+        captured.
 
-        prepared: whether it is made ready for requests to come, and stays. Raises what the capture raises: there is no
-        quiet way back to eager passes.
+        prepared: whether the graph is made before any request needs it, and stays. Raises what the capture raises;
+        nothing falls back to eager passes.
         """
         if prepared:
             self._prepared.add(shape)
@@ -82,9 +86,9 @@ class Graphs:
         return captured
 
     def _evict(self) -> None:
-        """Drop the least recently used of the unprepared graphs if there are too many.
+        """Drop the least recently used unprepared graphs beyond MOST_UNPREPARED.
 
-        None of them is running: the capture that precedes this has waited for the device.
+        None of them is running, since the capture just before this has waited for the device.
         """
         unprepared = [shape for shape in self.by_shape if shape not in self._prepared]
         for shape in unprepared[:-MOST_UNPREPARED]:
@@ -92,11 +96,11 @@ class Graphs:
             del self.by_shape[shape]
 
     def _capture(self, captured: Captured) -> torch.cuda.CUDAGraph:
-        """Capture the copies from and to the host with the launches: each call from outside costs the host dearly."""
+        """Capture the launches, together with the copies from and to the host, so that one call replays all of them."""
         inputs, results = captured.buffers.inputs, captured.buffers.results
         graph = torch.cuda.CUDAGraph()
-        # A graph or an event that is collected while another is captured aborts the process. Relaxed: kernels are
-        # loaded, and take memory for that, where they are first captured; nothing is launched before to have that done.
+        # Collecting a graph or an event during a capture aborts the process. The mode is relaxed because kernels are
+        # loaded, and allocate memory, when they are first captured.
         mode = "relaxed"
         with no_garbage_collected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             inputs.copy_in()
@@ -108,7 +112,7 @@ class Graphs:
 
 @contextlib.contextmanager
 def tell_captures(graphs: Graphs, what: str) -> Iterator[None]:
-    """Log how many graphs are captured in this context, what of, in how many seconds and in how much memory."""
+    """Log how many graphs are captured in this context, in how many seconds and how much memory. what: for the log."""
     start, captured, memory = time.monotonic(), len(graphs.by_shape), torch.cuda.memory_reserved()
     yield
     log.info(

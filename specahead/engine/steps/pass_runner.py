@@ -1,4 +1,4 @@
-"""Running passes of given shapes: captured once and replayed on a GPU, or launched one by one at their exact size."""
+"""Running passes of given shapes: as CUDA graphs that are replayed, or launched one by one at their exact size."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,15 +30,16 @@ from specahead.kernels.paged_attention import takes_heads
 from specahead.kernels.prompt_attention import attend_once, cudnn_attends, make_room, plan_prompts, shapes_of_parts
 from specahead.kernels.sparse_prompt_attention import plan_sparse_prompts
 
-Started = Callable[[], list[SequenceOutput]]  # waits for a pass that was launched, and returns what it gave
+Started = Callable[[], list[SequenceOutput]]  # waits for a launched pass and returns its outputs
 
 
 class PassRunner:
-    """Runs the inputs of one kind in a pass of a given shape: copies them into its buffers and replays its launches.
+    """Runs inputs of one kind in a pass of a given shape: it copies them into the shape's buffers and replays its
+    launches.
 
-    memories: what is remembered of sequences that share budgets out. drafting: what runs what a later pass judges
-    (launches.run_pass); None: the decoder. Attention is Triton's on a GPU, and cuDNN's in prompts where it can; heads
-    that Triton does not take are attended to by torch, which cannot be captured.
+    memories: the remembered weights of sequences that read by budgets. drafting: runs tokens that a later pass judges;
+    None: the decoder. Attention is Triton's on a GPU, and cuDNN's for prompts where that supports the heads. torch
+    attends where Triton does not support the heads; such passes cannot be captured.
     """
 
     def __init__(
@@ -57,25 +58,24 @@ class PassRunner:
         self.attention: Backend = default_backend(kv.device) if takes_heads(dim) else "torch"
         self._cudnn = cudnn_attends(dim, dtype, kv.device)
         self.chain = DeviceChain.make(1, kv.device)
-        self._room: Tensor | None = None  # for the pieces that prompts are read in
-        self._unfinished: torch.cuda.Event | None = None  # of the last pass that nobody has waited for
+        self._room: Tensor | None = None  # for the parts that cuDNN reads a prompt in
+        self._unfinished: torch.cuda.Event | None = None  # comes when the last part of a prompt has run
 
     def step_of(self, shape: PassShape, prepared: bool = False) -> Captured:
-        """Return the captured step of a shape; without graphs, one for this time. prepared: as of `Graphs.of`."""
+        """Return the step of a shape, ready to run. prepared: as in `Graphs.of`."""
         make_buffers, launch = partial(self._make_buffers, shape, None), partial(self._launch, shape)
         return self.graphs.of(shape, make_buffers, launch, prepared)
 
     def launches_of(self, shape: PassShape) -> Callable[[], None]:
-        """Return what launches the step of a shape once, in buffers of its own."""
+        """Return a function that launches the step of a shape once, in buffers of its own."""
         return partial(self._launch, shape, self._make_buffers(shape, None))
 
     def _launch(self, shape: PassShape, buffers: Buffers) -> None:
         run_pass(self._decoder, self._kv, shape, buffers, self.attention, drafting=self._drafting, chain=self.chain)
 
     def run_fetching(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
-        """Run the captured step of a shape that fetches. Return None if the GPU has no room for all that is listed.
-
-        What such a step did is void, and done again by whoever runs these inputs next.
+        """Run the step of a shape that fetches. Return None if the GPU has no room for all listed pages: the step
+        is then void, and the caller has to run its inputs again.
         """
         step = self.step_of(shape)
         self._lay_out(step.buffers, shape, inputs, [item.kv.table() for item in inputs])
@@ -86,7 +86,7 @@ class PassRunner:
         return read_outputs(step.buffers, shape, inputs, self._kv, results)
 
     def start_step(self, inputs: list[SequenceInput], shape: PassShape) -> Started:
-        """Launch the captured step of a shape; returns what waits for it, to be called before the shape runs again."""
+        """Launch the step of a shape. The returned function waits for it; call it before the shape runs again."""
         step = self.step_of(shape)
         self._lay_out(step.buffers, shape, inputs, None)
         step.run()
@@ -103,7 +103,7 @@ class PassRunner:
         return finish
 
     def launch_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
-        """Launch the step of a shape, whose inputs are all judged, and advance the lengths of their KV."""
+        """Launch the step of a shape whose inputs are all judged, and advance the lengths of their KV at once."""
         step = self.step_of(shape)
         self._lay_out(step.buffers, shape, inputs, None)
         step.run()
@@ -119,9 +119,9 @@ class PassRunner:
         tables: list[np.ndarray] | None = None,
         layer_pages: LayerPages | None = None,
     ) -> Started:
-        """Launch a pass without a graph; returns what waits for it.
+        """Launch a pass of its exact size, without a graph. The returned function waits for it.
 
-        tables, layer_pages: the sequences' block tables and what they name, where it is not the KV's own pages.
+        tables, layer_pages: the sequences' block tables and the pages that these name, if not the KV's own pages.
         """
         buffers = self._make_buffers(shape, sum(item.logits_rows for item in inputs))
         self._lay_out(buffers, shape, inputs, tables)
@@ -146,7 +146,7 @@ class PassRunner:
         self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None
     ) -> None:
         if shape.read.groups:
-            # What no pass reads sparsely has nothing that means would stand in for, nor room for them.
+            # Sequences that are always read densely need no means, and there is no room for theirs.
             sparse = [item for item in inputs if item.kv.drafts or not item.kv.dense]
             self._kv.extend_group_means([item.kv for item in sparse], [item.first_position for item in sparse])
         indices = [self.memories.index_of(item.read.budget.memory) for item in inputs if item.read]
@@ -156,14 +156,14 @@ class PassRunner:
 
     @property
     def reads_sparsely(self) -> bool:
-        """Whether prompts can be read sparsely: on a GPU by cuDNN alone."""
+        """Whether prompts can be read sparsely: on a CPU, or by cuDNN."""
         return self._cudnn or self._kv.device.type == "cpu"
 
     def _is_read_by_cudnn(self, shape: PassShape) -> bool:
         return self._cudnn and not shape.pinned and not shape.read.is_sparse and shape.queries > self._limits.queries
 
     def launches_of_prompt(self, tokens: int) -> Callable[[], None]:
-        """Return what launches the layers of a pass over so many tokens of a prompt, without attention, once."""
+        """Return a function that launches the layers of a pass over `tokens` tokens once, without attention."""
 
         def launch() -> None:
             numbers = torch.zeros(tokens, dtype=torch.int64, device=self._kv.device)
@@ -173,9 +173,9 @@ class PassRunner:
         return launch
 
     def shapes_of_prompts(self, tokens: int) -> list[Callable[[], None]]:
-        """Return what has cuDNN plan each shape of prompts of which so many tokens are read at once.
+        """Return functions that each have cuDNN plan one shape of prompts that are read up to `tokens` tokens at once.
 
-        It keeps its plans for each thread: call them in the one that runs the model.
+        cuDNN keeps plans by thread: call them in the thread that runs the model.
         """
         if not self._cudnn:
             return []
@@ -193,7 +193,7 @@ class PassRunner:
         return self._room
 
     def _plan_prompts(self, buffers: Buffers, shape: PassShape, sparse: SparsePrompt | None) -> PromptsOfLayer:
-        """Return what each layer reads of prompts; all inputs of a pass read alike."""
+        """Return what each layer reads of the prompts in a pass. All inputs of a pass read alike."""
         host, given = buffers.inputs.host, buffers.tensors
         starts, lengths = host["query_starts"].tolist(), host["lengths"].tolist()
         how = given["block_tables"], self._kv.kv_heads, PAGE_SIZE, self._room_for_prompts(), self._cudnn
@@ -207,9 +207,9 @@ class PassRunner:
         return lambda layer: of_whole if layer in whole else others
 
     def _wait_for_the_one_before(self) -> None:
-        """Wait for the last pass that gave nothing, and leave the present one, which gives nothing either, to run.
+        """Wait for the last part of a prompt that had no outputs, and let the present one run.
 
-        So the host lays out the next part of a prompt meanwhile, and lays out at most one part before it.
+        So the host lays out one part of a prompt while the device runs the part before it, and never more than one.
         """
         before, self._unfinished = self._unfinished, torch.cuda.Event()
         self._unfinished.record()
