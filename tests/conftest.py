@@ -27,7 +27,6 @@ from tests.plans import sparse_plan_file
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 (hooks)
 from tests.stack import Stack, free_port, start_stack
 
-
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.hasten()
 
