@@ -119,7 +119,7 @@ class StepsByTurns:
             return JudgeRounds(step, launched, None)
         rounds = {item.session.id: self._drafted_round(item, row) for row, item in enumerate(step.rounds)}
         judged = {name: each for name, each in rounds.items() if each is not None}
-        return JudgeRounds(step, launched, self.verifier.plan_behind_rounds(judged))
+        return JudgeRounds(step, launched, self.verifier.plan_chained_step(judged))
 
     def _drafted_round(self, item: PlannedRound, row: int) -> DraftedRound | None:
         """Return a round that runs as the target sees it; None if the target drops it.

@@ -224,7 +224,7 @@ class Verifier:
             return None
         return self.imposed_verdicts(step.before)
 
-    def plan_behind_rounds(self, rounds: Mapping[str, DraftedRound]) -> VerifyStep | None:
+    def plan_chained_step(self, rounds: Mapping[str, DraftedRound]) -> VerifyStep | None:
         """Return the step to launch after rounds that are being drafted, by session; None if there can be none."""
         step = self._truncate_held(self._planner.plan_judging(rounds, self._running, time.monotonic()))
         if step is None or not self.runner.kv.reserve(step.work):

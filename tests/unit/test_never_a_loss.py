@@ -56,7 +56,7 @@ def test_all_sessions_draft_as_many_tokens(every_clock: Clock) -> None:
     """A step of the draft takes as many passes as the session has that drafts most."""
     target = TimedTarget(every_clock, 32, 1024, 0.5)
     numbers: list[set[int]] = []
-    plan = Verifier.plan_behind_rounds
+    plan = Verifier.plan_chained_step
 
     def plan_and_note(verifier: Verifier, rounds: dict[str, object]) -> object:
         step = plan(verifier, rounds)
@@ -64,7 +64,7 @@ def test_all_sessions_draft_as_many_tokens(every_clock: Clock) -> None:
         return step
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Verifier, "plan_behind_rounds", plan_and_note)
+        patch.setattr(Verifier, "plan_chained_step", plan_and_note)
         for _ in range(3):
             target.generate([(1024, EXACT)] * 32, TOKENS)
     assert sum(len(each) > 1 for each in numbers) < 0.1 * len(numbers)
