@@ -170,7 +170,8 @@ def _check(session: SessionReads, summary: inference_pb2.SpeculationSummary) -> 
     tokens = total = 0.0
     for read in reads:
         assert read.blocks.num_heads == rows and read.blocks.matrix()[:, 0].all()  # the sinks
-        means = summary_tokens(plan, read.at.base) if session.session == "ahead" else 0.0
-        tokens += read.blocks.count(0, read.blocks.num_blocks) * plan.block_size + rows * means
+        tokens += read.blocks.count(0, read.blocks.num_blocks) * plan.block_size + rows * summary_tokens(
+            plan, read.at.base
+        )
         total += rows * read.blocks.num_blocks * plan.block_size
     assert summary.kv_read_fraction == pytest.approx(tokens / total, abs=1e-4)
