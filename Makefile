@@ -95,8 +95,8 @@ docs: .venv-docs/.ready  ## The documents as a site, in .site/index.html
 docs-check: setup  ## Find what the documents name and is no more: files, tests, commands, flags, metrics
 	$(BIN)/python -m pytest tests/unit/test_docs.py
 
-MODULE ?= orchestrator/cluster/scaling.py
-TESTS ?= tests/unit/test_scaling.py
+MODULE ?= orchestrator/cluster/autoscaling.py
+TESTS ?= tests/unit/test_autoscaling.py
 
 mutants: setup  ## Change MODULE in one place at a time (cosmic-ray): which changes do TESTS not notice?
 	$(PIP) "cosmic-ray>=8.4"

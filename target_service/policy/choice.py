@@ -2,7 +2,7 @@
 
 All sessions share one plan: where only some are drafted, they and the others wait for each other, and a step of the
 draft takes the passes of its longest round. A plan whose costs are not known is tried for a few rounds, so seldom that
-trials cost a hundredth of the time. A session whose proposals are hardly ever accepted pauses by itself.
+trials cost half a per cent of the time. A session whose proposals are hardly ever accepted pauses by itself.
 """
 
 import logging
@@ -132,7 +132,7 @@ class Policy:
         self._since = 0  # rounds since the last choice
         self._rested = 0.0  # rounds of each session since proposing was tried, while nothing is proposed
         self._dense = 0.0  # rounds of each session since holding was tried, while nothing is held
-        self.reading = DraftReading()  # of a draft on the same device; of another one it stays empty
+        self.reading = DraftReading()  # of prompts, by a draft on the same device; a draft elsewhere leaves it empty
         self._ended = 0.0  # when the last step was committed
         self._saved: float | None = None  # seconds that trials may cost; None: nothing is measured yet
         self._in_vain = 0  # trials of proposing, since it paid

@@ -20,7 +20,7 @@ STALE = 1024  # rounds of each session in a bucket without a new one of a kind, 
 # How many times faster than estimated a round may turn out to be: one of a kind that was never measured, one that was
 # measured under other loads alone, and one of another number of tokens than was measured here.
 NEVER_SEEN, SEEN_ELSEWHERE, SEEN_NEAR = 1.5, 1.15, 1.06
-OTHER_ROWS = 4  # times as many sessions, or a quarter of them: arithmetic may take the time of the one step alone
+MOST_SESSIONS_APART = 4  # times: with far more sessions arithmetic may decide what a step takes, with few memory
 UNSETTLED = 0.4  # how much faster another plan must be than one of two rounds; by more rounds less
 
 
@@ -61,13 +61,13 @@ class _Scale(NamedTuple):
     """What rounds of a kind took under the last load at which they were measured."""
 
     value: float
-    """Seconds for what sizes say."""
+    """Seconds for a unit of size."""
     sessions: int
     """Sessions of that load."""
 
     def says_of(self, sessions: int) -> bool:
-        """Return whether it says something of rounds of `sessions` sessions."""
-        return self.sessions < OTHER_ROWS * sessions and sessions < OTHER_ROWS * self.sessions
+        """Return whether it holds for rounds of `sessions` sessions as well."""
+        return max(self.sessions, sessions) < MOST_SESSIONS_APART * min(self.sessions, sessions)
 
 
 @dataclass(slots=True)
@@ -141,7 +141,9 @@ class CostsAtLoad:
         return (SEEN_NEAR if near else NEVER_SEEN) * max(1.0, measured / max(MOST_ROWS, rows))
 
     def uncertainty(self, kind: RoundKind) -> float:
-        """Return by how much more another plan must be faster, since few rounds of this kind were measured."""
+        """Return by which share another plan must be faster beyond the usual margin, since few rounds of this kind were
+        measured.
+        """
         if not self.scales:
             return 0.0
         return UNSETTLED / (SETTLED + (self.known[kind].rounds if kind in self.known else 0.0))
