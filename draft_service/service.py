@@ -15,6 +15,7 @@ from protos import control_pb2, control_pb2_grpc
 from specahead.config import DraftSettings
 from specahead.config.garbage import keep_loaded
 from specahead.config.version import running_version
+from specahead.engine.loading.copies import choose_copies
 from specahead.engine.loading.model import default_device
 from specahead.engine.loading.opening import open_model
 from specahead.engine.sampling.grammars import Grammars
@@ -70,6 +71,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     check_free(settings.host, settings.port)
     if settings.device == "auto":
         settings = replace(settings, device=default_device())
+    settings = choose_copies(settings)
     plan = load_served_plan(settings.plan_file, settings.budget, settings.method, *settings.pair)
     log.info("loading the model", extra={"model": settings.model})
     opened = open_model(settings, "all" if settings.speculation.draft_quantization == "fp8" else "none")

@@ -14,6 +14,7 @@ from protos import control_pb2_grpc, speculation_pb2_grpc
 from specahead.config import TargetSettings
 from specahead.config.garbage import keep_loaded
 from specahead.config.version import running_version
+from specahead.engine.loading.copies import choose_copies
 from specahead.engine.loading.model import default_device
 from specahead.engine.loading.opening import EightBit, OpenedModel, open_both, open_model
 from specahead.engine.sampling.grammars import Grammars
@@ -88,6 +89,7 @@ async def run(
     check_free(settings.host, settings.port)
     if settings.device == "auto":
         settings = replace(settings, device=default_device())
+    settings = choose_copies(settings)
     plan = load_served_plan(settings.plan_file, settings.budget, settings.method, *settings.pair)
     if not plan.is_calibrated and settings.has_draft:
         log.warning(UNCALIBRATED)

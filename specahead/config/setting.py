@@ -90,11 +90,13 @@ class Setting:
 
     def check(self, value: Any) -> None:
         """Raise SettingsError for a value out of its range or, for NaN, of any."""
-        within, allowed = self.within, not self.choices or value in self.choices
-        if value is not None and self.kind in (int, float):
+        if value is None and self.optional:
+            return
+        within, allowed = self.within, value is not None and (not self.choices or value in self.choices)
+        if allowed and self.kind in (int, float):
             low = (within.least is None or value >= within.least) and (within.above is None or value > within.above)
             allowed = low and (within.most is None or value <= within.most)
-        if not allowed or (value is None and not self.optional):
+        if not allowed:
             raise SettingsError(f"{self.name or self.field} is {value!r}, expected {self.expected}")
 
     def convert(self, value: Any, before: Any) -> Any:

@@ -43,11 +43,12 @@ class Speculation(Keyed, group="speculation"):
     a CPU."""
     overlap: bool = True
     """Whether a draft service drafts the next round while one is verified, where it mostly foresees verdicts."""
-    draft_quantization: Quantization = "none"
+    draft_quantization: Quantization | None = None
     """fp8: rounds of up to 128 rows read the draft's weights, or the target's where it drafts for itself, from a copy
-    in 8 bits."""
-    screening_quantization: Quantization = "none"
-    """fp8: steps that screen up to 64 tokens read the target's weights from a copy in 8 bits."""
+    in 8 bits; null: fp8 where the GPU reads it and has the memory."""
+    screening_quantization: Quantization | None = None
+    """fp8: steps that screen up to 64 tokens read the target's weights from a copy in 8 bits; null: as for
+    draft_quantization."""
     prompt_read_share: Share = 1.0
     """Share of the tokens before them that tokens of long prompts of approximate sessions read; the last 512 tokens of
     a prompt read everything."""

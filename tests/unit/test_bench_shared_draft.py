@@ -9,6 +9,7 @@ import pytest
 
 from specahead.cli.main import main
 from specahead.lab.benchmarks import shared_draft
+from specahead.lab.benchmarks.processes import Endpoints
 from specahead.lab.benchmarks.serving import deployment
 from specahead.lab.benchmarks.serving.breakdown import Breakdown, RoundParts
 from specahead.lab.benchmarks.serving.clients import Load
@@ -23,8 +24,8 @@ class PlayedDeployment:
         self.targets = pair.names[:-1]
         assert timed and pair.names == ["target-1", "target-2", "draft"]
 
-    def start(self) -> list[str]:
-        return ["first", "second"]
+    def start(self) -> list[Endpoints]:
+        return [Endpoints("first", ""), Endpoints("second", "")]
 
     def wait_until_prepared(self) -> None:
         pass
@@ -78,13 +79,15 @@ def test_the_draft_has_its_device_and_all_targets(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(deployment, "wait_for_service", lambda process, seconds: None)
     monkeypatch.setattr(deployment, "launch_endpoints", lambda start, *flags: flags[-1])
-    monkeypatch.setattr(deployment, "wait_for_endpoints", lambda over, seconds: over)
+    monkeypatch.setattr(deployment, "wait_for_endpoints", lambda over, seconds: Endpoints(over, ""))
     devices = {"target-1": 5, "target-2": 6, "draft": 6}
     pair, room = deployment.Pair("tiny", "tiny", 0.8, 0.1, targets=2, gpus=devices), deployment.Room(2, 200)
-    addresses = deployment.Deployment(start, tmp_path, pair, room, lambda: 1.0).start()
+    endpoints = deployment.Deployment(start, tmp_path, pair, room, lambda: 1.0).start()
     assert [(command[1], gpu) for command, gpu in started] == [("target", 5), ("target", 6), ("draft", 6)]
     (draft,) = [command for command, _ in started if command[1] == "draft"]
-    assert [draft[place + 1] for place, word in enumerate(draft) if word == "--target"] == addresses
+    assert [draft[place + 1] for place, word in enumerate(draft) if word == "--target"] == [
+        each.grpc for each in endpoints
+    ]
     sessions = [command[command.index("--max-sessions") + 1] for command, _ in started]
     assert sessions == ["2", "2", "4"]
 
@@ -97,11 +100,11 @@ def test_a_draft_in_the_targets_is_no_service(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(deployment, "wait_for_service", lambda process, seconds: None)
     monkeypatch.setattr(deployment, "launch_endpoints", lambda start, *flags: flags[-1])
-    monkeypatch.setattr(deployment, "wait_for_endpoints", lambda over, seconds: over)
+    monkeypatch.setattr(deployment, "wait_for_endpoints", lambda over, seconds: Endpoints(over, ""))
     pair = deployment.Pair("tiny", "tiny", 0.8, 0.1, together=True, targets=2, speculation={"gamma": 3})
     room = deployment.Room(2, 200)
     (over,) = deployment.Deployment(start, tmp_path, pair, room, lambda: 1.0, one_endpoint=True).start()
-    assert len(over.split(",")) == 2
+    assert len(over.grpc.split(",")) == 2
     assert [command[1] for command in started] == ["target", "target"]
     for command in started:
         assert "together" in command

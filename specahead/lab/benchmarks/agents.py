@@ -71,7 +71,7 @@ def run(flags: argparse.Namespace) -> list[AgentsRow]:
         raise ValueError("--agents, --added and --generated must be positive, --turns at least 2")
     if not 1 <= flags.context[0] <= flags.context[1]:
         raise ValueError(f"--context {flags.context[0]} {flags.context[1]}: expected the least and the most tokens")
-    rows, told = _measure(flags)
+    rows, told = measure(flags)
     print(report(rows, told))
     if flags.json:
         load = {name: getattr(flags, name) for name in ("turns", "context", "added", "generated", "pause", "seed")}
@@ -83,8 +83,8 @@ def run(flags: argparse.Namespace) -> list[AgentsRow]:
     return rows
 
 
-def _measure(flags: argparse.Namespace) -> tuple[list[AgentsRow], bool]:
-    """Return the rows, and whether the server returns token ids."""
+def measure(flags: argparse.Namespace) -> tuple[list[AgentsRow], bool]:
+    """Return the rows, and whether the server returns token ids. Raises as `run`."""
     client = _Client(flags)
     _warm_up(client, flags)
     rows = []
@@ -200,7 +200,7 @@ def row_of(agents: int, turns: Sequence[Turn]) -> AgentsRow:
     )
 
 
-def report(rows: Sequence[AgentsRow], told_ids: bool) -> str:
+def report(rows: Sequence[AgentsRow], told_ids: bool = True) -> str:
     """Return the table."""
     lines = [
         f"{'agents':>6} {'tokens/s':>9} {'first p50':>10} {'p95':>9} {'turn p50':>9} {'first turn: first p50':>22}"

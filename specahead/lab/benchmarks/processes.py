@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 _STOP_SECONDS = 15.0  # for all processes of a benchmark together
 _START_SECONDS = 300.0
@@ -19,6 +20,15 @@ _LIBC = ctypes.CDLL(None)  # loaded before there is anything to fork
 _PR_SET_PDEATHSIG = 1  # of prctl, Linux
 
 Start = Callable[..., "subprocess.Popen[str]"]
+
+
+class Endpoints(NamedTuple):
+    """Where clients find running services."""
+
+    grpc: str
+    """HOST:PORT."""
+    http: str
+    """http://HOST:PORT."""
 
 
 @contextlib.contextmanager
@@ -71,7 +81,7 @@ def start_endpoints(start: Start, *flags: str, seconds: float = _START_SECONDS) 
 
     Raises ChildProcessError if they end before, or are not ready in time.
     """
-    return wait_for_endpoints(launch_endpoints(start, *flags), seconds)
+    return wait_for_endpoints(launch_endpoints(start, *flags), seconds).grpc
 
 
 def launch_endpoints(start: Start, *flags: str) -> "subprocess.Popen[str]":
@@ -80,15 +90,15 @@ def launch_endpoints(start: Start, *flags: str) -> "subprocess.Popen[str]":
     return start("orchestrator.launch", "--logging", '{"level": "warning"}', *flags, *ports, stdout=subprocess.PIPE)
 
 
-def wait_for_endpoints(process: "subprocess.Popen[str]", seconds: float = _START_SECONDS) -> str:
-    """Return the gRPC address of client endpoints that were launched, once they are ready (`start_endpoints`)."""
+def wait_for_endpoints(process: "subprocess.Popen[str]", seconds: float = _START_SECONDS) -> Endpoints:
+    """Return the addresses of client endpoints that were launched, once they are ready (`start_endpoints`)."""
     assert process.stdout is not None
     with _killed_after(process, seconds):
         said = list(itertools.takewhile(lambda line: line.strip() != "ready", process.stdout))
-    found = re.search(r"gRPC endpoint: (\S+)", "".join(said))
+    found = re.search(r"gRPC endpoint: (\S+)\nHTTP endpoint: (\S+)", "".join(said))
     if found is None:
         raise ChildProcessError("the client endpoints did not start")
-    return found.group(1)
+    return Endpoints(*found.groups())
 
 
 def wait_for_service(process: "subprocess.Popen[str]", seconds: float = _START_SECONDS) -> None:

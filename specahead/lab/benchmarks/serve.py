@@ -25,6 +25,8 @@ import grpc
 import torch
 
 from specahead.config import Speculation
+from specahead.lab.benchmarks import agents
+from specahead.lab.benchmarks.flags import add_agents_flags
 from specahead.lab.benchmarks.processes import children
 from specahead.lab.benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
 from specahead.lab.benchmarks.serving.controls import Controls
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 3  # at a run in which all sessions generate at some time
 _ADAPTED = 4  # runs after which a policy has tried all plans
+_AGENTS_GROW = 10_000  # tokens by which an agent's context grows, and its warm-up's
 _MARGIN = 64  # tokens of room beside prompt and output
 MOST_GAMMA = 8  # tokens that services propose a round, at most, unless they are overridden
 
@@ -71,7 +74,7 @@ def run(flags: argparse.Namespace) -> None:
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "models": f"target {flags.target_shape}, draft {flags.draft_shape}, random weights, "
-        f"imposed acceptance {flags.acceptance} a token",
+        f"imposed acceptance {flags.acceptance} a token, confirmation {flags.confirmation} a screened token",
         "services": ", ".join(pairs[0].names) + (", each with the draft in it" if pairs[0].together else ""),
         "command": shlex.join(["specahead", *_command(flags)]),
     }
@@ -115,6 +118,7 @@ def _pair(flags: argparse.Namespace, speculation: dict[str, Any]) -> Pair:
         draft_shape=flags.draft_shape,
         acceptance=flags.acceptance,
         budget=flags.budget,
+        confirmation=flags.confirmation,
         draft=flags.draft,
         together=together,
         speculation=speculation,
@@ -149,6 +153,8 @@ def _check(flags: argparse.Namespace, overrides: list[dict[str, Any]]) -> None:
         raise ValueError("--placement together is measured with KV on the GPU: leave --hot out")
     if flags.targets < 0 or flags.repeat < 1 or flags.part_limit <= 0 or flags.limit < 0:
         raise ValueError("--repeat and --part-limit must be positive, --targets and --limit at least 0")
+    if not flags.shapes and not flags.agents:
+        raise ValueError("expected --shapes or --agents to measure")
 
 
 def _trace(flags: argparse.Namespace) -> "ReadTrace | None":
@@ -182,11 +188,15 @@ def _measure_deployment(run: _Run, pair: Pair, shapes: list[Shape], hot: float) 
         deployment = Deployment(
             start, Path(folder), pair, room, run.seconds, flags.breakdown, bool(run.trace), one_endpoint=True
         )
-        (address,) = deployment.start()
+        (endpoints,) = deployment.start()
+        address = endpoints.grpc
         run.results.starts.append(deployment.start_seconds)
         deployment.wait_until_prepared()
         modes = _modes_over_tiers(flags.modes) if hot else flags.modes
         drafted = [mode for mode in modes if mode != "none" and pair.draft != "none"]
+        overridden = json.dumps(dict(pair.speculation)) if pair.speculation else ""
+        for way in _ways_of_agents(run, pair, modes, Way("", overridden, hot)):
+            _measure_agents(run, deployment, endpoints.http, way)
         known: set[int] = {row.context for row in run.results.prompts}
         for shape in shapes:
             with _noted_failure(run, f"{shape}, prompts"):
@@ -200,9 +210,32 @@ def _measure_deployment(run: _Run, pair: Pair, shapes: list[Shape], hot: float) 
             # Only a draft that drafts before the verdict is asked what it will be.
             foresight = 0.0 if pair.together else flags.foresight
             deployment.control(Controls(replay, foresight=foresight))
-            overridden = json.dumps(dict(pair.speculation)) if pair.speculation else ""
             _measure_row(run, deployment, address, shape, Way(mode, overridden, hot, bool(replay)))
         note("stopping the services")
+
+
+def _ways_of_agents(run: _Run, pair: Pair, modes: list[str], way: Way) -> list[Way]:
+    """Return the ways in which these services serve agents that were not measured yet. way: all but the mode."""
+    if not run.flags.agents:
+        return []
+    drafted = [] if pair.draft == "none" else [replace(way, mode=mode) for mode in modes if mode != "none"]
+    alone = Way("none", hot=way.hot)
+    is_new = "none" in modes and pair.draft in ("model", "none") and not run.results.has_agents(alone)
+    return [*([alone] if is_new else []), *drafted]
+
+
+def _measure_agents(run: _Run, deployment: Deployment, url: str, way: Way) -> None:
+    """Measure agents that take turns, over HTTP."""
+    deployment.control(Controls(attached=way.mode != "none"))
+    asked, parser = run.flags, argparse.ArgumentParser()
+    add_agents_flags(parser)
+    of_mode = ["none", "exact", "approximate"].index(way.mode)  # no mode finds another's prompts
+    flags = ["--url", url, "--exactness", "exact" if way.mode == "none" else way.mode, "--seed", str(of_mode)]
+    flags += ["--context", *map(str, asked.agent_context), "--timeout", str(run.seconds())]
+    with _noted_failure(run, f"agents, {way}"):
+        note(f"agents, {way}")
+        rows, _ = agents.measure(parser.parse_args([*flags, "--agents", *map(str, asked.agents)]))
+        run.results.add_agents(way, rows)
 
 
 def _modes_over_tiers(modes: list[str]) -> list[str]:
@@ -211,9 +244,11 @@ def _modes_over_tiers(modes: list[str]) -> list[str]:
 
 
 def _room(run: _Run, pair: Pair, shapes: list[Shape], hot: float) -> Room:
-    longest = max(shape.context for shape in shapes)
-    sessions = -(-max(shape.sessions for shape in shapes) // pair.targets)
-    return Room(sessions, longest + run.flags.tokens + _MARGIN, hot)
+    longest = max((shape.context + run.flags.tokens for shape in shapes), default=0)
+    sessions = max([shape.sessions for shape in shapes] + run.flags.agents)
+    if run.flags.agents:  # which warm up by 16 requests at once
+        sessions, longest = max(sessions, 16), max(longest, run.flags.agent_context[1] + _AGENTS_GROW)
+    return Room(-(-sessions // pair.targets), longest + _MARGIN, hot)
 
 
 @contextlib.contextmanager
@@ -221,7 +256,7 @@ def _noted_failure(run: _Run, what: str) -> Iterator[None]:
     """Go on after a part that failed, and say so at the end."""
     try:
         yield
-    except (grpc.RpcError, grpc.FutureTimeoutError, ChildProcessError, ValueError) as error:
+    except (grpc.RpcError, grpc.FutureTimeoutError, OSError, ValueError) as error:
         run.results.fail(what, error)
 
 

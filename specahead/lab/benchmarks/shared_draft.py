@@ -83,7 +83,7 @@ def _measure(flags: argparse.Namespace, shape: Shape) -> list[SharedRow]:
     room = Room(shape.sessions, shape.context + flags.tokens + _MARGIN)
     with tempfile.TemporaryDirectory() as folder, children() as start:
         deployment = Deployment(start, Path(folder), _pair(flags), room, lambda: flags.part_limit, timed=True)
-        clients = _Clients(flags, shape, deployment.targets, deployment.start())
+        clients = _Clients(flags, shape, deployment.targets, [over.grpc for over in deployment.start()])
         deployment.wait_until_prepared()
         deployment.control(Controls(foresight=flags.foresight))
         clients.wait_until_drafted()
@@ -132,6 +132,7 @@ def _pair(flags: argparse.Namespace) -> Pair:
         draft_shape=flags.draft_shape,
         acceptance=flags.acceptance,
         budget=flags.budget,
+        confirmation=flags.confirmation,
         speculation=read_speculation(flags.speculation),
         targets=TARGETS,
         gpus=dict(zip(SERVICES, flags.gpus, strict=False)),

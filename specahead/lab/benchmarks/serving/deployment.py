@@ -18,6 +18,7 @@ from orchestrator.cluster.directory import Directory, name_services, side_of
 from orchestrator.cluster.service_status import ControlLine
 from specahead import models
 from specahead.lab.benchmarks.processes import (
+    Endpoints,
     Start,
     free_addresses,
     launch_endpoints,
@@ -49,6 +50,8 @@ class Pair:
     """Probability that a drafted token is kept."""
     budget: float
     """Share of the KV that approximate sessions read."""
+    confirmation: float = 1.0
+    """Probability that a dense pass keeps a token that sparse attention accepted before."""
     draft: str = "model"
     """model, or another value of the setting `draft`: self, lookup, auto."""
     together: bool = False
@@ -126,7 +129,7 @@ class Deployment:
         self.start_seconds: dict[str, float] = {}  # from a service's start until it served, by name
         self.control(Controls(attached=False))
 
-    def start(self) -> list[str]:
+    def start(self) -> list[Endpoints]:
         """Start the services and their endpoints; return the endpoints' addresses.
 
         All load at once. The draft stays away from its targets until controls attach it. Raises ChildProcessError for
@@ -225,7 +228,8 @@ class Deployment:
 
     def _target_flags(self, name: str) -> list[str]:
         pair = self.pair
-        own = ["--acceptance", str(pair.acceptance), *self._room.tiers(pair.target_shape)]
+        own = ["--acceptance", str(pair.acceptance), "--confirmation", str(pair.confirmation)]
+        own += self._room.tiers(pair.target_shape)
         own += ["--draft", self._models["draft"] if pair.draft == "model" else pair.draft]
         own += ["--placement", "together"] if pair.together else []
         own += ["--replay"] if self._replayed else []

@@ -2,9 +2,13 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
+from specahead.lab.benchmarks.agents import AgentsRow
+from specahead.lab.benchmarks.agents import report as agents_report
 from specahead.lab.benchmarks.serving.breakdown import Breakdown
 from specahead.lab.benchmarks.serving.clients import Figures
 
@@ -90,6 +94,8 @@ class Results:
     prompts: list[PromptRow] = field(default_factory=list)
     rows: list[ServeRow] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    agents: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of agents, each with the way that they were served."""
     starts: list[dict[str, float]] = field(default_factory=list)
     """Seconds until each service of each deployment served."""
 
@@ -131,6 +137,15 @@ class Results:
         print(end="", flush=True)
         self._write()
 
+    def add_agents(self, way: Way, rows: Sequence[AgentsRow]) -> None:
+        self.agents += [{"way": str(way), **asdict(row)} for row in rows]
+        print(f"agents, {way}\n{agents_report(rows)}", flush=True)
+        self._write()
+
+    def has_agents(self, way: Way) -> bool:
+        """Return whether agents were measured in a way."""
+        return any(row["way"] == str(way) for row in self.agents)
+
     def fail(self, what: str, error: Exception) -> None:
         """Keep why a part has no row."""
         self.failures.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
@@ -146,6 +161,7 @@ class Results:
         if self.file is None:
             return
         content = {"prompts": [asdict(row) for row in self.prompts], "rows": [asdict(row) for row in self.rows]}
+        content["agents"] = self.agents
         others = {"written": time.strftime("%F %T"), "starts": self.starts, "failures": self.failures}
         Path(self.file).write_text(json.dumps(self.head | content | others, indent=1) + "\n")
 

@@ -1,0 +1,104 @@
+"""Chooses which passes of a service read a second copy of the weights in 8 bits, where its settings leave that open."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from specahead.config import DraftSettings, TargetSettings
+from specahead.engine.loading.config import load_config, read_shape
+from specahead.engine.loading.memory import ACTIVATION_BYTES, bytes_of_token
+from specahead.engine.loading.model import resolve_dtype
+from specahead.engine.model.families import FAMILIES, count_parameters, unbuilt_feature
+from specahead.kernels.linear import BLOCK
+
+log = logging.getLogger(__name__)
+
+LEAST_CAPABILITY = (8, 9)  # of GPUs that convert numbers of 8 bits (e4m3)
+MOST_OF_KV = 1 / 4  # of the memory that weights leave: more KV is worth more than a copy that takes more
+
+
+Settings = TypeVar("Settings", TargetSettings, DraftSettings)
+
+
+def choose_copies(settings: Settings) -> Settings:
+    """Return the settings with "fp8" or "none" for each quantization that they leave open.
+
+    A copy is made where passes that a later pass judges can read it, the GPU converts 8 bits, and memory allows. The
+    device of the settings must be known. Raises what transformers raises for a config that it cannot read.
+    """
+    said = settings.speculation
+    models = {
+        name: model
+        for name, model in _read_by(settings).items()
+        if getattr(said, name) is None and can_copy(load_config(model), settings.dtype, settings.device, model)
+    }
+    sizes = {name: count_parameters(load_config(model)) for name, model in models.items()}
+    made = fitting(sizes, *_memory(settings)) if sizes else []
+    chosen: dict[str, Any] = {
+        name: "fp8" if name in made else getattr(said, name) or "none" for name in QUANTIZATION_KEYS
+    }
+    if sizes:
+        log.info("chose 8-bit copies of weights", extra={**chosen, "gib": sum(sizes[name] for name in made) / 2**30})
+    return replace(settings, speculation=replace(said, **chosen))
+
+
+QUANTIZATION_KEYS = ("draft_quantization", "screening_quantization")
+
+
+def can_copy(config: Any, dtype: str, device: str, model: str) -> bool:
+    """Return whether the device reads 8-bit copies of a model's layers.
+
+    config: of transformers. dtype: as settings name it.
+    """
+    if not device.startswith("cuda") or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return False
+    if unbuilt_feature(config, on_gpu=True) is not None or resolve_dtype(dtype, device, model) == torch.float32:
+        return False
+    family = FAMILIES[config.model_type]
+    inputs = config.hidden_size, config.intermediate_size
+    return None not in (family.input_norm, family.mlp_norm) and not any(size % BLOCK for size in inputs)
+
+
+def fitting(sizes: Mapping[str, int], left: float, asked: float) -> list[str]:
+    """Return which copies are made, in the order of `sizes`, which gives the bytes of each.
+
+    left: bytes that the weights leave for KV and copies; asked: bytes of KV that the settings ask for, 0 if the KV
+    takes all memory that is left.
+    """
+    room = left - asked if asked else MOST_OF_KV * left
+    made = []
+    for name, size in sizes.items():
+        if size <= room:
+            made.append(name)
+            room -= size
+    return made
+
+
+def _read_by(settings: TargetSettings | DraftSettings) -> dict[str, str]:
+    """Return whose weights passes of this process would read in 8 bits: models by key of the speculation."""
+    if isinstance(settings, DraftSettings):
+        return {"draft_quantization": settings.model}
+    read = {}
+    if settings.drafts_for_itself:
+        read["draft_quantization"] = settings.model
+    elif settings.draft_in_target:
+        read["draft_quantization"] = settings.draft
+    if settings.chosen.hold != 0 and not settings.deterministic:
+        read["screening_quantization"] = settings.model
+    return read
+
+
+def _memory(settings: TargetSettings | DraftSettings) -> tuple[float, float]:
+    """Return how many bytes the weights of the process leave, and how many of KV the settings ask for."""
+    free, total = torch.cuda.mem_get_info(settings.device)
+    left = free - (1 - settings.gpu_memory_utilization) * total - ACTIVATION_BYTES
+    beside = [settings.draft] if isinstance(settings, TargetSettings) and settings.draft_in_target else []
+    asked = settings.kv_memory * 2**30
+    for model in [settings.model, *beside]:
+        config, dtype = load_config(model), resolve_dtype(settings.dtype, settings.device, model)
+        left -= count_parameters(config) * dtype.itemsize
+        asked += settings.kv_tokens * bytes_of_token(read_shape(config), dtype)
+    return left, asked
