@@ -234,8 +234,9 @@ def _measure_agents(run: _Run, deployment: Deployment, url: str, way: Way) -> No
     flags += ["--context", *map(str, asked.agent_context), "--timeout", str(run.seconds())]
     with _noted_failure(run, f"agents, {way}"):
         note(f"agents, {way}")
+        began = time.perf_counter()
         rows, _ = agents.measure(parser.parse_args([*flags, "--agents", *map(str, asked.agents)]))
-        run.results.add_agents(way, rows)
+        run.results.add_agents(way, rows, deployment.time_shares(began) if asked.breakdown else {})
 
 
 def _modes_over_tiers(modes: list[str]) -> list[str]:

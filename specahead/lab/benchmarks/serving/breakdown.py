@@ -81,6 +81,24 @@ def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int)
     )
 
 
+def time_shares(target: Timeline, draft: Timeline, began: float) -> dict[str, float]:
+    """Return where the time went from `began` until the target's last step, in shares of it, by what ran.
+
+    began: by time.perf_counter. Of services that run beside each other the shares may add up to more than 1. What no
+    model's thread ran is the host's, or nothing was there to do.
+    """
+    steps = [step for step in target.steps if step.planned >= began]
+    if not steps:
+        raise ValueError("expected steps in the target's timeline")
+    whole = steps[-1].finished - began
+    shares = {}
+    for side, of_side in (("target", steps), ("draft", [step for step in draft.steps if step.planned >= began])):
+        for what, chosen in (("reads prompts", True), ("rounds", False)):
+            seconds = sum(step.ended - step.began for step in of_side if bool(step.prompts) is chosen)
+            shares[f"{side} {what}"] = seconds / whole
+    return shares | {"rest": 1 - sum(shares.values())}
+
+
 def _share_met(rounds: list[tuple[float, RoundKey, StepTimes]], draft: Timeline) -> float:
     """Return the share of rounds whose last drafting was planned before the verdict that they follow."""
     drafted: dict[tuple[str, int], list[float]] = defaultdict(list)

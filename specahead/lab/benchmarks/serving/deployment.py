@@ -26,10 +26,10 @@ from specahead.lab.benchmarks.processes import (
     wait_for_endpoints,
     wait_for_service,
 )
-from specahead.lab.benchmarks.serving.breakdown import Breakdown, break_down
+from specahead.lab.benchmarks.serving.breakdown import Breakdown, break_down, time_shares
 from specahead.lab.benchmarks.serving.clients import SETTLED
 from specahead.lab.benchmarks.serving.controls import Controls
-from specahead.lab.benchmarks.serving.timeline import read_timeline, timeline_of_draft
+from specahead.lab.benchmarks.serving.timeline import Timeline, read_timeline, timeline_of_draft
 from specahead.lab.benchmarks.shapes import SHAPES
 from specahead.lab.evaluation.plans import save_plan
 from specahead.sparsity.plan import uniform_plan
@@ -193,6 +193,13 @@ class Deployment:
                 if time.monotonic() > limit:
                     raise
             time.sleep(0.1)
+
+    def time_shares(self, began: float) -> dict[str, float]:
+        """Return where the time of the first target went since `began`, by time.perf_counter, once it is idle."""
+        time.sleep(_TIMELINE_SECONDS)
+        target, draft = self.targets[0], "draft" if self.pair.draft == "model" else ""
+        drafted = read_timeline(self._timeline_of(draft, target)) if draft else Timeline()
+        return time_shares(read_timeline(self.timeline(target)), drafted, began)
 
     def _timeline_of(self, draft: str, target: str) -> Path:
         return timeline_of_draft(self.timeline(target)) if self.pair.together else self.timeline(draft)

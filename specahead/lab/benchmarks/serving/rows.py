@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -137,9 +137,11 @@ class Results:
         print(end="", flush=True)
         self._write()
 
-    def add_agents(self, way: Way, rows: Sequence[AgentsRow]) -> None:
-        self.agents += [{"way": str(way), **asdict(row)} for row in rows]
-        print(f"agents, {way}\n{agents_report(rows)}", flush=True)
+    def add_agents(self, way: Way, rows: Sequence[AgentsRow], shares: Mapping[str, float]) -> None:
+        """shares: where the target's time went, of all rows together."""
+        self.agents += [{"way": str(way), "shares": shares, **asdict(row)} for row in rows]
+        went = ", ".join(f"{what} {share:.1%}" for what, share in shares.items())
+        print(f"agents, {way}\n{agents_report(rows)}\n{went}".rstrip(), flush=True)
         self._write()
 
     def has_agents(self, way: Way) -> bool:
