@@ -1,10 +1,9 @@
-"""Linear layers, and how a model's layers read its residual stream and add to it: one dispatch over three kernels.
+"""Linear layers, and how a model's layers read its residual stream and add to it: one dispatch over two kernels.
 
 A layer of up to MOST_ROWS rows takes about as long as its weight takes to read:
 
-    one row, or two of a small model    `skinny`: plain lanes, with norm, activation and residual in the same launch
-    up to MOST_ROWS rows                `few_rows`: tensor cores, over weights of 16 bits or of 8
-    more rows, a CPU, other shapes      torch (cuBLAS), then the activation by itself
+    up to MOST_ROWS rows              `few_rows`: tensor cores, over weights of 16 bits or of 8
+    more rows, a CPU, other shapes    torch (cuBLAS), then the activation by itself
 
 Which kernel runs depends on the number of rows, on the weight and on the backend, never on values. So the rows of a
 pass that is repeated in the same shape are rounded alike.
@@ -19,7 +18,6 @@ from torch import Tensor
 from specahead.kernels.backends import Backend
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear, takes
-from specahead.kernels.linear.skinny import is_skinny, skinny_linear
 from specahead.kernels.linear.weights import BLOCK, EightBitWeight, LinearWeight, quantize
 from specahead.kernels.rms_norm import add_rms_norm, add_scaled
 
@@ -34,8 +32,6 @@ __all__ = [
     "linear_of_residual",
     "quantize",
 ]
-
-_SMALL_HIDDEN = 2048  # of models whose layers of two rows are faster by `skinny` than by `few_rows`
 
 
 @dataclass(frozen=True)
@@ -101,9 +97,6 @@ def linear_of_residual(
 
     norm: [hidden], the weight of the norm; None: the layer reads the stream as it is.
     """
-    if residual.update is None and _is_skinny(residual.total, residual, weight, backend):
-        values, bias = weight.values, weight.bias
-        return skinny_linear(residual.total, values, bias, norm, epsilon, gated=gated, backend=backend), residual
     if norm is None:
         residual = residual.added_up()
         return linear(residual.total, weight, backend, gated, in_parts), residual
@@ -120,19 +113,8 @@ def linear_of_residual(
 
 def add_linear(residual: Residual, x: Tensor, weight: LinearWeight, backend: Backend = "torch") -> Residual:
     """Return the residual stream with a linear layer of x as its update. The update before must be added up."""
-    if _is_skinny(x, residual, weight, backend):
-        total, scale = residual.total, residual.scale
-        out = skinny_linear(x, weight.values, weight.bias, residual=total, backend=backend, scale=scale)
-        return replace(residual, total=out)
     return residual.plus(linear(x, weight, backend, in_parts=True))
 
 
 def _reads_eight_bits(weight: LinearWeight, rows: int) -> bool:
     return weight.eight_bit is not None and rows <= MOST_ROWS
-
-
-def _is_skinny(x: Tensor, residual: Residual, weight: LinearWeight, backend: Backend) -> bool:
-    """Whether a layer that reads the residual stream or adds to it is run by `skinny`."""
-    rows, hidden = residual.total.shape
-    is_few = rows <= 1 or hidden <= _SMALL_HIDDEN
-    return backend == "triton" and is_few and weight.eight_bit is None and is_skinny(x)

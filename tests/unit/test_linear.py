@@ -17,7 +17,6 @@ from specahead.kernels.linear import (
     linear,
     linear_of_residual,
     quantize,
-    skinny,
 )
 from specahead.kernels.linear.weights import BLOCK
 
@@ -74,18 +73,14 @@ def test_a_layer(rows: int, inputs: int, gated: bool, in_eight_bits: bool) -> No
         check(out, exactly(x, read, gated), 6)
 
 
-Kernel = Literal["skinny", "few rows", "torch"]
+Kernel = Literal["few rows", "torch"]
 
 
 @pytest.mark.parametrize(
     ("rows", "hidden", "in_eight_bits", "kernel"),
     [
-        (1, 128, False, "skinny"),
-        (1, 96, False, "skinny"),
+        (1, 128, False, "few rows"),
         (1, 128, True, "few rows"),
-        (2, 2048, False, "skinny"),
-        (2, 2176, False, "few rows"),  # of a model that is not small
-        (3, 128, False, "few rows"),
         (3, 96, False, "torch"),
         (MOST_ROWS, 128, True, "few rows"),
         (MOST_ROWS + 1, 128, True, "torch"),
@@ -102,7 +97,7 @@ def test_which_kernel_runs_depends_on_rows_and_weight(
         return x.new_zeros(len(x), len(weight if isinstance(weight, Tensor) else weight.values))
 
     package = "specahead.kernels.linear"
-    ways: dict[Kernel, str] = {"skinny": "skinny_linear", "few rows": "few_rows_linear", "torch": "F.linear"}
+    ways: dict[Kernel, str] = {"few rows": "few_rows_linear", "torch": "F.linear"}
     for name, place in ways.items():
         monkeypatch.setattr(f"{package}.{place}", lambda x, weight, *_, name=name, **__: note(name, x, weight))
     stream = Residual(random(rows, hidden, seed=2))
@@ -191,30 +186,3 @@ def test_a_gated_layer_of_a_program_a_processor_takes_it_with_more_warps() -> No
     assert few_rows.default_tuning(8, 8192, 2048, True, False, True).warps == 8
     assert few_rows.default_tuning(8, 14336, 4096, True, False, True).warps == 4
     assert few_rows.default_tuning(8, 8192, 2176, True, False, True).depth == BLOCK  # such inputs are cut in blocks
-
-
-# One row or two
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 7, 64), (2, 33, 100), (2, 16, 192), (0, 8, 64)])
-def test_skinny_layers_to_a_rounding_of_the_result(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    """Plain, with bias, residual and scale, and with norm and activation; outputs and inputs that fill no tile."""
-    x, weight = random(rows, inputs, dtype=dtype), (random(outputs, inputs, seed=1) / inputs**0.5).to(dtype)
-    gates = (random(2 * outputs, inputs, seed=3) / inputs**0.5).to(dtype)
-    bias, norm = weight[:, 0].contiguous(), (1 + random(inputs, seed=4) / 4).to(dtype)
-    residual, exact = (x[:, :1] * weight[:, 1]).contiguous(), x.double() @ weight.double().T
-    gate, up = (normed(x, norm) @ gates.double().T).split(outputs, 1)
-    precision = torch.finfo(dtype).eps
-    for depth in (32, 256):
-        how: dict[str, Any] = {"backend": "triton", "tuning": skinny.Tuning(columns=4, depth=depth, warps=1)}
-        plain = skinny.skinny_linear(x, weight, **how)
-        added = skinny.skinny_linear(x, weight, bias, residual=residual, scale=0.3, **how)
-        activated = skinny.skinny_linear(x, gates, None, norm, EPSILON, gated=True, **how)
-        for out, wanted in (
-            (plain, exact),
-            (added, 0.3 * (exact + bias.double()) + residual.double()),
-            (activated, F.silu(gate) * up),
-        ):
-            torch.testing.assert_close(out.double(), wanted, rtol=precision, atol=precision / 2)
-        torch.testing.assert_close(skinny.skinny_linear(x, weight), plain, rtol=2 * precision, atol=precision)
