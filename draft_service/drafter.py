@@ -15,6 +15,7 @@ from draft_service.sessions import DraftedRound, DraftSession, TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, Work, find_work, plan_chained_rounds, plan_draft_step
 from specahead.config import DraftSettings
 from specahead.engine.sampling.grammars import Grammars
+from specahead.engine.steps.device_clock import DeviceClock
 from specahead.engine.steps.requests import gammas
 from specahead.engine.steps.runner import DraftRunner
 from specahead.engine.steps.step_loop import describe, prefill_chunk
@@ -59,8 +60,8 @@ class Drafter:
         self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
-        self.round_seconds = 0.0
-        """Duration of the last step that drafted rounds and read no prompt."""
+        self.reading = DeviceClock(runner.kv.device)
+        """Times the reading of prompts, by tokens."""
         rounds = round_settings(plan, settings.most_drafted, settings.support, chosen.draft_read_share)
         alternatives = ALTERNATIVES if chosen.branches > 1 else 0 if self.overlaps else BESIDE
         rounds = replace(rounds, branches=chosen.branches, runs_last=self.overlaps)
@@ -193,13 +194,12 @@ class Drafter:
         started = time.perf_counter()
         rounds = self.runner.draft_rounds([item.request for item in step.rounds]) if step.rounds else []
         if step.inputs:
-            self.runner.forward(step.inputs)
+            with self.reading.timing(sum(len(item.tokens) for item in step.inputs)):
+                self.runner.forward(step.inputs)
         return DraftStepResult(rounds, time.perf_counter() - started)
 
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
         """Keep the rounds of a step and propose them, all in one frame: a target does not begin with a part of it."""
-        if not step.inputs:
-            self.round_seconds = result.seconds
         self._trace(step, result.seconds)
         drafted: list[tuple[DraftSession, DraftedRound]] = []
         for planned, output in zip(step.rounds, result.rounds, strict=True):

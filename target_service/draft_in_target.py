@@ -185,10 +185,7 @@ class StepsByTurns:
         match step, result:
             case DraftStep(), DraftStepResult():
                 if step.inputs:
-                    self.verifier.pacing.note_draft_reading(
-                        result.seconds - self.drafter.round_seconds * bool(step.rounds),
-                        sum(len(item.tokens) for item in step.inputs),
-                    )
+                    self.verifier.pacing.note_draft_reading(self.drafter.reading.take())
                 self.drafter.finish_step(step, result)
             case VerifyStep(), VerifyResult():
                 self.verifier.finish_step(step, result)

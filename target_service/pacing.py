@@ -1,7 +1,7 @@
 """Tells the policy what each step took and gave, and sets the policy's choice as the sessions' next rounds."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from specahead.config import TargetSettings
@@ -75,10 +75,13 @@ class Pacing:
             session.pace.acceptance = self.policy.new_acceptance()
             session.pace.next_round = self.policy.plan_of(session.pace, len(session.tokens), session.announces)
 
-    def note_draft_reading(self, seconds: float, tokens: int) -> None:
-        """Take note that the draft in this process has read `tokens` tokens of prompts for `seconds`."""
+    def note_draft_reading(self, parts: Iterable[tuple[int, float]]) -> None:
+        """Take note that the draft in this process reads prompts. parts: tokens and seconds of those that it has read
+        since the last call.
+        """
         self._draft_has_read = True
-        self.policy.reading.note_read(seconds, tokens)
+        for tokens, seconds in parts:
+            self.policy.reading.note_read(seconds, tokens)
 
     def see(self, step: VerifyStep, fetched: int, seconds: float, now: float) -> StepSeen:
         """Return the figures of a step that has ended at the time `now`; call it once for each step.

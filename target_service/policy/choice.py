@@ -249,8 +249,9 @@ class Policy:
     def _rate(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         """Return the tokens a second of each session, on average. A draft on the same device reads the prompts too."""
         rate = self._rate_of_rounds(plan, at)
-        a_token = self.reading.seconds_a_token if plan.drafted else 0.0
-        return 1 / (1 / rate + at.load.sessions * a_token)
+        if not plan.drafted:
+            return rate
+        return 1 / (1 / rate + self.reading.seconds_a_token(at.load.sessions, at.load.undrafted))
 
     def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         load, kinds = at.load, kinds_of(plan, at.load)

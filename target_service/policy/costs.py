@@ -83,6 +83,7 @@ class CostTable:
         self.sizes = sizes
         self._buckets: defaultdict[tuple[int, int], _Bucket] = defaultdict(_Bucket)
         self._scales: dict[RoundKind, _Scale] = {}
+        self._unit = 1.0  # seconds for a unit of size, of the rounds that were measured last
 
     def note(self, kind: RoundKind, load: Load, seconds: float, rounds: int) -> None:
         """Take note of the rounds of a step, which took `seconds` on average. rounds: of how many sessions."""
@@ -91,7 +92,8 @@ class CostTable:
         figure = here.figures.setdefault(kind, _Figure())
         figure.add(seconds, self.sizes.target(kind, load), self.sizes.drafting(kind, load), share, here.rounds)
         if figure.rounds > SETTLED:
-            self._scales[kind] = _Scale(figure.per_size(self.sizes.draft_pass), load.sessions)
+            self._unit = figure.per_size(self.sizes.draft_pass)
+            self._scales[kind] = _Scale(self._unit, load.sessions)
 
     def at(self, load: Load) -> "CostsAtLoad":
         """Return what rounds take under a load."""
@@ -102,7 +104,7 @@ class CostTable:
             if figure.rounds > SETTLED and here.rounds - figure.newest < STALE
         }
         scales = {kind: scale.value for kind, scale in self._scales.items() if scale.says_of(load.sessions)}
-        return CostsAtLoad(self.sizes, load, known, scales)
+        return CostsAtLoad(self.sizes, load, known, scales, self._unit)
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class CostsAtLoad:
     """The figures of the load's bucket."""
     scales: dict[RoundKind, float]
     """Seconds for what sizes say, as measured under loads with about as many sessions."""
+    unit: float = 1.0
+    """The same of all kinds where `scales` is empty; 1 while nothing is measured."""
 
     def seconds(self, kind: RoundKind) -> float:
         """Return the seconds of a round: measured, or by how its size differs from that of a measured kind.
@@ -150,7 +154,7 @@ class CostsAtLoad:
 
     def _scale(self, kind: RoundKind) -> float:
         if not self.scales:
-            return 1.0
+            return self.unit
         return self.scales[min(self.scales, key=lambda other: _distance(kind, other))]
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 FORGOTTEN_AFTER = 16  # requests: older ones say little about the length of present prompts and answers
+OUTLIER, USUAL_TOKENS = 3.0, 8192  # times the mean, once it rests on so many tokens
 FORGOTTEN_TOKENS = 65_536  # tokens that the draft has read: older ones say little about how long it takes
 
 
@@ -18,9 +19,14 @@ class DraftReading:
     """Tokens of prompts that the target has read for requests that have ended."""
     answers: float = 0.0
     """Tokens that were generated for these requests."""
+    requests: float = 0.0
 
     def note_read(self, seconds: float, tokens: int) -> None:
-        """Take note that the draft has read `tokens` tokens for `seconds`."""
+        """Take note that the draft has read `tokens` tokens for `seconds`. Far more than usual is a kernel that was
+        compiled meanwhile.
+        """
+        if self.tokens >= USUAL_TOKENS:
+            seconds = min(seconds, OUTLIER * self.seconds_to_read(tokens))
         kept = max(0.0, 1 - tokens / FORGOTTEN_TOKENS)
         self.seconds, self.tokens = kept * self.seconds + max(0.0, seconds), kept * self.tokens + tokens
 
@@ -28,12 +34,20 @@ class DraftReading:
         """Take note of a request that has ended, with the tokens of its prompt that were read, and of its answer."""
         kept = 1 - 1 / FORGOTTEN_AFTER
         self.prompts, self.answers = kept * self.prompts + prompt, kept * self.answers + answer
+        self.requests = kept * self.requests + 1
 
     def seconds_to_read(self, tokens: int) -> float:
         """Return how long the draft takes to read `tokens` tokens; 0 until it has read any."""
         return tokens * self.seconds / self.tokens if self.tokens else 0.0
 
-    @property
-    def seconds_a_token(self) -> float:
-        """Seconds of reading for each generated token; 0 until a request has ended."""
-        return self.seconds_to_read(1) * self.prompts / self.answers if self.answers else 0.0
+    def seconds_a_token(self, sessions: int, undrafted: int) -> float:
+        """Return the seconds of reading while each of `sessions` sessions generates a token; 0 until a request has
+        ended.
+
+        undrafted: tokens of those that the draft has not read, which are half answered on average: where drafting
+        begins, they are read as well.
+        """
+        if not self.answers:
+            return 0.0
+        of_new = sessions * self.seconds_to_read(1) * self.prompts / self.answers
+        return max(of_new, self.seconds_to_read(undrafted) / (self.answers / self.requests / 2))
