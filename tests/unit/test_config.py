@@ -1,9 +1,7 @@
 """Where a setting's value comes from, what is refused, and that each is declared once."""
 
 import argparse
-import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import pytest
 
 from specahead import models
 from specahead.config import (
-    ClusterSettings,
     Config,
     DraftSettings,
     SettingsError,
@@ -121,29 +118,6 @@ def test_what_a_speculation_leaves_open_follows_from_draft_and_device(
     assert tuple(getattr(found, name) for name in names) == follows
 
 
-@pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
-def test_an_empty_file_sets_nothing(tmp_path: Path, text: str) -> None:
-    assert resolve("--config", config(tmp_path, text)) == resolve() == Config()
-
-
-def test_values_have_their_types(tmp_path: Path) -> None:
-    file = config(tmp_path, "budget: 1\nkv_memory: 5\nserved_model_name: 7\n")
-    settings = resolve("--config", file, SPECAHEAD_MAX_QUEUED="0", SPECAHEAD_JOIN="yes")
-    target = settings.target
-    assert (target.budget, target.kv_memory, target.max_queued) == (1.0, 5.0, 0)
-    assert isinstance(target.budget, float)
-    assert settings.clients.served_model_name == "7"
-    assert settings.cluster.join is True
-
-
-@pytest.mark.parametrize(("name", "value"), [("max_queued", "4.5"), ("kv_memory", "soon"), ("grpc_port", "")])
-def test_a_flag_of_the_wrong_type_is_refused(name: str, value: str) -> None:
-    with pytest.raises(SettingsError, match=rf"flag: {name} is '{value}'"):
-        resolve(f"--{name.replace('_', '-')}", value)
-    with pytest.raises(SettingsError, match=rf"environment: {name} is '{value}'"):
-        resolve(**{f"SPECAHEAD_{name.upper()}": value})
-
-
 @pytest.mark.parametrize(
     "line", ["targets: 4.5", "targets: true", "targets: null", "targets: [4]", "join: 2", "plan: null", "host: [a, b]"]
 )
@@ -183,19 +157,6 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_ignored(caplog: pytes
     assert all(name in record.getMessage() for name in KUBERNETES)
     assert "SPECAHEAD_HTTP_PORT" not in record.getMessage()
     assert resolve(SPECAHEAD_SERVICE_HOST="0.0.0.0", SPECAHEAD_GRPC_PORT="1").target.host == "0.0.0.0"
-
-
-def test_a_launch_starts_where_kubernetes_has_a_service_of_our_name() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.launch", "--dry-run"],
-        env=os.environ | KUBERNETES,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["service_host"] == ""
-    assert "SPECAHEAD_SERVICE_HOST" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -240,34 +201,6 @@ def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path, content: 
 def test_values_out_of_range_are_refused(flag: str, value: str) -> None:
     with pytest.raises(SettingsError):
         resolve(flag, value)
-
-
-@pytest.mark.parametrize(("flag", "value"), [("--budget", "1"), ("--max-queued", "0")])
-def test_the_ends_of_the_ranges_are_allowed(flag: str, value: str) -> None:
-    assert resolve(flag, value) != Config()
-
-
-def test_host_memory_is_the_targets() -> None:
-    assert resolve().target.host_kv_memory == 0
-    settings = resolve("--host-kv-memory", "1.5")
-    assert (settings.target.host_kv_memory, settings.draft.host_kv_memory) == (1.5, 0)
-
-
-def test_where_a_service_says_that_it_is() -> None:
-    """At what it binds, or where that is all addresses, at its node's."""
-    from orchestrator.cluster.service_actor import announced_address  # imports Ray
-
-    assert announced_address("10.0.0.1:7", "10.0.0.1") == "10.0.0.1:7"
-    assert announced_address("127.0.0.1:7", "10.0.0.1") == "127.0.0.1:7"
-    assert announced_address("0.0.0.0:7", "10.0.0.1") == "10.0.0.1:7"
-    assert announced_address("[::]:7", "[fd00::1]") == "[fd00::1]:7"
-
-
-def test_what_a_node_must_have() -> None:
-    from orchestrator.cluster.room import resources_of
-
-    cluster = resolve("--node-resources", '{"target": "big"}').cluster
-    assert (resources_of("target", cluster), resources_of("draft", cluster)) == ({"big": 0.001}, {})
 
 
 def test_several_targets_and_drafts() -> None:
@@ -321,13 +254,6 @@ def test_what_a_ray_that_gets_no_more_nodes_can_run() -> None:
         check_room([target, draft], {"CPU": 1.0, "GPU": 2.0})
     with pytest.raises(ClusterError, match=r"31 services need 3.1 CPU, .* has 3 and .*: place fewer services"):
         check_room([{"CPU": 0.1, "GPU": 0}] * 31, {"CPU": 3.0})
-
-
-def test_a_ray_that_is_not_there_is_told_of_at_once() -> None:
-    from orchestrator.cluster.fleet import connect_ray  # imports Ray
-
-    with pytest.raises(ClusterError, match=r"no Ray answers at 127.0.0.1:1 \(Connection refused\): check"):
-        connect_ray(ClusterSettings(ray_address="127.0.0.1:1"))
 
 
 def test_what_a_launch_decides_for_its_services() -> None:
@@ -390,36 +316,11 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_else() -> None:
         alone(DraftSettings(), "--model", "./nope")
 
 
-def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
-    from orchestrator.api.endpoints import resolve_context  # imports transformers
-
-    with pytest.raises((ValueError, OSError), match=str(tmp_path)):
-        resolve_context(resolve("--target", str(tmp_path), "--plan", "any.json"))
-
-
 def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         resolve("--api-key", "secret-b", "--dry-run")
     assert "secret" not in capsys.readouterr().out
     assert "secret" not in repr(resolve("--api-key", "secret-b"))
-
-
-def test_a_wrong_flag_is_told_below_one_line_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        resolve("--gama", "4")
-    said = capsys.readouterr().err
-    assert "--gama" in said and len(said.splitlines()) == 2
-
-
-def test_the_bundled_pair_may_have_a_budget_and_a_method_of_its_own() -> None:
-    settings = resolve("--sparsity", "dense", "--budget", "0.3", SPECAHEAD_SPARSITY="quest")
-    assert (settings.draft.plan, settings.target.plan, settings.target.method) == (*[str(models.PLAN)] * 2, "dense")
-
-
-def test_model_name() -> None:
-    assert Config().model_name == models.TARGET.name
-    assert resolve("--target", "org/name", "--plan", "mine.json").model_name == "name"
-    assert resolve("--served-model-name", "mine").model_name == "mine"
 
 
 # Services by themselves
@@ -460,12 +361,6 @@ def test_a_service_takes_environment_and_file_by_the_names_of_a_launch(tmp_path:
     assert alone(DraftSettings(), "--config", file).kv_tokens == 3
 
 
-def test_a_service_has_defaults_of_its_own() -> None:
-    assert alone(TargetSettings(port=50052)).port == 50052
-    assert alone(TargetSettings(port=50052), "--port", "0").port == 0
-    assert (alone(TargetSettings()).max_context, resolve().target.max_context) == (32768, 0)
-
-
 # Declarations
 
 
@@ -485,17 +380,6 @@ def test_what_is_printed_is_a_file_that_gives_the_same(tmp_path: Path, capsys: p
     assert ended.value.code == 0
     file = config(tmp_path, capsys.readouterr().out)
     assert resolve("--config", file) == resolve(*flags) != Config()
-
-
-def test_help_is_grouped_and_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        resolve("--help")
-    text = capsys.readouterr().out
-    for section in sections(Config()):
-        for item in declared_in(type(section)):
-            if item.name:
-                assert f"\n{item.group}:\n" in text
-                assert f"--{item.name.replace('_', '-')}" in text
 
 
 def sections(settings: Config) -> list[Section]:
@@ -519,13 +403,6 @@ def test_every_setting_and_every_key_has_a_sentence() -> None:
     for item in SETTINGS.values():
         for each in (item, *item.keys.values()):
             assert re.fullmatch(r"[^\n]+\.", each.help), each.name
-
-
-@pytest.mark.parametrize("name", ["max_queued", "host_kv_memory", "budget"])
-def test_what_exists_holds_allowed_values(name: str) -> None:
-    """Also where no command line made it."""
-    with pytest.raises(SettingsError, match=f"{name} is -1, expected "):
-        TargetSettings(**{name: -1})
 
 
 def test_one_message_names_source_setting_value_and_range() -> None:
@@ -575,17 +452,6 @@ def test_a_file_lists_several_models_that_differ_in_some_settings(tmp_path: Path
     assert {each.target.max_queued for each in settings.by_model} == {7}
     assert {each.clients.http_port for each in (settings, *settings.by_model)} == {0}
     assert resolve().by_model == (Config(),)
-
-
-def test_the_dry_run_of_several_models_can_be_read_as_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = config(tmp_path, TWO_MODELS)
-    with pytest.raises(SystemExit):
-        resolve("--config", file, "--dry-run")
-    told = json.loads(capsys.readouterr().out)
-    assert "speculation" not in told and [each["speculation"]["gamma"] for each in told["models"]] == [5, 3]
-    assert resolve("--config", config(tmp_path, json.dumps(told))) == resolve("--config", config(tmp_path, TWO_MODELS))
 
 
 @pytest.mark.parametrize(
