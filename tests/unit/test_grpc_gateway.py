@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from orchestrator.api.grpc_gateway import InferenceServicer
-from orchestrator.requests.access import Access, Proxies
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.keys import Key, digest_of
 from orchestrator.requests.requests import CompletionRequest
@@ -19,12 +18,10 @@ from orchestrator.sessions.observer import Observer
 from orchestrator.sessions.served_models import ServedModels
 from orchestrator.text.structured_outputs import StructuredOutputs
 from protos import inference_pb2, inference_pb2_grpc
-from specahead.engine.sampling.distributions import Sampling
-from specahead.wire.access import OPEN, Guard, PeerAccess
+from specahead.wire.access import OPEN, Guard
 from specahead.wire.server import start_server
 from tests.client import make_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
-from tests.unit.test_structured_outputs import follows
 
 
 @pytest.fixture
@@ -75,16 +72,6 @@ async def test_a_keys_limits_hold_as_over_http(router: ScriptedRouter) -> None:
         assert stranger.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_request_is_its_keys_else_its_addresses_as_over_http(router: ScriptedRouter) -> None:
-    """By this a target shares its places; a trusted proxy says which address it is."""
-    for keys, client in ([Key("alice", digest_of("a"))], "key alice"), ([], "203.0.113.7"):
-        access = Access(PeerAccess(), Callers(keys), None, Proxies("127.0.0.1"))
-        async with running(router, Guard(access.callers.admit, locate=access.locate_call)) as stub:
-            metadata = (("authorization", "Bearer a"), ("x-forwarded-for", "203.0.113.7"))
-            await _gather(stub.Generate(make_request("The sea", max_tokens=4), metadata=metadata))
-        assert router.opened[-1].asked.client == client
-
-
 async def test_a_request_is_aborted_with_its_own_key_alone(router: ScriptedRouter) -> None:
     router.gate.clear()
     keys = Callers([Key("alice", digest_of("a")), Key("bob", digest_of("b"))])
@@ -117,52 +104,6 @@ async def test_choices_are_told_apart(stub: Any, router: ScriptedRouter) -> None
     assert [record.asked.sampling.seed for record in router.opened] == [7, 8]
     assert [usage[i].completion_tokens for i in (0, 1)] == [len(record.generated) for record in router.opened]
     assert usage[0].cached_tokens == 3
-
-
-@pytest.mark.parametrize("per_round", [1, 3, 99])
-async def test_stops_as_over_http(stub: Any, router: ScriptedRouter, per_round: int) -> None:
-    """And nothing behind the stop string is told, however many tokens a round has."""
-    router.per_round = per_round
-    fields = {"max_tokens": 50, "stop": [" calm"], "include_stop_str_in_output": True, "stop_token_ids": [5, 6]}
-    responses = [response async for response in stub.Generate(make_request("The sea", **fields))]
-    assert "".join(response.text for response in responses) == "The sea was calm"
-    tokens = [token for response in responses for token in response.token_ids]
-    assert router.tokenizer.decode(tokens) == "The sea was calm"
-    assert responses[-1].usage.completion_tokens == len(tokens)
-    assert router.opened[0].asked.stop_token_ids == [0, 5, 6]
-
-
-async def test_how_tokens_are_chosen_and_their_log_probabilities(stub: Any, router: ScriptedRouter) -> None:
-    fields = {"top_k": 5, "min_p": 0.5, "presence_penalty": 1, "frequency_penalty": 2, "repetition_penalty": 1.5}
-    request = make_request("The sea", max_tokens=3, seed=1, min_tokens=2, logit_bias={7: -3}, logprobs=1, **fields)
-    responses = [response async for response in stub.Generate(request)]
-    assert router.opened[0].asked.sampling == Sampling(1.0, 1.0, 1, 5, 0.5, 1, 2, 1.5, {7: -3}, 2)
-    told = [item for response in responses for item in response.logprobs]
-    assert [(item.logprob, list(item.top_ids), list(item.top_logprobs)) for item in told] == [(-1.0, [5], [-0.25])] * 3
-
-
-async def test_an_echo_and_the_log_probabilities_of_the_prompt(stub: Any, router: ScriptedRouter) -> None:
-    prompt = router.tokenizer.encode("The sea")
-    for given, text in (prompt, router.tokenizer.decode(prompt)), ("The sea", "The sea"):
-        responses = await _gather(stub.Generate(make_request(given, echo=True, max_tokens=0, logprobs=0, n=2)))
-        for choice in (0, 1):
-            mine = [response for response in responses if response.choice == choice]
-            assert (mine[0].text, list(mine[0].token_ids)) == (text, prompt)
-            assert "".join(response.text for response in mine[1:]) == ""
-            assert [item.logprob for response in mine for item in response.prompt_logprobs] == [-1.0] * (
-                len(prompt) - 1
-            )
-            assert not any(response.token_ids or response.logprobs for response in mine[1:])
-            assert mine[-1].usage.completion_tokens == 0 and mine[-1].finish_reason
-    whole = await _gather(stub.Generate(make_request("The sea", echo=True, max_tokens=50)))
-    assert "".join(response.text for response in whole) == f"The sea{router.answer}"
-
-
-async def test_messages_say_what_was_drafted_and_accepted(stub: Any, router: ScriptedRouter) -> None:
-    marked = await _gather(stub.Generate(make_request("The sea", max_tokens=4, mark_accepted=True)))
-    assert [response.accepted for response in marked] == [True, False, True, False]
-    plain = await _gather(stub.Generate(make_request("The sea", max_tokens=4)))
-    assert not any(response.HasField("accepted") for response in plain)
 
 
 def test_a_request_has_the_fields_of_http() -> None:
@@ -210,33 +151,3 @@ async def test_fields_are_checked_as_over_http(stub: Any, fields: Any, reason: s
         await stub.Generate(make_request("The sea", **fields)).read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (refused.value.details() or "").startswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "text", "other"),
-    [
-        ({"json": '{"type": "boolean"}'}, "true", "1"),
-        ({"regex": "a+"}, "aa", "b"),
-        ({"choice": ["x", "y"]}, "y", "z"),
-        ({"grammar": 'start: "a"'}, "a", "b"),
-        ({"json_object": True}, "{}", "[]"),
-        ({"json_object": True, "disable_any_whitespace": True}, '{"a":1}', '{"a": 1}'),
-        ({"json_object": True, "disable_any_whitespace": False}, '{\n "a": 1}', "[]"),
-        ({"json_object": True, "whitespace_pattern": " ?"}, '{"a": 1}', '{"a":  1}'),
-    ],
-)
-async def test_structured_outputs_as_over_http(
-    stub: Any, router: ScriptedRouter, outputs: dict[str, Any], text: str, other: str
-) -> None:
-    request = make_request("The sea", max_tokens=4, structured_outputs=inference_pb2.StructuredOutputs(**outputs))
-    await _gather(stub.Generate(request))
-    assert follows(router.opened[0].asked.grammar, text, router.tokenizer)
-    assert not follows(router.opened[0].asked.grammar, other, router.tokenizer)
-
-
-async def test_a_grammar_that_does_not_compile_is_an_invalid_argument(stub: Any, router: ScriptedRouter) -> None:
-    request = make_request("The sea", structured_outputs=inference_pb2.StructuredOutputs(regex="(a"))
-    with pytest.raises(grpc.aio.AioRpcError, match="unclosed group") as refused:
-        await _gather(stub.Generate(request))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert not router.opened

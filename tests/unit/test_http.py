@@ -7,10 +7,8 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import aiohttp
-import anyio
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -150,13 +148,6 @@ async def test_log_probabilities_of_a_completion(client: AsyncOpenAI, router: Sc
         assert list(likely.items()) == list(({text: -1.0} | {decode([5]): -0.25, decode([6]): -2.75}).items())
 
 
-async def test_an_echo_without_a_continuation(client: AsyncOpenAI, router: ScriptedRouter) -> None:
-    answer = await complete(client, prompt="The sea", logprobs=0, echo=True, max_tokens=0)
-    (choice,) = answer.choices
-    assert (choice.text, answer.usage.completion_tokens) == ("The sea", 0)
-    assert choice.logprobs.token_logprobs == [None, *[-1.0] * (answer.usage.prompt_tokens - 1)]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_of_a_chat(client: AsyncOpenAI, router: ScriptedRouter, stream: bool) -> None:
     router.answer = "The sea"
@@ -196,25 +187,6 @@ async def test_token_ids_are_told_if_asked_for(client: AsyncOpenAI, router: Scri
     assert not hasattr(answer.choices[0], "token_ids") and answer.choices[0].logprobs is None
 
 
-async def test_streams_of_choices_are_told_apart(client: AsyncOpenAI, router: ScriptedRouter) -> None:
-    router.answer = ["The sea was calm.", "The old man slept."]
-    texts, reasons, usage = ["", ""], [None, None], None
-    async for chunk in await complete(client, n=2, stream=True, stream_options={"include_usage": True}):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            reasons[choice.index] = choice.finish_reason
-        usage = chunk.usage
-    assert texts == router.answer
-    assert reasons == ["stop", "stop"]
-    assert usage is not None and usage.completion_tokens == sum(len(record.generated) for record in router.opened)
-
-
-@pytest.mark.parametrize(("include", "expected"), [(False, "The sea was"), (True, "The sea was calm")])
-async def test_a_stop_string_is_shown_if_asked_for(client: AsyncOpenAI, include: bool, expected: str) -> None:
-    answer = await complete(client, stop=" calm", extra_body={"include_stop_str_in_output": include})
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
-
-
 @pytest.mark.parametrize(("stream", "per_round"), [(False, 3), (True, 1), (True, 3), (True, 99)])
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 async def test_a_stop_string_cuts_what_is_told_of_tokens(
@@ -237,30 +209,6 @@ async def test_a_stop_string_cuts_what_is_told_of_tokens(
     assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
 
 
-@pytest.mark.parametrize(("stream", "per_round"), [(False, 3), (True, 1), (True, 99)])
-async def test_a_stop_string_cuts_what_a_response_tells_of_tokens(
-    client: AsyncOpenAI, router: ScriptedRouter, stream: bool, per_round: int
-) -> None:
-    router.per_round = per_round
-    include: Any = ["message.output_text.logprobs"]
-    answer: Any = await client.responses.create(
-        model=MODEL, input="Hello", include=include, stream=stream, extra_body={"stop": [" calm"]}
-    )
-    if stream:
-        answer = [event async for event in answer][-1].response
-    assert answer.output_text == "The sea was"
-    entries = answer.output[0].content[0].logprobs
-    assert "".join(entry.token for entry in entries) == "The sea was calm"
-    assert answer.usage.output_tokens == len(entries) == len(router.opened[0].generated)
-
-
-async def test_a_stop_string_ends_no_text_of_fewer_tokens_than_min_tokens(client: AsyncOpenAI) -> None:
-    answer = await complete(client, stop=" the", extra_body={"min_tokens": 3})
-    assert answer.choices[0].text == "The sea was calm, and"
-    answer = await complete(client, stop=" was", extra_body={"min_tokens": 4})
-    assert answer.choices[0].text == "The sea was calm, and the old man"
-
-
 async def test_the_answer_tells_of_speculation_by_vllms_names(client: AsyncOpenAI) -> None:
     """Of 6 rounds with 4 drafted tokens each, every one accepted one."""
     answer = await complete(client, max_tokens=12)
@@ -278,14 +226,6 @@ async def test_the_answer_tells_of_speculation_by_vllms_names(client: AsyncOpenA
 
 
 # Chats.
-
-
-async def test_a_chat_may_use_what_is_left_of_the_context(client: AsyncOpenAI, router: ScriptedRouter) -> None:
-    await chat(client)
-    await chat(client, max_completion_tokens=7, max_tokens=9)
-    first, second = router.opened
-    assert first.prompt_tokens + first.asked.max_tokens == LIMITS.max_context
-    assert second.asked.max_tokens == 7
 
 
 async def test_a_default_chat_asks_for_no_more_than_the_target_has_room_for(router: ScriptedRouter) -> None:
@@ -399,23 +339,6 @@ async def test_a_forced_call_that_is_cut_off_leaves_no_text(
     assert '{"city": "Rome"}'.startswith(arguments) and bool(arguments) == told
 
 
-async def test_one_call_if_no_more_are_wanted(client: AsyncOpenAI, router: ScriptedRouter) -> None:
-    router.answer = CALL + CALL
-    fields: Any = {"tools": [WEATHER], "parallel_tool_calls": False}
-    answer = await chat(client, **fields)
-    assert len(answer.choices[0].message.tool_calls) == 1
-    chunks = [chunk async for chunk in await chat(client, **fields, stream=True)]
-    assert {call.index for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []} == {0}
-
-
-async def test_without_tools_a_call_is_text(client: AsyncOpenAI, router: ScriptedRouter) -> None:
-    router.answer = CALL
-    for fields in ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}):
-        answer = await chat(client, **fields)
-        assert answer.choices[0].message.content == CALL
-        assert "weather" not in router.tokenizer.decode(router.opened[-1].tokens[: router.opened[-1].prompt_tokens])
-
-
 async def test_tools_need_a_format_that_is_known(router: ScriptedRouter) -> None:
     router.tokenizer.chat_template = "{{ messages[0].content }}"
     found = find_format(router.tokenizer, "auto", "auto")
@@ -520,21 +443,6 @@ async def test_request_ids_go_in_and_out(raw: aiohttp.ClientSession, router: Scr
         assert response.status == 404 and response.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/models"])
-async def test_a_short_request_waits_for_no_thread(
-    raw: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    """On a busy machine one gets its turn late, and refusals are to come at once."""
-    run = mock.AsyncMock()
-    monkeypatch.setattr(anyio.to_thread, "run_sync", run)
-    monkeypatch.setattr(asyncio, "to_thread", run)
-    body = {COMPLETIONS: {"prompt": "The sea"}, CHAT: {"messages": MESSAGES}}.get(path)
-    sent = raw.get(path) if body is None else raw.post(path, json=body)
-    async with sent as response:
-        assert response.status == 200
-    run.assert_not_called()
-
-
 async def test_a_stream_is_kept_alive_while_nothing_comes(
     raw: aiohttp.ClientSession, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,18 +455,6 @@ async def test_a_stream_is_kept_alive_while_nothing_comes(
         router.gate.set()
         rest = (await response.read()).decode()
     assert rest.count("data: ") > 3 and rest.endswith("data: [DONE]\n\n")
-
-
-async def test_a_stream_is_kept_alive_while_a_call_is_written(
-    raw: aiohttp.ClientSession, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens come, and there is nothing to show of them before the call has a name."""
-    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.0)
-    router.answer = "<tool_call>" + " " * 400 + CALL.removeprefix("<tool_call>")
-    async with raw.post(CHAT, json={"messages": MESSAGES, "tools": [WEATHER], "stream": True}) as response:
-        events = (await response.text()).split("\n\n")
-    call = next(i for i, event in enumerate(events) if "tool_calls" in event)
-    assert sum(event.startswith(": ") for event in events[:call]) > 3
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
@@ -575,17 +471,6 @@ async def test_a_failure_after_the_status_line_is_told_in_the_stream(
     event = json.loads(told.removeprefix("data: "))
     assert event.get("error", event)["code"] == "service_unavailable"
     assert event.get("error", event)["message"] == "the target was lost"
-
-
-async def test_a_client_that_leaves_ends_its_request(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
-    router.gate.clear()
-    for stream in (False, True):
-        post = raw.post(CHAT, json={"messages": MESSAGES, "stream": stream}, timeout=aiohttp.ClientTimeout(0.6))
-        with pytest.raises(asyncio.TimeoutError):
-            await (await post).read()
-        async with asyncio.timeout(5):
-            while router.running:
-                await asyncio.sleep(0.01)
 
 
 async def test_a_client_that_leaves_before_the_first_event_ends_its_request() -> None:
@@ -623,26 +508,6 @@ async def test_tokenize_and_back(raw: aiohttp.ClientSession, router: ScriptedRou
     async with raw.post("/tokenize", json={"messages": MESSAGES, "tools": [WEATHER]}) as response:
         text = router.tokenizer.decode((await response.json())["tokens"])
     assert text.startswith("tools: ") and text.endswith("user: Tell me of the sea.assistant:")
-
-
-async def test_pages_without_a_body(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
-    for path in ("/live", "/ready", "/health", "/version", "/docs", "/openapi.json", "/metrics", f"/v1/models/{MODEL}"):
-        async with raw.get(path) as response:
-            assert response.status == 200, path
-    router.connected = False
-    for path, status in (("/live", 200), ("/ready", 503), ("/health", 503)):
-        async with raw.get(path) as response:
-            assert response.status == status, path
-
-
-async def test_the_schema_promises_the_statuses_that_are_answered(raw: aiohttp.ClientSession) -> None:
-    """What does not fit is refused with 400, not with the 422 that FastAPI would name."""
-    async with raw.get("/openapi.json") as response:
-        paths = (await response.json())["paths"]
-    statuses = {status for path in paths.values() for method in path.values() for status in method["responses"]}
-    assert statuses == {"200", "4XX"}
-    async with raw.post(COMPLETIONS, json={"prompt": 5}) as response:
-        assert response.status == 400
 
 
 # Responses.
@@ -719,11 +584,6 @@ async def test_log_probabilities_of_a_response(client: AsyncOpenAI, router: Scri
     without = await client.responses.create(model=MODEL, input="Hello", top_logprobs=2)
     assert without.output[0].content[0].logprobs == []  # type: ignore[union-attr]
     assert not router.opened[-1].asked.wants_logprobs
-
-
-async def test_a_response_that_is_cut_short_says_so(client: AsyncOpenAI) -> None:
-    answer = await client.responses.create(model=MODEL, input="Tell me of the sea.", max_output_tokens=4)
-    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
 @pytest.mark.parametrize(
