@@ -14,7 +14,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import OutOfPages, SequenceKV
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.requests import DraftedTokens
-from specahead.engine.steps.step_loop import MOST_FAILURES, run_step_loop
+from specahead.engine.steps.step_loop import run_step_loop
 from specahead.sparsity.announce import announce, announced_rows
 from specahead.wire import messages as m
 from specahead.wire.selection_codec import decode_selection
@@ -75,28 +75,6 @@ def test_a_draft_overlaps_one_round_and_no_more() -> None:
             assert proposals[1].assumed_token == FakeModel().plain(stand.tokens, 5, [])[0][-1]
 
 
-def test_repeated_verdicts_and_begins_change_nothing() -> None:
-    stand = DraftStand()
-    kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
-    verdict = m.Verdict(m.At("a", 0, 1, 40), 4, kept, plain=False)
-    assert [type(e) for e in stand.receive(verdict)] == [m.Proposals]
-    before = stand.state
-    assert stand.receive(verdict, stand.begin, verdict) == []
-    assert stand.state == before
-    assert stand.drafter.counters["repeated_verdicts"] == 2
-    assert stand.drafter.counters["stale_frames"] == 1
-
-
-def test_a_begin_of_an_earlier_epoch_changes_nothing() -> None:
-    """It was overtaken by the Begin that answers a resync in the same round."""
-    stand = DraftStand()
-    later = replace(stand.begin, at=m.At("a", 3, 0, 40))
-    assert stand.receive(later)[0] == m.Ready(m.At("a", 3, 0, 40))
-    before = stand.state
-    assert stand.receive(stand.begin) == []
-    assert stand.state == before
-
-
 @pytest.mark.parametrize(("round_", "base"), [(1, 41), (2, 40)], ids=["another position", "a gap"])
 def test_a_verdict_that_does_not_fit_asks_for_resync(round_: int, base: int) -> None:
     stand = DraftStand()
@@ -146,18 +124,6 @@ def test_what_another_session_shares_is_not_taken_back() -> None:
     )
 
 
-def test_a_verdict_of_an_unknown_session_asks_for_resync_unless_it_is_over() -> None:
-    stand = DraftStand()
-    verdict = m.Verdict(m.At("b", 1, 1, 41), 0, [1], plain=False)
-    assert stand.receive(verdict) == [m.Resync("b")]
-    assert stand.receive(m.End("b"), verdict) == []
-
-
-def test_a_refusal_asks_for_resync() -> None:
-    stand = DraftStand()
-    assert stand.receive(m.Refusal(m.At("a", 0, 0, 40), "a gap")) == [m.Resync("a")]
-
-
 def test_a_begin_that_comes_after_its_end_lasts_until_the_target_answers() -> None:
     """The first word on it reaches a target that does not know the session, and says once more that it is over."""
     stand = DraftStand()
@@ -180,27 +146,6 @@ def test_rejected_work_is_drafted_again_from_the_verdict_on() -> None:
     assert proposal.at == m.At("a", 1, 1, 43)
     assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][43:]
     assert proposal.assumed_token == other
-
-
-def test_an_overlap_is_dropped_if_the_target_adds_another_token() -> None:
-    """All that was proposed is kept, so the length is as foreseen, but not the text."""
-    stand = DraftStand()
-    plain = FakeModel().plain(stand.tokens, 5, [])[0]
-    committed = [*plain[:44], (plain[44] + 1) % VOCAB]
-    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, committed[40:], plain=False))
-    proposal = only_proposal(sent[0])
-    assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][45:]
-
-
-def test_work_that_holds_in_a_new_epoch_is_said_again() -> None:
-    """The target had not heard of the round ahead when it judged; what it then hears is of the new epoch."""
-    stand = DraftStand()
-    before = [event for event in stand.sent if not isinstance(event, m.Ready)]
-    kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
-    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, kept, plain=False))
-    proposal = only_proposal(sent[0])
-    assert proposal.at == m.At("a", 1, 1, 45)
-    assert proposal.tokens == only_proposal(before[1]).tokens
 
 
 def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
@@ -238,18 +183,6 @@ def test_a_round_announces_what_all_its_queries_weigh(overlaps: bool) -> None:
     expected = announce(torch.stack(weights).mean(0), plan, 200)
     found = decode_selection(said.selection, {}, announced_rows(plan), blocks)
     assert (found.matrix() == expected.matrix()).all()
-
-
-def test_the_last_round_before_the_limit_announces_too() -> None:
-    """There is no room for all γ tokens, nor for a guess at the target's."""
-    for room in (1, 2, 3):
-        stand = DraftStand()
-        stand.receive(m.End("a"))
-        begin = m.Begin(m.At("b", 0, 0, 40), stand.tokens, GREEDY, 40 + room, method="ahead")
-        events = stand.receive(begin)
-        (said,) = [event for event in events if isinstance(event, m.Proposals) and event.at.round == 0]
-        assert said.selection
-        assert len(only_proposal(said).tokens) == max(1, room - 1)
 
 
 # Which sessions are drafted, and when
@@ -377,31 +310,6 @@ def test_a_draft_declines_a_session_whose_logits_are_no_numbers() -> None:
     assert {event.at.session for event in said if isinstance(event, m.Proposals)} == {"a"}
 
 
-def test_steps_that_fail_for_ever_end_the_service(
-    failing: tuple[DraftStand, FakeRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand, runner = failing
-    drafter, execute = stand.drafter, stand.drafter.execute
-    names = iter("efgh")
-
-    def fail(step: Any) -> Any:
-        drafter.receive(stand.peer, begin(next(names)))  # so that there is a further step
-        return execute(step)
-
-    runner.errors += [ValueError(f"number {i}") for i in range(10)]
-    monkeypatch.setattr(drafter, "execute", fail)
-    with pytest.raises(RuntimeError, match=f"{MOST_FAILURES} model steps failed .* ValueError: number 2"):
-        asyncio.run(serve(stand, 5))
-
-
-def test_a_lost_gpu_ends_the_service_at_once(failing: tuple[DraftStand, FakeRunner]) -> None:
-    stand, runner = failing
-    runner.errors.append(torch.AcceleratorError("an illegal memory access was encountered"))
-    with pytest.raises(torch.AcceleratorError):
-        asyncio.run(serve(stand, 5))
-    assert not any(isinstance(event, m.Decline) for event in stand.sent)
-
-
 # Several targets.
 
 
@@ -431,17 +339,6 @@ class SharedDraft:
     def sessions(self) -> dict[str, list[str]]:
         """Those that are drafted for, by target."""
         return {name: list(peer.sessions) for name, peer in self.peers.items()}
-
-
-def test_each_target_is_told_how_many_sessions_the_others_have() -> None:
-    draft = SharedDraft(pages=40)
-    draft.begin("first", "a", "b")
-    draft.begin("second", "c")
-    told = {name: [each for each in said if isinstance(each, m.Load)] for name, said in draft.sent.items()}
-    assert told == {"first": [m.Load(1)], "second": [m.Load(1), m.Load(2)]}
-    draft.receive("first", m.End("a"))
-    assert draft.sent["second"][-1] == m.Load(1)
-    assert not [each for each in draft.sent["first"] if each == m.Load(0)], "nothing has changed for it"
 
 
 def test_targets_share_the_room_of_a_draft() -> None:

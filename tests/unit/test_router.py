@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,10 +16,9 @@ from protos import control_pb2, control_pb2_grpc
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire import convert
 from specahead.wire.access import PeerAccess
-from specahead.wire.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
+from specahead.wire.errors import InvalidArgument, ResourceExhausted, ServiceError, Unavailable
 from specahead.wire.messages import Abort, At, Beat, Closed, Commit, Exactness, FinishReason, Open, Report, SessionReads
 from specahead.wire.server import start_server
-from specahead.wire.session_names import name_of_client, name_on_target
 
 READS = SessionReads(At("a", 0, 3, 40), 2, 2, 16, 3, 1, [2, 1, 0, 2, 2, 2], [])
 Serve = Callable[[AsyncIterator[Any], grpc.aio.ServicerContext], Awaitable[None]]
@@ -128,21 +126,6 @@ async def test_an_event_that_is_no_event_costs_the_stream_and_no_request(caplog:
     assert "none of commit, closed, report, beat is set" in caplog.text
 
 
-async def test_a_request_that_cannot_be_sent_costs_the_stream_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    """What the sender stumbles over is logged; the stream does not stay open with nobody sending."""
-
-    async def check(router: Router) -> None:
-        poison = record("poison")
-        poison.tokens[0] = -1
-        task = asyncio.create_task(anext(router.stream(poison)))
-        with pytest.raises(ServiceError, match="lost again and again"):
-            await task
-        assert await tokens_of(router, "b") == [7]
-
-    await with_router(Target(), check)
-    assert "ValueError" in caplog.text
-
-
 @pytest.mark.parametrize("speaks_first", [True, False])
 async def test_a_target_that_falls_silent_is_not_connected(speaks_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specahead.wire.streams.BEAT_SECONDS", 0.05)
@@ -183,22 +166,6 @@ async def test_a_request_ends_at_the_deadline_of_the_server() -> None:
             await aborted.wait()
 
     await with_router(Target(keep_waiting), check, request_timeout=0.2)
-
-
-async def test_what_a_session_reads_is_asked_of_the_target() -> None:
-    async def check(router: Router) -> None:
-        sessions = [router.stream(record(name)) for name in ("a", "b")]
-        for session in sessions:
-            await anext(session)
-        assert await router.reads("a") == READS
-        with pytest.raises(NotFound, match="no such session is running"):
-            await router.reads("b")
-        for session in sessions:
-            await session.aclose()
-        with pytest.raises(NotFound, match="no session 'a' is open"):
-            await router.reads("a")
-
-    await with_router(Target(lambda frames, context: collect(frames, context, [])), check)
 
 
 def serve_with(answer: Callable[[Open], list[Commit | Closed]]) -> Serve:
@@ -322,28 +289,6 @@ async def test_who_leaves_early_or_is_aborted_has_the_target_told() -> None:
     await with_router(Target(lambda frames, context: collect(frames, context, received)), check)
 
 
-async def test_without_a_target_a_request_is_refused() -> None:
-    router = Router(Directory({"target": "127.0.0.1:1"}), PeerAccess(), 30)
-    with pytest.raises(Unavailable, match="no target is connected"):
-        await tokens_of(router, "a")
-
-
-async def test_what_waits_at_the_end_is_told() -> None:
-    waiting: list[asyncio.Task[list[int]]] = []
-
-    async def silent(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        await say(context, Beat())
-        await asyncio.sleep(60)
-
-    async def check(router: Router) -> None:
-        waiting.append(asyncio.create_task(tokens_of(router, "a")))
-        await until(lambda: router.is_open("a"))
-
-    await with_router(Target(silent), check)
-    with pytest.raises(Unavailable, match="is stopping"):
-        await waiting[0]
-
-
 # Several targets.
 
 
@@ -378,29 +323,6 @@ async def test_a_session_goes_to_no_target_that_has_said_nothing_since_its_own_w
         assert router.routed == {"0": 1}
         speaking.set()
         assert await asked == [3, 7]
-
-
-async def test_a_stream_that_connects_while_the_targets_are_left_ends() -> None:
-    """It is cancelled in the moment in which the channel becomes ready."""
-
-    @contextlib.asynccontextmanager
-    async def dial(address: str) -> AsyncIterator[Any]:
-        async with grpc.aio.insecure_channel(address) as channel:
-            ready = channel.channel_ready
-
-            async def ready_as_all_is_left() -> None:
-                await ready()
-                router.leave(Unavailable("leaving"))
-                left.set()
-
-            channel.channel_ready = ready_as_all_is_left
-            yield channel
-
-    left = asyncio.Event()
-    async with serving(Target()) as targets:
-        router = Router(targets, SimpleNamespace(dial=dial, metadata=()), resume_timeout=30)
-        async with asyncio.timeout(5), router.connected_to_targets():
-            await left.wait()
 
 
 async def test_what_kills_one_target_after_the_other_is_given_up_at_the_third() -> None:
@@ -617,9 +539,3 @@ async def test_a_request_that_would_wait_too_long_is_told_when_to_come_back() ->
         assert (full := router.why_full()) is not None and full.retry_after == 6
     async with routing_to(Target(target), max_wait=10) as router:
         assert await tokens_of(router, "a") == [7]
-
-
-@pytest.mark.parametrize("session", ["a", "a@b", "run/7", "@"])
-def test_a_clients_name_is_found_in_the_targets(session: str) -> None:
-    assert name_of_client(name_on_target(session, "39c79df6", 12)) == session
-    assert name_of_client("plain") == "plain"

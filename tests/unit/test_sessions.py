@@ -16,12 +16,9 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.wire import messages as m
 from target_service import prompts as reading_of_prompts
-from target_service.commit import cut_at_end
 from target_service.hooks import Hooks
-from target_service.patience import LEAST_SECONDS, MOST_SECONDS, Patience
 from target_service.policy import PLAIN, Options, Pace, Policy, Proposer, RoundPlan
 from target_service.session import DraftPeer
-from tests.proposals import together
 from tests.unit.clock import Clock
 from tests.unit.endings import finish
 from tests.unit.fake_models import PLAN, VOCAB, FakeModel, hashed
@@ -56,19 +53,6 @@ def test_greedy_is_plain_decoding(
     assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"] == 0
 
 
-def test_epochs_go_on_beyond_32_bits(clock: Clock) -> None:
-    """A target counts them over all sessions: after some 250 days at 200 a second."""
-    world = World(clock, 2, FakeModel(ends=True, agreement=2))
-    world.verifier.admission._first_epoch = 2**32 - 2
-    world.attach()
-    names = [world.open(prompt, 25, exactness=m.Exactness.APPROXIMATE) for prompt in prompts(world.rng, 3)]
-    finish(world)
-    for name in names:
-        world.check_greedy(name)
-        assert world.commits[name][0].at.epoch < 2**32 < world.commits[name][-1].at.epoch
-    assert totals(world)[1] > 10 and world.drafter.counters["refused_frames"] == 0
-
-
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -> None:
     world = World(clock, 2, FakeModel(agreement=3), hooks=Hooks(judge=ImposedVerdicts(rate)))
@@ -101,24 +85,6 @@ def test_approximate_with_the_whole_budget_reads_everything(clock: Clock, seed: 
         world.check_greedy(name)
         assert all(commit.figures.kv_tokens_read == commit.figures.kv_tokens_total for commit in world.commits[name])
         assert not any(commit.figures.announced_bytes for commit in world.commits[name])  # nobody is to choose
-
-
-def test_commits_tell_what_was_read(clock: Clock) -> None:
-    """Tokens in whole pages as the runner counted them; fewer than all for approximate, all for exact."""
-    for exactness in m.Exactness:
-        world = World(clock, 1, FakeModel(ends=True, agreement=3))
-        world.attach()
-        name = world.open([*range(30)] * 11, 30, exactness=exactness)
-        world.run()
-        world.check_greedy(name)
-        commits = world.commits[name]
-        assert [commit.figures.kv_tokens_read for commit in commits] == [
-            16 * pages for pages in world.target.pages_read
-        ]
-        speculated = [commit for commit in commits if commit.drafted]
-        assert len(speculated) > 3
-        fewer = [commit.figures.kv_tokens_read < commit.figures.kv_tokens_total for commit in speculated]
-        assert all(fewer) if exactness is m.Exactness.APPROXIMATE else not any(fewer)
 
 
 def test_work_ahead_that_is_right_is_kept(clock: Clock) -> None:
@@ -209,16 +175,6 @@ def test_stop_tokens_cut_exactly(clock: Clock, place: int, agreement: int) -> No
     assert record.generated == generated[: generated.index(generated[place]) + 1]
     assert record.finish_reason is m.FinishReason.STOP
     assert all(commit.accepted <= len(commit.tokens) for commit in world.commits[name])
-
-
-def test_cut_at_end_by_hand() -> None:
-    stop = frozenset([7])
-    assert cut_at_end([1, 2, 3], 9, stop) == ([1, 2, 3], m.FinishReason.NONE)
-    assert cut_at_end([1, 2, 3], 3, stop) == ([1, 2, 3], m.FinishReason.LENGTH)
-    assert cut_at_end([1, 2, 3], 2, stop) == ([1, 2], m.FinishReason.LENGTH)
-    assert cut_at_end([1, 7, 7], 9, stop) == ([1, 7], m.FinishReason.STOP)
-    assert cut_at_end([1, 7, 3], 2, stop) == ([1, 7], m.FinishReason.STOP)
-    assert cut_at_end([1, 2, 7], 2, stop) == ([1, 2], m.FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -422,32 +378,6 @@ def test_sparse_sessions_outlive_their_drafts(clock: Clock, seed: int) -> None:
     assert all(commit.figures.kv_tokens_read == commit.figures.kv_tokens_total for commit in plain)
 
 
-def test_a_draft_that_asks_for_resync_is_begun_again(clock: Clock) -> None:
-    """Also in the middle of a step on its proposal, whose verdict it then cannot know."""
-    for moment in range(24):
-        world = World(clock, moment, FakeModel(ends=True, agreement=3))
-        link = world.attach()
-        name = world.open([4] * 50, 20, exactness=m.Exactness.APPROXIMATE)
-        world.script = [lambda: None] * (moment // 2) + [lambda link=link: link.to_target.append(m.Resync("s0"))]
-        finish(world, name)
-        assert world.commits[name][-1].drafted or world.commits[name][-2].drafted
-
-
-def test_a_refused_frame_leads_to_resync_and_on(clock: Clock) -> None:
-    """As after a frame that left a gap, at any moment of a session's life."""
-    refused = 0
-    for moment in range(20):
-        world = World(clock, moment, FakeModel(ends=True, agreement=3))
-        link = world.attach()
-        name = world.open([4] * 50, 20, exactness=m.Exactness.APPROXIMATE)
-        gap = together(m.Proposal(m.At(name, 0, 50, 300), 4, [4]))
-        world.script = [lambda: None] * moment + [lambda link=link, gap=gap: link.to_target.append(gap)]
-        finish(world, name)
-        assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"]
-        refused += world.verifier.counters["refused_frames"]
-    assert refused >= 10
-
-
 def test_a_draft_that_stays_silent_is_waited_for_once(clock: Clock) -> None:
     world = World(clock)
     silent = DraftPeer("silent", lambda event: None)
@@ -458,42 +388,6 @@ def test_a_draft_that_stays_silent_is_waited_for_once(clock: Clock) -> None:
     assert clock.now == pytest.approx(1.0)
     assert world.verifier.counters["draft_timeouts"] == 1
     assert world.verifier.counters["plain_rounds"] == 10
-
-
-def test_a_target_waits_as_long_as_its_machine_takes(clock: Clock) -> None:
-    """Four times the longest of what late rounds say they took, though these are of no use any more."""
-    world = World(clock)
-    slow = DraftPeer("slow", lambda event: None)
-    protocol = world.verifier.protocol
-    protocol.attach(slow)
-    first = world.open([1] * 20, 10)
-    while world.happen():
-        session = world.sessions.get(first)
-        if session is not None and not session.draft.awaited and session.round < 3:
-            late = m.At(first, session.epoch, 0, 20)
-            protocol.receive(slow, together(m.Proposal(late, 1, [4], [], 2.5)))
-    assert clock.now == pytest.approx(1.0) and world.verifier.counters["stale_frames"]
-    second = world.open([2] * 20, 10)
-    world.run()
-    assert 1 + 4 * 2.5 * 0.95**12 < clock.now < 1 + 4 * 2.5, "rounds since then count as well"
-    assert world.verifier.counters["draft_timeouts"] == 2
-    for name in (first, second):
-        world.check_greedy(name)
-
-
-def test_patience_has_bounds_and_forgets() -> None:
-    patience = Patience()
-    assert patience.seconds == LEAST_SECONDS
-    patience.note(0.5)
-    assert patience.seconds == 2.0
-    patience.note(1e9)
-    assert patience.seconds == MOST_SECONDS
-    for _ in range(100):
-        patience.note(0.01)
-    assert patience.seconds == LEAST_SECONDS
-    given = Patience(60.0)
-    given.note(90.0)
-    assert given.seconds == 60.0
 
 
 def test_a_session_is_drafted_again_after_a_timeout(clock: Clock) -> None:
@@ -602,16 +496,6 @@ def test_a_draft_that_is_never_right_is_left_out_and_tried_again(clock: Clock) -
     world.check_nothing_left()
 
 
-@pytest.mark.parametrize("agreement", [2, 3, 4])
-def test_a_draft_that_is_often_right_is_never_left_out(clock: Clock, agreement: int) -> None:
-    world = World(clock, 2, FakeModel(agreement=agreement))
-    world.attach()
-    names = [world.open(prompt, 200) for prompt in prompts(world.rng, 4)]
-    finish(world, *names)
-    assert world.verifier.counters["drafting_pauses"] == 0
-    assert world.verifier.gauges["paused_sessions"] == 0
-
-
 class Whimsical(Policy):
     """Chooses by chance: how many tokens are drafted, whether announcements are read, and pauses."""
 
@@ -655,36 +539,3 @@ def test_greedy_is_plain_decoding_whatever_is_chosen(
         names = [world.open(p, 40, exactness=kinds[i % 2]) for i, p in enumerate(prompts(world.rng, 3))]
         finish(world, *names)
     assert all(plan.gamma <= gamma for plan in whims.chosen) and len(whims.chosen) > 1
-
-
-def test_what_a_round_read_is_as_was_chosen(clock: Clock) -> None:
-    """A session that is to read everything announces nothing, and reads announcements again once that is chosen."""
-    world = World(clock, 1, FakeModel(ends=True, agreement=4))
-    world.attach()
-    name = world.open([1] * 200, 150, exactness=m.Exactness.APPROXIMATE)
-    while len(world.commits[name]) < 5:
-        assert world.happen()
-    policy, sparse = world.verifier.pacing.policy, world.sessions[name].next_round
-    for plan in (RoundPlan(Proposer.DRAFT, 2), sparse):
-        policy.plan_of = lambda pace, committed, announces, plan=plan: plan  # type: ignore[method-assign]
-        before, announced = len(world.commits[name]), world.drafter.counters["announcements"]
-        while len(world.commits[name]) < before + 8:
-            assert world.happen() and not world.ended(name)
-    finish(world, name)
-    commits = world.commits[name]
-    read = [commit.figures.kv_tokens_read < commit.figures.kv_tokens_total for commit in commits]
-    assert all(read[:4]) and not any(read[8:13]) and all(read[-4:])
-    assert all(commit.drafted == 2 and not commit.figures.announced_bytes for commit in commits[9:13])
-    # One for each round since the last choice, but for those that were on their way.
-    assert world.drafter.counters["announcements"] - announced >= len(commits) - before - 3
-
-
-def test_a_draft_that_attaches_during_a_pause_is_not_asked_before_its_end(clock: Clock) -> None:
-    world = World(clock, 1, FakeModel(agreement=0))
-    world.attach()
-    name = world.open([1] * 20, 60)
-    while not world.verifier.counters["drafting_pauses"]:
-        assert world.happen()
-    other = world.attach()
-    assert other.to_draft == [] and world.sessions[name].draft.peer is None
-    finish(world, name)

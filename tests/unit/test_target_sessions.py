@@ -20,7 +20,6 @@ from specahead.wire import convert
 from specahead.wire import messages as m
 from specahead.wire.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from specahead.wire.selection_codec import encode_selection
-from target_service.inspection import take_reads
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.proposals import together
@@ -122,20 +121,6 @@ def as_sent(reads: m.SessionReads) -> m.SessionReads:
     return convert.reads_from_pb(type(pb).FromString(pb.SerializeToString()))
 
 
-def test_the_reads_of_a_long_exact_session_are_counted_in_columns() -> None:
-    stand = Stand(exactness=m.Exactness.EXACT, base=300)
-    session = stand.session
-    for columns, most in ((19, 256), (10, 10), (5, 5)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("target_service.inspection.MOST_COLUMNS", most)
-            session.reading.is_watched = True
-            take_reads(session, PLAN, stand.runner.kv)
-        reads = session.reading.seen
-        assert reads is not None
-        by_layer = np.array(reads.read).reshape(LAYERS, columns)
-        assert (by_layer.sum(1) == 19 * KV_HEADS).all() and reads.blocks == 19
-
-
 def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_comes_first() -> None:
     """Each goes to the draft with the fewest of all targets; those of a draft that is lost go on with the others."""
     drafts = {name: DraftPeer(name, lambda event: None) for name in ("draft-1", "draft-2", "draft-3")}
@@ -162,59 +147,6 @@ def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_c
     )
 
 
-def test_a_repeated_frame_changes_nothing() -> None:
-    stand = Stand()
-    stand.receive(stand.proposal())
-    before = stand.state()
-    stand.receive(stand.proposal())
-    assert stand.state() == before
-    assert stand.verifier.counters["repeated_frames"] == 1
-    assert stand.step()
-    assert not stand.step()
-
-
-def test_the_first_announcement_of_a_round_counts() -> None:
-    stand = Stand()
-    other = encode_selection(stand.selection(stand.base, block=4))
-    stand.receive(stand.proposal(selection=other))
-    kept = stand.session.draft.announced[stand.session.key]
-    assert np.array_equal(kept.words, stand.selection(stand.base, block=4).words)
-    before = stand.state()
-    stand.receive(stand.proposal())
-    assert stand.state() == before, "another one for the same round changes nothing"
-    stand.session.reading.is_watched = True
-    assert stand.step()
-    assert stand.session.reading.reader is not None
-    assert stand.session.reading.reader.chosen is not None
-    assert stand.session.reading.reader.chosen[1:, :, 4].all()
-    assert not stand.session.reading.reader.chosen[1:, :, 2].any()
-
-
-def test_a_method_without_announcements_takes_none() -> None:
-    stand = Stand(sparsity="dense")
-    assert stand.session.reading.announced_by == ""
-    with pytest.raises(InvalidArgument, match="takes no announcements"):
-        stand.receive(stand.proposal(selection=encode_selection(stand.selection(stand.base))))
-    stand.receive(stand.proposal())
-    assert stand.step()
-    commit = stand.served[-1]
-    assert isinstance(commit, m.Commit)
-    assert commit.figures.kv_tokens_read == commit.figures.kv_tokens_total
-
-
-def test_a_method_that_the_plan_does_not_allow_is_refused_with_those_that_it_does() -> None:
-    stand = Stand()
-    with pytest.raises(InvalidArgument, match="one of dense, ahead; got 'nonesuch'"):
-        stand.verifier.admission.open(stand.opening("b", sparsity="nonesuch"), stand.served.append)
-
-
-def test_room_for_group_means_is_made_where_they_are_used() -> None:
-    for plan, used in ((PLAN, True), (replace(PLAN, budget=1.0), False), (replace(PLAN, group_size=0), False)):
-        runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 40)
-        Verifier(runner, plan, target_settings())
-        assert (runner.kv.means is not None) == used
-
-
 def test_frames_of_a_judged_round_change_nothing_and_are_answered_again() -> None:
     stand = Stand()
     frame = stand.proposal()
@@ -229,20 +161,6 @@ def test_frames_of_a_judged_round_change_nothing_and_are_answered_again() -> Non
     assert stand.sent.count(verdict) == 2
     assert stand.verifier.counters["repeated_frames"] == 1
     assert not stand.step()
-
-
-def test_stale_frames_change_nothing() -> None:
-    stand = Stand()
-    frame = stand.proposal()
-    for _ in range(2):
-        stand.receive(stand.proposal())
-        assert stand.step()
-    before, sent = stand.state(), list(stand.sent)
-    stand.receive(frame)
-    assert stand.state() == before
-    assert stand.sent == sent
-    assert stand.verifier.counters["stale_frames"] == 1
-    assert stand.session.stats.stale_rounds == 1
 
 
 def test_a_gap_is_refused_with_what_is_expected() -> None:
@@ -339,17 +257,6 @@ def test_a_verdict_meets_one_of_several_outcomes_that_were_drafted_for() -> None
     assert stand.verifier.counters["foreseen_rounds"] == 1
 
 
-def test_a_verdict_that_meets_no_outcome_drops_what_was_drafted_ahead() -> None:
-    stand = Stand(m.Exactness.EXACT)
-    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
-    for event in (stand.proposal(right[:2]), together(ahead(stand, 103, (right[2] + 1) % VOCAB))):
-        stand.receive(event)
-    assert stand.step()
-    assert (stand.session.at.epoch, stand.session.at.base) == (1, 103)
-    assert not stand.session.draft.proposals
-    assert not stand.step()
-
-
 def test_what_was_drafted_ahead_and_crossed_the_verdict_that_it_foresaw_is_taken() -> None:
     stand = Stand(m.Exactness.EXACT)
     right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
@@ -370,38 +277,6 @@ def test_what_was_drafted_ahead_and_crossed_the_verdict_that_it_foresaw_is_taken
     assert (verdict.plain, verdict.accepted) == (False, 4)
 
 
-def test_what_crossed_a_verdict_that_it_did_not_foresee_is_stale() -> None:
-    stand = Stand()
-    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
-    announced = encode_selection(stand.selection(103), ((0, 0), stand.selection(100)))
-    wrong = together(ahead(stand, 103, (right[2] + 1) % VOCAB), selection=announced)
-    stand.receive(stand.proposal(right[:2]))
-    assert stand.step()
-    before = stand.state()
-    stand.receive(wrong)
-    assert stand.state() == before
-    assert stand.verifier.counters["stale_frames"] == 1
-    assert not stand.step()
-    # What it announced is not taken for what is announced now.
-    stand.receive(stand.proposal(selection=encode_selection(stand.selection(103, 3))))
-    assert stand.step()
-    assert stand.verifier.counters["refused_frames"] == 0
-
-
-def test_an_announcement_that_crossed_the_verdict_is_read_with_its_proposals() -> None:
-    stand = Stand()
-    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
-    selection = stand.selection(103, 3)
-    announced = encode_selection(selection, ((0, 0), stand.selection(100)))
-    right_ahead = together(ahead(stand, 103, right[2]), selection=announced)
-    stand.receive(stand.proposal(right[:2]))
-    assert stand.step()
-    stand.receive(right_ahead)
-    assert np.array_equal(stand.session.draft.announced[stand.session.key].words, selection.words)
-    assert stand.step()
-    assert (stand.session.at.round, stand.verifier.counters["late_rounds"]) == (2, 1)
-
-
 def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
     stand = Stand(m.Exactness.EXACT)
     many = [ahead(stand, 101, token) for token in range(MAX_BRANCHES + 1)]
@@ -410,12 +285,6 @@ def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
     assert not stand.session.draft.proposals
     stand.receive(together(*many[1:]))
     assert stand.session.draft.proposals
-
-
-def test_an_exact_session_takes_no_announcements() -> None:
-    stand = Stand(m.Exactness.EXACT)
-    with pytest.raises(InvalidArgument, match="takes no announcements"):
-        stand.receive(stand.proposal(selection=encode_selection(stand.selection(stand.base))))
 
 
 @pytest.mark.parametrize("proposes_anew", [False, True])
@@ -457,18 +326,6 @@ def test_what_was_announced_before_a_resync_is_no_reference_behind_it() -> None:
         assert (stand.session.key in stand.session.draft.announced) is not resyncs
 
 
-def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
-    stand = Stand()
-    stand.receive(stand.proposal())
-    step = stand.verifier.plan_step()
-    assert step is not None
-    stand.verifier.protocol.detach(stand.peer)
-    stand.verifier.finish_step(step, stand.verifier.execute(step))
-    assert stand.session.draft.peer is None
-    assert len(stand.served) == 1
-    assert stand.step()  # plainly
-
-
 def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
     """The step has no say any more; its pages are held until it is over, and the next session has later epochs."""
     stand = Stand()
@@ -496,19 +353,6 @@ def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
     assert stand.served == []
     assert stand.verifier.runner.kv.pool.held == 0
     stand.verifier.runner.kv.pool.check_integrity()
-
-
-def test_an_abort_while_a_prompt_is_read() -> None:
-    stand = Stand()
-    stand.verifier.admission.open(stand.opening("b", tokens=[8] * 100), stand.served.append)
-    step = stand.verifier.plan_step()
-    assert step is not None
-    assert step.prefills
-    stand.verifier.abort("b")
-    stand.verifier.finish_step(step, stand.verifier.execute(step))
-    stand.step()
-    assert stand.verifier.gauges["sessions"] == 1
-    assert stand.verifier.runner.kv.pool.held == len(stand.session.kv.pages)
 
 
 def test_an_abort_that_crosses_the_end_spares_the_next_session_of_that_name() -> None:
@@ -561,17 +405,6 @@ def test_a_step_that_fails_ends_its_sessions_alone(caplog: pytest.LogCaptureFixt
     assert stand.verifier.runner.kv.pool.held == 0
     stand.verifier.runner.kv.pool.check_integrity()
     stand.verifier.admission.open(stand.opening("a"), others.append)
-
-
-def test_a_session_that_was_aborted_in_a_step_that_fails_is_not_told() -> None:
-    stand = Stand()
-    stand.receive(m.Decline("a", "no room"))
-    step = stand.verifier.plan_step()
-    assert step is not None
-    stand.verifier.abort("a")
-    stand.verifier.fail_step(step, RuntimeError("any"))
-    assert stand.served == []
-    assert stand.verifier.totals["failed_sessions"] == 0
 
 
 @pytest.mark.parametrize(("failures", "ends"), [(2, False), (3, True)])
@@ -631,12 +464,6 @@ def test_what_can_never_run_is_not_opened(changes: dict[str, Any], reason: str |
         return
     with pytest.raises(InvalidArgument, match=reason):
         stand.verifier.admission.open(request, stand.served.append)
-
-
-def test_what_needs_more_pages_than_there_are_is_not_opened() -> None:
-    stand = Stand(max_context=10_000)
-    with pytest.raises(InvalidArgument, match="KV pages"):
-        stand.verifier.admission.open(stand.opening("b", max_tokens=600), stand.served.append)
 
 
 def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
@@ -794,26 +621,6 @@ def exact(name: str, prompt: int = 100, max_tokens: int = 200) -> m.Open:
 def run_to_the_end(verifier: Verifier) -> None:
     while (step := verifier.plan_step()) is not None:
         verifier.finish_step(step, verifier.execute(step))
-
-
-def test_what_host_memory_can_never_hold_is_an_invalid_argument() -> None:
-    verifier = over_tiers(gpu_pages=30, pages=30)
-    with pytest.raises(InvalidArgument, match="600 tokens need 38 KV pages of 16, the target has 30"):
-        verifier.admission.open(exact("a", max_tokens=500), lambda _: None)
-
-
-def test_counters_and_gauges_of_tiers_are_told() -> None:
-    verifier = over_tiers()
-    verifier.admission.open(exact("a", max_tokens=5), lambda _: None)
-    run_to_the_end(verifier)
-    totals, gauges = verifier.totals, verifier.gauges
-    assert totals["opened_sessions"] == 1
-    assert {name for name in totals if name.startswith("kv_")} == {
-        *("kv_hit_pages", "kv_fetched_pages", "kv_overflow_pages", "kv_staged_pages", "kv_stages"),
-        *("kv_stored_pages", "kv_offloads", "kv_bytes_fetched", "kv_bytes_stored"),
-    }
-    assert (gauges["kv_gpu_pages"], gauges["kv_offload_active"], gauges["kv_pages_held"]) == (40, 0, 0)
-    assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
 
 
 def test_fewer_gpu_pages_than_are_written_at_once_are_refused() -> None:

@@ -13,10 +13,8 @@ import pytest
 
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
 from specahead.engine.sampling.distributions import Sampling
-from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.wire import convert
 from specahead.wire import messages as m
-from target_service.admission import Admission
 from target_service.hooks import NO_HOOKS, Hooks
 from target_service.service import Parts, serve
 from tests.proposals import together
@@ -188,15 +186,6 @@ async def test_log_probabilities_come_with_their_tokens_and_the_prompts_once() -
         assert all(len(item.top_ids) == len(item.top_logprobs) == 2 for event in events for item in event.logprobs)
 
 
-async def test_imposed_verdicts_have_no_log_probabilities() -> None:
-    async with target(hooks=Hooks(judge=ImposedVerdicts(0.5))) as channel:
-        ours = Orchestrator(channel)
-        await ours.send(replace(opening("a", 6), wants_logprobs=True))
-        outcome = await ours.outcome("a")
-        assert isinstance(outcome, m.Closed)
-        assert "a benchmark imposes the verdicts" in outcome.message
-
-
 async def test_a_wrong_event_ends_the_drafting_of_its_session_and_no_other() -> None:
     async with target() as channel:
         ours, draft = Orchestrator(channel), Draft(channel)
@@ -238,22 +227,6 @@ async def test_a_peer_holds_so_many_streams_and_no_more(monkeypatch: pytest.Monk
         await drafts[0].call.done_writing()
         await read_all(drafts[0].call)
         await Draft(channel).attach()
-
-
-async def test_an_error_in_receiving_a_frame_is_no_ok(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(self: Admission, request: m.Open, *_: Any) -> None:
-        raise KeyError(request.session)
-
-    monkeypatch.setattr(Admission, "open", fail)
-    async with target() as channel:
-        ours = Orchestrator(channel)
-        await ours.send(opening("a"))
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await ours.outcome("a")
-        assert failed.value.code() is grpc.StatusCode.INTERNAL
-    assert "KeyError" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [Orchestrator, Draft])
@@ -390,32 +363,6 @@ async def test_a_target_that_stops_tells_every_session_that_it_is_unavailable() 
         assert closed == dict.fromkeys(("runs", "waits"), grpc.StatusCode.UNAVAILABLE.value[0])
 
 
-async def test_a_target_without_a_draft_refuses_one_and_serves() -> None:
-    async with target(draft="none") as channel:
-        draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
-        await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(HELLO)))
-        with pytest.raises(grpc.aio.AioRpcError, match="it runs with --draft none") as refused:
-            await read_all(draft)
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        orchestrator = Orchestrator(channel)
-        await orchestrator.send(opening("a", 5))
-        assert isinstance(await orchestrator.outcome("a"), m.Commit)
-
-
-async def test_a_draft_of_another_tokenizer_is_refused_and_the_status_says_why() -> None:
-    async with target() as channel:
-        draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
-        hello = replace(HELLO, tokenizer_hash="another")
-        await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(hello)))
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await read_all(draft)
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        status = control_pb2_grpc.TargetControlStub(channel).Status
-        assert "do not fit" in (await status(control_pb2.StatusRequest())).refusal
-        await Draft(channel).attach()
-        assert (await status(control_pb2.StatusRequest())).refusal == ""
-
-
 @pytest.mark.parametrize("first", [speculation_pb2.DraftFrame(), convert.draft_events_to_pb([m.Resync("a")])])
 async def test_a_draft_that_does_not_say_hello_is_refused(first: speculation_pb2.DraftFrame) -> None:
     async with target() as channel:
@@ -435,26 +382,3 @@ async def test_a_frame_that_names_no_session_ends_its_stream_and_no_other() -> N
             await read_all(other.call)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert isinstance(await ours.outcome("a"), m.Commit)
-
-
-async def test_a_peer_that_speaks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For several times as long as one that is silent."""
-    monkeypatch.setattr("specahead.wire.streams.BEAT_SECONDS", 0.05)
-    async with target() as channel:
-        ours = Orchestrator(channel)
-        await ours.send(opening("a", 150))
-        outcome = await ours.outcome("a")
-        assert isinstance(outcome, m.Commit) and outcome.finish_reason is m.FinishReason.LENGTH
-
-
-async def test_a_place_that_is_free_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether its session has ended or was aborted: an orchestrator refuses requests until it knows."""
-    monkeypatch.setattr("target_service.reporting.REPORT_SECONDS", 60)
-    async with target(max_sessions=1, max_queued=0) as channel:
-        ours = Orchestrator(channel)
-        await ours.send(opening("a", 5))
-        assert (await ours.report(lambda report: report.opens == 1)).free_places == 1
-        await ours.send(opening("b"))
-        await anext(ours.events())
-        await ours.send(m.Abort("b"))
-        assert (await ours.report(lambda report: report.opens == 2)).free_places == 1
