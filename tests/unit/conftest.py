@@ -12,10 +12,6 @@ from tests.unit.clock import Clock
 # Files that take more than about 15 s of a core: `make check` leaves them out, `make test` does not.
 SLOW = {
     "test_architectures.py",
-    "test_bench_gpu.py",
-    "test_bench_offload.py",
-    "test_bench_reads.py",
-    "test_bench_stack.py",
     "test_evaluation.py",
     "test_never_a_loss.py",
     "test_offload.py",
@@ -23,7 +19,6 @@ SLOW = {
     "test_pass_shapes.py",
     "test_preemption.py",
     "test_rejection_triton.py",
-    "test_selection_triton.py",
 }
 
 

@@ -5,14 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from specahead.cli.main import main
-from specahead.lab.benchmarks import codec, selection_trace
-from specahead.lab.benchmarks.selection_trace import Trace, churn_of, load_traces, save_traces
-from specahead.models import PLAN
-from specahead.sparsity.plan import load_plan
-from specahead.sparsity.selection import BlockSelection
+from specahead.lab.benchmarks import codec
+from specahead.lab.benchmarks.selection_trace import Trace, load_traces, save_traces
 
 
 def test_the_bundled_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -48,38 +44,3 @@ def test_traces_come_back_from_their_file(tmp_path: Path) -> None:
     parts = list(again.passages(7))
     assert np.array_equal(parts[0][2].matrix(), history[:40, :250] >> 2 & 1)
     assert len({part[0].words.tobytes() for part in parts}) == 7
-
-
-def test_sticky_choices_change_less_and_lose_little() -> None:
-    generator = torch.Generator().manual_seed(0)
-    base = torch.rand(4, 100, generator=generator)
-    scores = [base + 0.2 * torch.rand(4, 100, generator=generator) for _ in range(8)]
-
-    def churn(chosen: list[torch.Tensor]) -> float:
-        return churn_of([BlockSelection.from_matrix(c.numpy()) for c in chosen], 1)
-
-    plain, nothing = selection_trace._choose(scores, 0.0)
-    sticky, lost = selection_trace._choose(scores, 0.3)
-    assert all(int(c.sum()) == 40 for c in plain + sticky)
-    assert churn(sticky) < churn(plain)
-    assert nothing == 0 < lost < 0.1
-
-
-def test_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In small: three passages of the bundled draft's 16 heads and of 40 target heads."""
-    for name, value in (("PROMPT", 236), ("BLOCKS", 10), ("SEGMENTS", 1), ("ROWS", 48)):
-        monkeypatch.setattr(selection_trace, name, value)
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"It was the year {1800 + i} and nothing had changed." for i in range(90)))
-    selection_trace.record_traces([str(text)], tmp_path / "t.npz")
-    traces, about = load_traces(tmp_path / "t.npz")
-    assert [trace.name for trace in traces] == ["ahead", "ahead sticky", "draft heads"]
-    assert about["plan"] == load_plan(PLAN).hash
-    for trace in traces:
-        assert trace.history.shape == (48, 10)
-        assert len(trace.selections()) == selection_trace.ROUNDS
-    heads = traces[2].selections()
-    assert all((r.matrix().sum(1) == 1).all() for r in heads)
-    text.write_text("a few words")
-    with pytest.raises(ValueError, match="too short"):
-        selection_trace.record_traces([str(text)], tmp_path / "t.npz")

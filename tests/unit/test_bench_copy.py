@@ -10,6 +10,7 @@ from specahead.cli.main import main
 SIZES = ["--context", "120", "--tokens", "40", "--repeats", "1"]
 
 
+@pytest.mark.long
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     main(["bench", "copy", "--sessions", "2", *SIZES, "--draft", "--json", str(file)])

@@ -10,7 +10,7 @@ import torch
 from specahead.cli.main import main
 from specahead.engine.model.decoder import Decoder
 from specahead.lab.benchmarks.offload import rounds_of, selections
-from specahead.lab.benchmarks.offload_kv import Check, compare_logits
+from specahead.lab.benchmarks.offload_kv import compare_logits
 from specahead.lab.benchmarks.offload_steps import (
     IN_STEP,
     ON_DEMAND,
@@ -47,31 +47,6 @@ def steps() -> list[Step]:
     ]
 
 
-@torch.inference_mode()
-def test_however_pages_are_fetched_the_step_gives_the_same() -> None:
-    resident, *tiered = steps()
-    seen = np.zeros((CASE.batch, CASE.rows, CASE.pages_each), bool)
-    for number, words in enumerate(rounds_of(CASE, 0.1, CPU)[:4]):
-        for step in (resident, *tiered):
-            step.choose(words)
-            step.run()
-        for step in tiered:
-            assert torch.equal(step.logits(), resident.logits())
-        read, fetched, refused = tiered[0].counts().tolist()
-        assert tiered[1].counts().tolist() == [read, fetched, refused]
-        assert resident.counts().tolist() == [read, 0, 0]
-        for name in ("line_of", "page_in", "stamps", "hand"):
-            one, other = (getattr(step.kv.memory.tables, name) for step in tiered)  # type: ignore[attr-defined]
-            assert torch.equal(one, other)
-        chosen = listed(tiered[0])
-        assert chosen.sum() == read and refused == 0
-        new = (chosen & ~seen)[..., : CASE.context // 16].sum()
-        assert new == fetched if number < 2 else new <= fetched
-        seen |= chosen
-    for step in tiered:
-        step.kv.check_integrity()  # type: ignore[attr-defined]
-
-
 def listed(step: Step) -> np.ndarray:
     """bool [sequences, rows, pages]: what the step has read."""
     lists, counts = step.buffers.tensors["lists"], step.buffers.tensors["counts"]
@@ -103,24 +78,6 @@ def test_what_differs_is_seen(harm: str) -> None:
     assert check.difference is not None and (check.difference > 0) == bool(harm)
 
 
-def test_void_rounds_are_not_compared_and_no_number_is_the_same_as_none() -> None:
-    some, none = torch.ones(2, 3, 4), torch.full((2, 3, 4), torch.nan)
-    assert compare_logits([None, some], [some, some]) == Check(1, True, 0.0)
-    assert str(compare_logits([None], [some])) == "-"
-    found = compare_logits([none, some], [none, some])
-    assert (found.rounds, found.same, str(found)) == (2, False, "no, nan")
-    assert str(compare_logits([some + 0.5], [some])) == "no, 5.0e-01"
-
-
-@torch.inference_mode()
-def test_steps_without_slots_are_void() -> None:
-    decoder, home = parts()
-    rounds = rounds_of(CASE, 0.1, CPU)
-    step = Step(decoder, tiered_kv(CASE, 0.1, home, CPU), CASE, rounds[0])
-    measured = replay(step, rounds, 1)
-    assert measured.refused > 0 and None in measured.logits
-
-
 @pytest.mark.parametrize("share", [1 / 32, 1 / 16, 1 / 10, 1 / 8])
 def test_selections_have_the_share_and_sessions_do_not_move_in_step(share: float) -> None:
     rounds, other = (selections(20480, share, session) for session in (1, 2))
@@ -131,6 +88,7 @@ def test_selections_have_the_share_and_sessions_do_not_move_in_step(share: float
     assert (new & other[6] & ~other[5]).sum() < 0.5 * new.sum()
 
 
+@pytest.mark.long
 def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     sizes = ["--contexts", "512", "--batches", "2", "--hot", "0.5", "--passes", "1", "--shares", "0.1", "0.0625"]

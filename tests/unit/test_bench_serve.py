@@ -1,7 +1,6 @@
 """What the serving benchmark computes and prints, and its smallest run. No claims about time."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,13 @@ from specahead.lab.benchmarks.serving.deployment import Pair
 from specahead.lab.benchmarks.serving.imposed import foreseeing, imposed_token
 from specahead.lab.benchmarks.serving.parts import AnnouncedReader, replayed_words
 from specahead.lab.benchmarks.serving.replay import write_replay
-from specahead.lab.benchmarks.serving.rows import Shape
-from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
+from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline
 from specahead.sparsity.methods import BY_MEMORY, METHODS
 from specahead.sparsity.plan import uniform_plan
 from specahead.sparsity.selection import BlockSelection
 
 S = "run/0"  # a session of the run
 TINY = ["bench", "serve", "--target-shape", "tiny", "--draft-shape", "tiny"]
-
-
-def test_a_shape_is_sessions_and_prompt_tokens() -> None:
-    assert Shape.parse("8x32K") == Shape(8, 32768) == Shape.parse("8x32768")
-    for text in ("8", "8x", "x100", "0x100", "8xK", "8x-1"):
-        with pytest.raises(ValueError, match="SESSIONSxCONTEXT"):
-            Shape.parse(text)
 
 
 # What a round waits for. Rounds begin at 1.000 s; times below are milliseconds after that.
@@ -88,15 +79,6 @@ def test_without_a_draft_the_target_is_all_there_is() -> None:
     assert result.target_idle == pytest.approx(1 - 4 / 8)
 
 
-def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
-    file = tmp_path / "timeline"
-    assert read_timeline(file) == Timeline()
-    timeline = Timeline([step(1, 2, 3, 4, 1, 0)], [((S, 0, 0), 1.0)])
-    line = json.dumps(asdict(timeline)) + "\n"
-    file.write_text(line + line[:-9])
-    assert read_timeline(file) == timeline
-
-
 # Recorded selections.
 
 
@@ -127,13 +109,6 @@ def test_what_is_replayed_is_all_that_is_read() -> None:
 
 
 # The command.
-
-
-@pytest.mark.slow
-def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = measure_all(tmp_path, "--modes", "none", "approximate", "--speculation", '{"gamma": 4}')
-    assert set(rows) == {("none", 0), ("approximate", 0)}
-    assert 'approximate {"gamma": 4}' in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -183,19 +158,6 @@ def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     assert drafted["breakdown"]["target_idle"] + drafted["breakdown"]["draft_idle"] >= 1
 
 
-@pytest.mark.long
-def test_the_smallest_run_of_a_target_that_drafts_for_itself(tmp_path: Path) -> None:
-    file = tmp_path / "serve.json"
-    how = ["--draft", "self", "--modes", "none", "exact", "--breakdown", "--json", str(file)]
-    main([*TINY, "--shapes", "2x200", "--tokens", "400", *how])
-    content = json.loads(file.read_text())
-    assert content["failures"] == []
-    rows = {row["way"]["mode"]: row for row in content["rows"]}
-    assert set(rows) == {"none", "exact"} and rows["none"]["figures"]["tokens_a_round"] == 1
-    assert rows["exact"]["figures"]["tokens_a_round"] >= 1 and rows["exact"]["figures"]["kv_read"] == 1
-    assert rows["exact"]["of_none"] > 0 and rows["exact"]["breakdown"]["target_idle"] < 1
-
-
 def test_each_service_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(start: object, folder: Path, pair: Pair, *others: object, one_endpoint: bool) -> None:
         raise ChildProcessError(f"devices: {pair.gpus}, {pair.targets} targets")
@@ -208,11 +170,6 @@ def test_each_service_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
         main([*run, "--targets", "2"])
     with pytest.raises(SystemExit, match="one each for target-1, target-2, draft"):
         main([*run, "--targets", "2", "--placement", "apart"])
-
-
-def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"the limit of 1 s is reached"):
-        main([*TINY, "--shapes", "1x100", "--tokens", "100", "--limit", "1"])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +112,7 @@ def test_what_is_asked_for_was_said(kind: str, tokenizer: Any, texts: dict[str, 
         assert answer not in tokenizer.decode(case.tokens[case.start : case.asked[0]])
 
 
-def test_budgets_are_shares() -> None:
-    assert parse_budget("0.06", PLAN).budget == 0.06
-    assert parse_budget("", PLAN) is PLAN
-    for wrong in ("2", "p0.9", "x", "-0.1"):
-        with pytest.raises(ValueError, match="budget"):
-            parse_budget(wrong, PLAN)
-    with pytest.raises(ValueError, match="nonesuch"):
-        variants_of(["nonesuch"], ["0.1"], PLAN, 3)
-
-
+@pytest.mark.long
 def test_workers_give_what_one_process_gives(
     pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]
 ) -> None:
@@ -179,8 +169,8 @@ def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]
     for share in shares:
         loaded[0].prepare_rounds(round_settings(PLAN, 4, 1, share))
         run = Continuation(*loaded, PLAN, case, 4, share)
-        sums.append(run.run(prompts[0], prompts[1], 24))
-        ends.append(run.tokens[:424])
+        sums.append(run.run(prompts[0], prompts[1], 12))
+        ends.append(run.tokens[:412])
     for runner, prompt in zip(loaded, prompts, strict=True):
         runner.kv.release(prompt)
         assert runner.kv.pool.held == 0
@@ -190,18 +180,6 @@ def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]
     assert dense.mass == pytest.approx(listed.mass, abs=0.01)
     assert 0 < dense.middle < dense.mass < 1
     assert dense.kv_read > sparse[0].kv_read > sparse[1].kv_read > 0.2
-
-
-def test_drafts_of_answers_count_the_answer(tokenizer: Any, texts: dict[str, str]) -> None:
-    loaded = drafts.load_pair(Pair(str(models.TARGET), str(models.DRAFT)), 440)
-    (case,) = cases.recall_cases(["pass-key"], texts, tokenizer, 400, 1)
-    assert case.asked is not None
-    (sums,) = continuations.measure_case(*loaded, PLAN, case, [1.0], 1)
-    length = case.asked[1] - case.asked[0]
-    assert 0 < sums.accepted <= sums.drafted <= length
-    assert 0 < sums.rounds <= length
-    assert sums.accepted + sums.rounds >= length, "each round gives what is accepted and one token more"
-    assert loaded[0].kv.pool.held == loaded[1].kv.pool.held == 0
 
 
 def test_attention_that_is_announced() -> None:
@@ -218,6 +196,7 @@ def test_attention_that_is_announced() -> None:
     assert mass - of_mandatory == pytest.approx(1 / blocks / rows)
 
 
+@pytest.mark.long
 def test_the_draft_study_fills_the_page(tmp_path: Path, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By models that this process holds: other tests start workers."""
     held = drafts.load_pair(Pair(str(models.TARGET), str(models.DRAFT)), 450)
@@ -239,6 +218,7 @@ def test_the_draft_study_fills_the_page(tmp_path: Path, texts: dict[str, str], m
     assert set(json.loads(drafts.to_json(tables))) == set(tables)
 
 
+@pytest.mark.long
 def test_sparse_prompts_cost_little_where_their_end_is_dense(
     tokenizer: Any, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,33 +257,6 @@ def test_books_that_the_plan_was_calibrated_on_are_left_out(tmp_path: Path) -> N
     assert cases.held_out_files(str(tmp_path), PLAN) == [str(tmp_path / name) for name in ("a.txt", "b.txt")]
 
 
-def test_the_page_has_a_place_for_every_table() -> None:
-    page = (ROOT / "docs" / quality.PAGE).read_text(encoding="utf-8")
-    for name in [*(name for name, _ in quality.STUDIES), "made"]:
-        filled = quality._fill(page, name, "TABLE")
-        assert f"<!-- {name} -->\nTABLE\n<!-- /{name} -->" in filled
-    with pytest.raises(ValueError, match="no markers"):
-        quality._fill(page, "nonesuch", "")
-
-
-def test_workers_are_as_many_as_memory_has_room_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(workers, "free_memory", lambda device: 20 << 30)
-    monkeypatch.setattr(workers.os, "cpu_count", lambda: 4)
-    assert [workers._count(asked, 9, 1 << 30) for asked in (0, 3, 12)] == [4, 3, 9]
-    assert workers._count(0, 2, 1 << 30) == 2, "one for each case"
-    assert not caplog.records
-    assert workers._count(0, 9, 8 << 30) == 2
-    assert "2 workers in place of 4: each takes about 8.0 GiB, 20.0 GiB are free" in caplog.text
-    with pytest.raises(ValueError, match=r"takes about 21\.0 GiB of memory, and 20\.0 GiB are free: shorten --context"):
-        workers._count(1, 9, 21 << 30)
-
-
-def _nothing() -> None:
-    """Made by a worker that needs no models."""
-
-
 def _end(how: str) -> str:
     assert workers.held_models() is None
     workers.note_round()
@@ -312,16 +265,3 @@ def _end(how: str) -> str:
     if how == "wrong":
         raise OSError("there is no such model")
     return how
-
-
-@pytest.mark.parametrize(
-    ("how", "match"), [("killed", "a worker process was lost.*fewer --workers"), ("wrong", "there is no such model")]
-)
-def test_a_worker_that_ends_early_is_told_in_a_sentence(
-    how: str, match: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = partial(workers.run_in_workers, make=_nothing, memory=1, asked=1, name="perplexity")
-    with pytest.raises((ValueError, OSError), match=match):
-        list(run(_end, [("well",), (how,)]))
-    told = capfd.readouterr().err
-    assert "Traceback" not in told and "perplexity" in told

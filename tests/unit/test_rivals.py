@@ -58,11 +58,6 @@ def test_quest_bounds_every_score_from_above() -> None:
     assert as_sets(just_in_time.quest(view)) == [best(row, 8, 1, 46) for row in bounds.amax(0)]
 
 
-def test_streaming_fills_the_budget_with_the_window() -> None:
-    chosen = just_in_time.streaming(layer_view(plan_with(), 0))
-    assert as_sets(chosen) == [{0, *range(38, 50)}] * KV_HEADS
-
-
 # The registry.
 
 
