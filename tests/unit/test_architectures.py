@@ -17,7 +17,7 @@ from specahead.engine.loading.fused import read_decoder
 from specahead.engine.loading.model import load_model, load_module, load_modules
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.families import FAMILIES, sliding_window, unbuilt_feature
+from specahead.engine.model.families import FAMILIES, sliding_window
 from specahead.engine.steps.inputs import Logits, SequenceInput
 from specahead.engine.steps.runner import Runner
 from specahead.kernels.backends import Backend
@@ -102,15 +102,6 @@ def test_a_sliding_window_is_refused_where_it_hides_tokens() -> None:
     assert sliding_window(unused) is None
 
 
-def test_a_sliding_window_is_refused_in_the_step(tmp_path: Path) -> None:
-    """A model that asks attention for something by keyword must not be answered as if it had not."""
-    config = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=256)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    runner = make_runner(load_modules(str(tmp_path), torch.float32, "cpu"), 64)
-    with pytest.raises(NotImplementedError, match="sliding_window"):
-        runner.forward([SequenceInput(SequenceKV(), [1, 2, 3], "all")])
-
-
 @pytest.mark.parametrize(
     ("config", "feature"),
     [
@@ -131,17 +122,11 @@ def test_the_fused_decoder_names_what_it_does_not_do(config: Any, feature: str) 
         read_decoder(config(), {}, torch.float32, "cpu")
 
 
-def test_heads_that_no_kernel_takes_are_refused_on_a_gpu_alone() -> None:
-    config = transformers.Phi3Config(**sizes(4, 4, hidden_size=96 * 4), pad_token_id=0)
-    assert unbuilt_feature(config) is None
-    assert "heads of 96 dimensions" in str(unbuilt_feature(config, on_gpu=True))
-
-
 def test_every_family_is_tested() -> None:
     assert {CONFIGS[name]().model_type for name in FUSED} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("folder", FUSED, indirect=True)
+@pytest.mark.parametrize("folder", ["llama", "qwen2", "phi3, partly rotary", "granite", "smollm3"], indirect=True)
 def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str) -> None:
     check_kernels(folder, 2, [1])
 

@@ -174,7 +174,7 @@ asks = st.builds(
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(asks, min_size=1, max_size=6))
 def test_the_tokens_are_those_of_steps_that_are_waited_for(ahead: Target, waiting: Target, asked: list[Ask]) -> None:
     """Whoever comes, ends, is aborted or needs the host at each step meanwhile."""
@@ -192,7 +192,7 @@ def test_the_tokens_are_those_of_steps_that_are_waited_for(ahead: Target, waitin
         assert target.verifier.runner.kv.pool.held == 0
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(asks.filter(lambda ask: ask.sampling is GREEDY and not ask.aborted), min_size=1, max_size=5))
 def test_what_the_target_proposes_by_itself_changes_no_token(
     proposing: Target, waiting: Target, asked: list[Ask]
@@ -206,7 +206,7 @@ def test_what_the_target_proposes_by_itself_changes_no_token(
     assert not proposing.failed
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(asks, min_size=1, max_size=5))
 def test_steps_that_draft_go_ahead_and_give_the_same(
     drafting: Target, drafting_waiting: Target, asked: list[Ask]
@@ -269,31 +269,6 @@ def test_steps_that_draft_by_little_go_ahead_and_change_no_token(
     for name, ask in (("0", Ask(0, 200, 63)), ("1", Ask(0, 150, 70)), ("2", Ask(0, 20, 50))):
         waiting.run([ask])
         assert target.told[name] == waiting.told["0"]
-
-
-def test_a_target_left_to_itself_chains_looks_up_and_drafts(
-    folder: Path, waiting: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As its sessions become longer: the prompt of the first one repeats itself."""
-    drafts_from(monkeypatch, 90)
-    target = target_of(folder, True, draft="auto", self_read_share=0.3)
-    target.run([Ask(0, 12, 30), Ask(40, 60, 40)])
-    counted = target.verifier.counters
-    assert counted["steps_chained_to_steps"] > 0 and counted["lookup_rounds"] > 0 and counted["self_rounds"] > 0
-    for name, ask in (("0", Ask(0, 12, 30)), ("1", Ask(0, 60, 40))):
-        waiting.run([ask])
-        assert target.told[name] == waiting.told["0"]
-
-
-def test_each_step_but_the_last_is_asynchronous(folder: Path) -> None:
-    """The last one is not: that a session ends by its length is known ahead."""
-    target = target_of(folder, True)
-    target.run([Ask(0, 20, 10), Ask(0, 30, 10)])
-    assert [len(told) for told in target.told.values()] == [10, 10]
-    assert target.left == 10
-    waited = target_of(folder, False)
-    waited.run([Ask(0, 20, 10), Ask(0, 30, 10)])
-    assert waited.left == 0 and waited.told == target.told
 
 
 def test_sessions_that_may_be_screened_go_ahead_while_no_draft_serves_them(folder: Path, waiting: Target) -> None:
@@ -402,25 +377,6 @@ def test_others_go_ahead_while_a_session_waits_for_its_draft(folder: Path, monke
     now[0] += 6
     assert left_of(4) == 3 and len(drafted.tokens) > tokens, "from then on both go ahead"
     assert verifier.counters["draft_timeouts"] == 1
-
-
-def test_a_draft_that_comes_meanwhile_knows_where_the_session_stands(folder: Path) -> None:
-    target = target_of(folder, True)
-    target.open("a", Ask(0, 20, 40))
-    for _ in range(5):
-        target.step()
-    sent: list[m.TargetEvent] = []
-    target.verifier.protocol.attach(DraftPeer("draft", sent.append))
-    session = target.verifier.admission.running["a"]
-    begin = sent[0]
-    assert isinstance(begin, m.Begin) and begin.tokens == session.tokens
-    step = target.verifier.plan_step()
-    assert step is not None and step.asynchronous, "it goes on plainly until the draft is ready"
-    target.verifier.finish_step(step, target.verifier.execute(step))
-    verdict = sent[1]
-    assert isinstance(verdict, m.Verdict)
-    assert [*begin.tokens, *verdict.tokens] == session.tokens
-    assert session.kv.length == len(session.tokens), "the next token's KV is under way"
 
 
 def test_a_step_that_fails_ends_the_sessions_of_the_one_under_way(

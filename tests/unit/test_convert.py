@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import control_pb2, speculation_pb2
@@ -85,6 +85,7 @@ STRATEGIES[m.RoundFigures] = instances(m.RoundFigures)
     [(kind, write, read) for union, write, read in UNIONS for kind in (*get_args(union), m.Beat)],
 )
 def test_an_event_comes_out_as_it_went_in(kind: type, write: Callable[..., Any], read: Callable[..., Any]) -> None:
+    @settings(max_examples=50)
     @given(instances(kind))
     def check(event: Any) -> None:
         frame = type(write([])).FromString(write([event]).SerializeToString())
@@ -96,6 +97,7 @@ def test_an_event_comes_out_as_it_went_in(kind: type, write: Callable[..., Any],
 
 @pytest.mark.parametrize("kind", [*get_args(m.ServeRequest), m.Beat])
 def test_a_request_comes_out_as_it_went_in(kind: type) -> None:
+    @settings(max_examples=50)
     @given(instances(kind))
     def check(request: Any) -> None:
         data = convert.serve_request_to_pb(request).SerializeToString()
@@ -125,6 +127,7 @@ def through_pb(proposals: m.Proposals) -> Any:
     return convert.draft_event_from_pb(frame.batch.events[0])
 
 
+@settings(max_examples=50)
 @given(rounds, st.data())
 def test_each_proposal_of_a_round_is_found_by_its_outcome(event: m.Proposals, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(event.counts) - 1))

@@ -186,9 +186,8 @@ def test_a_step_behind_rounds_reads_what_they_announce(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("screening", [0, 3, 4])
-@pytest.mark.parametrize("agreement", [1, 3, 4])
-@pytest.mark.parametrize("chains", [True, False])
-@pytest.mark.parametrize("beside", [0, 3])
+@pytest.mark.parametrize("agreement", [1, 4])
+@pytest.mark.parametrize(("chains", "beside"), [(True, 3), (True, 0), (False, 0)])
 def test_three_levels_give_what_plain_decoding_gives(
     clock: Clock, screening: int, agreement: int, chains: bool, beside: int
 ) -> None:
@@ -285,17 +284,15 @@ def test_sampled_sessions_go_by_turns_while_they_are_screened(clock: Clock, pays
     made.check_nothing_left()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [RULED["plain"], RULED["all"]], ids=["plain", "all"])
-def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sampling) -> None:
+def test_sampled_tokens_have_the_targets_distribution(clock: Clock) -> None:
     """The first token is drafted and judged, and the second, given the first."""
-    model = FakeModel(agreement=2)
+    model, sampling = FakeModel(agreement=2), RULED["plain"]
     made = turns(clock, 5, model, prefill_chunk=512)
     names = [made.world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(500)]
     made.run()
     drafted, accepted = totals(made.world)
     assert drafted > 550 and 0.1 < accepted / drafted < 0.9
-    assert (made.world.verifier.counters["steps_chained_to_rounds"] > 10) == (sampling is RULED["plain"])
+    assert made.world.verifier.counters["steps_chained_to_rounds"] > 10
     check_distribution(made.world, names, PROMPT, sampling)
 
 

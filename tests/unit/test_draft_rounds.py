@@ -207,17 +207,17 @@ def test_rounds_are_what_teacher_forced_passes_give(
 ) -> None:
     side = Side(runner, overlap=overlaps)
     events: list[Any] = [
-        begin("a", 700, "ahead", GREEDY),
+        begin("a", 440, "ahead", GREEDY),
         begin("b", 420, "ahead", SAMPLED),
         begin("c", 180, "", GREEDY),
-        begin("d", 740, "ahead", GREEDY),
+        begin("d", 540, "ahead", GREEDY),
         begin("e", 500, "dense", SAMPLED),
         replace(begin("f", 300, "ahead", RULED), prompt_tokens=270, stop_token_ids=[5, 6]),
         replace(begin("g", 310, "", replace(RULED, temperature=0.0)), prompt_tokens=250, stop_token_ids=[5, 6]),
         begin("h", 320, "", Sampling(0.9, 1.0, 6, top_k=7)),
     ]
     announced: set[str] = set()
-    for turn in range(4):
+    for turn in range(3):
         sent = side.run(*events)
         proposals = check(side, reference, sent)
         announced |= {event.at.session for event in sent if isinstance(event, Proposals) and event.selection}

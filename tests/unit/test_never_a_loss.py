@@ -31,9 +31,11 @@ def gains(served: Timed, sessions: int, context: int, kinds: list[Exactness], ru
     return rates
 
 
-@pytest.mark.parametrize("kinds", [[EXACT], [APPROXIMATE]], ids=["exact", "approximate"])
-@pytest.mark.parametrize(("sessions", "context"), [(1, 1024), (8, 1024), (8, 32768)])
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize(
+    ("sessions", "context", "kinds"),
+    [(1, 1024, [EXACT]), (8, 1024, [EXACT, APPROXIMATE]), (8, 32768, [EXACT]), (8, 32768, [APPROXIMATE])],
+)
+@pytest.mark.parametrize("acceptance", [0.0, 0.8])
 def test_a_draft_never_costs_more_than_it_brings(
     every_clock: Clock, sessions: int, context: int, kinds: list[Exactness], acceptance: float
 ) -> None:
@@ -45,7 +47,7 @@ def test_a_draft_never_costs_more_than_it_brings(
         assert sum(others) / len(others) >= 1.6  # measured on an H200: 1.70 and 1.79 x (docs/performance.md)
 
 
-@pytest.mark.parametrize(("context", "acceptance", "most"), [(1024, 0.0, 1.0), (1024, 0.3, 1.1), (10240, 0.3, 1.2)])
+@pytest.mark.parametrize(("context", "acceptance", "most"), [(1024, 0.0, 1.0), (10240, 0.3, 1.2)])
 def test_many_sessions_lose_nothing_either(every_clock: Clock, context: int, acceptance: float, most: float) -> None:
     first, *others = gains(TimedTarget(every_clock, 32, context, acceptance), 32, context, [EXACT])
     assert first >= 0.9
@@ -70,8 +72,10 @@ def test_all_sessions_draft_as_many_tokens(every_clock: Clock) -> None:
     assert sum(len(each) > 1 for each in numbers) < 0.1 * len(numbers)
 
 
-@pytest.mark.parametrize("kinds", [[EXACT], [APPROXIMATE], [EXACT, APPROXIMATE]], ids=["exact", "approximate", "both"])
-@pytest.mark.parametrize(("sessions", "acceptance"), [(1, 0.0), (8, 0.0), (8, 0.3), (8, 0.8)])
+@pytest.mark.parametrize(
+    ("sessions", "acceptance", "kinds"),
+    [(1, 0.0, [EXACT]), (8, 0.0, [EXACT, APPROXIMATE]), (8, 0.3, [APPROXIMATE]), (8, 0.8, [EXACT])],
+)
 def test_a_draft_service_costs_no_more_than_it_brings(
     every_clock: Clock, sessions: int, kinds: list[Exactness], acceptance: float
 ) -> None:
@@ -82,7 +86,7 @@ def test_a_draft_service_costs_no_more_than_it_brings(
 
 @pytest.mark.parametrize(
     ("sessions", "context", "quantization", "least"),
-    [(8, 1024, "none", 0.98), (8, 32768, "none", 1.05), (4, 102400, "none", 1.12), (8, 32768, "fp8", 1.15)],
+    [(8, 1024, "none", 0.98), (4, 102400, "none", 1.12), (8, 32768, "fp8", 1.15)],
 )
 def test_three_levels_lose_nothing_and_gain_where_contexts_are_long(
     every_clock: Clock, sessions: int, context: int, quantization: str, least: float
@@ -116,12 +120,11 @@ def test_three_levels_over_tiers_bring_what_is_cold_less_often(
     assert sum(three[1:]) / sum(two[1:]) >= least
 
 
-@pytest.mark.parametrize("a_token", [2.7e-5, 4.2e-5])
 def test_finding_out_what_screening_takes_keeps_nobody_from_being_drafted(
-    every_clock: Clock, monkeypatch: pytest.MonkeyPatch, a_token: float
+    every_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first steps that screen and confirm many sessions take long, and by then it is known what plain ones take."""
-    monkeypatch.setattr(timed_models, "TARGET", replace(TARGET, a_token=a_token))
+    monkeypatch.setattr(timed_models, "TARGET", replace(TARGET, a_token=4.2e-5))
     levels = {"hold": None, "confirmation": 0.989, "screening_quantization": "fp8"}
     target = TimedTarget(every_clock, 32, 1024, 0.8, **levels)
     target.leave_out_draft()
@@ -160,7 +163,6 @@ def test_a_draft_that_does_not_pay_for_many_does_so_for_one_at_once(
     ("kinds", "context", "a_second", "acceptance", "alternatives", "least"),
     [
         ([EXACT], 1024, 10.0, 0.0, 0.0, 0.98),
-        ([EXACT], 1024, 10.0, 0.3, 0.0, 0.98),
         ([EXACT], 1024, 10.0, 0.3, 0.21, 1.0),
         ([EXACT, APPROXIMATE], 1024, 4.0, 0.3, 0.0, 0.98),
         ([EXACT], 8192, 2.0, 0.3, 0.0, 0.96),  # what the draft reads is a twelfth of the target's work there
@@ -200,14 +202,10 @@ def test_requests_that_come_and_go_are_answered_no_later(
     ("sessions", "context", "acceptance", "quantization", "least"),
     [
         (8, 1024, 0.95, "none", 0.98),
-        (1, 32768, 0.95, "none", 0.98),
         (8, 32768, 0.0, "none", 0.98),
         (8, 32768, 0.95, "none", 1.5),  # measured on an H200, with 7 tokens in each round: 1.53 x
         (1, 102400, 0.95, "none", 1.1),
-        (4, 102400, 0.95, "none", 1.8),
-        (8, 1024, 0.93, "fp8", 1.05),
         (8, 32768, 0.93, "fp8", 1.8),
-        (8, 32768, 0.0, "fp8", 0.98),
     ],
 )
 def test_a_target_that_drafts_for_itself_loses_nothing(
