@@ -40,7 +40,7 @@ demo: setup  ## Launch the bundled pair and continue a text
 	$(BIN)/python -m orchestrator.demo
 
 test: setup lint check-protos  ## Lint, types, stubs, and all tests but those that take long
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/e2e
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/unit tests/simulation tests/test_models.py
 
 test-long: setup  ## What takes long: a cluster that grows and shrinks, the loss of its head, benchmarks' smallest runs
@@ -105,7 +105,7 @@ mutants: setup  ## Change MODULE in one place at a time (cosmic-ray): which chan
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 format: setup  ## Let ruff rewrite
 	$(BIN)/ruff check --fix .
