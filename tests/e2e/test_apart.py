@@ -91,11 +91,11 @@ def is_open(connection: Any) -> bool:
 def test_announcements_and_verdicts_that_cross_lose_nothing(apart: Apart, books: list[str], tokenizer: Any) -> None:
     """The draft codes announcements against selections whose verdict it does not know yet; the target knows them
     all."""
-    prompts = [tokenizer.encode(book[5000:35_000])[:1500] for book in books[:2]]
+    prompts = [tokenizer.encode(book[5000:35_000])[:700] for book in books[:2]]
     cases = [(prompt, exactness) for exactness in (EXACT, APPROXIMATE) for prompt in prompts]
 
     def run(case: tuple[list[int], int]) -> Result:
-        return generate(apart.gateway.stub(), case[0], max_tokens=60, ignore_eos=True, exactness=case[1])
+        return generate(apart.gateway.stub(), case[0], max_tokens=40, ignore_eos=True, exactness=case[1])
 
     near = [run(case) for case in cases[:2]]
     before = {name: apart.events(name) for name in ("foreseen_rounds", "stale_frames")}
@@ -107,9 +107,9 @@ def test_announcements_and_verdicts_that_cross_lose_nothing(apart: Apart, books:
         apart.slow.delay = 0
         assert [result.tokens for result in results[:2]] == [reference.tokens for reference in near]
         for result in results[2:]:
-            assert len(result.tokens) == 60
+            assert len(result.tokens) == 40
             assert result.speculation.announced_bytes > 0
-            assert read_by_rounds(result.speculation) <= 0.12
+            assert read_by_rounds(result.speculation) <= 0.25
         unseen = {name for name in unseen if apart.events(name) == before[name]}
         if not unseen:
             break

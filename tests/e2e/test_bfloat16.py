@@ -1,6 +1,5 @@
 """Greedy `exact` in bfloat16 nearly equals float32. On a GPU, deterministic tokens do not depend on the batch."""
 
-import importlib.util
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,14 +12,14 @@ from tests.books import read_passages
 from tests.client import generate
 from tests.stack import Services, start_gateway, start_services
 
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 # Between two float32 logits that are closer than this, bfloat16 with its 8 bits of precision may choose differently.
 MARGIN = 0.25
 
 
 @pytest.fixture(scope="module")
 def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
-    return read_passages(books, tokenizer, (20, 150, 300, 700, 1200), 3, 20_000)
+    return read_passages(books, tokenizer, (20, 150, 400, 800), 3, 20_000)
 
 
 def run(services: Services, prompts: list[list[int]], at_once: int, drafted: bool = True) -> list[list[int]]:
@@ -40,22 +39,8 @@ def run(services: Services, prompts: list[list[int]], at_once: int, drafted: boo
     return [result.tokens for result in results]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        (),
-        pytest.param(
-            ("--attention-backend", "flashinfer", "--gpu-memory-utilization", "0.3"),
-            marks=pytest.mark.skipif(
-                not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None,
-                reason="needs a CUDA device and FlashInfer (pip install flashinfer-python)",
-            ),
-        ),
-    ],
-    ids=["default", "flashinfer"],
-)
-def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[int]], flags: tuple[str, ...]) -> None:
-    outputs = run(start_services("--dtype", "bfloat16", *flags), prompts, 8)
+def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[int]]) -> None:
+    outputs = run(start_services("--dtype", "bfloat16"), prompts, 8)
     model: Any = load_module(str(TARGET), torch.float32, "cpu", "sdpa")
     followed = 0
     for prompt, tokens in zip(prompts, outputs, strict=True):

@@ -14,7 +14,7 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     command = ["calibrate", "--target", str(models.TARGET), "--draft", str(models.DRAFT), "--text", str(DEMO_TEXT)]
     options = ["--out", str(out)]
-    options += ["--context", "1024", "--skipped", "384", "--passages", "2", "--budget", "0.2", "--dense-layers", "0"]
+    options += ["--context", "640", "--skipped", "256", "--passages", "1", "--budget", "0.2", "--dense-layers", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "specahead.cli", *command, *options], cwd=ROOT, capture_output=True, text=True
     )
@@ -24,9 +24,9 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     assert (plan.target_layers, plan.target_kv_heads, plan.draft_layers, plan.draft_heads) == (10, 4, 4, 4)
     assert (plan.budget, plan.dense_layers) == (0.2, (0,))
     assert plan.provenance["files"] == [DEMO_TEXT.name]
-    assert plan.provenance["texts"] == 2
+    assert plan.provenance["texts"] == 1
     assert 0.3 < plan.provenance["blend_explained"] <= 1
-    assert plan.acceptance is not None and 0.45 < plan.acceptance < 0.75, "0.58 on other texts (docs/quality.md)"
+    assert plan.acceptance is not None and 0.4 < plan.acceptance < 0.8, "0.58 on other texts (docs/quality.md)"
     assert all(weight > 0 for blend in plan.blends for _, _, weight in blend)
     assert not list(tmp_path.glob("*.progress"))
 
