@@ -14,9 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import control_pb2, inference_pb2
-from specahead.models import DRAFT, PLAN
 from specahead.sparsity.methods import METHODS as SPARSITY
-from specahead.sparsity.plan import load_plan
 from tests.client import APPROXIMATE, generate, make_request, read_by_rounds, service_state, wait_for_sessions
 from tests.stack import Stack
 
@@ -94,28 +92,6 @@ def test_every_method_serves_a_request(stack: Stack, method: str) -> None:
         assert read_by_rounds(summary) < 0.9
 
 
-def test_the_plan_names_the_default_method(stack: Stack) -> None:
-    stub = stack.stub()
-    named, unnamed = (
-        generate(stub, PROMPT * 60, max_tokens=24, exactness=APPROXIMATE, sparsity=method)
-        for method in (load_plan(PLAN).method, "")
-    )
-    assert named.tokens == unnamed.tokens
-
-
-def test_ids_chosen_by_the_server_differ(stack: Stack) -> None:
-    stub = stack.stub()
-    ids = {next(iter(stub.Generate(make_request(PROMPT, max_tokens=1)))).request_id for _ in range(3)}
-    assert len(ids) == 3
-    assert "" not in ids
-
-
-def test_list_models(stack: Stack) -> None:
-    (model,) = stack.stub().ListModels(inference_pb2.ListModelsRequest()).models
-    assert (model.id, model.vocab_size, model.draft) == ("tiny-target", 4096, str(DRAFT))
-    assert model.max_model_len == 32768
-
-
 @pytest.mark.parametrize("text", [PROMPT, "naïve 漢字 🙂\n\n\ttabs", " ", ""])
 def test_tokenize(stack: Stack, tokenizer: Any, text: str) -> None:
     answer = stack.stub().Tokenize(inference_pb2.TokenizeRequest(text=text, model="tiny-target"))
@@ -185,16 +161,6 @@ def test_cancelling_ends_the_session_on_both_services(stack: Stack) -> None:
     next(call)
     wait_for_sessions(stack.http, 1)
     call.cancel()
-    wait_for_sessions(stack.http, 0)
-
-
-def test_a_channel_that_closes_ends_its_sessions(stack: Stack) -> None:
-    with grpc.insecure_channel(stack.grpc) as channel:
-        ask = channel.unary_stream("/specahead.v1.Inference/Generate")
-        calls = [ask(make_request(PROMPT, **ENDLESS).SerializeToString()) for _ in range(2)]
-        for call in calls:
-            next(call)
-        wait_for_sessions(stack.http, 2)
     wait_for_sessions(stack.http, 0)
 
 
