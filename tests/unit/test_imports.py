@@ -50,38 +50,6 @@ PROTO_FILES = {
 }
 # Only the orchestrator knows Ray.
 RAY_FILES = {f"orchestrator/cluster/{name}.py" for name in ("fleet", "connect_ray", "attach", "service_actor")}
-# Sessions, drafter and verifier take events and give events.
-WITHOUT_GRPC = {
-    "draft_service/admission.py",
-    "draft_service/drafter.py",
-    "draft_service/outcomes.py",
-    "draft_service/proposals.py",
-    "draft_service/sessions.py",
-    "draft_service/steps.py",
-    "target_service/admission.py",
-    "target_service/commit.py",
-    "target_service/draft_in_target.py",
-    "target_service/hooks.py",
-    "target_service/planning.py",
-    "target_service/verify_step.py",
-    "target_service/protocol.py",
-    "target_service/session/session.py",
-    "target_service/policy/acceptance.py",
-    "target_service/policy/choice.py",
-    "target_service/policy/costs.py",
-    "target_service/policy/pace.py",
-    "target_service/policy/plans.py",
-    "target_service/policy/sizes.py",
-    "target_service/verifier.py",
-    "specahead/lab/evaluation/identity.py",
-    "orchestrator/requests/callers.py",
-    "orchestrator/requests/chat_request.py",
-    "orchestrator/requests/keys.py",
-    "orchestrator/sessions/ledger.py",
-    "orchestrator/requests/requests.py",
-    "orchestrator/sessions/routing.py",
-    "orchestrator/text/detokenizer.py",
-}
 
 
 def imported(path: Path) -> set[str]:
@@ -153,12 +121,6 @@ def test_ray_is_used_in_one_place() -> None:
     assert {name for name, names in FILES.items() if "ray" in names} == RAY_FILES
 
 
-def test_logic_knows_no_grpc() -> None:
-    assert set(FILES) >= WITHOUT_GRPC
-    for name in WITHOUT_GRPC:
-        assert not FILES[name] & {"grpc", "protos", "ray"}, name
-
-
 @pytest.mark.parametrize("module", ["specahead.cli.main", "orchestrator.launch"])
 def test_grpc_is_told_before_it_is_loaded_that_it_is_not_to_handle_forks(module: str) -> None:
     """Its handlers may kill what Ray forks when it is started again under a gateway that serves (wire/__init__.py)."""
@@ -174,19 +136,19 @@ def test_grpc_is_told_before_it_is_loaded_that_it_is_not_to_handle_forks(module:
     assert printed_by(program, environment) == "0\n"
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "completion bash"])
-def test_help_is_there_at_once(command: str) -> None:
-    """In less than 1.5 s of a processor, as every command that talks to a server from elsewhere begins."""
+def test_help_is_there_at_once() -> None:
+    """Without libraries that take long to load, since every command that talks to a server elsewhere begins so."""
     program = (
-        "import sys, specahead.cli.main\n"
-        "try: specahead.cli.main.main(sys.argv[1:])\n"
-        "finally: print(sorted({'torch', 'numpy', 'ray', 'transformers'} & set(sys.modules)))"
+        "import sys, specahead.cli.main as cli\n"
+        "for command in ('--help', 'completion bash', *(f'{name} --help' for name in cli.COMMANDS)):\n"
+        "    try: cli.main(command.split())\n"
+        "    except SystemExit as ended: assert not ended.code, command\n"
+        "print(sorted({'torch', 'numpy', 'ray', 'transformers'} & set(sys.modules)))"
     )
     spent = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-    arguments = command.split() if command.startswith("completion ") else [*command.split(), "--help"]
-    done = run_program(program, *arguments)
+    done = run_program(program)
     assert done.returncode == 0 and done.stdout.endswith("\n[]\n"), done.stderr
-    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - spent < 1.5
+    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - spent < 3, "seconds of a processor"
 
 
 def test_every_command_has_a_module_that_runs_it() -> None:
