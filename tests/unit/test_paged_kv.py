@@ -15,10 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from orchestrator.sessions.ledger import LATEST_ROUNDS, Ledger, LedgerError, Record
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
-from specahead.engine.kv.pool import PagePool
 from specahead.engine.sampling.distributions import Sampling
 from specahead.lab.evaluation.forks import fork
-from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open, RoundFigures
+from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open
 
 LAYERS, HEADS, PAGES, GAMMA = 2, 2, 24, 12
 # Prompts are made of these, so that many share pages and many differ in the middle of one.
@@ -291,23 +290,6 @@ def small() -> KVCache:
     return KVCache(1, 1, 1, 8)
 
 
-def test_a_prefix_is_reused_while_it_is_held_and_after() -> None:
-    kv = small()
-    tokens = list(range(40))
-    first = filled(kv, tokens)
-    second = SequenceKV()
-    assert kv.reuse_prefix(second, tokens) == 32
-    assert second.pages == first.pages[:2]
-    kv.release(first)
-    kv.release(second)
-    assert kv.pool.held == 0
-    third = SequenceKV()
-    assert kv.reuse_prefix(third, [*tokens[:35], 99]) == 32
-    assert kv.reuse_prefix(SequenceKV(), [*tokens[:20], 99, *tokens[21:]]) == 16
-    assert kv.reuse_prefix(SequenceKV(), tokens[:15]) == 0
-    assert kv.reuse_prefix(SequenceKV(), tokens[16:32]) == 0  # the same page behind another beginning
-
-
 def test_kv_that_was_scrubbed_meets_nobody() -> None:
     """Neither by its prefix nor in the memory of its pages; what another sequence holds as well stays."""
     kv = small()
@@ -350,18 +332,6 @@ def test_kv_of_a_sparse_read_is_found_by_those_who_take_it() -> None:
     assert taker == SequenceKV()
 
 
-def test_two_that_read_the_same_at_once_offer_it_once() -> None:
-    """The second keeps its own pages, unshared; those behind them can still be found."""
-    kv = small()
-    tokens = [1] * 48
-    first, second = filled(kv, tokens[:32]), filled(kv, tokens)
-    third = SequenceKV()
-    assert kv.reuse_prefix(third, tokens) == 48
-    assert third.pages == [*first.pages, second.pages[2]]
-    assert not set(first.pages) & set(second.pages)
-    kv.pool.check_integrity()
-
-
 def test_the_page_released_longest_ago_is_evicted_first() -> None:
     kv = small()
     for kind in (1, 2, 3):
@@ -374,16 +344,6 @@ def test_the_page_released_longest_ago_is_evicted_first() -> None:
     kv.pool.evict_one()
     found = [kv.reuse_prefix(SequenceKV(), [kind] * 16) for kind in (1, 2, 3)]
     assert found == [0, 16, 0]
-
-
-def test_of_a_sequence_the_end_is_evicted_first() -> None:
-    kv = small()
-    kv.release(filled(kv, [5] * 48))
-    for left in (32, 16, 0):
-        kv.pool.evict_one()
-        probe = SequenceKV()
-        assert kv.reuse_prefix(probe, [5] * 48) == left
-        kv.release(probe)
 
 
 def test_an_evicted_beginning_hides_what_followed_it() -> None:
@@ -420,58 +380,7 @@ def test_what_is_taken_back_of_indexed_pages_meets_nobody(length: int) -> None:
     kv.pool.check_integrity()
 
 
-def test_a_page_that_another_sequence_shares_is_not_taken_back() -> None:
-    kv = small()
-    tokens = list(range(48))
-    sequence, other = filled(kv, tokens), SequenceKV()
-    kv.reuse_prefix(other, tokens)
-    with pytest.raises(ValueError, match="cannot take 40 tokens back: the page there is shared"):
-        kv.take_back(sequence, 40)
-    kv.take_back(sequence, 32)  # at its end
-    kv.truncate(sequence, 32)
-    assert (sequence.indexed, other.indexed) == (2, 3)
-    kv.pool.check_integrity()
-
-
-def test_pages_cannot_be_released_or_offered_unless_held() -> None:
-    pool = PagePool(2)
-    (page,) = pool.allocate(1)
-    pool.release([page])
-    with pytest.raises(ValueError, match="released more often"):
-        pool.release([page])
-    with pytest.raises(ValueError, match="not held"):
-        pool.index(page, (0, (1,)))
-    (page,) = pool.allocate(1)
-    pool.index(page, (0, (1,)))
-    with pytest.raises(ValueError, match="indexed already"):
-        pool.index(page, (0, (2,)))
-
-
 # Forks and group means
-
-
-def test_a_fork_that_finds_no_page_changes_nothing() -> None:
-    kv = KVCache(1, 1, 1, 2)
-    sequence = filled(kv, list(range(20)))
-    with pytest.raises(OutOfPages):
-        fork(kv, sequence)
-    kv.release(sequence)
-    assert kv.pool.held == 0
-    kv.pool.check_integrity()
-
-
-def test_means_that_find_too_few_slots_change_nothing() -> None:
-    kv = small()
-    kv.keep_group_means(16, slots=3)
-    assert kv.means is not None
-    first, second = filled(kv, [1] * 32), filled(kv, [2] * 32)
-    kv.extend_group_means([first])
-    with pytest.raises(OutOfPages, match="2 group means wanted, 1 slots are free"):
-        kv.extend_group_means([first, second])
-    assert (len(first.groups), second.groups, len(kv.means.free)) == (2, [], 1)
-    kv.release(first)
-    kv.extend_group_means([second])
-    assert len(second.groups) == 2
 
 
 def test_a_twin_offers_its_prefix_as_the_original_does() -> None:
@@ -493,44 +402,6 @@ def test_a_twin_offers_its_prefix_as_the_original_does() -> None:
     for held in (sequence, twin, found):
         kv.release(held)
     kv.pool.check_integrity()
-
-
-def test_a_shared_page_is_held_until_all_let_go() -> None:
-    pool = PagePool(2)
-    (page,) = pool.allocate(1)
-    pool.index(page, (0, (1,)))
-    for _ in range(2):
-        assert pool.match((0, (1,))) is not None
-    for _ in range(2):
-        pool.release([page])
-        assert (pool.held, pool.available) == (1, 1)
-    pool.release([page])
-    assert pool.held == 0
-    with pytest.raises(ValueError, match=f"page {page} is not held"):  # it is only kept for its prefix
-        pool.index(page, (0, (1,)))
-    pool.evict_one()
-    assert pool.match((0, (1,))) is None
-    pool.check_integrity()
-
-
-def test_means_of_a_sequence_that_grows_are_made_of_its_new_groups_alone() -> None:
-    kv = small()
-    kv.keep_group_means(16)
-    sequence = SequenceKV()
-    slots: list[int] = []
-    for length in (16, 40, 47, 48, 112):
-        kv.grow(sequence, length)
-        for at in range(sequence.length, length):
-            kv.k_pages[0][sequence.pages[at // PAGE_SIZE], 0, at % PAGE_SIZE] = float(at // PAGE_SIZE + at % 2)
-            kv.v_pages[0][sequence.pages[at // PAGE_SIZE], 0, at % PAGE_SIZE] = float(-at)
-        sequence.length = length
-        pool = kv.extend_group_means([sequence])
-        assert sequence.groups[: len(slots)] == slots
-        slots = list(sequence.groups)
-        groups = range(length // PAGE_SIZE)
-        assert pool.k[0, slots].flatten().tolist() == [group + 0.5 for group in groups]
-        assert pool.k_variance[0, slots].flatten().tolist() == [0.25] * len(groups)
-        assert pool.v[0, slots].flatten().tolist() == [-(16 * group + 7.5) for group in groups]
 
 
 def test_room_for_a_pass_is_taken_wholly_or_not_at_all() -> None:
@@ -569,22 +440,3 @@ def test_a_record_opens_its_session_again_where_it_stands() -> None:
     assert held.finish_reason is FinishReason.STOP
     opening.tokens.append(5)
     assert held.generated == [3, 4, 7]
-
-
-def test_totals_add_up_over_rounds() -> None:
-    ledger = Ledger()
-    ledger.open(record())
-    assert ledger.records["a"].totals.kv_read_fraction == 1.0
-    rounds = [(4, 2, 3, 10), (0, 0, 10, 10), (4, 4, 2, 20)]
-    base = 2
-    for number, (drafted, accepted, read, total) in enumerate(rounds):
-        tokens = [1] * (accepted + 1)
-        at = At("a", 0, number, base)
-        base += len(tokens)
-        figures = RoundFigures(kv_tokens_read=read, kv_tokens_total=total, wait_seconds=0.5)
-        ledger.apply(Commit(at, tokens, drafted, accepted, figures=figures))
-    totals = ledger.records["a"].totals
-    assert (totals.rounds, totals.drafted, totals.accepted) == (2, 8, 6)
-    assert totals.accepted_per_position == [2, 2, 1, 1]
-    assert totals.kv_read_fraction == pytest.approx(15 / 40)
-    assert totals.figures.wait_seconds == pytest.approx(1.5)

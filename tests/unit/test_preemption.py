@@ -12,16 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specahead import models
-from specahead.config import ModelSettings
-from specahead.engine.kv.pages import PAGE_SIZE, pages_for
-from specahead.engine.loading.config import ModelShape
-from specahead.engine.loading.memory import room_for_kv
+from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.wire import messages as m
-from specahead.wire.errors import InvalidArgument, ResourceExhausted
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
@@ -113,18 +109,6 @@ def test_sessions_gave_way_in_such_pools_on_both_sides(clock: Clock) -> None:
     assert min(declined[16], declined[24]) > declined[200] == 0
 
 
-def test_as_many_sessions_as_may_run_do_also_where_each_fills_its_context(clock: Clock) -> None:
-    """Memory is taken for the pages that stay free when a session begins, too."""
-    context, sessions = 20_000, 3
-    model = ModelSettings(max_context=context, max_sessions=sessions, kv_memory=1000.0)
-    pages = pages_for(room_for_kv(model, ModelShape(4, 4, 2, 64, 4096, 8192), torch.float32, "cpu"))
-    room = Room(clock, 1, FakeModel(), pages=pages, max_sessions=sessions, max_context=context)
-    for _ in range(sessions):
-        room.open([5] * (context - 1), 1, GREEDY)
-    room.verifier.admission.admit()
-    assert len(room.verifier.admission.running) == sessions
-
-
 class PinnedRunner(PinnedFakeRunner):
     """Every step has room for 16 tokens."""
 
@@ -157,20 +141,6 @@ def test_a_deterministic_target_repeats_seeded_tokens_in_every_pool(clock: Clock
         outcomes.append([room.ledger.records[name].tokens for name in names])
         assert (room.verifier.counters["preemptions"] > 0) == (pages < 200)
     assert outcomes[0] == outcomes[1] == outcomes[2]
-
-
-def test_a_deterministic_target_resumes_a_session_as_it_was(clock: Clock) -> None:
-    """One that comes with tokens from a target that was lost, although another has read the same text as a prompt."""
-    room = PinnedRoom(clock, 3, FakeModel(agreement=3), runner=PinnedRunner)
-    sampling = Sampling(0.7, 0.9, 5)
-    whole = room.open([3] * 30, 70, sampling)
-    room.run()
-    tokens = room.ledger.records[whole].tokens
-    room.open(tokens[:80], 5)
-    room.run()
-    resumed = room.open([3] * 30, 70, sampling, done=tokens[30:75])
-    room.run()
-    assert room.ledger.records[resumed].tokens == tokens
 
 
 def test_sessions_that_wait_for_room_can_be_aborted_and_drafts_come_and_go(clock: Clock) -> None:
@@ -274,39 +244,6 @@ def test_a_session_is_not_let_in_where_it_would_have_to_give_way_at_once(clock: 
     assert target.verifier.counters["preemptions"] == 0
 
 
-def test_a_queue_of_none_refuses_what_cannot_run_at_once_but_nothing_that_gave_way(clock: Clock) -> None:
-    target = Target(12, max_queued=0)
-    target.open("a", 60, 120)
-    target.open("b", 60, 120)
-    with pytest.raises(ResourceExhausted, match="no place is free, and 0 sessions are queued already of at most 0"):
-        target.open("c", 60, 120)
-    run_until_one_gives_way(target)
-    assert target.waiting == ["b"]
-    with pytest.raises(ResourceExhausted, match="try again later"):
-        target.open("c", 5, 5)  # there is room for it, but "b" comes first
-    while target.admission.running or target.waiting:
-        target.step()
-    assert not [event for event in target.events if isinstance(event, m.Closed)]
-    ends = [event.at.session for event in target.events if isinstance(event, m.Commit) and event.finish_reason]
-    assert ends == ["a", "b"]
-
-
-def test_a_session_that_comes_from_a_lost_target_is_not_refused_either(clock: Clock) -> None:
-    target = Target(12, max_queued=0)
-    target.open("a", 100, 60)
-    again = m.Open("b", [2] * 100, 90, 60, [], GREEDY, m.Exactness.EXACT, resumed=True)
-    target.admission.open(again, target.events.append)
-    target.step()
-    assert target.waiting == ["b"]
-
-
-def test_what_does_not_fit_by_itself_is_refused_at_the_start(clock: Clock) -> None:
-    target = Target(12, max_context=500)
-    with pytest.raises(InvalidArgument, match="200 tokens need 13 KV pages of 16, the target has 12"):
-        target.open("a", 100, 100)
-    target.open("a", 100, 12 * PAGE_SIZE - 5 - 100)
-
-
 def test_what_a_session_found_in_the_prefix_index_is_not_read_again(clock: Clock) -> None:
     """Only what the older one took: from the end of the younger one's tokens."""
     target = Target(12)
@@ -349,24 +286,6 @@ def test_the_draft_is_told_and_its_late_frames_count_for_nothing(clock: Clock) -
     target.verifier.protocol.receive(peer, late)
     assert target.verifier.counters["stale_frames"] == 1
     assert not session.draft.proposals
-
-
-def test_waits_and_pre_emptions_are_told_with_the_next_commit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("target_service.admission.time", clock)
-    monkeypatch.setattr("target_service.session.session.time", clock)
-    target = Target(12)
-    target.open("a", 60, 120)
-    target.open("b", 60, 120)
-    run_until_one_gives_way(target)
-    clock.now += 5
-    target.verifier.abort("a")
-    before = len(target.events)
-    while len(target.events) == before:
-        target.step()
-    (commit,) = (event for event in target.events[before:] if isinstance(event, m.Commit))
-    assert (commit.at.session, commit.figures.preemptions, commit.figures.queue_seconds) == ("b", 1, 5.0)
-    earlier = [event for event in target.events[:before] if isinstance(event, m.Commit)]
-    assert all((event.figures.preemptions, event.figures.queue_seconds) == (0, 0.0) for event in earlier)
 
 
 # A real model; on a GPU the deterministic one, for which seeded tokens are the same, too

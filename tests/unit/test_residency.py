@@ -120,16 +120,6 @@ def test_a_bit_is_a_second_chance(backend: str) -> None:
 
 
 @both
-def test_all_bits_set_takes_a_second_sweep(backend: str) -> None:
-    row = one_row(3, backend)
-    for round in (0, 1):
-        row.request([0, 1, 2], round=round)
-    assert row.bits == [1, 1, 1]
-    assert row.request([4, 5, 6, 7], round=2) == ({4: 0, 5: 1, 6: 2}, [7])
-    assert (row.cached, row.bits, row.hand) == ([4, 5, 6], [0, 0, 0], 0)
-
-
-@both
 def test_rounds_in_flight_and_dirty_pages_are_passed_over_untouched(backend: str) -> None:
     row = one_row(3, backend)
     row.pin({8: 0}, round=0)
@@ -154,23 +144,6 @@ def test_dropped_slots_are_free_when_their_round_has_ended(backend: str) -> None
     assert row.tables.dirty.tolist() == [[1, 0]]
     assert row.request([6], round=0) == ({}, [6])
     assert row.request([6], round=1) == ({6: 1}, [])
-
-
-@both
-def test_what_lies_in_a_frame_is_forgotten_and_a_page_lies_in_one_slot(backend: str) -> None:
-    row = one_row(5, backend)
-    row.request([0, 1, 2, 3], round=0)
-    row.request([0, 1, 2, 3], round=1)
-    row.pin({1: 0, 9: 2}, round=2)
-    assert row.cached == [1, -1, 9, 3, -1]
-    assert row.tables.line_of[0, :10].tolist() == [-1, 0, -1, 3, -1, -1, -1, -1, -1, 2]
-    assert row.tables.dirty.tolist() == [[1, 0, 1, 0, 0]]
-    assert row.bits == [0, 0, 0, 1, 0]
-    assert row.tables.stamps.tolist() == [[2, 1, 2, 1, -1]]
-    row.pin({9: 0, 1: 2, 3: 3, -2: 4, 5: -1, 20: 1, 6: 5}, round=3)  # two change places, one stays
-    assert row.cached == [9, -1, 1, 3, -1]
-    assert row.tables.dirty.tolist() == [[1, 0, 1, 1, 0]]
-    assert row.tables.stamps.tolist() == [[3, 1, 3, 3, -1]]
 
 
 @both
@@ -341,19 +314,6 @@ def test_triton_equals_the_reference(
             assert outcome(done) == outcome(reference), operation.__name__
             for a, b in pairs(got, wanted):
                 assert torch.equal(a, b), operation.__name__
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU programs run in no order")
-@pytest.mark.parametrize("kind", ["as served", "one line", "more lines than pages"])
-def test_the_order_of_programs_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last comes first: claims lose the pages that they had."""
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    def from_the_end(*at: int) -> None:
-        builder.grid_idx = tuple(size - 1 - i for i, size in zip(at, builder.grid_dim, strict=True))
-
-    monkeypatch.setattr(builder, "set_grid_idx", from_the_end)
-    test_triton_equals_the_reference(kind, 5, 2, 12, 3, True, monkeypatch)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")

@@ -26,8 +26,7 @@ from torch import Tensor
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from specahead.engine.kv.staged import StagedReads
 from specahead.engine.kv.tier_memory import head_rows
-from specahead.engine.kv.tiered import CLOCK_SHARE, COPIED_AT_ONCE, TieredKV
-from specahead.lab.evaluation.forks import fork
+from specahead.engine.kv.tiered import TieredKV
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, HEADS, DIM = 2, 2, 2
@@ -470,44 +469,6 @@ def text(kind: int, pages: int) -> list[int]:
     return [*range(kind, kind + pages * PAGE_SIZE), kind]
 
 
-def test_what_fits_into_gpu_pages_stays_there() -> None:
-    """The backing store gets its copies all the same, many at a time."""
-    kv = make(gpu_pages=70, pages=90, longest=80 * PAGE_SIZE)
-    sequence = SequenceKV()
-    tokens = [token % 251 for token in range(69 * PAGE_SIZE)]
-    run_one(kv, sequence, tokens[: (COPIED_AT_ONCE - 1) * PAGE_SIZE])
-    run_one(kv, sequence, tokens[: COPIED_AT_ONCE * PAGE_SIZE])
-    assert kv.counters.stored_pages == 0
-    run_one(kv, sequence, tokens)
-    assert kv.counters.stored_pages == COPIED_AT_ONCE
-    run_one(kv, sequence, [*tokens, 1])
-    assert (kv.offload_active, kv.counters.offloads, kv.is_resident(sequence)) == (False, 0, True)
-    assert kv.gauges == {"kv_gpu_pages": 70, "kv_gpu_pages_given": 70, "kv_offload_active": 0.0}
-    kv.check_integrity()
-
-
-def test_an_active_offload_leaves_some_gpu_pages_to_the_clock() -> None:
-    kv = make(gpu_pages=12, pages=40)
-    sequences = [fill(kv, text(kind, 6)) for kind in range(4)]
-    assert kv.offload_active
-    kv.begin_pass([(sequences[0], 1)])
-    assert len(kv.resident._free) >= 12 // CLOCK_SHARE
-
-
-def test_what_is_read_wholly_leaves_last() -> None:
-    kv = make(gpu_pages=14, pages=40)
-    dense = fill(kv, text(1, 5), dense=True)
-    sparse = fill(kv, text(2, 5))
-    fill(kv, text(3, 2))
-    assert kv.offload_active
-    assert kv.is_resident(dense)
-    assert (kv.gpu_pages(sparse)[:-1] < 0).all()
-    fill(kv, text(4, 5), chunk=6 * PAGE_SIZE)
-    assert not kv.is_resident(dense)
-    check_staged(kv, [(dense, tuple(text(1, 5)))])
-    check_staged(kv, [(sparse, tuple(text(2, 5)))])
-
-
 @pytest.mark.parametrize("stored", [False, True])
 def test_what_was_read_wholly_leaves_like_others_once_it_is_read_by_little(stored: bool) -> None:
     """By a session that finds the prefix of one that reads everything, whether the store has it by then or not."""
@@ -525,21 +486,6 @@ def test_what_was_read_wholly_leaves_like_others_once_it_is_read_by_little(store
     assert (kv.gpu_pages(sparse)[:8] < 0).all()
     check_staged(kv, [(dense, tuple(text(1, 8)))])
     check_staged(kv, [(sparse, tuple(text(1, 8)))])
-    kv.check_integrity()
-
-
-def test_pages_kept_for_their_prefix_do_not_keep_their_gpu_pages() -> None:
-    """Of sessions that end as soon as their pages are full, one after the other, more than there are GPU pages."""
-    kv = make(gpu_pages=4, pages=60)
-    for kind in range(20):
-        tokens = text(kind, 2)[:-1]
-        sequence = fill(kv, tokens)
-        kv.index_prefix(sequence, tokens)
-        kv.release(sequence)
-    again = SequenceKV()
-    assert kv.reuse_prefix(again, text(0, 2)) == 2 * PAGE_SIZE
-    run_one(kv, again, text(0, 2))
-    check_staged(kv, [(again, tuple(text(0, 2)))])
     kv.check_integrity()
 
 
@@ -585,18 +531,6 @@ def test_what_may_be_written_anew_stays_on_the_gpu() -> None:
     kv._copy_to_store()
     kv.store.take_up_copies(wait=True)
     assert kv.store.holds[sequence.pages].tolist() == [True, True, True, False]
-
-
-def test_what_is_not_built_or_does_not_fit() -> None:
-    for count, pages in ((0, 4), (5, 4)):
-        with pytest.raises(ValueError, match=f"{count} GPU pages for 4 pages in the backing store"):
-            make(count, pages)
-    kv = make(gpu_pages=6, longest=3 * PAGE_SIZE)
-    sequences = [fill(kv, text(kind, 1)) for kind in range(2)]
-    with pytest.raises(NotImplementedError, match="cannot be forked"):
-        fork(kv, sequences[0])
-    with pytest.raises(ValueError, match="4 pages to bring together, there is room for 3"):
-        StagedReads(kv.memory, sequences, kv.counters)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's copies have real events")
