@@ -133,10 +133,10 @@ settings = target_settings(
     screening_quantization="fp8", **limits,
 )
 alone = target_settings(draft="self", max_gamma=4, draft_quantization="fp8", **limits | {"max_sessions": 1})
-plan, shape = uniform_plan(5, 2, 3, 8), Shape(5, 512, 8, 2, 64, 1024, 512)
+plan, shape = uniform_plan(3, 2, 1, 8), Shape(3, 512, 8, 2, 64, 1024, 512)
 target = runner_of(shape, step_queries=3, most_queries=settings.widest_round)
 verifier = Verifier(target, plan, settings)
-drafter = Drafter(runner_of(Shape(3, 256, 8, 4, 64, 512, 512)), plan, settings.own_draft)
+drafter = Drafter(runner_of(Shape(1, 256, 8, 4, 64, 512, 512)), plan, settings.own_draft)
 StepsByTurns(verifier, drafter)
 verifier.warm_up()
 drafter.warm_up()

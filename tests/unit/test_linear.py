@@ -1,7 +1,5 @@
 """Linear layers, alone and over a residual stream: Triton (on a GPU, or interpreted) and torch against float64."""
 
-from typing import Any, Literal
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,39 +71,6 @@ def test_a_layer(rows: int, inputs: int, gated: bool, in_eight_bits: bool) -> No
         check(out, exactly(x, read, gated), 6)
 
 
-Kernel = Literal["few rows", "torch"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "hidden", "in_eight_bits", "kernel"),
-    [
-        (1, 128, False, "few rows"),
-        (1, 128, True, "few rows"),
-        (3, 96, False, "torch"),
-        (MOST_ROWS, 128, True, "few rows"),
-        (MOST_ROWS + 1, 128, True, "torch"),
-    ],
-)
-def test_which_kernel_runs_depends_on_rows_and_weight(
-    rows: int, hidden: int, in_eight_bits: bool, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both of a layer that reads the residual stream, and of one that adds to it. None of the kernels runs."""
-    ran: list[Kernel] = []
-
-    def note(name: Kernel, x: Tensor, weight: Any) -> Tensor:
-        ran.append(name)
-        return x.new_zeros(len(x), len(weight if isinstance(weight, Tensor) else weight.values))
-
-    package = "specahead.kernels.linear"
-    ways: dict[Kernel, str] = {"few rows": "few_rows_linear", "torch": "F.linear"}
-    for name, place in ways.items():
-        monkeypatch.setattr(f"{package}.{place}", lambda x, weight, *_, name=name, **__: note(name, x, weight))
-    stream = Residual(random(rows, hidden, seed=2))
-    linear_of_residual(stream, None, EPSILON, weight_of(16, hidden, in_eight_bits), "triton")
-    add_linear(stream, random(rows, hidden), weight_of(hidden, hidden, in_eight_bits), "triton")
-    assert ran == [kernel, kernel]
-
-
 @EIGHT_BITS
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [1, 5, 70])
@@ -165,24 +130,3 @@ def test_a_weight_is_rounded_by_a_sixteenth_at_most_whatever_its_rows_scales(inp
     smallest = rounded.scales[:, None] * 2**-6  # below it, steps are even
     assert ((back - weight).abs() <= (weight.abs() / 16).maximum(smallest / 16)).all()
     assert (back[7] == 0).all()
-
-
-@EIGHT_BITS
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (3072, 2048), (1152, 896), (896, 4864), (151936, 896)])
-@pytest.mark.parametrize("rows", [5, 16, 17, 64])
-def test_a_layer_is_cut_so_that_it_fills_a_gpu(rows: int, outputs: int, inputs: int, in_eight_bits: bool) -> None:
-    """In parts of whole depths, where that helps, and never in parts where it is not asked for."""
-    cut = few_rows.default_tuning(rows, outputs, inputs, False, True, in_eight_bits)
-    assert inputs % (cut.parts * cut.depth) == 0
-    programs = -(-outputs // cut.columns) * cut.parts
-    assert programs >= 64
-    assert cut.parts == 1 or programs <= 300
-    assert few_rows.default_tuning(rows, outputs, inputs, False, False, in_eight_bits).parts == 1
-    assert few_rows.default_tuning(rows, outputs, inputs, True, False, in_eight_bits).parts == 1
-
-
-def test_a_gated_layer_of_a_program_a_processor_takes_it_with_more_warps() -> None:
-    """That of 1B in 8 bits, 128 programs; not that of 8B."""
-    assert few_rows.default_tuning(8, 8192, 2048, True, False, True).warps == 8
-    assert few_rows.default_tuning(8, 14336, 4096, True, False, True).warps == 4
-    assert few_rows.default_tuning(8, 8192, 2176, True, False, True).depth == BLOCK  # such inputs are cut in blocks

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted, cut_logits, cuts_of, judge_by_rules
-from specahead.engine.sampling.logit_rules import Followed, LogitRule, TokenCounts, rules_of
-from specahead.engine.sampling.logprobs import token_logprobs
+from specahead.engine.sampling.logit_rules import LogitRule, TokenCounts, rules_of
 from tests.unit.world import changed_logits, target_probs
 
 STOPS = [3, 7]
@@ -79,36 +78,6 @@ def test_counts_follow_committed_tokens_back_and_on(seed: int) -> None:
             assert row.tolist() == [tokens.count(token) for token in range(9)]
 
 
-def test_more_than_is_kept_cannot_be_taken_back() -> None:
-    followed, tokens = Followed(3), list(range(3 + Followed.KEPT + 5))
-    assert list(followed.go_on(tokens, len(tokens))) == tokens[3:]
-    assert followed.go_back(tokens, len(tokens) - 10) == tokens[-10:]
-    assert followed.go_back(tokens, len(tokens) - 10) == []
-    with pytest.raises(RuntimeError, match=f"the last {Followed.KEPT} of {len(tokens) - 10} committed tokens"):
-        followed.go_back(tokens, 4)
-    few = Followed(3)
-    few.go_on(tokens, 20)
-    assert few.go_back([0, 1, 2, 9, 9], 5) == tokens[3:20]
-
-
-def test_a_plain_sampling_has_no_rules() -> None:
-    assert rules_of(Sampling(), 5, STOPS) == ()
-    assert rules_of(Sampling(min_tokens=4), 5, []) == ()
-    greedy = Drafted([], [], Sampling(top_k=1, min_p=0.5, temperature=0.0), 3)
-    assert greedy.is_plain
-    assert cuts_of([greedy]) == 0
-
-
-def test_a_greedy_round_is_judged_by_changed_logits() -> None:
-    """A ban moves the choice to the second best; a drafted token that is the changed choice is accepted."""
-    logits = torch.zeros(3, 10)
-    logits[:, 4], logits[:, 6] = 9.0, 8.0
-    sampling = Sampling(0.0, logit_bias={4: -100.0})
-    (judged,) = judge_by_rules(logits[None], [Drafted([6, 4], [], sampling, 2, rules_of(sampling, 2, []), [1, 1])])
-    assert (judged.verdict, judged.finite, judged.logprobs) == ((1, 6), True, [])
-    assert logits[0, 4] == 9  # the step's own logits stay
-
-
 class Forbid:
     """Masks tokens."""
 
@@ -117,12 +86,6 @@ class Forbid:
 
     def apply(self, logits: torch.Tensor, committed: object, proposed: object) -> None:
         logits[:, self._tokens] = -torch.inf
-
-
-def test_a_mask_of_everything_is_said_to_leave_no_number() -> None:
-    forbid = (Forbid(list(range(10))),)
-    (judged,) = judge_by_rules(torch.zeros(1, 1, 10), [Drafted([], [], Sampling(1.0), 1, forbid, [5], logprobs=2)])
-    assert not judged.finite
 
 
 def test_tokens_that_end_a_session_may_come_before_min_tokens_where_nothing_else_may() -> None:
@@ -150,13 +113,6 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
         assert found.logprob == pytest.approx(float(row[token]), abs=1e-5)
         assert found.top_ids == order.tolist()
         assert found.top_logprobs == pytest.approx(row[order].tolist(), abs=1e-5)
-
-
-def test_the_likeliest_tokens_logprob_is_the_same_number_in_both_places() -> None:
-    """Evaluation harnesses compare the two to find out whether a text is what greedy decoding gives."""
-    logits = torch.randn(50, 4000, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
-    for found in token_logprobs(logits, logits.argmax(-1).tolist(), 1):
-        assert found.logprob == found.top_logprobs[0]
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS["all"], replace(SAMPLINGS["all"], temperature=0.0)])

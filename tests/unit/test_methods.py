@@ -9,10 +9,10 @@ from torch import Tensor
 
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.kernels.selection import Remembered, score_blocks, select_over_rows
-from specahead.lab.evaluation.choice import choose, choose_over_all, mandatory
+from specahead.lab.evaluation.choice import choose, mandatory
 from specahead.sparsity.announce import LEAST_WINDOW, announce, shared_room, summary_tokens
-from specahead.sparsity.methods import AHEAD, METHODS, method_named
-from specahead.sparsity.plan import Plan, PlanError, uniform_plan
+from specahead.sparsity.methods import AHEAD, METHODS
+from specahead.sparsity.plan import Plan, uniform_plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 
@@ -49,17 +49,6 @@ def test_top_k_leaves_room_for_what_is_read_anyway(seed: int) -> None:
     chosen = choose(scores, plan, BASE)
     room = 13 - 1 - 4  # a quarter of 50 rounded up, one sink, four of window
     assert as_sets(chosen) == [best(row, room, 1, 46) for row in scores]
-
-
-def test_a_small_budget_chooses_nothing_but_what_must_be() -> None:
-    assert not choose(evidence_of(0)[0, 0], plan_with(budget=0.05), BASE).any()
-
-
-def test_one_budget_for_all_takes_the_highest_of_all_rows() -> None:
-    scores = torch.tensor([[0.9, 0.1, 0.8], [0.2, 0.0, 0.7]])
-    assert choose_over_all(scores, 3).tolist() == [[True, False, True], [False, False, True]]
-    assert choose_over_all(scores, 100).sum() == 5  # what has no score is not read
-    assert not choose_over_all(scores, -3).any()
 
 
 def test_mandatory_blocks() -> None:
@@ -144,21 +133,7 @@ def test_ahead_reads_the_announcement_then_what_weighed_most() -> None:
     assert memory[chosen & rest].min() > memory[~chosen & rest].max()
 
 
-def test_ahead_without_memory_reads_the_announcement() -> None:
-    plan = plan_with()
-    announced = torch.rand(LAYERS, KV_HEADS, 50) < 0.1
-    read = read_of_ahead(plan, announced, torch.zeros(LAYERS, KV_HEADS, 50))
-    assert torch.equal(read, announced | mandatory(plan, BASE, 50, LEAST_WINDOW))
-
-
 # The registry and the reader.
-
-
-@pytest.mark.parametrize("name", ["nonesuch", "oracle", "sts"])
-def test_a_name_that_is_not_served_is_refused_with_those_that_are(name: str) -> None:
-    assert all(method_named(known) is method for known, method in METHODS.items())
-    with pytest.raises(PlanError, match=f"'{name}'; known are dense, ahead"):
-        method_named(name)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -167,13 +142,6 @@ def test_a_method_that_waits_for_its_draft_reads_everything_without_one(method: 
     assert reader.read(None, BASE, LENGTH) is None
     reader.finish(SequenceOutput())
     assert reader.tokens_read == (LAYERS * KV_HEADS * 50 * 16, LAYERS * KV_HEADS * 50 * 16)
-
-
-def test_an_announcement_of_other_rows_is_refused() -> None:
-    reader = Reader(AHEAD, plan_with())
-    wrong = BlockSelection.from_lists([[1]] * (reader.announced_rows + 1), 50)
-    with pytest.raises(ValueError, match="rows announced"):
-        reader.read(wrong, BASE, LENGTH)
 
 
 @pytest.mark.parametrize("reports", [False, True])

@@ -1,8 +1,6 @@
 """The attention kernels' torch references against a float64 attention over densified keys and masks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from specahead.kernels.paged_attention import (
     paged_attention_with_read_weights,
     pool_blocks,
 )
-from specahead.kernels.selection import select_top_k
 
 GAMMA = 4
 SCALE = 0.3
@@ -159,24 +156,6 @@ def test_dense_attention_is_the_reference(seed: int, group: int) -> None:
     torch.testing.assert_close(case.dense(), wanted, atol=2e-5, rtol=1e-4)
 
 
-def test_random_lists_matter() -> None:
-    """The cases are such that a kernel that ignores its lists would be found out."""
-    differing = [(random_case(seed, 2).sparse() - random_case(seed, 2).dense()).abs().max() for seed in range(12)]
-    assert sum(float(d) > 0.1 for d in differing) >= 10
-
-
-def test_a_sequence_without_queries_takes_no_part() -> None:
-    case = random_case(3, 2)
-    starts = case.query_starts.tolist()
-    silent = replace(case, queries=case.queries[starts[1] :], query_counts=[0, *case.query_counts[1:]])
-    assert torch.equal(silent.dense(), case.dense()[starts[1] :])
-
-
-def test_pool_blocks_keeps_the_partial_block() -> None:
-    pooled = pool_blocks(torch.arange(7.0).expand(2, 7), 3)
-    assert pooled.tolist() == [[3.0, 12.0, 6.0]] * 2
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_write_kv_stores_where_it_is_told_and_nowhere_else(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -288,15 +267,6 @@ def test_lists_of_blocks_of_any_size_and_their_weights_are_the_reference(seed: i
         assert_read_weights(weights, probs, chosen, size)
 
 
-@cases
-def test_group_means_of_small_pages_are_the_reference(seed: int, group: int) -> None:
-    """Groups of two pages, blocks of any size up to that."""
-    case = random_case(seed, group)
-    for size in [size for size in sizes(case) if size <= 2 * case.page_size]:
-        chosen = in_blocks(case, size, seed + 2)
-        assert_stood_in(chosen, size, group_means(chosen, 2 * case.page_size))
-
-
 def assert_stood_in(case: Case, block_size: int, means: GroupMeans) -> None:
     """Output and weights are the reference's, and the listed blocks' weights leave what the means get."""
     blocks = case.packed_lists(block_size)
@@ -342,22 +312,6 @@ def test_group_means_are_the_reference(group: int, group_size: int, block_size: 
     assert_stood_in(case, block_size, means)
 
 
-def test_the_variance_term_is_cut_for_some_and_not_for_others() -> None:
-    """The cases above are such that a kernel without the cut, or one that cuts all, would be found out."""
-    case = in_blocks(page_16_case(0, 2), 16, 0)
-    case = replace(case, queries=2 * case.queries)
-    means = group_means(case, 64)
-    variance = means.k_variance[means.tables[0, :4].long()].repeat_interleave(2, 1)
-    terms = (SCALE * case.queries[:1]) ** 2 * variance
-    spread = terms.sum(-1) / 2
-    assert (spread > MAX_VARIANCE_TERM).any()
-    assert (spread < MAX_VARIANCE_TERM).any()
-    flat = replace(means, k_variance=torch.zeros_like(means.k_variance))
-    blocks = case.packed_lists()
-    with_term, without = (paged_attention(case.batch, blocks, m) for m in (means, flat))
-    assert (with_term - without).abs().max() > 0.01
-
-
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("emitting", [1, 3, 5])
 @pytest.mark.parametrize("group", [1, 2, 4])
@@ -377,16 +331,6 @@ def test_the_last_queries_give_their_weights(group: int, emitting: int, block_si
         pooled = pool_blocks(torch.from_numpy(by_token[-emitting:]), block_size).numpy()
         np.testing.assert_allclose(weights[i, :, :, : pooled.shape[-1]].numpy(), pooled, atol=1e-5)
         assert not weights[i, :, :, pooled.shape[-1] :].any()
-
-
-ROW = torch.zeros(1, 1)
-COUNT = torch.ones(1, dtype=torch.long)
-
-
-@pytest.mark.parametrize(("operation", "arguments"), [(select_top_k, (ROW, COUNT, COUNT))])
-def test_an_unknown_backend_is_an_error(operation: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(NotImplementedError, match=r"cuda.*not built"):
-        operation(*arguments, backend="cuda")
 
 
 @pytest.mark.parametrize(("block_size", "decay"), [(1, 0.0), (16, 0.8), (64, 0.5)])

@@ -12,7 +12,6 @@ from specahead.kernels.paged_attention import (
     Batch,
     BlockLists,
     GroupMeans,
-    Tuning,
     add_listed_weights,
     paged_attention,
     paged_attention_remembering,
@@ -21,7 +20,6 @@ from specahead.kernels.paged_attention import (
     pinned_tuning,
     plan_work,
     pool_blocks,
-    weights,
 )
 from specahead.kernels.paged_attention.inputs import MOST_BEYOND
 from tests.unit.test_paged_attention import (
@@ -148,16 +146,6 @@ def test_group_means_in_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.float(), wanted, atol=3e-2, rtol=3e-2)
 
 
-def test_empty_lists_give_zeros_with_and_without_means() -> None:
-    case = ragged(5, 2, [5, 5, 5])
-    shape = (3, 2)
-    blocks = BlockLists(torch.zeros(*shape, 4, dtype=torch.int32), torch.zeros(shape, dtype=torch.int32), 16)
-    assert not in_triton(case, blocks).any()
-    got, weights = in_triton(case, blocks, kernel=paged_attention_with_read_weights)
-    assert not got.any()
-    assert not weights.any()
-
-
 @pytest.mark.parametrize(
     ("group", "emitting", "block_size"), [(1, 1, 1), (4, 1, 64), (4, 1, 128), (2, 5, 1), (2, 5, 16)]
 )
@@ -193,33 +181,6 @@ def test_a_dense_pass_remembers(group: int, counts: list[int], block_size: int) 
     assert torch.equal(memory.cpu()[2], before[2])
 
 
-def test_one_plan_of_work_serves_all_layers() -> None:
-    case = ragged(7, 2, [5, 5, 1, 5])
-    layers = [in_blocks(case, 16, seed) for seed in range(3)]
-    packed = [layer.packed_lists(16) for layer in layers]
-    width = max(blocks.lists.shape[2] for blocks in packed)
-    lists = torch.stack([torch.nn.functional.pad(b.lists, (0, width - b.lists.shape[2])) for b in packed])
-    every = on_device(BlockLists(lists, torch.stack([b.counts for b in packed]), 16))
-    tables, lengths = case.block_tables.to(DEVICE), case.arguments[4].to(DEVICE)
-    work = plan_work(2, 2, 16, 5, tables, lengths, 16, every)
-    assert work.tile_starts.shape == (3, 4 * 2 + 1)
-    for index, layer in enumerate(layers):
-        blocks = BlockLists(every.lists[index], every.counts[index], 16)
-        wanted = paged_attention(layer.batch, packed[index])
-        got = in_triton(layer, blocks, work=work.layer(index))
-        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
-
-
-def test_no_program_is_launched_that_never_has_anything_to_do() -> None:
-    """Six items of 64 tokens in tiles of 16 are 24 tiles at most, three a program."""
-    tables, lengths = torch.zeros(3, 4, dtype=torch.int32), torch.tensor([64, 9, 1])
-    tuning = Tuning(tile=16, min_tiles=3, programs=1)  # the interpreter stands for ten processors
-    few = plan_work(2, 1, 16, 1, *on_device((tables, lengths.int())), 16, tuning=tuning)
-    many = plan_work(2, 1, 16, 1, *on_device((tables, lengths.int())), 16, tuning=replace(tuning, min_tiles=1))
-    assert len(few.first_items) == 8
-    assert len(many.first_items) == (24 if DEVICE == "cuda" else 10)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
@@ -235,12 +196,6 @@ def test_half_precision_on_a_gpu_against_float64(dtype: torch.dtype, dim: int) -
         wanted, _ = reference_by_token(each, 16)
         got = in_triton(each, *([] if blocks is None else [blocks]))
         torch.testing.assert_close(got.float(), wanted.float(), atol=2e-2, rtol=2e-2)
-
-
-def test_heads_that_triton_does_not_take_are_refused() -> None:
-    narrow = ragged(1, 2, [5, 5], dim=8)
-    with pytest.raises(NotImplementedError, match="powers of two from 16"):
-        paged_attention(narrow.batch, backend="triton")
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -265,40 +220,6 @@ def test_weights_of_listed_blocks_are_added(group: int, counts: list[int], block
     got = in_triton(case, blocks, sums, 0.25, kernel=add_listed_weights)
     torch.testing.assert_close(got, out, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(sums.cpu(), wanted, atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("sparse", "fresh", "most"), [(False, False, 1), (False, True, 1_500), (True, False, 1_500), (True, False, 2**28)]
-)
-def test_weights_of_several_layers_are_added_together(
-    sparse: bool, fresh: bool, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three layers with lists of their own: as many at once as there is room for, which is one, two or all.
-
-    fresh: nothing is there that they could be added to.
-    """
-    monkeypatch.setattr(weights, "MOST_LEFT", most)
-    layers = [in_blocks(ragged(seed, 2, [2, 2]), 16, 4) for seed in (3, 4, 5)]
-    batches = [replace(layers[0].batch, queries=layers[0].queries * factor) for factor in (1.0, -0.5, 2.0)]
-    packed = [case.packed_lists(16) for case in (layers[0],) * 3]
-    for drop, blocks in enumerate(packed):
-        blocks.counts.sub_(drop).clamp_(min=1)
-    lists = BlockLists(torch.stack([x.lists for x in packed]), torch.stack([x.counts for x in packed]), 16)
-    heads, n = layers[0].queries.shape[1], 11
-    evidence = torch.rand(2, 3, heads, n).to(DEVICE)
-    wanted = torch.zeros(2, 3, heads, n) if fresh else evidence.cpu().clone()
-    together = weights.LayersEvidence(evidence, 0.25, 16, 1, on_device(lists) if sparse else None, fresh)
-    for layer, (batch, blocks) in enumerate(zip(batches, packed, strict=True)):
-        out = together.attend(layer, on_device(batch), on_device(blocks) if sparse else None, None).cpu()
-        if sparse:
-            expected = add_listed_weights(batch, blocks, wanted[:, layer], 0.25)
-        else:
-            expected, given = paged_attention_with_block_weights(batch, 16, width=n)
-            wanted[:, layer] += 0.25 * given[:, 0]
-        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(evidence.cpu(), wanted, atol=2e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="reads lists sets no evidence"):
-        weights.LayersEvidence(evidence, 0.25, 16, 1, on_device(lists), fresh=True)
 
 
 @pytest.mark.parametrize("sparse", [False, True])

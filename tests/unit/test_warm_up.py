@@ -23,7 +23,6 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted
 from specahead.engine.sampling.logit_rules import rules_of
-from specahead.engine.staging import Buffers, Staging
 from specahead.engine.steps import warm_up
 from specahead.engine.steps.graphs import Captured, Graphs
 from specahead.engine.steps.grouping import FEW, StepLimits, step_shape
@@ -158,50 +157,11 @@ def test_no_number_that_a_client_or_a_draft_chooses_has_more_than_three_sizes(vo
     assert len(shapes) <= 3 * 3
 
 
-def test_the_least_recently_used_graph_is_dropped_unless_it_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specahead.engine.steps.graphs.MOST_UNPREPARED", 2)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(Graphs, "_capture", lambda self, captured: Launches(captured))
-    graphs, ran = Graphs(captures=True), list[str]()
-
-    def run(shape: str, prepared: bool = False) -> None:
-        buffers = Buffers(*(Staging({}, torch.device("cpu")) for _ in range(2)))
-        graphs.of(shape, lambda: buffers, lambda _: ran.append(shape), prepared).run()
-
-    run("prepared", prepared=True)
-    for shape in ("a", "b", "a", "c"):
-        run(shape)
-    assert list(graphs.by_shape) == ["prepared", "a", "c"]
-    run("c", prepared=True)  # what a request had captured first, and is prepared later
-    for number in range(9):
-        run(f"d{number}")
-    assert list(graphs.by_shape) == ["prepared", "c", "d7", "d8"]
-    if not torch.cuda.is_available():  # where a graph runs what it was captured of
-        assert ran[:5] == ["prepared", "a", "b", "a", "c"]
-
-
 @pytest.mark.usefixtures("captures")
-def test_steps_whose_graphs_are_dropped_again_and_again_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for one of three: the memory of a dropped graph is another's."""
-    runner, kv, verdicts = runner_of(models.TARGET), SequenceKV(), dict[int, list[tuple[int, int] | None]]()
-    monkeypatch.setattr("specahead.engine.steps.graphs.MOST_UNPREPARED", 1)
-    made = Graphs.made
-    for top_k in (0, 5, 500) * 4:
-        drafted = Drafted([5, 6], [], Sampling(1.5, seed=3, top_k=top_k), 7)
-        (output,) = runner.forward([SequenceInput(kv, [4, 5, 6], "all", drafted=drafted)])
-        verdicts.setdefault(top_k, []).append(output.verdict)
-        runner.kv.truncate(kv, 0)
-        assert len(runner._passes.graphs.by_shape) == 1
-    assert Graphs.made - made == 12
-    assert [len(set(each)) for each in verdicts.values()] == [1, 1, 1]
-
-
-@pytest.mark.usefixtures("captures")
-@pytest.mark.parametrize(("quantization", "pinned"), [("none", False), ("fp8", True)], ids=["", "fp8, deterministic"])
-def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization: str, pinned: bool) -> None:
-    """Whatever is held and proposed, and whether what is read is weighed."""
-    settings = target_settings(hold=8, gamma=GAMMA, screening_quantization=quantization, deterministic=pinned)
-    runner, plan = runner_of(models.TARGET, settings.widest_round, deterministic=pinned), bundled_plan()
+def test_no_step_that_screens_or_confirms_is_captured_for_a_request() -> None:
+    """Whatever is held and proposed, and whether the KV that is read is weighed. The target is deterministic."""
+    settings = target_settings(hold=8, gamma=GAMMA, screening_quantization="fp8", deterministic=True)
+    runner, plan = runner_of(models.TARGET, settings.widest_round, deterministic=True), bundled_plan()
     verifier = Verifier(runner, plan, settings)
     verifier.warm_up()
     prepare(runner)
@@ -217,30 +177,24 @@ def test_no_step_that_screens_or_confirms_is_captured_for_a_request(quantization
         if i == 2 and not (proposed and not held):  # it screens a proposal
             continue
         count = held + proposed
-        told = not sampling.greedy and not (pinned and held)
+        told = not sampling.greedy and not held
         supports = [drawn[1]] * held + [drawn[0]] * proposed if told else []
         kvs = [SequenceKV() for _ in range(SESSIONS)]
         for kv in kvs:
             runner.forward([SequenceInput(kv, list(range(base - 1)))])
-        drafted = Drafted([5] * count, supports, sampling, base, screens=i == 2, foresees=i == 2 and pinned)
-        light = i == 2 and quantization == "fp8"
+        drafted = Drafted([5] * count, supports, sampling, base, screens=i == 2, foresees=i == 2)
+        light = i == 2
         runner.forward([SequenceInput(kv, [4] * (count + 1), "all", read, drafted, light=light) for kv in kvs])
         for kv in kvs:
             runner.kv.release(kv)
     assert set(runner._passes.graphs.by_shape) == shapes
-    assert any(isinstance(shape, PassShape) and shape.light for shape in shapes) == (quantization == "fp8")
+    assert any(isinstance(shape, PassShape) and shape.light for shape in shapes)
 
 
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize(
     ("settings", "rows"),
-    [
-        ({}, 128),
-        ({"branches": 3}, 128),
-        ({"branches": 3}, 4),
-        ({"draft_read_share": 0.5}, 128),
-        ({"gamma": None, "max_gamma": GAMMA}, 128),
-    ],
+    [({}, 128), ({"branches": 3}, 4), ({"draft_read_share": 0.5}, 128), ({"gamma": None, "max_gamma": GAMMA}, 128)],
 )
 def test_no_round_of_a_draft_is_captured_for_a_request(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], rows: int
