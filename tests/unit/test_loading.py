@@ -1,11 +1,8 @@
 """How much KV a service makes room for, and what it loads."""
 
-import json
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +14,11 @@ from specahead.config import ModelSettings
 from specahead.engine.kv.pages import KEPT_SHARE, pages_for
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading import memory, model, opening
-from specahead.engine.loading.config import ModelShape, load_config, load_shape
-from specahead.engine.loading.memory import DEFAULT_KV_TOKENS, backing_store_tokens, check_memory, room_for_kv
+from specahead.engine.loading.config import ModelShape, load_shape
+from specahead.engine.loading.memory import room_for_kv
 from specahead.engine.loading.model import load_model, resolve_dtype
 from specahead.engine.loading.opening import EightBit, open_model
-from specahead.engine.loading.tokenizer import load_generation_config, stop_token_ids
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.families import count_parameters
 from specahead.engine.steps.model_runner import MAX_OVERHANG, ModelRunner
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
@@ -31,29 +26,8 @@ A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32
 SETTINGS = ModelSettings(model=str(models.DRAFT), device="cpu", max_context=1000, max_sessions=4)
 
 
-def test_a_generation_config_is_read_where_there_is_one(tmp_path: Path) -> None:
-    tokenizer = SimpleNamespace(eos_token_id=7)
-    assert load_generation_config(str(tmp_path)) == {}
-    assert stop_token_ids({}, tokenizer) == [7]
-    given = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1, 2]}
-    (tmp_path / "generation_config.json").write_text(json.dumps(given))
-    found = load_generation_config(str(tmp_path))
-    assert {name: found[name] for name in given} == given
-    assert stop_token_ids(found, tokenizer) == [1, 2]
-    assert stop_token_ids(load_generation_config(str(models.TARGET)), tokenizer) == [0]
-
-
 def room(settings: ModelSettings) -> int:
     return room_for_kv(settings, SHAPE, torch.float32, "cpu")
-
-
-def test_tokens_that_are_asked_for_are_given() -> None:
-    assert room(replace(SETTINGS, kv_tokens=77)) == 77
-
-
-def test_a_cpu_has_a_default_that_holds_one_context() -> None:
-    assert room(SETTINGS) == DEFAULT_KV_TOKENS
-    assert room(replace(SETTINGS, max_context=1_000_000)) > 1_000_000
 
 
 def test_memory_is_turned_into_tokens_but_no_more_than_all_sessions_need() -> None:
@@ -86,31 +60,6 @@ def test_more_memory_than_there_is_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(opening, "load_model", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=match):
         open_model(replace(SETTINGS, **asked))
-
-
-def test_what_an_own_gpu_and_the_host_have_is_looked_at_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(
-        memory, "free_memory", lambda device: asked.append(device) or (8 if device == "cuda" else 16) << 30
-    )
-    check = partial(check_memory, shape=SHAPE, parameters=10**9, dtype=torch.bfloat16, device="cuda")
-    check(replace(SETTINGS, kv_memory=6.0, host_kv_memory=15.0))
-    with pytest.raises(ValueError, match=r"kv_memory of 6\.2 GiB, its weights take 1\.9 GiB, and the GPU has 8\.0 GiB"):
-        check(replace(SETTINGS, kv_memory=6.2))
-    with pytest.raises(ValueError, match=r"host_kv_memory of 17\.0 GiB, and this machine has 16\.0 GiB free"):
-        check(replace(SETTINGS, host_kv_memory=17.0))
-
-
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"memory.max": "5000", "memory.current": "3000", "memory.stat": "anon 1\ninactive_file 700\n"}
-    monkeypatch.setattr(memory, "_CGROUPS", ((tmp_path, *list(files)[:2], "inactive_file"),))
-    machine = memory.free_memory()
-    assert machine > 2**20, "without such files"
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert memory.free_memory() == 5000 - (3000 - 700)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_memory() > 2**20
 
 
 @pytest.mark.gpu
@@ -156,12 +105,6 @@ def test_a_cpu_runs_large_models_in_what_it_multiplies_fast(
         resolve_dtype("int8", "cpu", str(tmp_path))
 
 
-@pytest.mark.parametrize("name", [models.TARGET, models.DRAFT])
-def test_parameters_are_counted_by_the_config(name: Path) -> None:
-    loaded = load_model(str(name), torch.float32, "cpu")
-    assert 4 * count_parameters(load_config(str(name))) == loaded.weight_bytes
-
-
 # Tiers
 
 TARGET_TOKEN = 2 * 10 * 4 * 64 * 4  # bytes
@@ -171,20 +114,6 @@ def tiered(tokens: int, **changes: Any) -> ModelSettings:
     """The bundled target with a backing store for so many tokens."""
     settings = ModelSettings(model=str(models.TARGET), device="cpu", max_context=640, kv_tokens=320)
     return replace(settings, host_kv_memory=tokens * TARGET_TOKEN / 2**30, **changes)
-
-
-def test_the_backing_store_is_as_large_as_its_memory() -> None:
-    assert backing_store_tokens(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.float32) == 700
-    assert backing_store_tokens(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.bfloat16) == 1400
-    assert backing_store_tokens(SETTINGS, SHAPE, torch.float32) == 0
-
-
-def test_with_a_backing_store_less_than_a_context_may_lie_on_the_device() -> None:
-    """What lies beside is taken off: two layers of a sequence, and 14 bytes for each page of a layer and head."""
-    settings = replace(SETTINGS, host_kv_memory=1600 * A_TOKEN / 2**30, kv_memory=1200 * A_TOKEN / 2**30)
-    beside = 2 * (1000 + MAX_OVERHANG) * A_TOKEN / 4 + 100 * 4 * 2 * (4 + 10)
-    assert room(settings) == pytest.approx((1200 * A_TOKEN - beside) / A_TOKEN, abs=1)
-    assert 0 < room(settings) < 1000
 
 
 def test_a_model_is_opened_over_tiers() -> None:
