@@ -4,7 +4,6 @@ import asyncio
 import copy
 import json
 import random
-import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -29,8 +28,8 @@ from orchestrator.text.replies import ReplyFormat
 from orchestrator.text.structural_tags import tag_grammar
 from orchestrator.text.structured_outputs import COMPACT, Kind, Structure
 from specahead.engine.loading.tokenizer import count_token_ids
-from specahead.engine.sampling.grammars import LIMITS, Grammars, unpack_mask
-from specahead.wire.errors import InvalidArgument, ServiceError, Unavailable
+from specahead.engine.sampling.grammars import Grammars, unpack_mask
+from specahead.wire.errors import ServiceError
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 from tests.unit.inline import Inline
 
@@ -158,14 +157,6 @@ async def test_json_is_compact_unless_a_request_says_otherwise(router: ScriptedR
     assert (allowed(anything), allowed(none)) == (["none", "compact", "any"], ["none"])
 
 
-async def test_a_text_that_asks_for_no_structure_has_no_grammar(client: AsyncOpenAI, router: ScriptedRouter) -> None:
-    for fields in ({}, {"response_format": {"type": "text"}}, {"guided_regex": None, "structured_outputs": {}}):
-        await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
-    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
-    await client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[tool])  # type: ignore[list-item]
-    assert [record.asked.grammar for record in router.opened] == [""] * 4
-
-
 async def test_a_parsed_response_and_a_response_of_the_other_endpoint(
     client: AsyncOpenAI, router: ScriptedRouter
 ) -> None:
@@ -262,11 +253,6 @@ async def test_a_grammar_that_does_not_compile_is_refused_in_its_compilers_words
     assert not router.opened
 
 
-async def test_a_grammar_has_a_longest_length() -> None:
-    with pytest.raises(InvalidArgument, match="more than 262144 characters of grammar"):
-        await GrammarCompiler().compile(Structure("regex", "a" * 300_000, "guided_regex"))
-
-
 async def test_compiling_has_a_limit_and_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """This number's multiples take llguidance minutes and gigabytes."""
     monkeypatch.setattr(grammar_compiler, "SECONDS", 1)
@@ -280,29 +266,6 @@ async def test_compiling_has_a_limit_and_holds_up_nothing_else(monkeypatch: pyte
     with pytest.raises(ServiceError, match=r"within (1|2) seconds"):  # of CPU time, unless the machine gave it less
         await compiling
     assert slowest < 0.5
-
-
-@pytest.mark.parametrize(
-    ("ending", "error"), [(TimeoutError(), Unavailable), ((-signal.SIGXCPU, b"", b""), InvalidArgument)]
-)
-async def test_what_took_too_long_once_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, ending: Any, error: type[ServiceError]
-) -> None:
-    """The time was short perhaps because others computed; and it was the client's grammar only if it had its share."""
-    endings = [ending, (0, b'{"source": "found"}', b"")]
-
-    async def ask(*_: Any) -> Any:
-        ended = endings.pop(0)
-        if isinstance(ended, Exception):
-            raise ended
-        return ended
-
-    monkeypatch.setattr(grammar_compiler, "_run", ask)
-    compiler, structure = GrammarCompiler(), Structure("regex", "a", "guided_regex")
-    with pytest.raises(error, match=r"within (5|10) seconds") as failed:
-        await compiler.compile(structure)
-    assert failed.value.param == "guided_regex"
-    assert await compiler.compile(structure) == "found"
 
 
 LONG = "a" * 200_000
@@ -328,27 +291,6 @@ def test_a_mask_that_would_take_long_ends_its_session(tokenizer: Any, kind: Kind
         if state.error:
             break
     assert "too many" in state.error
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("regex", "[a-z]{0,1000000}|(a{90}b?){100}"),
-        ("grammar", 'start: "a{1000000}" start | x{0,1000000} // "b"{1000000}\nx: "x" x? | start'),
-        ("json", json.dumps({"maxLength": 4294967295, "items": {}, "maxItems": 10**6, "description": LONG})),
-        ("json", json.dumps({"minItems": 100, "items": {"minLength": 1000}, "const": {"minItems": 10**9}})),
-    ],
-)
-def test_what_only_may_be_long_is_not_too_large(kind: str, text: str) -> None:
-    assert find_error(make_source(kind, text, COMPACT, ""), LIMITS) == ""
-
-
-async def test_answers_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "KEPT", 2)
-    compiler = GrammarCompiler()
-    for number in range(4):
-        await compiler.compile(Structure("regex", f"a{{{number}}}", "x"))
-    assert [text for _, text, *_ in compiler._kept] == ["a{2}", "a{3}"]
 
 
 # Calls.
@@ -509,45 +451,6 @@ async def test_parameters_between_tags_are_of_their_types(tokenizer: Any) -> Non
     assert delta.call is not None and json.loads(delta.call.arguments) == expected
 
 
-@pytest.mark.parametrize("name", ["a>b", "a\nb", ""])
-async def test_names_that_cannot_stand_in_a_tag_are_refused(tokenizer: Any, name: str) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {name: {}}}}}]
-    with pytest.raises(InvalidArgument, match="cannot be a name in the model's format of calls"):
-        call_source(tokenizer, ReplyFormat("qwen3_coder"), tools=tools, tool_choice="required")
-
-
-NEXT = {"hermes": "\n{}", "llama": "; {}", "mistral": None, "later mistral": "{}", "qwen3_coder": "\n{}"}
-NAMED_SEA = {"type": "function", "function": {"name": "sea"}}
-
-
-@pytest.mark.parametrize("end", ["", "\n", " ", "\n\n", " \n"])
-@pytest.mark.parametrize("name", SEA)
-async def test_white_space_may_precede_the_end_after_a_call(tokenizer: Any, name: str, end: str) -> None:
-    """A break after a call is no beginning of another, whether several are wanted, one, or the one that is named."""
-    form, marks = FORMATS[name]
-    tokenizer, call = with_marks(tokenizer, marks), SEA[name]
-    for choice, parallel in (("required", None), ("required", False), (NAMED_SEA, None), ("auto", None)):
-        source = call_source(tokenizer, form, tool_choice=choice, parallel_tool_calls=parallel)
-        assert follows(source, call + end, tokenizer), (choice, parallel)
-    assert follows(source, f"{call}{' ' * 40}", tokenizer) is False  # a weak model would write them for ever
-
-
-@pytest.mark.parametrize("name", SEA)
-async def test_one_call_where_several_are_not_wanted_or_one_is_named(tokenizer: Any, name: str) -> None:
-    form, marks = FORMATS[name]
-    tokenizer, call, following = with_marks(tokenizer, marks), SEA[name], NEXT[name]
-    two = call + following.format(call) if following else f"{call[:-1]}, {call[len('[TOOL_CALLS][') :]}"
-    several, one, alone = [
-        call_source(tokenizer, form, tool_choice=choice, parallel_tool_calls=parallel)
-        for choice, parallel in (("required", True), ("required", False), (NAMED_SEA, True))
-    ]
-    assert follows(several, two, tokenizer)
-    assert follows(several, f"{two}\n", tokenizer)
-    for source in (one, alone):
-        assert follows(source, call, tokenizer)
-        assert follows(source, two, tokenizer) is False
-
-
 async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> None:
     form, marks = FORMATS["hermes that reasons"]
     tokenizer = with_marks(tokenizer, marks)
@@ -564,9 +467,3 @@ async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> 
     source = source_of(request.structure, opened)
     assert follows(source, "so it is</think>\nyes", tokenizer)
     assert follows(source, "yes", tokenizer) is None
-
-
-async def test_calls_are_forced_only_where_their_format_is_known(tokenizer: Any) -> None:
-    form = ReplyFormat("")
-    with pytest.raises(InvalidArgument, match="can be forced in the formats hermes, llama3_json, mistral, qwen3_coder"):
-        call_source(tokenizer, form, tool_choice="required")

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from orchestrator.text.special_tokens import TextEncoder
-from orchestrator.text.text_pieces import LEAST_CHARACTERS, PieceEncoder
+from orchestrator.text.text_pieces import PieceEncoder
 
 MARKS = ["<|user|>", "<|assistant|>", "<|endoftext|>", "<|system|>"]
 LONG = "The old man was thin and gaunt. " * 20
@@ -60,19 +60,6 @@ def test_the_next_turn_of_a_chat_encodes_what_is_new(tokenizer: Any) -> None:
     assert counting.encoded == ["Yes."] * 3 + ["3 " + LONG]
 
 
-def test_what_came_longest_ago_is_forgotten(tokenizer: Any) -> None:
-    counting = Counting(tokenizer)
-    long = [f"{i} {LONG}" for i in range(4)]
-    pieces = PieceEncoder(counting, most_characters=3 * len(long[0]))
-    for text in (*long[:3], long[0], long[3]):  # the second one has to go
-        pieces.encode(text)
-    counting.encoded.clear()
-    for text in (long[0], long[2], long[3], long[1]):
-        assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
-    assert counting.encoded == [long[1]]
-    assert pieces._characters == sum(map(len, pieces._known)) <= 3 * len(long[0])
-
-
 def made(*added: AddedToken, prefix: bool = False) -> PreTrainedTokenizerFast:
     """Return a tokenizer of single characters, and of some added tokens."""
     characters = {chr(i): i for i in range(32, 127)} | {"▁": 127, "\n": 128, "?": 129}
@@ -118,22 +105,6 @@ def test_other_tokenizers_encode_texts_whole(tokenizer: PreTrainedTokenizerFast)
     pieces = PieceEncoder(tokenizer)
     assert not pieces.remembers
     text = "One <a>  two<a>three <b> four <a>two<a>"
-    assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
-
-
-@given(parts=st.lists(st.sampled_from(["<a>", "<b>", "  ", "\n\n", "<", "a>", LONG])))
-def test_tokens_that_are_no_special_ones_stay_inside_of_pieces(parts: list[str]) -> None:
-    others = special("<b>", rstrip=True), AddedToken("\n\n", normalized=False), AddedToken("  ", normalized=False)
-    tokenizer, text = made(special("<a>"), *others), "".join(parts)
-    pieces = PieceEncoder(tokenizer)
-    assert pieces.remembers
-    assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
-
-
-def test_the_longest_added_token_is_taken() -> None:
-    tokenizer = made(special("<a>"), special("<a>b|"))
-    pieces, text = PieceEncoder(tokenizer), "x<a>b|y<a>c|" * LEAST_CHARACTERS
-    assert pieces.remembers
     assert pieces.encode(text) == tokenizer.encode(text, add_special_tokens=False)
 
 
