@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from orchestrator.cluster.autoscaling import Autoscaler, TargetLoad, direction_of
 from orchestrator.cluster.directory import Directory, side_of
@@ -32,30 +30,6 @@ SLOW = Autoscaling(max_targets=8, kv_use=0.7, wait=5, out_delay=30, in_delay=600
 )
 def test_the_load_asks_for_more_or_fewer(loads: list[TargetLoad], direction: int) -> None:
     assert direction_of(loads, len(loads), SLOW) == direction
-
-
-@given(st.lists(st.builds(TargetLoad, st.floats(0, 1), st.floats(0, 100)), min_size=2, max_size=12))
-def test_a_target_that_goes_is_not_asked_for_again(loads: list[TargetLoad]) -> None:
-    if direction_of(loads, len(loads), SLOW) < 0:
-        left = [TargetLoad(sum(load.kv_use for load in loads) / (len(loads) - 1), 0.0)] * (len(loads) - 1)
-        assert direction_of([load._replace(kv_use=load.kv_use - 1e-9) for load in left], len(left), SLOW) <= 0
-
-
-def test_a_load_that_lasts_is_answered_when_its_delay_is_over() -> None:
-    nothing: Any = None
-    scaler = Autoscaler(SLOW, 1, nothing, nothing, nothing, nothing, nothing)
-    busy, idle = [TargetLoad(0.95, 9.0)], [TargetLoad(0.1, 0.0)]
-    assert [scaler.decide(busy, 1, at) for at in (100, 115, 129.9, 130)] == [1, 1, 1, 2]
-    assert scaler.decide(busy * 2, 2, 131) == 2, "the next step has a delay of its own"
-    assert scaler.decide(busy, 2, 165) == 2, "a target still starts"
-    assert scaler.decide([], 2, 200) == 2, "nobody says anything"
-    assert scaler.decide(idle * 2, 2, 240) == 2
-    assert scaler.decide(idle * 2, 2, 839) == 2
-    assert scaler.decide([TargetLoad(0.6, 0)] * 2, 2, 839.5) == 2, "a moment of load, and the delay begins anew"
-    assert scaler.decide(idle * 2, 2, 840) == 2
-    assert scaler.decide(idle * 2, 2, 1440) == 1
-    assert [scaler.decide(idle, 1, at) for at in (1441, 9999)] == [1, 1], "the least"
-    assert [scaler.decide(busy * 8, 8, at) for at in (10_000, 20_000)] == [8, 8], "the most"
 
 
 @dataclass
@@ -200,15 +174,6 @@ async def test_a_target_that_drains_stays_if_the_load_comes_back(run: Run) -> No
     assert run.fleet.names[:4] == ["target-1", "draft-1", "target-2", "draft-2"]
 
 
-async def test_a_target_that_only_starts_is_given_up_at_once(run: Run) -> None:
-    run.fleet.slow = {"target-2"}
-    run.load(80)
-    await until(lambda: "draft-2" in run.found)
-    run.load(10)
-    await until(lambda: run.fleet.names == ["target-1", "draft-1"])
-    assert run.found == ["target-1", "draft-1"]
-
-
 async def test_a_target_that_is_lost_while_it_drains_is_ended(run: Run) -> None:
     run.load(80)
     await until(lambda: "target-2" in run.found)
@@ -216,29 +181,3 @@ async def test_a_target_that_is_lost_while_it_drains_is_ended(run: Run) -> None:
     await until(lambda: run.fleet.streams["target-2"].drained == [True])
     run.fleet.streams["target-2"].connected = False
     await until(lambda: run.fleet.names == ["target-1", "draft-1"])
-
-
-async def test_a_service_that_could_not_start_is_tried_again(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    run.fleet.failing = {"target-2"}
-    run.load(80)
-    await until(lambda: "target-2" in run.found)
-    assert run.fleet.replaced == ["target-2"] and "no such model" in caplog.text
-
-
-async def test_what_a_new_ray_does_not_have_is_forgotten(run: Run) -> None:
-    run.load(80)
-    await until(lambda: "target-2" in run.found)
-    run.load(10)
-    run.fleet.names = ["target-1", "draft-1"]
-    await until(lambda: run.found == ["target-1", "draft-1"])
-
-
-async def test_an_error_of_ray_is_no_end(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    def away() -> None:
-        run.fleet.add_target = add  # type: ignore[method-assign]
-        raise ConnectionError("no Ray")
-
-    add, run.fleet.add_target = run.fleet.add_target, away  # type: ignore[method-assign]
-    run.load(80)
-    await until(lambda: "target-2" in run.found)
-    assert "that is tried again" in caplog.text

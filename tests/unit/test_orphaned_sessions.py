@@ -13,12 +13,11 @@ from orchestrator.sessions.ledger import Record
 from orchestrator.sessions.router import Router
 from specahead.config.access import Timeouts
 from specahead.engine.sampling.distributions import Sampling
-from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.access import PeerAccess
 from specahead.wire.convert import commit_to_bytes
 from specahead.wire.errors import Unavailable
-from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open, RoundFigures
-from target_service.orphaned_sessions import MOST_ORPHANS, OrphanedSessions, SessionRecord, StreamRecords
+from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open
+from target_service.orphaned_sessions import SessionRecord, StreamRecords
 from tests.unit.clock import Clock
 from tests.unit.test_target_streams import PROMPT, target_at
 
@@ -95,21 +94,6 @@ async def test_a_client_goes_on_through_another_gateway_with_the_tokens_that_it_
         assert alone == tokens, "with the seed of the first"
 
 
-async def test_a_client_goes_on_through_a_third_gateway_when_the_second_is_lost_as_well() -> None:
-    """With the seed of the first attempt still: neither what was told before nor what follows depends on the others."""
-    async with target_at() as (address, _):
-        gateways = [await Gateway(address).start() for _ in range(3)]
-        alone = await all_of(gateways[2], record("b"))
-        first = await some_of(gateways[0], record(), 50)
-        await until(lambda: gateways[1].left == {"a"})
-        second = await some_of(gateways[1], record(sampling=replace(SAMPLED, seed=77)), len(first) + 50)
-        await until(lambda: gateways[2].left == {"a"})
-        third = await all_of(gateways[2], record(sampling=replace(SAMPLED, seed=78)))
-        await gateways[2].stop()
-    assert 50 <= len(first) < len(second) < 300
-    assert first == alone[: len(first)] and second == alone[: len(second)] and third == alone
-
-
 async def test_a_session_that_waits_at_a_full_target_goes_on_through_another_gateway() -> None:
     """It had been accepted when its gateway was lost: the limit of the queue, which has no place, is not for it."""
     async with two_gateways(max_sessions=1, max_queued=1) as (first, second):
@@ -174,20 +158,6 @@ def test_a_session_that_was_resumed_before_is_told_from_its_prompt_on() -> None:
     assert taken_up.reopening().tokens == [1, 1, 1, 1, 1, 7, 8, 9] and taken_up.reopening().resumed
 
 
-def test_what_was_told_to_one_orchestrator_is_kept_for_the_third_if_the_second_is_told_nothing() -> None:
-    written, other = SessionRecord(opened("a")), replace(SAMPLED, seed=77)
-    told = [commit("a", 3, 7), commit("a", 4, 8, 9), commit("a", 6, 5)]
-    for each in told[:2]:
-        written.add(each, commit_to_bytes(each))
-    second = written.continued_by(replace(opened("a"), sampling=other))
-    third = second.continued_by(replace(opened("a"), sampling=other))
-    assert third.follows(opened("a")) and third.commits == told[:2]
-    assert third.reopening().sampling == SAMPLED and third.reopening().tokens == [1, 1, 1, 7, 8, 9]
-    for each in told:  # the third is told all again, and what is new
-        third.add(each, commit_to_bytes(each))
-    assert third.commits == told
-
-
 def test_the_end_of_an_answer_is_kept_until_all_of_it_was_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("target_service.orphaned_sessions.time", clock)
@@ -203,54 +173,3 @@ def test_the_end_of_an_answer_is_kept_until_all_of_it_was_told_again(monkeypatch
     assert left.commits == told and left.has_ended and "a@x.1" in records
     records.write(told[1], b"")
     assert "a@x.1" not in records and list(records) == [left]
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_the_log_probabilities_of_a_prompt_are_told_once(begun: bool) -> None:
-    """With the first round: a session that is taken up before it reads its prompt for them."""
-    asked = opened("a", wants_logprobs=True, wants_prompt_logprobs=True)
-    written = SessionRecord(asked)
-    if begun:
-        first = replace(commit("a", 3, 7), prompt_logprobs=[TokenLogprobs(-0.5, [], [])] * 2)
-        written.add(first, commit_to_bytes(first))
-    taken_up = written.continued_by(asked)
-    assert taken_up.reopening().wants_prompt_logprobs is not begun
-    assert taken_up.follows(asked) and taken_up.continued_by(asked).reopening().wants_prompt_logprobs is not begun
-
-
-def test_what_is_kept_of_a_round_is_all_of_it() -> None:
-    written = SessionRecord(opened("a"))
-    logprobs = [TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0])]
-    told = replace(commit("a", 3, 5), screening_drafted=[4], screening_accepted=[2], drafted=4)
-    told = replace(told, figures=RoundFigures(verify_seconds=0.5))
-    written.add(told, commit_to_bytes(told))
-    last = replace(told, logprobs=logprobs, finish_reason=FinishReason.STOP)
-    written.add(last, commit_to_bytes(last))
-    assert written.commits == [told, last]
-    assert written.has_ended and isinstance(written.commits[1].finish_reason, FinishReason)
-
-
-def test_only_so_many_are_kept_and_those_without_all_log_probabilities_not() -> None:
-    left = OrphanedSessions(60)
-    changed = left.watch()
-    for number in range(MOST_ORPHANS + 1):
-        left.leave(SessionRecord(opened(f"{number}")))
-    assert left.find(opened("0")) is None and left.find(opened("1")) is not None
-    assert len(left.names) == MOST_ORPHANS and len(changed) == MOST_ORPHANS + 1
-    left.leave(SessionRecord(opened("p", 5, wants_logprobs=True)))
-    assert "p" not in left.names
-    left.forget(opened("1"))
-    assert left.find(opened("1")) is None
-
-
-def test_an_account_forgets_what_ended_before_its_orchestrator_could_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("target_service.orphaned_sessions.time", clock)
-    records = StreamRecords(8)
-    for name in "ab":
-        records.open(SessionRecord(opened(name)))
-    records.write(commit("a", 3, 7, reason=FinishReason.STOP), b"")
-    assert "a@x.1" not in records and "b@x.1" in records and len(list(records)) == 2
-    clock.now = 9
-    records.write(commit("b", 3, 7), b"")  # which goes on for long
-    assert [each.request.session for each in records] == ["b@x.1"]

@@ -51,12 +51,6 @@ def test_what_a_target_has_cached_is_the_longest_prefix_of_any_text_that_it_hold
     assert cached_tokens(views, [*pages, *[7] * rest]) == expected
 
 
-def test_the_hash_of_a_page_says_all_that_is_before_it() -> None:
-    first, second = list(prefix_hashes(text(2))), list(prefix_hashes([99, *text(2)[1:]]))
-    assert len({*first, *second}) == 4
-    assert list(prefix_hashes(text(2)[:-1])) == first[:1]
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), texts), max_size=30), st.integers(1, 9))
 def test_a_router_that_follows_the_reports_knows_what_a_pool_of_pages_finds(
     sessions: list[tuple[int, list[int]]], reports_every: int
@@ -143,10 +137,6 @@ def test_a_target_is_full_where_a_session_would_neither_run_nor_wait(
         assert admit([target], 50, 0.0) == [target]
 
 
-def test_a_target_that_has_said_nothing_is_not_full() -> None:
-    assert admit([TargetView("new")], 10**6, 0.5)
-
-
 # The choice.
 
 
@@ -175,15 +165,6 @@ def test_a_session_goes_where_it_runs_at_once() -> None:
     tight = view("tight", prompt, free_kv_pages=40)
     busy = view("busy", sessions=50, unread_tokens=10**5)
     assert choose([full, tight, busy], prompt) is busy
-
-
-def test_equal_targets_take_turns() -> None:
-    views = [view(name) for name in "abc"]
-    names = []
-    for _ in range(9):
-        chosen = choose(views, text(4))
-        names.append(chosen.name)
-    assert names == [*"abc"] * 3
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))

@@ -15,7 +15,6 @@ from orchestrator.api.http_gateway import make_app
 from orchestrator.api.http_requests import OPEN as OPEN_PATHS
 from orchestrator.api.http_requests import guard_http
 from orchestrator.api.http_server import Connections, serve_http
-from orchestrator.cluster.directory import name_services, services_of, side_of
 from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
 from orchestrator.sessions.generation import Frontend
@@ -114,34 +113,6 @@ async def test_an_unknown_model_is_not_found_in_vllms_words(running: Running) ->
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_request_that_names_no_model_is_refused_where_there_are_several(running: Running) -> None:
-    status, answer = await post(running, "/v1/completions", prompt="a")
-    assert (status, answer["error"]["param"]) == (400, "model")
-    assert "small, large" in answer["error"]["message"]
-    assert ServedModels([running.models.first]).find(None) is running.models.first
-
-
-async def test_a_request_is_refused_before_it_is_parsed_where_no_model_takes_any(running: Running) -> None:
-    for seconds, name in enumerate(NAMES, 5):
-        assert (await post(running, "/v1/completions", model=NAMES[1], prompt="a"))[0] == 200
-        running.routers[name].full = seconds
-    async with running.http.post("/v1/completions", json={"model": "none", "prompt": []}) as answer:
-        assert (answer.status, answer.headers["Retry-After"]) == (429, "5")
-    with pytest.raises(grpc.aio.AioRpcError, match="full") as refused:
-        [item async for item in running.grpc.Generate(inference_pb2.GenerateRequest(text="a", model="none"))]
-    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_all_models_are_listed(running: Running) -> None:
-    async with running.http.get("/v1/models") as answer:
-        cards = (await answer.json())["data"]
-    assert [(card["id"], card["draft"]) for card in cards] == [(name, f"{name}-draft") for name in NAMES]
-    async with running.http.get("/v1/models/large") as answer:
-        assert (await answer.json())["max_model_len"] == 2048
-    listed = await running.grpc.ListModels(inference_pb2.ListModelsRequest())
-    assert [(model.id, model.max_model_len) for model in listed.models] == [("small", 1024), ("large", 2048)]
-
-
 async def test_metrics_are_by_model_and_each_family_is_there_once(running: Running) -> None:
     await post(running, "/v1/completions", prompt="a", model="large", max_tokens=4)
     await post(running, "/v1/completions", prompt=[99999], model="large")
@@ -156,14 +127,6 @@ async def test_metrics_are_by_model_and_each_family_is_there_once(running: Runni
     up = [line for line in lines if line.startswith("specahead:service_up{")]
     assert len(up) == len(ADDRESSES)
     assert sum('model_name="large",service="target-2@large"' in line for line in up) == 1
-
-
-async def test_it_is_ready_while_one_model_is(running: Running) -> None:
-    for lost, status in ((), 200), (("small",), 200), (NAMES, 503):
-        for name in lost:
-            running.routers[name].connected = False  # type: ignore[misc]
-        async with running.http.get("/ready") as answer:
-            assert answer.status == status
 
 
 async def test_a_request_is_aborted_wherever_it_runs(running: Running) -> None:
@@ -189,11 +152,3 @@ async def test_dashboards_see_the_sessions_of_all_models(running: Running) -> No
     for router in running.routers.values():
         router.gate.set()
     await asyncio.gather(*asks)
-
-
-def test_names_of_services_tell_side_and_model() -> None:
-    names = [*name_services("target", 2, "a-1"), *name_services("draft", 1, "a-1"), *name_services("target", 1, "a")]
-    assert names == ["target-1@a-1", "target-2@a-1", "draft@a-1", "target@a"]
-    assert [side_of(name) for name in names] == ["target", "target", "draft", "target"]
-    assert list(services_of("a", dict.fromkeys(names))) == ["target@a"]
-    assert list(services_of("a", {"target-1": 1, "draft": 2})) == ["target-1", "draft"], "of the only model"

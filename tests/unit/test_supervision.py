@@ -99,19 +99,6 @@ async def test_a_service_that_stops_answering_is_replaced_and_no_other() -> None
     assert placement.replaced == ["target"]  # and not again while it does not answer: it starts
 
 
-async def test_a_service_that_could_not_be_replaced_is_tried_again() -> None:
-    placement = Placement(stubborn=2)
-    await watch(placement, target=Service(None, HANGS), seconds=1.0)
-    assert placement.replaced == ["target"] * 3
-
-
-async def test_a_replaced_service_is_watched_again_once_it_answers() -> None:
-    placement = Placement()
-    script = [None, *[HANGS] * 30, GONE, GONE, None, *[HANGS] * 30, None]  # 0.65 s, on a busy machine more
-    await watch(placement, target=Service(*script), seconds=2.5)
-    assert placement.replaced == ["target", "target"]
-
-
 @pytest.mark.parametrize(
     "script",
     [
@@ -135,19 +122,6 @@ async def test_a_service_that_is_gone_or_was_replaced_is_looked_for(script: list
     assert await first_found(placement, **services) == ("target-1", "127.0.0.2:7")
 
 
-async def test_who_does_not_know_where_a_service_is_is_asked_again() -> None:
-    class Away(Placement):
-        asked = 0
-
-        def locate(self, name: str) -> str:
-            self.asked += 1
-            if self.asked < 3:
-                raise ConnectionError("no Ray")
-            return "127.0.0.2:7"
-
-    assert await first_found(Away(), target=Service(GONE)) == ("target", "127.0.0.2:7")
-
-
 async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     placement, told = Placement(lost=3), []
     with pytest.raises(TimeoutError):
@@ -162,17 +136,6 @@ async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> 
 async def test_a_ray_that_is_lost_for_good_ends_the_launch() -> None:
     with pytest.raises(ClusterError, match="could not be placed again: no Ray"):
         await supervise({"target": Service(None).ask}, Placement(lost=9), put)
-
-
-async def test_the_head_of_a_joined_ray_may_be_away_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    """Services go on without it. A Ray that was started here is started again at once."""
-    placement = Placement(away=9, owns_ray=False)
-    await watch(placement, target=Service(None))
-    assert placement.restarts == placement.away == 0
-    assert "its head does not answer" in caplog.text and "Ray answers again" in caplog.text
-    placement = Placement(lost=1, away=1)
-    await watch(placement, target=Service(None))
-    assert placement.restarts == 1
 
 
 async def test_a_head_that_stays_away_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """OpenTelemetry traces, gathered in memory: which requests have spans, whose children they are, what they say."""
 
 import sys
-import time
 from collections import defaultdict
 from typing import Any
 
@@ -9,17 +8,15 @@ import aiohttp
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
 
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.keys import Key, digest_of
 from orchestrator.sessions.ledger import Record
-from orchestrator.sessions.tracing import RequestTrace, tracing
+from orchestrator.sessions.tracing import tracing
 from specahead.config import SettingsError
 from specahead.engine.sampling.distributions import Sampling
-from specahead.wire.errors import Unavailable
 from specahead.wire.messages import Exactness, Open
-from specahead.wire.tracing import NANO, service_spans
+from specahead.wire.tracing import service_spans
 from tests.unit.clock import Clock
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 from tests.unit.world import World
@@ -63,14 +60,6 @@ async def test_a_request_is_followed_round_by_round(tokenizer: Any) -> None:
     assert "secret" not in str([span.attributes for span in (request, *rounds)])
 
 
-async def test_what_is_not_sampled_has_no_spans(tokenizer: Any) -> None:
-    router = ScriptedRouter(tokenizer)
-    assert await spans_of(router, 0) == []
-    assert await spans_of(router, 1, traceparent=f"00-{TRACE}-b7ad6b7169203331-00") == []
-    assert [record.to_open().traceparent for record in router.opened] == ["", ""]
-    assert len(await spans_of(router, 1)) == 5
-
-
 def record() -> Record:
     return Record(Open("s", [1, 2], 2, 4, [], Sampling(0.0), Exactness.EXACT))
 
@@ -100,36 +89,9 @@ def test_target_and_draft_add_their_spans_to_the_trace_that_a_session_carries(cl
     assert drafted >= {commit.at.round for commit in world.commits[traced] if commit.drafted}
 
 
-def test_a_span_lies_where_its_seconds_say() -> None:
-    exporter = InMemorySpanExporter()
-    with service_spans("target", True, exporter) as spans:
-        spans.add(f"00-{TRACE}-b7ad6b7169203331-01", "target.wait", 2.0, ended=3.0)
-        spans.add(f"00-{TRACE}-b7ad6b7169203331-00", "target.wait", 2.0)  # not sampled
-        spans.add("", "target.wait", 2.0)
-    (span,) = exporter.get_finished_spans()
-    assert span.start_time is not None and span.end_time is not None
-    assert span.end_time - span.start_time == 2 * NANO
-    assert time.time_ns() - span.end_time == pytest.approx(3 * NANO, abs=NANO)
-
-
-def test_a_service_that_is_not_told_to_trace_makes_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not even import OpenTelemetry."""
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with service_spans("target", False) as spans:
-        spans.add(f"00-{TRACE}-b7ad6b7169203331-01", "target.wait", 2.0)
-
-
 def attribute(span: ReadableSpan, name: str) -> Any:
     assert span.attributes is not None
     return span.attributes[f"specahead.{name}"]
-
-
-def test_a_request_that_breaks_off_is_marked() -> None:
-    exporter = InMemorySpanExporter()
-    with tracing(1, exporter) as tracer:
-        RequestTrace(tracer, record(), "").end(record(), Unavailable("the target was lost"))
-    (span,) = exporter.get_finished_spans()
-    assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "service_unavailable")
 
 
 def test_without_opentelemetry_the_setting_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
