@@ -14,12 +14,10 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.wire import messages as m
 from target_service.policy.lookup import LONGEST, PLACES, SHORTEST, FirstGuess, PromptLookup
 from target_service.policy.pace import FIRST_PAUSE, LONGEST_PAUSE
-from target_service.verify_step import VerifyStep
 from tests.settings import target_settings
 from tests.unit.clock import Clock
-from tests.unit.fake_models import GREEDY, TABLE, FakeModel, hashed
+from tests.unit.fake_models import TABLE, FakeModel, hashed
 from tests.unit.test_draft_in_target import Turns
-from tests.unit.test_grammar_sessions import END, GRAMMARS, SCHEMA, plain
 from tests.unit.test_sessions import PROMPT, RULED, STOPS, check_distribution
 from tests.unit.world import World, prompts, totals
 
@@ -68,38 +66,6 @@ def test_what_may_be_taken_back_is_looked_up_but_matched_by_nothing(
         assert lookup.propose(tokens, count, stays=len(stays)) == searched(tokens, count, len(stays))
         stays += held[: len(held) // 2]
     assert lookup.propose(stays, count) == searched(stays, count)
-
-
-def test_proposals_by_hand() -> None:
-    def propose(text: str) -> str:
-        return "".join(map(chr, PromptLookup().propose(list(map(ord, text)), 4)))
-
-    assert propose("") == propose("ab") == propose("abc") == propose("abcdefg") == propose("abXab") == ""
-    assert propose("the cat sat; the cat") == " sat"
-    assert propose("abcd1234 bcd5678 abcd") == "1234", "the longer match, though it is older"
-    assert propose("abcd1234 abcd5678 abcd") == "5678", "of two that are as long the later one"
-    assert propose("xyz12345 xyz") == "123", "no more than match"
-    assert propose("xyxyxyxy") == "xyxy", "a circle goes on"
-
-
-def test_a_token_is_indexed_once() -> None:
-    """Each call goes through the new tokens alone, so that a round's work does not grow with the text."""
-
-    class Counted(list[int]):
-        reads = 0
-
-        def __getitem__(self, at: object) -> object:  # type: ignore[override]
-            Counted.reads += 1
-            return super().__getitem__(at)  # type: ignore[call-overload]
-
-    lookup, tokens = PromptLookup(), Counted(range(3000))
-    lookup.propose(tokens, 4)
-    assert Counted.reads < 3100
-    for token in range(100):
-        tokens.append(token)
-        Counted.reads = 0
-        lookup.propose(tokens, 4)
-        assert Counted.reads <= 1 + 4 + 2 * LONGEST
 
 
 def test_a_guess_needs_a_long_match_and_pauses_longer_each_time_it_is_in_vain() -> None:
@@ -193,23 +159,6 @@ def test_what_is_guessed_before_a_draft_is_asked_changes_no_token(
     world.check_nothing_left()
 
 
-def test_sessions_with_and_without_a_proposal_share_a_step(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(clock, 3, FakeModel(), proposer="lookup")
-    proposed: list[list[int]] = []
-    execute = world.verifier.execute
-
-    def record(step: VerifyStep) -> object:
-        proposed.append([len(item.proposed) for item in step.rounds])
-        return execute(step)
-
-    monkeypatch.setattr(world.verifier, "execute", record)
-    names = [world.open([5] * 40, 20), world.open([*range(20)], 20)]
-    world.run()
-    assert [4, 0] in proposed
-    for name in names:
-        world.check_greedy(name)
-
-
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 def test_nothing_is_proposed_beyond_the_end(clock: Clock, max_tokens: int) -> None:
     world = World(clock, max_tokens, Repeating(), proposer="lookup")
@@ -221,26 +170,6 @@ def test_nothing_is_proposed_beyond_the_end(clock: Clock, max_tokens: int) -> No
         max_tokens % 5 > 0
     )
     assert all(commit.accepted == commit.drafted == len(commit.tokens) - 1 for commit in commits)
-
-
-class Contrary(FakeModel):
-    """Behind three times the same token it says another one each time."""
-
-    def target(self, tokens: list[int]) -> np.ndarray:
-        logits = np.zeros(32, np.float32)
-        logits[7 if len(tokens) % 4 < 3 else 8 + len(tokens) // 4 % 24] = 1
-        return logits
-
-
-def test_proposals_that_are_never_right_are_left_out_and_tried_again(clock: Clock) -> None:
-    world = World(clock, 1, Contrary(), proposer="lookup")
-    name = world.open([7, 7, 7, 1], 90)
-    world.run()
-    world.check_greedy(name)
-    assert totals(world)[1] == 0
-    places = [commit.at.base for commit in world.commits[name] if commit.drafted]
-    assert places == [*range(7, 52, 4), 71, 75, 79, 83]  # 12, and after a pause of 16 tokens
-    assert world.verifier.counters["drafting_pauses"] == 2
 
 
 @pytest.mark.slow
@@ -255,17 +184,6 @@ def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sa
     drafted, accepted = totals(world)
     assert drafted == 600 and 0.15 < accepted / drafted < 0.85
     check_distribution(world, names, prompt, sampling, first=3)
-
-
-def test_a_grammar_is_followed(clock: Clock) -> None:
-    model = Repeating()
-    world = World(clock, 3, model, grammars=GRAMMARS, proposer="lookup")
-    texts = [[*start, *plain(model, SCHEMA, start, 40), *start] for start in ([1, 2, 3], [9, 8, 7], [30, 0, 30])]
-    names = [world.open(prompt, 40, GREEDY, [END], grammar=SCHEMA) for prompt in texts]
-    world.run()
-    for name, prompt in zip(names, texts, strict=True):
-        assert world.ledger.records[name].generated == plain(model, SCHEMA, prompt, 40)
-    assert totals(world)[1] > 8
 
 
 @pytest.mark.parametrize(("wrong", "named"), [({"draft": "lookup"}, "draft lookup"), ({"draft": "self"}, "draft self")])

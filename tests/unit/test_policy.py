@@ -30,7 +30,6 @@ from target_service.policy import (
     Verified,
 )
 from target_service.policy.choice import kinds_of
-from target_service.policy.costs import STALE
 
 A_TOKEN = 3.25e-8  # seconds to read one of KV
 WEIGHTS = 120_000.0  # of an 8B model, in tokens of its KV
@@ -345,34 +344,6 @@ def test_chances_come_near_what_they_are(chance: float) -> None:
     assert sum(seen) / len(seen) == pytest.approx(chance, abs=0.06)
 
 
-def test_tokens_that_are_not_proposed_are_taken_for_such_as_the_last_that_are() -> None:
-    """So a round of few tokens tells whether more would pay."""
-    known = Acceptance([0.6] * 4)
-    for _ in range(100):
-        known.note(4, 0)
-    assert known.chances[0] < 0.1
-    for _ in range(300):
-        known.note(1, 1)
-    assert all(chance > 0.8 for chance in known.chances) and known.judged[1] == 0
-
-
-def test_proposed_tokens_that_were_not_judged_say_nothing() -> None:
-    """Those for which there was no room beside held tokens are neither accepted nor rejected."""
-    known = Acceptance([0.6] * 4)
-    known.note(4, 2, left_out=2)
-    assert known.judged == [1, 1, 0, 0] and known.chances[1] > 0.6 == known.chances[2]
-    known.note(4, 2)
-    assert known.judged == [2, 2, 1, 0]
-
-
-def test_a_round_with_alternatives_is_expected_to_commit_more() -> None:
-    """By hand: half of the tokens are accepted, and of those rejected among the first two half have a right one."""
-    known = Acceptance([0.5] * 3)
-    assert known.tokens(3) == 1 + 0.5 + 0.25 + 0.125
-    assert known.tokens(3, alternatives=2, right=0.5) == known.tokens(3) + 0.5 * (0.5 + 0.25)
-    assert Acceptance([0.5]).tokens(3) == known.tokens(3), "further tokens count as the last position"
-
-
 # Costs
 
 
@@ -407,25 +378,6 @@ def test_how_a_kind_differs_from_its_size_is_known_under_other_loads_too() -> No
     assert not at.known and at.doubt(PLAIN_KIND) > 1
     many = Load(64, 1_000_000)  # whose rows may take the time, where few sessions wait for memory
     assert table.at(many).seconds(PLAIN_KIND) == table.sizes.round(PLAIN_KIND, many)
-
-
-def test_few_rounds_are_no_figure_and_an_outlier_counts_little() -> None:
-    """In the first ones a graph may be captured; all sessions wait for it."""
-    assert not costs_of(LOAD, (DRAFT_4, 0.02), rounds=2).at(LOAD).known
-    table = costs_of(LOAD, (DRAFT_4, 2.2), rounds=1)
-    for _ in range(20):
-        table.note(DRAFT_4, LOAD, 0.013, LOAD.sessions)
-    assert table.at(LOAD).seconds(DRAFT_4) == pytest.approx(0.013)
-    table.note(DRAFT_4, LOAD, 10.0, LOAD.sessions)
-    assert table.at(LOAD).seconds(DRAFT_4) == pytest.approx(0.013 * (1 + 2 / 16))
-
-
-def test_a_figure_that_is_not_renewed_counts_no_more() -> None:
-    table = costs_of(LOAD, (PLAIN_KIND, 0.01))
-    for _ in range(STALE + 1):
-        table.note(DRAFT_4, LOAD, 0.02, LOAD.sessions)
-    assert PLAIN_KIND not in table.at(LOAD).known
-    assert table.at(LOAD).seconds(PLAIN_KIND) == pytest.approx(0.01, rel=0.05), "but tells how it differs from others"
 
 
 def test_what_comes_over_the_link_is_part_of_what_a_step_takes() -> None:
@@ -486,7 +438,3 @@ def test_holding_is_tried_again_where_it_did_not_pay() -> None:
         policy.note_step(Ended(0.02 * rounds, 4, 13, load, (Measured(DRAFT_4, 0.02, 4),)))
         rounds += 1
     assert 500 < rounds < 5_000
-
-
-def test_numbers_of_tokens_to_propose() -> None:
-    assert [gammas(most) for most in (1, 3, 4, 6)] == [[1], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
