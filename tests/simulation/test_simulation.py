@@ -76,7 +76,7 @@ def test_the_situations_of_the_protocol_come_up(result: Result) -> None:
 
 
 def test_a_seed_repeats_in_another_process() -> None:
-    """Hashes, addresses, clocks and earlier seeds have no influence: each of two seeds runs first once."""
+    """Hashes, addresses, clocks and earlier seeds have no influence: the seeds run in the reverse order there."""
     program = (
         "import sys; from tests.simulation.runs import run_seed\n"
         "for seed in sys.argv[1:]:\n"
@@ -86,11 +86,10 @@ def test_a_seed_repeats_in_another_process() -> None:
     for seed in (3, 34):
         world = run_seed(seed)
         wanted[seed] = [b"%d" % number for number in (world.loop.events, world.log.length, world.log.checksum)]
-    for hashes, seeds in (("1", (3, 34)), ("2", (34, 3))):
-        command = [sys.executable, "-c", program, *map(str, seeds)]
-        environment = os.environ | {"PYTHONHASHSEED": hashes}
-        output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
-        assert [line.split() for line in output.splitlines()] == [wanted[seed] for seed in seeds]
+    command = [sys.executable, "-c", program, "34", "3"]
+    environment = os.environ | {"PYTHONHASHSEED": "2"}
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
+    assert [line.split() for line in output.splitlines()] == [wanted[34], wanted[3]]
 
 
 @pytest.mark.parametrize("bug", OLD_BUGS)

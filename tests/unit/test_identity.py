@@ -18,6 +18,7 @@ from tests.settings import target_settings
 SIZES = ["--context", "200", "--generated", "8", "--hot", "0.6"]
 
 
+@pytest.mark.long
 def test_tokens_are_the_same_down_to_the_fewest_frames(capsys: pytest.CaptureFixture[str]) -> None:
     main(["evaluate", "identity", *SIZES, "--json"])
     rows = json.loads(capsys.readouterr().out)

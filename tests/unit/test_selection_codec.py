@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.errors import InvalidArgument
-from specahead.wire.selection_codec import (
-    NamedSelection,
-    Reference,
-    UnknownReference,
-    decode_selection,
-    encode_selection,
-)
+from specahead.wire.selection_codec import NamedSelection, Reference, decode_selection, encode_selection
 
 NAME: Reference = (2**40 + 3, 200)  # epochs go on over all sessions, beyond 32 bits within a year
 DENSITIES = [0.0, 0.01, 0.1, 0.5, 1.0]
@@ -105,31 +99,6 @@ def test_the_format_is_as_described(wanted: set[int], before: set[int]) -> None:
     words, known = words_of(wanted, 3, 90), words_of(before, 3, 90)
     assert encode_selection(selection) == packet(3, 90, words)
     assert encode_selection(selection, (NAME, held)) == packet(3, 90, words, known, NAME)
-
-
-def test_a_reference_makes_it_smaller() -> None:
-    """Where a tenth is selected, and a fifth of that is new."""
-    before, now = (random_selection(64, 2000, 0.1, seed, 0.1) for seed in (1, 2))
-    assert len(encode_selection(now, (NAME, before))) < 0.6 * len(encode_selection(now))
-
-
-def test_a_reference_of_other_heads_is_refused() -> None:
-    selection = BlockSelection.from_lists([[1, 2], [3]], 50)
-    other = BlockSelection.from_lists([[1, 2], [3], []], 50)
-    with pytest.raises(InvalidArgument, match="reference of 3 heads"):
-        encode_selection(selection, (NAME, other))
-    with pytest.raises(InvalidArgument, match="reference of 3 heads"):
-        decode(encode_selection(selection, (NAME, selection)), (NAME, other), selection)
-
-
-def test_an_unknown_reference_is_told_apart() -> None:
-    selection, other = random_selection(2, 200, 0.5, 0), random_selection(2, 200, 0.5, 1, 1.0)
-    data = encode_selection(selection, (NAME, selection))
-    for held in (None, ((NAME[0], 201), selection), ((3, 200), selection)):
-        with pytest.raises(UnknownReference, match=f"epoch {NAME[0]}, round 200"):
-            decode(data, held, selection)
-    with pytest.raises(InvalidArgument, match="checksum"):
-        decode(data, (NAME, other), selection)
 
 
 # Bytes that no encoder made
