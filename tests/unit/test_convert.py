@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos import control_pb2, speculation_pb2
+from protos import control_pb2
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.wire import convert
 from specahead.wire import messages as m
@@ -115,13 +115,6 @@ def proposal(offset: int, assumed: int, *ids: int) -> m.Proposal:
     return m.Proposal(AT._replace(base=AT.base + offset), assumed, list(ids), supports)
 
 
-def supported(ids: list[int], probs: list[float]) -> m.Proposals:
-    """Return two proposals, of which the second has these distribution of its last token, which is 5."""
-    support = Support(np.array(ids), np.array(probs, dtype=np.float32))
-    last = proposal(2, 8, 3, 5)
-    return together(proposal(0, 7, 1), replace(last, supports=[last.supports[0], support]))
-
-
 def through_pb(proposals: m.Proposals) -> Any:
     frame = convert.draft_events_to_pb([proposals])
     return convert.draft_event_from_pb(frame.batch.events[0])
@@ -168,30 +161,6 @@ def test_proposals_whose_numbers_do_not_fit_are_refused(changes: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("ids", "probs", "reason"),
-    [
-        ([9, 8], [0.5, 0.5], "token 5 has no probability"),
-        ([5, 9], [0.0, 1.0], "token 5 has no probability"),
-        ([5, 9], [1.0, 1.0], "do not sum to 1"),
-        ([5, 9], [1.5, -0.5], "no probabilities"),
-        ([5, 9], [float("nan"), 1.0], "no probabilities"),
-        ([5, 5], [0.5, 0.5], "names a token twice"),
-    ],
-)
-def test_a_distribution_that_cannot_be_is_refused(ids: list[int], probs: list[float], reason: str) -> None:
-    with pytest.raises(InvalidArgument, match=reason):
-        through_pb(supported(ids, probs))
-
-
-@pytest.mark.parametrize("name", ["", "x" * (convert.MOST_NAME + 1)])
-def test_a_session_has_a_name_and_not_too_long_a_one(name: str) -> None:
-    frame = control_pb2.ServeFrame(abort=control_pb2.Abort(session=name))
-    with pytest.raises(InvalidArgument, match="expected 1 to 160 characters"):
-        convert.serve_request_from_pb(frame)
-    assert convert.session_in(frame, "body") == ""
-
-
-@pytest.mark.parametrize(
     "values", [{"temperature": 1e-40}, {"temperature": -1}, {"temperature": float("inf")}, {"top_p": 0}, {"top_p": 1.5}]
 )
 def test_sampling_that_cannot_be_is_refused(values: dict[str, float]) -> None:
@@ -200,15 +169,3 @@ def test_sampling_that_cannot_be_is_refused(values: dict[str, float]) -> None:
         setattr(frame.open.sampling, name, value)
     with pytest.raises(InvalidArgument, match="sampling: expected"):
         convert.serve_request_from_pb(frame)
-
-
-def test_what_is_no_event_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="none of proposals"):
-        convert.draft_event_from_pb(speculation_pb2.DraftEvent())
-    frame = convert.serve_request_to_pb(m.Open("a", [1], 1, 2, [], Sampling(), m.Exactness.EXACT))
-    frame.open.exactness = 0  # type: ignore[assignment]
-    with pytest.raises(InvalidArgument, match="neither exact nor approximate"):
-        convert.serve_request_from_pb(frame)
-    commit = control_pb2.Commit(at=speculation_pb2.At(session="a"), finish_reason=97)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="97 is no finish reason"):
-        convert.served_event_from_pb(control_pb2.ServedEvent(commit=commit))

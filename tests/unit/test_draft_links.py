@@ -3,14 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
-import grpc
 import pytest
 
 from draft_service.link import Links, LinkState
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.service_status import ControlLine, Lines, keep_drafts_informed
+from orchestrator.cluster.service_status import Lines, keep_drafts_informed
 from protos import control_pb2, control_pb2_grpc
 from specahead.wire.access import PeerAccess
 from specahead.wire.server import RunningServer, start_server
@@ -95,38 +93,3 @@ async def test_drafts_are_told_of_targets_that_come_go_and_move_and_again_where_
         await until_told(anew, ["c:3"])
         telling.cancel()
     assert ["c:3"] not in draft.told
-
-
-async def test_a_service_is_asked_where_the_directory_says() -> None:
-    directory = Directory({"draft": "127.0.0.1:1"})
-    async with running(Draft(), PeerAccess()) as server:
-        line = ControlLine("draft", directory, PeerAccess())
-        with pytest.raises(Exception, match="Connection refused"):
-            await line.status()
-        directory.put("draft", server.address)
-        status = await line.status()
-        assert (status.peer, status.version) == ("draft", "1.2")
-
-
-class Deaf(Draft):
-    """Does not say how it is, and takes its time with what it is told."""
-
-    async def SetTargets(self, request: control_pb2.Targets, context: object) -> control_pb2.TargetsSet:
-        await asyncio.sleep(0.3)
-        return await super().SetTargets(request, context)
-
-    async def Status(self, request: control_pb2.StatusRequest, context: Any) -> control_pb2.ServiceStatus:
-        raise await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
-
-
-async def test_a_draft_that_does_not_answer_one_question_is_told_all_the_same() -> None:
-    """A call that fails does not take the others' connection away."""
-    draft = Deaf()
-    async with running(draft, PeerAccess()) as server:
-        line = ControlLine("draft", Directory({"draft": server.address}), PeerAccess())
-        telling = asyncio.create_task(line.set_targets(["a:1"]))
-        for _ in range(4):
-            with pytest.raises(grpc.aio.AioRpcError, match="not now"):
-                await line.status()
-        await telling
-    assert draft.told == [["a:1"]]

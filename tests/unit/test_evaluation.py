@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,14 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.prompt_attention import UNIT
 from specahead.kernels.sparse_prompt_attention import BLOCK, plan_sparse_prompts
-from specahead.lab.evaluation import cases, continuations, drafts, prompts, quality, report, workers
+from specahead.lab.evaluation import cases, continuations, drafts, prompts, quality, report
 from specahead.lab.evaluation.continuations import Continuation
 from specahead.lab.evaluation.drafts import DraftStudy
 from specahead.lab.evaluation.methods import RIVALS
 from specahead.lab.evaluation.models import load_runner
-from specahead.lab.evaluation.prompts import PromptReading, measure_prompts
+from specahead.lab.evaluation.prompts import PromptReading
 from specahead.lab.evaluation.rounds import Variant, VariantSums, evaluate_case, prefill
-from specahead.lab.evaluation.run import Pair, evaluate, parse_budget, variants_of
+from specahead.lab.evaluation.run import Pair, variants_of
 from specahead.models import DEMO_TEXT
 from specahead.sparsity.rounds import round_settings
 from specahead.sparsity.selection import BlockSelection
@@ -90,16 +88,6 @@ def test_every_method_runs_and_reads_what_it_says(
     assert pair[1].kv.pool.held == 0
 
 
-def test_recall_is_exact_or_not(pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]) -> None:
-    (case,) = cases.recall_cases(["pass-key"], texts, tokenizer, 600, 1)
-    dense, streaming = evaluate_case(
-        *pair, case, [Variant("dense", "", PLAN), Variant("streaming", "0.15", parse_budget("0.15", PLAN))]
-    )
-    assert (dense.recalled, dense.asked) == (1, 1)
-    assert (streaming.recalled, streaming.asked) == (0, 1)
-    assert dense.scored == case.asked[1] - case.asked[0]  # type: ignore[index]
-
-
 @pytest.mark.parametrize("kind", sorted(cases.RECALL))
 def test_what_is_asked_for_was_said(kind: str, tokenizer: Any, texts: dict[str, str]) -> None:
     for case in cases.recall_cases([kind], texts, tokenizer, 600, 3):
@@ -110,25 +98,6 @@ def test_what_is_asked_for_was_said(kind: str, tokenizer: Any, texts: dict[str, 
         assert answer in before
         assert case.start < case.asked[0]
         assert answer not in tokenizer.decode(case.tokens[case.start : case.asked[0]])
-
-
-@pytest.mark.long
-def test_workers_give_what_one_process_gives(
-    pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]
-) -> None:
-    chosen = cases.perplexity_cases(texts, tokenizer, 320, 310, passages=2)
-    variants = variants_of(["ahead"], ["0.3"], PLAN, 3)
-    apart = evaluate(Pair(str(models.TARGET), str(models.DRAFT)), chosen, variants, workers=2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    together = [VariantSums() for _ in variants]
-    for case in chosen:
-        for total, part in zip(together, evaluate_case(*pair, case, variants), strict=True):
-            total.add(part)
-    torch.set_num_threads(threads)
-    for a, b in zip(apart, together, strict=True):
-        assert a.nll == pytest.approx(b.nll, rel=1e-5)
-        assert (a.read, a.blocks, a.rounds, a.fresh) == (b.read, b.blocks, b.rounds, b.fresh)
 
 
 def some_rows() -> list[report.QualityRow]:
@@ -218,25 +187,6 @@ def test_the_draft_study_fills_the_page(tmp_path: Path, texts: dict[str, str], m
     assert set(json.loads(drafts.to_json(tables))) == set(tables)
 
 
-@pytest.mark.long
-def test_sparse_prompts_cost_little_where_their_end_is_dense(
-    tokenizer: Any, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompts, "sparse_tokens", lambda prompt_tokens, tail: prompt_tokens - tail)
-    target = load_runner(str(models.TARGET), torch.float32, "cpu", 1100)
-    chosen = cases.perplexity_cases(texts, tokenizer, 1000, 950) + cases.recall_cases(
-        ["pass-key"], texts, tokenizer, 1000, 1
-    )
-    readings = [PromptReading(1), PromptReading(0.15, 200), PromptReading(0.15, 0)]
-    dense, sparse, whole = measure_prompts(target, PLAN, chosen, readings)
-    assert target.kv.pool.held == 0
-    assert (dense.attention, dense.increase, dense.recalled, dense.asked) == (1.0, 0.0, 1, 1)
-    assert (sparse.recalled, sparse.context) == (1, 1000)
-    assert 0 < abs(sparse.increase) < 0.03
-    assert dense.attention > sparse.attention > whole.attention
-    assert prompts.to_markdown([dense, sparse]).count("\n") == 3
-
-
 def test_the_attention_of_prompts_is_what_their_parts_read() -> None:
     reading, pairs = PromptReading(0.1, 100), 0
     tables, room = torch.zeros(1, 400, dtype=torch.int32), torch.empty(2, 0)
@@ -255,13 +205,3 @@ def test_books_that_the_plan_was_calibrated_on_are_left_out(tmp_path: Path) -> N
     for name in (PLAN.provenance["files"][0], "b.txt", "a.txt", "notes.md"):
         (tmp_path / name).write_text("text")
     assert cases.held_out_files(str(tmp_path), PLAN) == [str(tmp_path / name) for name in ("a.txt", "b.txt")]
-
-
-def _end(how: str) -> str:
-    assert workers.held_models() is None
-    workers.note_round()
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "wrong":
-        raise OSError("there is no such model")
-    return how

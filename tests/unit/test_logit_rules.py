@@ -1,7 +1,6 @@
 """Penalties, biases, masks and cuts, against the distribution worked out token by token in float64."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted, cut_logits, cuts_of, judge_by_rules
-from specahead.engine.sampling.logit_rules import LogitRule, TokenCounts, rules_of
+from specahead.engine.sampling.logit_rules import TokenCounts, rules_of
 from tests.unit.world import changed_logits, target_probs
 
 STOPS = [3, 7]
@@ -113,45 +112,3 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
         assert found.logprob == pytest.approx(float(row[token]), abs=1e-5)
         assert found.top_ids == order.tolist()
         assert found.top_logprobs == pytest.approx(row[order].tolist(), abs=1e-5)
-
-
-@pytest.mark.parametrize("sampling", [SAMPLINGS["all"], replace(SAMPLINGS["all"], temperature=0.0)])
-def test_whatever_is_drafted_the_tokens_are_those_of_plain_decoding(sampling: Sampling) -> None:
-    """As a deterministic target judges: with rules whose counts go on with the tokens, any proposals, any rounds."""
-    rng = np.random.default_rng(4)
-    logits = torch.from_numpy(rng.normal(size=(60, 24)).astype(np.float32)) * 2
-
-    def judged(proposed: list[int], committed: list[int], rules: tuple[LogitRule, ...]) -> list[int]:
-        at = len(committed)
-        item = Drafted(proposed, [], sampling, at, rules, committed)
-        (found,) = judge_by_rules(logits[None, at : at + len(proposed) + 1], [item], whatever_is_drafted=True)
-        return [*proposed[: found.verdict[0]], found.verdict[1]]
-
-    prompt, rules = [1, 9, 1], rules_of(sampling, 3, STOPS)
-    plain = list(prompt)
-    while len(plain) < 50:
-        plain += judged([], plain, rules)
-    tokens, rules, rounds = list(prompt), rules_of(sampling, 3, STOPS), 0
-    while len(tokens) < 45:
-        proposed = plain[len(tokens) : len(tokens) + int(rng.integers(0, 5))]
-        tokens += judged([t if rng.random() < 0.8 else int(rng.integers(24)) for t in proposed], tokens, rules)
-        rounds += 1
-    assert tokens == plain[: len(tokens)]
-    assert rounds < 30
-
-
-def test_rounds_are_judged_together_as_each_alone() -> None:
-    """Of different samplings and lengths, some of which tell log probabilities."""
-    rng = np.random.default_rng(5)
-    logits = torch.from_numpy(rng.normal(size=(len(SAMPLINGS), 4, 24)).astype(np.float32)) * 2
-    rounds = []
-    for i, sampling in enumerate(SAMPLINGS.values()):
-        proposed = logits[i].argmax(-1)[: i % 4].tolist()
-        rounds.append(
-            Drafted(proposed, [], sampling, 5, rules_of(sampling, 3, STOPS), [1, 2, 3, 4, 5], [None, 0, 3][i % 3])
-        )
-    together = judge_by_rules(logits, rounds)
-    for row, item, found in zip(logits, rounds, together, strict=True):
-        (alone,) = judge_by_rules(row[None, : len(item.tokens) + 1], [item])
-        assert found == alone
-        assert len(found.logprobs) == (found.verdict[0] + 1 if item.logprobs is not None else 0)

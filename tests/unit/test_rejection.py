@@ -1,12 +1,10 @@
 """Acceptance of drafted tokens: tables worked out by hand, and the distribution that comes out."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from specahead.kernels.rejection import accept_greedy, accept_sampled, draw
-from tests.unit.distributions import ALPHA, BIASES, POWER, Draws
 
 ROWS = 200_000
 JUST_BELOW_ONE = 1 - 2.0**-53
@@ -144,92 +142,3 @@ def p_value(counts: Tensor, probs: Tensor) -> float:
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))
-
-
-class Chains:
-    """A target and a draft that look at all tokens before; the target cuts one token off, as by top-p."""
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def table(*context: int) -> Tensor:
-            return (1.2 * torch.randn(*context, VOCAB, generator=generator)).softmax(-1)
-
-        self.q = [table(), table(VOCAB)]
-        self.p = [table(), table(VOCAB), table(VOCAB, VOCAB)]
-        for rows in self.p:
-            rows[..., 1] = 0
-            rows /= rows.sum(-1, keepdim=True)
-
-    def run(self, seed: int, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Emitted tokens [ROWS, GAMMA + 1], -1 where none, of the kernel or of a wrong rule."""
-        rng = np.random.default_rng(seed)
-        u = torch.from_numpy(rng.random((ROWS, 3 * GAMMA + 1)))
-        d0 = draw(self.q[0].expand(ROWS, -1), u[:, 0])
-        d1 = draw(self.q[1][d0], u[:, 1])
-        drafted = torch.stack([d0, d1], 1)
-        q = torch.stack([self.q[0].expand(ROWS, -1), self.q[1][d0]], 1)
-        p = torch.stack([self.p[0].expand(ROWS, -1), self.p[1][d0], self.p[2][d0, d1]], 1)
-        counts = torch.full((ROWS,), GAMMA)
-        accept, recover = u[:, GAMMA : 2 * GAMMA], u[:, 2 * GAMMA :]
-        if rule in BIASES:
-            p = BIASES[rule](p.flatten(0, 1)).view_as(p)
-        if rule == "accept always":
-            accept = torch.zeros_like(accept)
-            p = torch.cat([q, p[:, 2:]], 1)
-        accepted, following = accept_sampled(drafted, counts, q, p, accept, recover)
-        if rule == "recover from p":
-            following = draw(p[torch.arange(ROWS), accepted], recover[torch.arange(ROWS), accepted])
-        emitted = torch.full((ROWS, GAMMA + 1), -1)
-        emitted[:, :GAMMA] = drafted.where(torch.arange(GAMMA) < accepted[:, None], -1)
-        emitted.scatter_(1, accepted[:, None], following[:, None])
-        return emitted[:, 0], emitted[:, 1], emitted[:, 2]
-
-
-def emitted_p_values(chains: Chains, seed: int, rule: str = "kernel") -> list[float]:
-    """Of the first token, of the second after each first, of the third after each pair seen often enough."""
-    first, second, third = chains.run(seed, rule)
-    values = [p_value(first.bincount(minlength=VOCAB), chains.p[0])]
-    for a in first.unique().tolist():
-        after = second[(first == a) & (second >= 0)]
-        values.append(p_value(after.bincount(minlength=VOCAB), chains.p[1][a]))
-        for b in after.unique().tolist():
-            last = third[(first == a) & (second == b) & (third >= 0)]
-            if len(last) > 1000:
-                values.append(p_value(last.bincount(minlength=VOCAB), chains.p[2][a, b]))
-    return values
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_output_has_the_targets_distribution(seed: int) -> None:
-    values = emitted_p_values(Chains(seed), seed)
-    assert len(values) >= 1 + 4 + 8
-    assert min(values) > 1e-4
-
-
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_twentieth_of_the_probability_moved_is_found(seed: int, bias: str) -> None:
-    """Control: the first tokens of 50,000 rows show it, with a power of 0.99 at least; all counts above do."""
-    chains, rows = Chains(seed), 50_000
-    firsts = [chains.run(seed, rule)[0][:rows] for rule in ("kernel", bias)]
-    straight, biased = (Draws(chains.p[0].double().expand(rows, -1), first) for first in firsts)
-    assert straight.score(BIASES[bias])[1] >= POWER
-    assert straight.p_value() > ALPHA > biased.p_value()
-    assert min(emitted_p_values(chains, seed, bias)) < 1e-6
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_residual_is_what_makes_it_right(seed: int) -> None:
-    """Control: the same test finds out a rule that recovers from p instead of the residual."""
-    assert min(emitted_p_values(Chains(seed), seed, "recover from p")) < 1e-6
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_acceptance_is_what_makes_it_right(seed: int) -> None:
-    """Control: keeping every drafted token gives the draft's distribution, and the test sees it."""
-    chains = Chains(seed)
-    first, _, _ = chains.run(seed, "accept always")
-    allowed = first[chains.p[0][first] > 0]
-    assert len(allowed) < len(first)  # tokens that the target excludes came out
-    assert p_value(allowed.bincount(minlength=VOCAB), chains.p[0]) < 1e-6

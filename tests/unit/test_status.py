@@ -1,13 +1,8 @@
 """What /metrics and `specahead status` tell of a launch of several services."""
 
-import io
-from typing import Any
-
-from rich.console import Console
-
 from orchestrator.sessions.metrics import Metrics, exposition
 from orchestrator.sessions.router import TargetState
-from specahead.cli.status import _cells, _model, _nodes, _read_metrics, _show
+from specahead.cli.status import _nodes, _read_metrics
 from specahead.wire.messages import ServiceStatus
 from specahead.wire.plan_words import plan_in_words
 from target_service.policy.choice import Choice
@@ -40,30 +35,6 @@ def test_what_targets_hold_and_have_waiting_is_summed_over_them() -> None:
     figures, _ = _read_metrics(exposition(Metrics("tiny").families(9, both, ADDRESSES, {})).decode())
     assert (figures["tiny"]["num_requests_waiting"], figures["tiny"]["num_requests_running"]) == (2, 7)
     assert figures["tiny"]["kv_cache_usage_perc"] == 0.45
-
-
-def test_the_table_has_a_row_for_each_service() -> None:
-    alone = {"target@other": _service(14, [], 0, 0)}
-    addresses = ADDRESSES | {"target@other": "10.0.0.3:7"}
-    families = Metrics("tiny").families(3, STATUSES, ADDRESSES, {}) + Metrics("other").families(0, alone, addresses, {})
-    figures, services = _read_metrics(exposition(families).decode())
-    drafts = {"tiny": "small", "other": "none"}
-    cards: list[dict[str, Any]] = [{"id": name, "draft": draft, "max_model_len": 9} for name, draft in drafts.items()]
-    cards[0]["calibrated"], cards[1]["calibrated"] = False, True
-    models = [_model(card, figures[card["id"]]) for card in cards]
-    told = io.StringIO()
-    status = {"version": "1", "url": "http://a", "ready": True, "models": models, "services": services}
-    _show(status, Console(file=told, width=150))
-    assert "model tiny, 9 tokens of context, drafted by small" in told.getvalue()
-    assert "model other, 9 tokens of context, drafted by none" in told.getvalue()
-    assert told.getvalue().count("approximate requests run without calibration") == 1
-    *rows, other = [line.split() for line in told.getvalue().splitlines()[-4:]]
-    assert other[:2] == ["target@other", "serves"], "it has no draft to wait for"
-    assert rows[0] == ["target-1", "connected", "11", "2", "30", "100", "30.0%", "10.0.0.1:7", "1.2"]
-    assert rows[1] == ["target-2", "does", "not", "answer", "10.0.0.2:7"]
-    assert rows[2][:2] == ["draft", "connected"]
-    draining = {"up": 1, "attached": 1, "draining": 1, "pid": 9, "sessions": 2, "kv_pages_held": 1, "kv_pages": 4}
-    assert _cells(draining, True)[:3] == ["drains", "9", "2"]
 
 
 def test_the_choice_of_a_plan_is_explained_in_words() -> None:

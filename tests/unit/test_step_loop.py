@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,10 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.runner import Runner
-from specahead.engine.steps.step_loop import HUNG, MOST_FAILURES, preparation_of, run_step_loop, share_prefill
-from specahead.kernels.prompt_attention import UNIT, size_of_own
+from specahead.engine.steps.step_loop import HUNG, MOST_FAILURES, run_step_loop, share_prefill
+from specahead.kernels.prompt_attention import UNIT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,64 +78,10 @@ async def test_what_a_step_gave_is_sent_before_the_next_one_is_planned_or_while_
     assert told[:3] == (["planned", "sent", "planned"] if sends_first else ["planned", "planned", "sent"])
 
 
-async def test_what_is_unprepared_is_made_ready_while_there_is_nothing_to_do() -> None:
-    """One part at a time: a step that is to be run meanwhile comes before the next part."""
-    told: list[str] = []
-    steps: list[str] = []
-
-    def warm_up() -> None:
-        told.append("warm-up")
-        if told.count("warm-up") == 2:
-            steps.extend(["a step", "another"])
-
-    def warm_up_more() -> Callable[[], None] | None:
-        return warm_up if told.count("warm-up") < 4 else None
-
-    def execute(step: str) -> None:
-        told.append(step)
-
-    given = lambda: steps.pop(0) if steps else None, execute, lambda work, result: None, lambda work, error: False
-    loop = run_step_loop(*given, asyncio.Event(), lambda: None, 60, warm_up_more=warm_up_more)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await loop
-    assert told == ["warm-up", "warm-up", "a step", "another", "warm-up", "warm-up"]
-
-
-def test_what_is_to_be_done_once_all_runners_are_ready_is_done_once() -> None:
-    class Unprepared(Runner):
-        def __init__(self, kinds: int) -> None:
-            self.kinds = kinds
-
-        @property
-        def unprepared(self) -> int:  # type: ignore[override]
-            return self.kinds
-
-        def warm_up_more(self) -> None:
-            self.kinds -= 1
-
-        def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-            raise AssertionError("nothing runs")
-
-    runners = [Unprepared(2), Unprepared(1)]
-    told: list[list[int]] = []
-    while (prepare := preparation_of(runners, lambda: told.append([each.kinds for each in runners]))) is not None:
-        assert not told
-        prepare()
-    assert told == [[0, 0]]
-
-
 def test_a_failed_step_is_handed_over_and_the_next_ones_run() -> None:
     loop = Loop(5, {1: ValueError("no"), 3: RuntimeError("no")})
     loop.run()
     assert (loop.finished, loop.failed) == ([0, 2, 4], [1, 3])
-
-
-def test_an_error_that_is_not_handled_ends_the_loop() -> None:
-    loop = Loop(3, {1: ValueError("this one")}, handles=False)
-    with pytest.raises(ValueError, match="this one"):
-        loop.run()
-    assert loop.finished == [0]
 
 
 def test_steps_that_fail_in_a_row_end_the_loop_with_the_last_error() -> None:
@@ -146,12 +89,6 @@ def test_steps_that_fail_in_a_row_end_the_loop_with_the_last_error() -> None:
     with pytest.raises(RuntimeError, match=f"{MOST_FAILURES} .* in a row, .*ValueError: step {1 + MOST_FAILURES}"):
         loop.run()
     assert loop.planned == 2 + MOST_FAILURES
-
-
-def test_failures_with_a_success_between_them_never_end_the_loop() -> None:
-    loop = Loop(20, {i: ValueError("no") for i in range(20) if i % MOST_FAILURES})
-    loop.run()
-    assert len(loop.finished) + len(loop.failed) == 20
 
 
 @pytest.mark.parametrize(
@@ -208,18 +145,3 @@ def test_large_parts_of_prompts_end_where_a_piece_does(prompts: list[tuple[int, 
     for start, share, left in zip(starts, shares, remaining, strict=True):
         assert 0 <= share <= left
         assert share in (0, left) or (start + share) % UNIT == 0
-
-
-@pytest.mark.parametrize(("count", "length"), [(4, 101_999), (8, 32_767), (3, 70_000)])
-def test_prompts_read_side_by_side_are_hardly_filled_up(count: int, length: int) -> None:
-    """Of the queries that cuDNN is given, at most one in 16 stands for nothing. It was one in three."""
-    done, given = [0] * count, 0
-    while any(at < length for at in done):
-        open_ = [i for i in range(count) if done[i] < length]
-        starts = [done[i] for i in open_]
-        for i, start, share in zip(
-            open_, starts, share_prefill(starts, [length - s for s in starts], 8192), strict=True
-        ):
-            given += size_of_own(start % UNIT + share) if share else 0
-            done[i] += share
-    assert given <= 17 / 16 * count * length
