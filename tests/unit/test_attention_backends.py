@@ -160,13 +160,6 @@ def test_prompts_read_a_share_of_what_is_before_them_but_in_layers_that_read_all
         assert ((one - two).abs().max() < 1e-4 * one.std()) == (name in same and other in same), (name, other)
 
 
-def test_a_runner_that_cannot_says_that_it_reads_no_prompts_sparsely(folder: str) -> None:
-    runner_of(folder, torch.float32, "cpu").check_sparse_prompts()
-    pinned = make_runner(load_model(folder, torch.float32, "cpu"), 4096, max_context=400, deterministic=True)
-    with pytest.raises(ValueError, match="leave prompt_read_share at 1"):
-        pinned.check_sparse_prompts()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cudnn_reads_prompts_as_triton_does(folder: str) -> None:

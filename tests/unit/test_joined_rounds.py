@@ -100,24 +100,6 @@ def test_rounds_of_all_kinds_give_what_each_gives_alone(runner: ModelRunner, den
     torch.testing.assert_close(joined_kv, alone_kv, atol=1e-4, rtol=1e-4)
 
 
-def test_rounds_join_neither_prompts_nor_drafting_passes(runner: ModelRunner) -> None:
-    rounds = Rounds(runner, ())
-    first, other = SequenceKV(), SequenceKV()
-    drafts = replace(rounds.reads[0], drafts=True, group_means=False)
-    one = Drafted([], [], Sampling(0.0), 300)
-    inputs = [
-        SequenceInput(rounds.kv[0], rounds.prompts[0][-1:], "all", drafts, drafted=one),
-        SequenceInput(rounds.kv[3], rounds.prompts[3][-1:], "all", drafted=replace(one, base=420)),
-        SequenceInput(first, tokens(40, 1), "last"),
-    ]
-    with patch.object(ModelRunner, "_start", autospec=True, side_effect=ModelRunner._start) as passes:
-        runner.forward(inputs)
-    assert passes.call_count == 3
-    for kv in (first, other):
-        runner.kv.release(kv)
-    rounds.end()
-
-
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_parts_of_prompts_are_launched_behind_a_step_before_it_is_waited_for(
     runner: ModelRunner, logprobs: int | None

@@ -20,7 +20,6 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.requests import RoundSettings
 from specahead.sparsity.methods import METHODS
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
@@ -240,12 +239,6 @@ def test_what_is_not_fetched_at_once_is_fetched_in_parts(model: Any, plain: Any)
     assert got.stages == 0
 
 
-def test_what_one_sequence_alone_cannot_fetch_is_brought_together(model: Any, plain: Any) -> None:
-    got = check(model, plain, 20, Case(newest=0.6, chunk=64), exactly=False)
-    assert got.tiered.counters.overflow_pages > 0
-    assert got.stages > 0
-
-
 @pytest.mark.parametrize("method", ["ahead", "dense"])
 def test_the_fewest_gpu_pages_that_work(model: Any, plain: Any, method: str) -> None:
     """Two pages of each of three sequences are written at once."""
@@ -253,8 +246,3 @@ def test_the_fewest_gpu_pages_that_work(model: Any, plain: Any, method: str) -> 
     check(model, plain, 6, case, exactly=False)
     with pytest.raises(OutOfPages, match="6 GPU pages wanted, 5 of 5 can be given"):
         run(model, 5, case)
-
-
-def test_rounds_are_not_drafted_over_tiers(model: Any) -> None:
-    with pytest.raises(NotImplementedError, match="no backing store"):
-        Side(model, 45, PLAN, "dense").runner.prepare_rounds(RoundSettings(4, 16, 0))

@@ -236,23 +236,6 @@ def test_empty_lists_of_any_block_size_give_zeros(block_size: int, width: int) -
     assert torch.equal(weights, torch.zeros(*shape, width))
 
 
-@pytest.mark.parametrize("block_size", [32, 64, 128])
-def test_a_last_block_may_reach_beyond_the_table(block_size: int) -> None:
-    """The table is no wider than its sequence needs, and what lies behind it in memory is no page."""
-    torch.manual_seed(block_size)
-    pages = torch.randn(5, 2, 16, 8), torch.randn(5, 2, 16, 8)
-    storage = torch.tensor([[3, 0, 4, 1, 2, UNREAD, UNREAD, UNREAD]], dtype=torch.int32)
-    last = (75 - 1) // block_size
-    assert (last + 1) * block_size > 80
-    case = Case(torch.randn(3, 4, 8), *pages, storage[:, :5], [75], [3], [[[last], [last, 0][: last + 1]]])
-    got, weights = paged_attention_with_read_weights(case.batch, case.packed_lists(block_size))
-    wanted, probs = reference_by_token(case, block_size)
-    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
-    assert_read_weights(weights, probs, case, block_size)
-    plain = paged_attention(case.batch, case.packed_lists(block_size))
-    torch.testing.assert_close(plain, wanted, atol=2e-5, rtol=1e-4)
-
-
 @cases
 def test_lists_of_blocks_of_any_size_and_their_weights_are_the_reference(seed: int, group: int) -> None:
     """Lists of any order and length, none at all included; entries past a count are never read."""

@@ -271,7 +271,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 TestSessions = Sessions.TestCase
-TestSessions.settings = settings(max_examples=60, stateful_step_count=50)
+TestSessions.settings = settings(max_examples=50, stateful_step_count=50)
 
 
 # What the machine reaches only now and then

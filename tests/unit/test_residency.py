@@ -147,21 +147,6 @@ def test_dropped_slots_are_free_when_their_round_has_ended(backend: str) -> None
 
 
 @both
-def test_pages_outside_of_the_table_and_counts_outside_of_lists(backend: str) -> None:
-    row = one_row(4, backend)
-    assert row.request([-1, 20, 5, 1 << 30, -(1 << 31), 6], round=0) == ({5: 0, 6: 1}, [])
-    lists = ints([[[[5, 20, 6, -1, 7]], [[6, 6, 8, 9, 9]], [[5, 6, 5, 6, 5]]]])
-    numbers = ints([list(range(20))] * 3)
-    listed = ListedBlocks(lists, ints([[[9], [3], [-2]]]), numbers, 1, 1)
-    lines = found_lines(row.tables, listed, backend)
-    assert lines.tolist() == [[[[0, -1, 1, -1, -1]], [[1, 1, -1, -1, -1]], [[-1] * 5]]]
-    assert count_missing_blocks(row.tables, listed, backend).tolist() == [1, 1, 0]
-    counts = ints([[[9], [-3], [0]]])
-    done = request_blocks(row.tables, ListedBlocks(lists, counts, numbers, 1, 1), ints([1]), backend)
-    assert (done.counts.tolist(), done.pages[0, :1].tolist(), row.cached) == ([1], [7], [5, 6, 7, -1])
-
-
-@both
 def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     """Sequences of 5 and of 3 pages in a table of 10, two heads, blocks of 2 pages."""
     tables, now = empty_tables(2, 20, 9, DEVICE), ints([0])

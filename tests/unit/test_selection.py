@@ -77,15 +77,6 @@ def test_top_k_is_a_stable_sort(table: tuple[np.ndarray, np.ndarray], data: st.D
         assert got == sorted(np.argsort(-row[:size], kind="stable")[:count].tolist())
 
 
-def test_ties_go_to_the_lower_index_in_wide_rows() -> None:
-    """Where a sort that is not stable would mix them."""
-    weights = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (8, 5000)).astype(np.float32))
-    k = torch.arange(8) * 600 + 1
-    chosen = lists_of(select_top_k(weights, torch.full((8,), 5000), k), padded=True)
-    for row, count, got in zip(weights.numpy(), k.tolist(), chosen, strict=True):
-        assert got == sorted(np.argsort(-row, kind="stable")[:count].tolist())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "chunk"), [(1, 8192), (60, 8192), (128, 8192), (300, 128)])  # the last is too long
 def test_top_k_of_triton(n: int, chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,22 +117,7 @@ def test_ties_that_are_taken_in_part(chunk: int, monkeypatch: pytest.MonkeyPatch
     assert counts.tolist() == [200] * 3 and lists.tolist() == [row[:200] for row in wanted]
 
 
-def test_lengths_and_counts_may_be_expanded() -> None:
-    full, k = (torch.tensor([number]).expand(3) for number in (50, 7))
-    assert full.stride() == (0,)
-    agree_on_top_k(weights_of("uniform", 3, 60, 1), full, k)
-
-
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), max_size=5))
 def test_compact_is_flatnonzero(chosen: list[list[bool]]) -> None:
     table = torch.tensor(chosen, dtype=torch.bool).view(len(chosen), 7)
     assert lists_of(compact(table), padded=True) == [np.flatnonzero(row).tolist() for row in table.numpy()]
-
-
-def test_weights_that_are_no_weights_are_refused() -> None:
-    size, one = torch.tensor([3]), torch.tensor([1])
-    for bad in (float("nan"), -0.5):
-        with pytest.raises(ValueError, match="select_top_k: weights must not be negative"):
-            select_top_k(torch.tensor([[0.5, bad, 0.5]]), size, one)
-    with pytest.raises(ValueError, match="float32"):
-        select_top_k(torch.rand(1, 4, dtype=torch.float64), size, one, "triton")

@@ -105,35 +105,3 @@ def test_rounds_read_and_remember_the_same(gamma: int) -> None:
                 assert read == int(two.sum()) * PLAN.block_size + summaries
                 read_more += int(two.sum()) > int(choices[i].matrix().sum())
     assert read_more  # the target's own memory had its part
-
-
-def test_places_are_taken_back() -> None:
-    """As many sequences as there is room for remember at once; those that came before do not count."""
-    runner = make_runner(load_model(str(models.TARGET), torch.float32, DEVICE), 4096, max_context=256)
-    runner.keep_memories(2)
-    runner.kv.keep_group_means(PLAN.group_size)
-    rng = np.random.default_rng(0)
-
-    def step(reader: Reader, kv: SequenceKV) -> None:
-        choice = announced(reader.announced_rows, PLAN.num_blocks(kv.length + 1), rng)
-        read = reader.read(choice, kv.length + 1, kv.length + 5)
-        (output,) = runner.forward([SequenceInput(kv, tokens(5, 1), "all", read)])
-        reader.finish(output)
-        runner.kv.truncate(kv, kv.length - 3)
-
-    def start() -> tuple[Reader, SequenceKV]:
-        kv = SequenceKV()
-        runner.forward([SequenceInput(kv, tokens(200, 2))])
-        return Reader(AHEAD, PLAN), kv
-
-    first, second = start(), start()
-    for session in (first, second, first):
-        step(*session)
-    third = start()
-    with pytest.raises(RuntimeError, match="the reads of 2 sequences are remembered"):
-        step(*third)
-    runner.kv.release(first[1])
-    del first, session
-    step(*start())
-    with pytest.raises(RuntimeError, match="keep_memories comes before"):
-        runner.keep_memories(4)

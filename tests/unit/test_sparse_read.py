@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
-from specahead.engine.loading.model import load_model, load_modules
-from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.attending import forward_attending, forward_weighing
 from specahead.lab.evaluation.forks import fork
 from specahead.lab.evaluation.just_in_time import SequenceKeys
 from specahead.lab.evaluation.methods import RIVALS
-from specahead.lab.evaluation.models import load_runner, output_projections
+from specahead.lab.evaluation.models import load_runner
 from specahead.lab.evaluation.readers import LayerReader
 from specahead.models import DRAFT
 from specahead.sparsity.plan import uniform_plan
@@ -128,26 +126,6 @@ def test_a_selector_reads_what_it_chooses(runner: ModelRunner, prompt: SequenceK
     by_selector = attend(runner, prompt, Fixed(list(chosen)), block_size)
     torch.testing.assert_close(by_selector, by_list, atol=1e-4, rtol=1e-3)
     assert (by_list - dense).abs().max() > 0.05, "the choice matters"
-
-
-def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(runner: ModelRunner, prompt: SequenceKV) -> None:
-    rows, selector = len(TOKENS) - PREFIX, Fixed([None] * LAYERS)
-    twin = fork(runner.kv, prompt)
-    item = SequenceInput(twin, TOKENS[PREFIX:])
-    reader = LayerReader(RIVALS["oracle"], uniform_plan(LAYERS, KV_HEADS, 1, 1))
-    reader._selector = selector  # type: ignore[assignment]
-    forward_attending(runner, item.kv, item.tokens, reader.attend(runner, item))
-    heads = runner.decoder.heads
-    assert [layer for layer, *_ in selector.seen] == list(range(LAYERS))
-    for layer, queries, keys, scale in selector.seen:
-        dim = runner.kv.k_pages[layer].shape[-1]
-        assert queries.shape == (rows, heads, dim)
-        assert scale == pytest.approx(dim**-0.5)
-        assert keys.length == len(TOKENS)
-        held = runner.kv.k_pages[layer][twin.pages].transpose(0, 1).flatten(1, 2)
-        for first, last in ((0, len(TOKENS)), (0, 5), (64, 128), (96, 131), (192, 203)):
-            assert torch.equal(keys.read(first, last), held[:, first:last])
-    runner.kv.release(twin)
 
 
 @pytest.mark.parametrize("means", [False, True])
@@ -281,27 +259,6 @@ def test_sequences_with_other_dense_layers_share_a_pass(runner: ModelRunner, pro
     assert (together[0] - together[1]).abs().max() > 0.01
 
 
-def test_means_bring_the_result_nearer(runner: ModelRunner, prompt: SequenceKV) -> None:
-    """Over several choices: what stands in for the unread part is better than nothing."""
-    runner.kv.keep_group_means(64)
-    nearer = 0
-    for seed in range(6):
-        chosen = masks(16, seed)
-        dense, without, stood_in = run(
-            runner, prompt, None, read_exactly(chosen, 16), read_exactly(chosen, 16, group_means=True)
-        )
-        nearer += bool((stood_in - dense).norm() < (without - dense).norm())
-    assert nearer == 6
-
-
-def test_means_without_room_for_them_are_an_error(runner: ModelRunner) -> None:
-    sequence = SequenceKV()
-    runner.kv.means = None
-    with pytest.raises(ValueError, match="keep_group_means"):
-        runner.forward([SequenceInput(sequence, TOKENS, read=read_exactly(masks(16), 16, group_means=True))])
-    runner.kv.release(sequence)
-
-
 def test_forks_do_not_reach_each_other(runner: ModelRunner, prompt: SequenceKV) -> None:
     one, other = fork(runner.kv, prompt), fork(runner.kv, prompt)
     runner.forward([SequenceInput(one, [9] * 20), SequenceInput(other, [11] * 3)])
@@ -311,31 +268,3 @@ def test_forks_do_not_reach_each_other(runner: ModelRunner, prompt: SequenceKV) 
     assert torch.equal(first.logits, wanted)  # type: ignore[arg-type]
     for kv in (one, other, again):
         runner.kv.release(kv)
-
-
-def test_group_means_are_those_of_the_pages(runner: ModelRunner, prompt: SequenceKV) -> None:
-    runner.kv.keep_group_means(64)
-    means = runner.kv.extend_group_means([prompt])
-    assert len(prompt.groups) == PREFIX // 64 > 0
-    for layer in range(LAYERS):
-        keys = runner.kv.k_pages[layer][prompt.pages].transpose(0, 1).flatten(1, 2)[:, 64:128]
-        torch.testing.assert_close(means.k[layer, prompt.groups[1]], keys.mean(1))
-        torch.testing.assert_close(means.k_variance[layer, prompt.groups[1]], keys.var(1, correction=0))
-    free = len(means.free)
-    runner.kv.extend_group_means([prompt])
-    assert len(means.free) == free, "made once"
-    runner.kv.truncate(prompt, 130)
-    assert len(prompt.groups) == 2
-    runner.kv.truncate(prompt, 100)
-    assert len(prompt.groups) == 1
-    assert len(means.free) == free + 2
-
-
-def test_output_projections() -> None:
-    loaded = load_model(str(DRAFT), torch.float32, "cpu")
-    found = output_projections(loaded.decoder)
-    assert [tuple(weight.shape) for weight in found] == [(128, 256)] * LAYERS
-    same = output_projections(load_modules(str(DRAFT), torch.float32, "cpu").decoder)
-    assert all(torch.equal(one, other) for one, other in zip(found, same, strict=True))
-    with pytest.raises(NotImplementedError, match="no output projection"):
-        output_projections(ModulesDecoder(torch.nn.Module(), LAYERS, 4, 2, 0.125, 97))

@@ -433,7 +433,7 @@ def test_sessions_over_tiers() -> None:
     """And that the machine gets to all that is to be tested."""
     Tiers.reached.clear()
     run_state_machine_as_test(
-        Tiers, settings=settings(max_examples=80 if DEVICE == "cpu" else 30, stateful_step_count=50, derandomize=True)
+        Tiers, settings=settings(max_examples=50 if DEVICE == "cpu" else 30, stateful_step_count=50, derandomize=True)
     )
     if DEVICE != "cpu":  # copies end when they end: what the machine gets to is not the same each time
         return
@@ -467,26 +467,6 @@ def run_one(kv: TieredKV, sequence: SequenceKV, tokens: list[int]) -> None:
 def text(kind: int, pages: int) -> list[int]:
     """As many pages, and a token more."""
     return [*range(kind, kind + pages * PAGE_SIZE), kind]
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_what_was_read_wholly_leaves_like_others_once_it_is_read_by_little(stored: bool) -> None:
-    """By a session that finds the prefix of one that reads everything, whether the store has it by then or not."""
-    kv = make(gpu_pages=14, pages=40)
-    dense = fill(kv, text(1, 8), dense=True)
-    if stored:
-        fill(kv, text(3, 5))
-        assert kv.offload_active
-    kv.index_prefix(dense, text(1, 8))
-    sparse = SequenceKV()
-    assert kv.reuse_prefix(sparse, text(1, 8)) == 8 * PAGE_SIZE
-    run_one(kv, sparse, text(1, 8))
-    fill(kv, text(4, 5))
-    assert kv.offload_active
-    assert (kv.gpu_pages(sparse)[:8] < 0).all()
-    check_staged(kv, [(dense, tuple(text(1, 8)))])
-    check_staged(kv, [(sparse, tuple(text(1, 8)))])
-    kv.check_integrity()
 
 
 def test_a_page_that_was_left_to_the_store_is_not_cut() -> None:
