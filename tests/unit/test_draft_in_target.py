@@ -18,11 +18,9 @@ from specahead.config import SettingsError, TargetSettings
 from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.memory import bytes_of_token, room_for_kv
 from specahead.engine.loading.opening import open_both
-from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.step_loop import run_step_loop
 from specahead.wire import messages as m
 from target_service.draft_in_target import LaunchRounds, Result, Step, StepsByTurns
-from target_service.screening import Screening
 from target_service.verify_step import VerifyStep
 from tests.settings import target_settings
 from tests.unit.clock import Clock
@@ -239,49 +237,6 @@ def count_begins(made: Turns) -> Counter[str]:
 
     made.steps._draft.send = note
     return counted
-
-
-class HoldsNothing(Screening):
-    """Holds no tokens, whatever the policy sets."""
-
-    most = property(lambda self: 0, lambda self, value: None)  # type: ignore[assignment]
-
-
-def test_a_session_that_holds_nothing_goes_on_with_those_that_are_screened(clock: Clock) -> None:
-    """In their pass, so that no step waits for the host."""
-    model = Screens(agreement=4, screening=4)
-    made = turns(clock, 1, model, hold=11, runner=ScreeningRunner, prefill_chunk=512)
-    made.world.target.sparse_logits = model.sparse
-    names = [made.world.open([3 + i] * (90 + 30 * i), 120) for i in range(3)]
-
-    def stop_holding() -> None:
-        screening = made.world.sessions[names[0]].screening
-        assert screening is not None
-        screening.__class__ = HoldsNothing
-
-    made.world.script = [lambda: None] * 4 + [stop_holding]
-    made.run()
-    for name in names:
-        made.world.check_greedy(name)
-    holds = [[bool(commit.screening_drafted) for commit in made.world.commits[name][2:]] for name in names]
-    assert not any(holds[0]) and all(holds[1][:-1])
-    assert made.world.verifier.counters["steps_chained_to_rounds"] > 20, made.kinds
-    made.check_nothing_left()
-
-
-@pytest.mark.parametrize("pays", [True, False])
-def test_sampled_sessions_go_by_turns_while_they_are_screened(clock: Clock, pays: bool) -> None:
-    """What screened tokens were drawn from goes over the host."""
-    model = Screens(agreement=3, screening=3)
-    how: dict[str, Any] = {"hold": 11} if pays else {"hold": None, "weight_tokens": 1e6}
-    made = turns(clock, 1, model, runner=ScreeningRunner, **how)
-    made.world.target.sparse_logits = model.sparse
-    made.world.open([3] * 60, 60, Sampling(0.9, seed=4))
-    made.run()
-    counters = made.world.verifier.counters
-    assert (counters["confirmed_tokens"] > 12) == pays
-    assert (counters["steps_chained_to_rounds"] > 5) == (not pays)
-    made.check_nothing_left()
 
 
 def test_sampled_tokens_have_the_targets_distribution(clock: Clock) -> None:

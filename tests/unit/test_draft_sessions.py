@@ -105,25 +105,6 @@ def test_a_verdict_may_take_back_what_was_committed(base: int, overlaps: bool) -
     assert kv.reuse_prefix(SequenceKV(), plain[:48]) == (48 if base >= 48 else 32)
 
 
-def test_what_another_session_shares_is_not_taken_back() -> None:
-    """The draft asks to begin anew then, where the target stands."""
-    stand = DraftStand(overlaps=False)
-    plain = FakeModel().plain(stand.tokens, 15, [])[0]
-    for round_ in range(2):
-        start = 40 + 5 * round_
-        stand.receive(m.Verdict(m.At("a", 0, round_ + 1, start), 4, plain[start : start + 5], plain=False))
-    stand.receive(m.Begin(m.At("b", 0, 0, 50), plain[:50], GREEDY, 90, "ahead"))
-    assert stand.peer.sessions["b"].kv.pages[2] == stand.peer.sessions["a"].kv.pages[2]
-    assert stand.receive(m.Verdict(m.At("a", 1, 3, 43), 0, [1], plain=True))[0] == m.Resync("a")
-    assert stand.drafter.counters["resyncs"] == 1
-    assert stand.receive(m.Begin(m.At("a", 2, 3, 44), [*plain[:43], 1], GREEDY, 90, "ahead"))[0] == m.Ready(
-        m.At("a", 2, 3, 44)
-    )
-    assert stand.drafter.runner.holds(  # type: ignore[attr-defined]
-        [(each.kv, each.tokens[: each.kv.length]) for each in stand.peer.sessions.values()]
-    )
-
-
 def test_a_begin_that_comes_after_its_end_lasts_until_the_target_answers() -> None:
     """The first word on it reaches a target that does not know the session, and says once more that it is over."""
     stand = DraftStand()
@@ -186,60 +167,6 @@ def test_a_round_announces_what_all_its_queries_weigh(overlaps: bool) -> None:
 
 
 # Which sessions are drafted, and when
-
-
-class Crowd:
-    """A draft with several sessions of ten tokens, none of which announces; their targets accept nothing."""
-
-    def __init__(self, names: str, **settings: Any) -> None:
-        self.sent: list[m.DraftEvent] = []
-        runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 200)
-        self.drafter = Drafter(runner, PLAN, draft_settings(gamma=4, **settings))
-        self.peer = TargetPeer(self.sent.append)
-        self.drafter.attach(self.peer)
-        self.judged = dict.fromkeys(names, 0)
-        for name in names:
-            self.drafter.receive(self.peer, m.Begin(m.At(name, 0, 0, 10), [3] * 10, GREEDY, 100, ""))
-        self.run()
-
-    def step(self) -> list[str]:
-        """Take one step; returns the sessions that it proposed for."""
-        self.sent.clear()
-        planned = self.drafter.plan_step()
-        if planned is not None:
-            self.drafter.finish_step(planned, self.drafter.execute(planned))
-        return [event.at.session for event in self.sent if isinstance(event, m.Proposals)]
-
-    def run(self) -> None:
-        while self.step():
-            pass
-
-    def reject(self, name: str) -> None:
-        """All of a session's round, for a token that no draft proposed."""
-        session, self.judged[name] = self.peer.sessions[name], self.judged[name] + 1
-        token = (session.tokens[session.committed] + 1) % VOCAB
-        at = m.At(name, self.judged[name], self.judged[name], session.committed)
-        self.drafter.receive(self.peer, m.Verdict(at, 0, [token], plain=False))
-
-
-def test_overlap_stops_where_no_outcome_is_met() -> None:
-    """Not for the only session of a draft, and every 16th round is tried."""
-    crowd = Crowd("ab")
-
-    def overlaps(name: str) -> bool:
-        session = crowd.peer.sessions[name]
-        went = session.overlap is not None
-        crowd.reject(name)
-        crowd.run()
-        return went
-
-    tried = [overlaps("a") for _ in range(40)]
-    assert tried[:5] == [True] * 5
-    assert [turn for turn in range(10, 40) if tried[turn]] == [15, 31]
-    assert crowd.peer.sessions["b"].overlap is not None
-    crowd.drafter.receive(crowd.peer, m.End("b"))
-    crowd.run()
-    assert all(overlaps("a") for _ in range(4))
 
 
 # Steps that fail

@@ -25,7 +25,7 @@ SAMPLED = Sampling(temperature=1.0, seed=5)
 
 
 def record(name: str = "a", **values: Any) -> Record:
-    given = {"max_tokens": 300, "sampling": SAMPLED, "caller": "alice"} | values
+    given = {"max_tokens": 120, "sampling": SAMPLED, "caller": "alice"} | values
     return Record(Open(name, list(PROMPT), len(PROMPT), stop_token_ids=[], exactness=Exactness.EXACT, **given))
 
 
@@ -83,12 +83,12 @@ async def all_of(gateway: Gateway, wanted: Record) -> list[int]:
 async def test_a_client_goes_on_through_another_gateway_with_the_tokens_that_it_has() -> None:
     """Though its request has another seed there: what was committed is told again, and counted as it was."""
     async with two_gateways() as (first, second):
-        got = await some_of(first, record(), 50)
+        got = await some_of(first, record(), 30)
         await until(lambda: second.left == {"a"})
         again = record(sampling=replace(SAMPLED, seed=77))
         tokens = await all_of(second, again)
-        assert len(tokens) == 300 and tokens[: len(got)] == got and 50 <= len(got) < 300
-        assert again.totals.rounds + again.totals.plain_rounds == 300, "each round once"
+        assert len(tokens) == 120 and tokens[: len(got)] == got and 30 <= len(got) < 120
+        assert again.totals.rounds + again.totals.plain_rounds == 120, "each round once"
         await until(lambda: not second.left)
         alone = await all_of(second, record("b", sampling=SAMPLED))
         assert alone == tokens, "with the seed of the first"
@@ -106,7 +106,7 @@ async def test_a_session_that_waits_at_a_full_target_goes_on_through_another_gat
         await until(lambda: second.left == {"a"})
         other = asyncio.create_task(all_of(second, record("waits")))
         await until(lambda: second.router.targets["target"].view.report.waiting == 1)
-        assert len(await all_of(second, record())) == len(await running) == len(await other) == 300
+        assert len(await all_of(second, record())) == len(await running) == len(await other) == 120
 
 
 async def test_an_answer_whose_end_nobody_got_is_told_again() -> None:
@@ -118,13 +118,13 @@ async def test_an_answer_whose_end_nobody_got_is_told_again() -> None:
         assert await all_of(second, again) == got and again.finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("other", [{"caller": "bob"}, {"max_tokens": 299}, {"sampling": Sampling(0.5, seed=5)}])
+@pytest.mark.parametrize("other", [{"caller": "bob"}, {"max_tokens": 119}, {"sampling": Sampling(0.5, seed=5)}])
 async def test_another_request_of_that_name_gets_nothing_of_it(other: dict[str, Any]) -> None:
     async with two_gateways() as (first, second):
-        got = await some_of(first, record(), 50)
+        got = await some_of(first, record(), 30)
         await until(lambda: second.left == {"a"})
         fresh = record(**{"sampling": replace(SAMPLED, seed=78)} | other)
-        assert (await all_of(second, fresh))[:50] != got[:50]
+        assert (await all_of(second, fresh))[:30] != got[:30]
 
 
 async def test_what_is_left_is_kept_for_resume_timeout() -> None:

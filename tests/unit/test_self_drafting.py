@@ -3,14 +3,12 @@
 import asyncio
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specahead.config import TargetSettings
-from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.requests import gammas
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
@@ -21,7 +19,6 @@ from target_service.self_drafting import SelfDrafting
 from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import FakeModel
-from tests.unit.test_sessions import PROMPT, RULED, STOPS, check_distribution
 from tests.unit.world import World, prompts, totals
 
 LLAMA_8B = uniform_plan(32, 8, 1, 1, budget=0.06)
@@ -134,16 +131,3 @@ def test_with_gamma_auto_rounds_draft_as_many_tokens_as_are_accepted(
     assert 8 in early and set(late) <= settled, (early, late)
     assert world.verifier.counters["rounds_gamma_8"] == drafted.count(8) > 5, "what was chosen is told"
     world.check_nothing_left()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [RULED["plain"], RULED["all"]], ids=["plain", "all"])
-def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sampling) -> None:
-    """The first token weighs, the second is drafted and judged, given the first."""
-    model = FakeModel(agreement=2)
-    world = self_drafted(clock, 5, model, gamma=2, prefill_chunk=512)
-    names = [world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(500)]
-    world.run()
-    drafted, accepted = totals(world)
-    assert drafted > 550 and 0.1 < accepted / drafted < 0.9
-    check_distribution(world, names, PROMPT, sampling)

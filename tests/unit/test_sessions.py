@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.sampling.distributions import Sampling
-from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.wire import messages as m
 from target_service import prompts as reading_of_prompts
-from target_service.hooks import Hooks
 from target_service.policy import PLAIN, Options, Pace, Policy, Proposer, RoundPlan
 from target_service.session import DraftPeer
 from tests.unit.clock import Clock
@@ -29,7 +27,7 @@ from tests.unit.world import Faults, World, changed_logits, prompts, target_prob
 
 @pytest.mark.parametrize("exactness", m.Exactness)
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("agreement", [0, 2, 3, 4])
+@pytest.mark.parametrize("agreement", [0, 3, 4])
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_greedy_is_plain_decoding(
     clock: Clock, exactness: m.Exactness, ahead: bool, agreement: int, gamma: int
@@ -51,40 +49,6 @@ def test_greedy_is_plain_decoding(
         assert 0 < accepted < drafted
     assert not world.verifier.counters["draft_timeouts"]
     assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"] == 0
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
-def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -> None:
-    world = World(clock, 2, FakeModel(agreement=3), hooks=Hooks(judge=ImposedVerdicts(rate)))
-    world.attach()
-    # The only session of a draft is drafted ahead whatever came of it before.
-    texts = prompts(world.rng, 1 if rate == 1.0 else 3)
-    names = [world.open(p, 60, Sampling(temperature=0, seed=i)) for i, p in enumerate(texts)]
-    finish(world)
-    drafted = accepted = 0
-    for name in names:
-        assert len(world.ledger.records[name].tokens) - world.requests[name].prompt_tokens == 60
-        for commit in world.commits[name][:-1]:  # the last one is cut
-            drafted, accepted = drafted + commit.drafted, accepted + commit.accepted
-    if rate == 0.5:
-        assert 0.15 < accepted / drafted < 0.4  # ½ + ¼ + … of four
-    else:
-        assert accepted == rate * drafted
-    if rate == 1.0:  # a guess that is here by then comes true as well: what was drafted ahead is kept
-        assert any(commit.at.epoch < commit.at.round for name in names for commit in world.commits[name])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_approximate_with_the_whole_budget_reads_everything(clock: Clock, seed: int) -> None:
-    """This model sees all tokens, so that one page left out would be noticed."""
-    world = World(clock, seed, FakeModel(agreement=3), plan=replace(PLAN, budget=1.0))
-    world.attach()
-    names = [world.open(p, 20, exactness=m.Exactness.APPROXIMATE) for p in prompts(world.rng, 3)]
-    finish(world)
-    for name in names:
-        world.check_greedy(name)
-        assert all(commit.figures.kv_tokens_read == commit.figures.kv_tokens_total for commit in world.commits[name])
-        assert not any(commit.figures.announced_bytes for commit in world.commits[name])  # nobody is to choose
 
 
 def test_work_ahead_that_is_right_is_kept(clock: Clock) -> None:
@@ -147,7 +111,7 @@ def test_without_a_draft_the_target_decodes_plainly(clock: Clock) -> None:
     assert clock.now == 0  # no one was waited for
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 10, 11])
+@pytest.mark.parametrize("max_tokens", [1, 2, 4, 5, 6, 11])
 @pytest.mark.parametrize("agreement", [3, 4])
 def test_max_tokens_cut_exactly(clock: Clock, max_tokens: int, agreement: int) -> None:
     for ahead in (True, False):
@@ -159,7 +123,7 @@ def test_max_tokens_cut_exactly(clock: Clock, max_tokens: int, agreement: int) -
         assert world.commits[name][-1].finish_reason is m.FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("place", range(12))
+@pytest.mark.parametrize("place", range(0, 12, 2))
 @pytest.mark.parametrize("agreement", [3, 4])
 def test_stop_tokens_cut_exactly(clock: Clock, place: int, agreement: int) -> None:
     """Wherever in a round one falls; it is the last token, and nothing that was accepted behind it counts."""
@@ -438,7 +402,7 @@ def test_a_session_that_is_too_long_for_the_draft_is_decoded_plainly(clock: Cloc
     assert begun == {long: 1, short: 1}
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_session_id_can_be_used_again(clock: Clock, seed: int) -> None:
     """By a client for its next request, or when a session is opened again; at once, however the last one ended.
 

@@ -16,9 +16,8 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.step_loop import run_step_loop
 from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.selection import BlockSelection
-from specahead.wire import convert
 from specahead.wire import messages as m
-from specahead.wire.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from specahead.wire.errors import InvalidArgument, ResourceExhausted, Unavailable
 from specahead.wire.selection_codec import encode_selection
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
@@ -90,35 +89,6 @@ class Stand:
         announced = {key: selection.words.tolist() for key, selection in session.draft.announced.items()}
         known = (session.at, list(session.tokens), session.draft.awaited, dict(session.draft.proposals), announced)
         return *known, list(session.draft.announced_before), session.kv.length, list(session.kv.pages)
-
-
-def test_the_reads_of_a_round_are_shown_to_who_asks_before_it() -> None:
-    """By layer: the first is read wholly; in the others the sink, the window, what was announced and new tokens."""
-    stand = Stand()
-
-    def judged_round() -> None:
-        stand.receive(stand.proposal())
-        assert stand.step()
-
-    judged_round()
-    nothing = stand.verifier.reads_of("a")
-    assert (nothing.at.base, nothing.layers, nothing.read, nothing.fetched) == (0, LAYERS, [], [])
-    round_ = stand.session.round
-    judged_round()
-    judged_round()
-    reads = stand.verifier.reads_of("a")
-    assert (reads.at.round, reads.blocks_per_column, reads.fetched) == (round_, 1, [])
-    by_layer = np.array(reads.read).reshape(LAYERS, reads.blocks)
-    assert (by_layer[0] == KV_HEADS).all()
-    assert (by_layer[1:, [0, 2, -1]] == KV_HEADS).all() and (by_layer[1:, [1, 3]] == 0).all()
-    assert as_sent(reads) == reads
-    with pytest.raises(NotFound, match="'b'"):
-        stand.verifier.reads_of("b")
-
-
-def as_sent(reads: m.SessionReads) -> m.SessionReads:
-    pb = convert.reads_to_pb(reads)
-    return convert.reads_from_pb(type(pb).FromString(pb.SerializeToString()))
 
 
 def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_comes_first() -> None:
@@ -285,45 +255,6 @@ def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
     assert not stand.session.draft.proposals
     stand.receive(together(*many[1:]))
     assert stand.session.draft.proposals
-
-
-@pytest.mark.parametrize("proposes_anew", [False, True])
-def test_a_resync_during_a_step_makes_the_verdict_a_plain_one(proposes_anew: bool) -> None:
-    """The draft that is begun again does not know the round; it learns the tokens as if decoded without it.
-
-    So it does if it has proposed for the same round before the step ends.
-    """
-    stand = Stand()
-    stand.receive(stand.proposal())
-    step = stand.verifier.plan_step()
-    assert step is not None
-    stand.receive(m.Resync("a"))
-    begin = stand.sent[-1]
-    assert isinstance(begin, m.Begin)
-    assert (begin.at.epoch, begin.at.round, begin.tokens) == (1, 0, stand.tokens)
-    if proposes_anew:
-        stand.receive(stand.proposal([4, 3, 2, 1]))
-    stand.verifier.finish_step(step, stand.verifier.execute(step))
-    verdict = stand.sent[-1]
-    assert isinstance(verdict, m.Verdict)
-    assert verdict.plain
-    assert (verdict.at.base, verdict.at.epoch, verdict.at.round) == (100, 2, 1)
-    assert not stand.session.draft.announced_before
-
-
-def test_what_was_announced_before_a_resync_is_no_reference_behind_it() -> None:
-    """The draft has begun anew and does not know it; before, the same announcement is taken."""
-    for resyncs in (False, True):
-        stand = Stand()
-        stand.receive(stand.proposal())
-        assert stand.step()
-        known = (0, 0), stand.selection(100)
-        assert list(stand.session.draft.announced_before) == [known[0]]
-        if resyncs:
-            stand.receive(m.Resync("a"))
-        stand.receive(stand.proposal(selection=encode_selection(stand.selection(stand.session.at.base), known)))
-        assert isinstance(stand.sent[-1], m.Refusal) is resyncs
-        assert (stand.session.key in stand.session.draft.announced) is not resyncs
 
 
 def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
