@@ -16,7 +16,6 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specahead import models
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.loading.model import load_model
@@ -32,10 +31,9 @@ from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
 from target_service import planning
 from target_service.hooks import NO_HOOKS, Hooks
-from target_service.policy import Policy, Proposer, RoundPlan
+from target_service.policy import Policy
 from target_service.session import DraftPeer, TargetSession
 from target_service.verifier import Verifier
-from target_service.verify_step import VerifyResult, VerifyStep
 from tests.settings import target_settings
 from tests.unit.test_graphs import CONFIGS, DEVICE
 
@@ -238,22 +236,6 @@ def test_where_verdicts_are_imposed_the_next_step_begins_behind_them(
     assert {len(commit.tokens) for commit in target.commits} == {1, 2, 3, 4, 5}
 
 
-def test_a_step_that_drafts_another_number_of_tokens_waits_for_the_one_before(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also one that drafts none, and the first that drafts."""
-    monkeypatch.setattr(Policy, "pause_if_useless", lambda *_: None)
-    target = target_of(folder, True, draft="self", self_read_share=0.3)
-    target.open("0", Ask(0, 120, 100))
-    for drafted in (4, 2, 0, 4):
-        monkeypatch.setattr(Policy, "plan", RoundPlan(Proposer.SELF, drafted))
-        assert target.verifier.under_way is None or not target.verifier.plan_step().rounds  # type: ignore[union-attr]
-        for _ in range(4):
-            assert target.step()
-        step = target.verifier.under_way
-        assert step is not None and [len(item.proposed) for item in step.rounds] == [drafted]
-
-
 @pytest.mark.parametrize(("share", "least"), [(0.05, 0), (0.3, 0), (0.3, 380)])
 def test_steps_that_draft_by_little_go_ahead_and_change_no_token(
     folder: Path, waiting: Target, monkeypatch: pytest.MonkeyPatch, share: float, least: int
@@ -269,24 +251,6 @@ def test_steps_that_draft_by_little_go_ahead_and_change_no_token(
     for name, ask in (("0", Ask(0, 200, 63)), ("1", Ask(0, 150, 70)), ("2", Ask(0, 20, 50))):
         waiting.run([ask])
         assert target.told[name] == waiting.told["0"]
-
-
-def test_sessions_that_may_be_screened_go_ahead_while_no_draft_serves_them(folder: Path, waiting: Target) -> None:
-    """And weigh what they read but once: that takes a third of a step's time, and nothing is screened by it."""
-    target = target_of(folder, True, draft=str(models.DRAFT), hold=11)
-    weighed: list[bool] = []
-    execute = target.verifier.execute
-
-    def note(step: VerifyStep) -> VerifyResult:
-        weighed.extend(item.input.read is not None for item in step.rounds)
-        return execute(step)
-
-    target.verifier.execute = note  # type: ignore[method-assign]
-    for each in (target, waiting):
-        each.run([Ask(0, 9, 30), Ask(0, 20, 30)])
-    assert target.told == waiting.told
-    assert target.left >= 28
-    assert weighed[:2] == [True, True] and not any(weighed[2:])
 
 
 @torch.inference_mode()
@@ -320,25 +284,6 @@ def test_a_session_gives_way_where_pages_run_out_and_loses_nothing(folder: Path,
     for name, prompt in (("0", 40), ("1", 35)):
         waiting.run([Ask(0, prompt, 60)])
         assert target.told[name] == waiting.told["0"]
-
-
-def test_approximate_sessions_go_ahead_while_no_draft_serves_them(folder: Path) -> None:
-    """Without announcements they read everything, and say so."""
-    approximate = Ask(0, 20, 60, exactness=m.Exactness.APPROXIMATE)
-    target = target_of(folder, True)
-    target.run([approximate, replace(approximate, prompt=31)])
-    assert target.left == 60
-    assert [commit.figures.kv_tokens_read for commit in target.commits] == [
-        each.figures.kv_tokens_total for each in target.commits
-    ]
-    exact, waited = target_of(folder, True), target_of(folder, False)
-    exact.run([Ask(0, 20, 60), Ask(0, 31, 60)])
-    waited.run([approximate, replace(approximate, prompt=31)])
-    assert exact.told == target.told == waited.told
-    # By whole blocks, of the tokens that have KV by then.
-    assert [each.figures.kv_tokens_total for each in target.commits] == [
-        each.figures.kv_tokens_total for each in waited.commits
-    ]
 
 
 def test_others_go_ahead_while_a_session_waits_for_its_draft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,6 @@ from specahead.wire import messages as m
 from target_service.draft_in_target import StepsByTurns
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier
-from target_service.verify_step import VerifyResult, VerifyStep
 from tests.plans import bundled_plan
 from tests.settings import target_settings
 from tests.unit.clock import Clock
@@ -416,29 +415,6 @@ def test_whatever_happens_three_levels_say_what_is_said_without_a_draft(
         found = said(world, resumed)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
     assert resumed or found == plain
-
-
-def test_a_session_that_reads_everything_beside_others_that_screen_weighs_no_more_than_by_itself(clock: Clock) -> None:
-    """In a pass apart, where that is no cheaper than elsewhere."""
-    world = world_of(clock, 3, Screens(screening=4), 11, draft_context=180)
-    world.attach()
-    names = [world.open([7 + n] * 60, 100) for n in range(2)]
-    names.append(world.open([9] * 200, 60))  # too long for the draft
-    weighed: Counter[bool] = Counter()
-    execute = world.verifier.execute
-
-    def note(step: VerifyStep) -> VerifyResult:
-        if any(item.screens for item in step.rounds):
-            whole = [item for item in step.rounds if not item.screens and item.session.reading.reader is not None]
-            begun = [item for item in whole if len(item.session.tokens) > item.session.asked.prompt_tokens]
-            weighed.update(item.input.read is not None for item in begun)
-        return execute(step)
-
-    with patch.object(world.verifier, "execute", note):
-        world.run()
-    for name in names:
-        world.check_greedy(name)
-    assert weighed[False] > weighed[True]
 
 
 def test_what_is_generated_is_never_offered_to_others(clock: Clock) -> None:

@@ -15,11 +15,10 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, uniforms
 from specahead.engine.sampling.judging import Drafted
-from specahead.engine.steps.device_chain import DeviceChain, Imposed
+from specahead.engine.steps.device_chain import Imposed
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import Branch, RoundOutput, RoundRequest, StepBefore
-from specahead.engine.steps.shapes import RoundShape
 from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
 from specahead.sparsity.selection import BlockSelection
@@ -132,60 +131,6 @@ def test_they_begin_where_the_step_ends(read_share: float, announces: bool, impo
         seen.append(request_of(kvs[draft][i], [before, token], len(text) + accepted + 1, *how(i, announced[i])))
     for ours, theirs in zip(given, draft.draft_rounds(seen), strict=True):
         check_same(ours, theirs)
-
-
-@torch.inference_mode()
-def test_only_sequences_that_follow_a_step_take_what_it_has_left() -> None:
-    """Of three sequences the last had the first row in the step, and held tokens; the first one the second row."""
-    chain = DeviceChain.make(3, torch.device(DEVICE))
-
-    def leave(accepted: int) -> list[list[int]]:
-        numbers = {"lengths": [9, 9, 0], "held": [2, 0, 0], "accepted": [accepted, 1, 8], "following": [70, 80, 90]}
-        given = {name: torch.tensor(each, dtype=torch.int32, device=DEVICE) for name, each in numbers.items()}
-        chain.leave_verdicts(given, given["accepted"], given["following"], None)
-        return [row[:3].tolist() for row in vars(chain.verdicts).values()]
-
-    assert leave(1) == [[0, 1, 0], [70, 80, 0], [-1, -1, 0]], "a held one was rejected; the third was not there"
-    assert leave(5)[0] == [3, 1, 0]
-    given = {
-        "follows": torch.tensor([1, -1, 0, -1], dtype=torch.int32),
-        "judged": torch.tensor([3, 0, 3, 0], dtype=torch.int32),
-        "query_starts": torch.tensor([0, 2, 4, 6, 6], dtype=torch.int32),
-        "lengths": torch.tensor([37, 12, 30, 0], dtype=torch.int32),
-        "block_tables": torch.tensor([[5, 6, 7], [1, 0, 0], [2, 3, 4], [0, 0, 0]], dtype=torch.int32),
-        "token_ids": torch.tensor([0, 0, 8, 9, 0, 0, 0, 0]),
-        "positions": torch.tensor([35, 36, 10, 11, 28, 29, 0, 0]),
-        "slots": torch.tensor([7 * 16 + 3, 7 * 16 + 4, 26, 27, 3 * 16 + 12, 3 * 16 + 13, -1, -1]),
-        "all_previous": torch.arange(16).view(4, 4),
-        "all_uniforms": torch.arange(20.0, dtype=torch.float64).view(4, 5),
-        "all_limits": torch.arange(4, dtype=torch.int32)[:, None, None].repeat(1, 3, 4),
-        "all_words": torch.arange(4, dtype=torch.int32)[:, None].repeat(1, 4),
-    }
-    given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
-    chain.follow_step_in_round(given, 2)
-    assert given["token_ids"].tolist() == [4, 80, 8, 9, 14, 70, 0, 0]
-    assert given["positions"].tolist() == [36, 37, 10, 11, 31, 32, 0, 0]
-    assert given["slots"].tolist() == [7 * 16 + 4, 7 * 16 + 5, 26, 27, 3 * 16 + 15, 4 * 16, -1, -1]
-    assert given["lengths"].tolist() == [38, 12, 33, 0]
-    assert given["uniforms"].tolist() == [[1, 5, 13, 15], [2, 6, 14, 16]]
-    assert given["limits"].tolist() == [[1, 0, 3, 0]] * 3 and given["words"].tolist() == [1, 0, 3, 0]
-    assert given["began"][:, [0, 2]].tolist() == [[1, 3], [80, 70], [-1, -1]]
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("chained", [False, True])
-def test_making_a_graph_leaves_all_sessions_as_they_are(sampled: bool, chained: bool) -> None:
-    """Its launches run before they are captured, perhaps while sessions generate."""
-    _, draft = made_pair(0.3)
-    kvs = read(draft, [[1, 2, 3] * 20, [4, 5, 6] * 30])
-    draft.draft_rounds([request_of(kv, [3], kv.length + 1, Sampling(0.0), None) for kv in kvs])
-    assert draft._rounds is not None
-    held = [*draft.kv.k_pages, *draft.kv.v_pages]
-    before = [tensor.clone() for tensor in held]
-    shape = RoundShape(2, 2, 20, sampled, "ahead", GAMMA, chained=chained)
-    with torch.inference_mode():
-        draft._rounds._round_of(shape).launch()
-    assert all(torch.equal(*pair) for pair in zip(before, held, strict=True))
 
 
 def test_a_round_that_follows_a_step_has_two_tokens_and_needs_no_host() -> None:

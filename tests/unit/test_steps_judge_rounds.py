@@ -15,7 +15,6 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, Support, uniforms
 from specahead.engine.sampling.judging import Drafted
-from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.grouping import alternatives_beside
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
@@ -154,40 +153,6 @@ def test_rounds_of_branches_or_of_several_kinds_have_to_be_waited_for(pair: tupl
         rounds = draft.launch_rounds(requests)
         assert not rounds.of_one_branch
         assert len(rounds.outputs()) == len(requests)
-
-
-@torch.inference_mode()
-def test_only_sequences_that_judge_rounds_take_what_these_have_left() -> None:
-    """Of three sequences the last one judges the first round, with a token before, and the first one the second."""
-    chain = DeviceChain.make(2, torch.device(DEVICE)).with_drafts(2, 3, 2, (1, 2))
-    assert chain.drafts is not None
-    left = {
-        "tokens": torch.tensor([[11, 21], [12, 22], [13, 23]], dtype=torch.int32),
-        "ids": torch.full((3, 2, 2), 7, dtype=torch.int32),
-        "probs": torch.full((3, 2, 2), 0.5),
-        "bitmaps": torch.tensor([[[5]], [[6]]]),
-    }
-    chain.leave_drafts({name: tensor.to(DEVICE) for name, tensor in left.items()}, 3)
-    given = {
-        "draft_rows": torch.tensor([1, -1, 0], dtype=torch.int32),
-        "held": torch.tensor([0, 0, 1], dtype=torch.int32),
-        "query_starts": torch.tensor([0, 3, 5, 9], dtype=torch.int32),
-        "token_ids": torch.tensor([1, 0, 0, 2, 9, 3, 8, 0, 0, 0]),
-        "draft_counts": torch.tensor([2, 1, 3], dtype=torch.int32),
-        "draft_tokens": torch.tensor([[0, 0, 0], [9, 0, 0], [8, 0, 0]], dtype=torch.int32),
-        "support_ids": torch.zeros(3, 3, 4, dtype=torch.int32),
-        "support_probs": torch.zeros(3, 3, 4),
-        "bitmaps": torch.tensor([[[1, 1]], [[2, 2]], [[3, 3]]]),
-    }
-    given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
-    chain.take_drafts(given)
-    assert given["token_ids"].tolist() == [1, 21, 22, 2, 9, 3, 8, 11, 12, 0]
-    assert given["draft_tokens"][1].tolist() == [9, 0, 0] and given["draft_tokens"][2].tolist() == [8, 11, 12]
-    assert given["support_ids"].sum(2).tolist() == [[14] * 3, [0] * 3, [0, 14, 14]]
-    assert given["support_probs"].sum((1, 2)).tolist() == [3, 0, 2]
-    assert given["bitmaps"].tolist() == [[[6, 0]], [[2, 2]], [[5, 0]]]
-    chain.leave_drafts({"tokens": torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)}, 3)
-    assert not chain.drafts.bitmaps.any(), "these rounds announced nothing"
 
 
 class Judging:
