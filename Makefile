@@ -41,10 +41,10 @@ demo: setup  ## Launch the bundled pair and continue a text
 
 test: setup lint check-protos  ## Lint, types, stubs, and all tests but those that take long
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/e2e
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/unit tests/simulation tests/test_models.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/simulation tests/unit tests/test_models.py
 
 test-long: setup  ## What takes long: a cluster that grows and shrinks, the loss of its head, benchmarks' smallest runs
-	$(BIN)/python -m pytest -m long tests/e2e tests/unit
+	$(BIN)/python -m pytest -m long tests/e2e tests/unit tests/test_models.py
 
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not long" tests/unit

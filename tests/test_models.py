@@ -1,12 +1,9 @@
 """The bundled pair as it lies in specahead/models/, and the program that trained it, on a very small pair."""
 
 import random
-import threading
-from contextlib import closing
 from math import log
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -17,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specahead.models import DRAFT, TARGET
 from specahead.models.pair import Shape
 from specahead.models.train_pair import Report, Settings, train
-from specahead.models.train_settings import learning_rate, phases, settings_from
-from specahead.models.training_text import END_OF_TEXT, TrainingText, load_tokenizer, tokenise, tokenise_held_out
+from specahead.models.training_text import END_OF_TEXT
 
 NAMES = ("alice", "bertram", "clara", "dorothy", "edmund")
 THINGS = ("apple", "lantern", "garden", "carriage", "letter")
@@ -71,14 +67,6 @@ def report(settings: Settings) -> Report:
     return report
 
 
-@pytest.fixture(scope="module")
-def training_text(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> TrainingText:
-    token_file = tmp_path_factory.mktemp("tokens") / "tokens.npy"
-    tokenizer = load_tokenizer(settings.tokenizer)
-    tokenise(settings.text, tokenizer, into=token_file)
-    return TrainingText.open(token_file, tokenizer)
-
-
 # The bundled pair
 
 
@@ -111,77 +99,13 @@ def test_chat_template(folder: Path) -> None:
     assert tokenizer.decode(ids) == prompted
 
 
-# The training text
-
-
-def test_batches_follow_from_the_seed_and_end_their_threads(training_text: TrainingText) -> None:
-    threads = threading.active_count()
-
-    def first_two(seed: tuple[int, ...]) -> list[torch.Tensor]:
-        with closing(training_text.batches(seed, rows=4, seq=256, pin=False)) as batches:
-            pairs = [next(batches) for _ in range(2)]
-        for x, y in pairs:
-            assert x.shape == y.shape == (4, 256)
-            assert torch.equal(x[:, 1:], y[:, :-1])
-        return [x for x, _ in pairs]
-
-    a, b, other = first_two((1, 0)), first_two((1, 0)), first_two((2, 0))
-    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-    assert not torch.equal(a[0], a[1])
-    assert not torch.equal(a[0], other[0])
-    assert threading.active_count() == threads
-
-
-def test_rows_hold_facts_and_later_their_answers(training_text: TrainingText) -> None:
-    rng = np.random.default_rng(0)
-    rows = [training_text.tokenizer.decode(training_text.row(rng, 1024).tolist()) for _ in range(200)]
-    asked = [row.split("What is the pass key? The pass key is ") for row in rows]
-    # Facts may write over one another, so not every question still has its fact; most do.
-    answered = [key[:5] in before for before, key, *_ in (parts for parts in asked if len(parts) > 1)]
-    assert len(answered) > 5
-    assert sum(answered) > len(answered) / 2
-    untouched = training_text.tokenizer.decode(training_text.tokens.tolist())
-    assert 60 < sum(row in untouched for row in rows) < 140  # half of the rows are plain text
-
-
-def test_text_without_its_needs_is_refused(settings: Settings, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no document"):
-        tokenise_held_out(settings.hold, load_tokenizer(settings.tokenizer), least=100_000)
-    Tokenizer(BPE()).save(str(tmp_path / "bare.json"))
-    with pytest.raises(ValueError, match="endoftext"):
-        load_tokenizer(tmp_path / "bare.json")
-
-
 # The training run
 
 
-def test_defaults_are_the_bundled_pairs() -> None:
-    given = ["--text", "a", "b", "--hold", "c", "--tokenizer", "d", "--out", "e", "--draft", "1,2,3,4,5"]
-    settings = settings_from(given)
-    assert settings.text == [Path("a"), Path("b")]
-    assert settings.draft == Shape(1, 2, 3, 4, 5, head_dim=64)
-    assert settings.target == Shape(256, 10, 8, 4, 704, head_dim=64)
-    assert [(p.seq, p.rows, p.until) for p in phases(settings)] == [(1024, 16, 0.42), (8192, 2, 1.0)]
-    rates = [learning_rate(settings, step, share) for step, share in ((0, 0.0), (199, 0.0), (9999, 1.0))]
-    assert rates == pytest.approx([2e-3 / 200, 2e-3, 2e-3 * 0.02])
-
-
+@pytest.mark.long
 def test_training_lowers_both_losses(report: Report) -> None:
     first = report.progress.records[0]
     assert first.step == 1
     assert first.target == pytest.approx(log(300), abs=0.5)  # an untrained model knows nothing
     assert log(report.heldout_target_ppl) < first.target - 1.5
     assert log(report.heldout_draft_ppl) < first.draft - 1.0
-
-
-def test_trained_pair_loads_and_shares_its_vocabulary(settings: Settings, report: Report) -> None:
-    folders = [settings.out / "target", settings.out / "draft"]
-    vocabularies = [AutoTokenizer.from_pretrained(folder).get_vocab() for folder in folders]
-    assert vocabularies[0] == vocabularies[1]
-    for folder, layers in zip(folders, (2, 1), strict=True):
-        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
-        assert model.config.num_hidden_layers == layers
-        assert model.config.vocab_size == len(vocabularies[0]) == 300
-        prompt = AutoTokenizer.from_pretrained(folder)("alice gave the", return_tensors="pt")
-        assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt.input_ids.shape[1]
-    assert (folders[0] / "chat_template.jinja").read_text() == (TARGET / "chat_template.jinja").read_text()
