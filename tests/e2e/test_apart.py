@@ -121,7 +121,7 @@ def test_announcements_and_verdicts_that_cross_lose_nothing(apart: Apart, books:
 
 def test_a_faulty_line_changes_nothing_but_counters(apart: Apart, books: list[str], tokenizer: Any) -> None:
     cases = []
-    for i in range(8):
+    for i in range(6):
         prompt = tokenizer.encode(books[i % len(books)][3000:13_000])[: 20 + 97 * i]
         exactness = EXACT if i % 3 else APPROXIMATE
         cases.append((prompt, {"max_tokens": 60, "ignore_eos": True, "exactness": exactness}))
@@ -137,7 +137,7 @@ def test_a_faulty_line_changes_nothing_but_counters(apart: Apart, books: list[st
     apart.faulty.faulty = False
     assert [len(result.tokens) for result in results] == [60] * len(cases)
     assert [results[i].tokens for i in exact] == clean
-    assert apart.faulty.faults > 100
+    assert apart.faulty.faults > 60
     assert sum(result.speculation.accepted for result in results) > 0
     wait_until_idle(apart.gateway.http)
     for (service, name), count in zip(names, before, strict=True):

@@ -138,23 +138,19 @@ def test_target_killed(mortal: Stack, prompt: list[int], expected: list[int]) ->
     wait_until_idle(mortal.http)
 
 
-def test_a_stopped_target_is_noticed_and_replaced(mortal: Stack, prompt: list[int], expected: list[int]) -> None:
-    pid = pid_of(mortal, "target")
+def test_a_target_and_a_draft_that_hang_are_noticed_and_replaced(
+    mortal: Stack, prompt: list[int], expected: list[int]
+) -> None:
+    wait_for(lambda: is_attached(mortal), 60, "the draft is attached")
+    target, draft = pid_of(mortal, "target"), pid_of(mortal, "draft")
     request = Request(mortal, prompt)
-    os.kill(pid, signal.SIGSTOP)
+    for pid in (target, draft):
+        os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: not is_healthy(mortal), mortal.patience(NOTICED), "/health tells that the target hangs")
     wait_for(lambda: is_healthy(mortal), mortal.patience(REPLACED - NOTICED), "another target serves")
-    assert pid_of(mortal, "target") not in (0, pid)
+    assert pid_of(mortal, "target") not in (0, target)
+    wait_for_another(mortal, "draft", draft, REPLACED)
     assert request.result() == expected
-
-
-def test_a_stopped_draft_is_noticed_and_replaced(mortal: Stack, prompt: list[int], expected: list[int]) -> None:
-    wait_for(lambda: is_attached(mortal), 60, "the draft is attached")
-    pid = pid_of(mortal, "draft")
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: not is_attached(mortal), mortal.patience(NOTICED), "the target lets it go")
-    wait_for_another(mortal, "draft", pid, REPLACED - NOTICED)
-    assert generate(mortal.stub(), prompt, max_tokens=TOKENS, ignore_eos=True).tokens == expected
 
 
 def test_services_are_placed_anew_when_ray_dies(mortal: Stack, prompt: list[int], expected: list[int]) -> None:

@@ -11,7 +11,7 @@ import grpc
 from tests.client import APPROXIMATE, EXACT, generate, make_request, metric, read_by_rounds, wait_for, wait_until_idle
 from tests.stack import Stack
 
-SESSIONS, AT_ONCE = 24, 16
+SESSIONS, AT_ONCE = 16, 16
 
 
 def test_sixteen_sessions_started_and_aborted_at_random(stack: Stack, books: list[str], tokenizer: Any) -> None:
