@@ -275,7 +275,7 @@ def plainly() -> Generated:
     return generate({"draft": "none"})
 
 
-@pytest.mark.parametrize("chain", CHAINS if ON_GPU else ["gamma 2", "three levels", "looked up first", "self by auto"])
+@pytest.mark.parametrize("chain", CHAINS if ON_GPU else ["three levels", "looked up first", "self by auto"])
 def test_all_chains_give_the_tokens_of_plain_decoding(plainly: Generated, chain: str) -> None:
     found = generate(CHAINS[chain])
     assert found.tokens == plainly.tokens

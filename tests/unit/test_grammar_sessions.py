@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +22,7 @@ from specahead.wire import messages as m
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, VOCAB, FakeModel
 from tests.unit.inline import Inline
-from tests.unit.test_sessions import p_value
-from tests.unit.world import Faults, World, prompts, target_probs, totals
+from tests.unit.world import Faults, World, prompts, totals
 
 END = 0
 TOKENS = ["<end>", *'{}[]":,-.0123456789abctruefls+', 'a"']
@@ -72,11 +70,6 @@ def plain(model: FakeModel, source: str, prompt: list[int], count: int, least: i
             logits[END] += 100 if len(generated) >= least else -np.inf
         generated.append(int(logits.argmax()))
     return generated
-
-
-def test_each_token_of_the_tests_vocabulary_has_its_text() -> None:
-    assert len(TOKENS) == VOCAB
-    assert TOKENIZER.decode(list(range(VOCAB))) == "".join(TOKENS)
 
 
 @pytest.mark.parametrize("source", [SCHEMA, WORDS], ids=["schema", "regex"])
@@ -131,34 +124,8 @@ def test_a_draft_that_is_as_good_as_the_target_proposes_what_is_accepted(clock: 
     assert all(commit.accepted == commit.drafted for commit in commits)
 
 
-def test_a_sampled_token_has_the_targets_distribution_over_what_is_allowed(clock: Clock) -> None:
-    sampling, prompt = Sampling(1.1, 0.95), [1, 2, 3]
-    model = FakeModel(agreement=2)
-    world = World(clock, 5, model, gamma=2, prefill_chunk=512, grammars=GRAMMARS)
-    world.attach()
-    names = [world.open(prompt, 3, replace(sampling, seed=seed), [END], grammar=WORDS) for seed in range(240)]
-    world.run()
-    drafted, accepted = totals(world)
-    assert drafted > 150
-    assert accepted > 40
-    after: dict[tuple[int, ...], Counter[int]] = {}
-    for name in names:
-        generated = world.ledger.records[name].generated
-        for place, token in enumerate(generated):
-            after.setdefault(tuple(generated[:place]), Counter())[token] += 1
-    seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 30}
-    assert len({len(start) for start in seen}) > 1
-    assert len(seen[()]) > 3
-    for start, counts in seen.items():
-        logits = masked(model.target([*prompt, *start]), WORDS, prompt, list(start))
-        probs = target_probs(logits, sampling)
-        assert set(counts) <= set(probs)
-        assert len(probs) == 1 or p_value(counts, probs) > 1e-4
-
-
-@pytest.mark.parametrize("branches", [1, 3])
-def test_every_finished_output_follows_its_grammar(clock: Clock, branches: int) -> None:
-    world = World(clock, 6, FakeModel(agreement=3), branches=branches, faults=Faults(left=30), grammars=GRAMMARS)
+def test_every_finished_output_follows_its_grammar(clock: Clock) -> None:
+    world = World(clock, 6, FakeModel(agreement=3), branches=3, faults=Faults(left=30), grammars=GRAMMARS)
     world.attach()
     names = [
         world.open([1, i % 32], 80, Sampling(1.5, seed=i), [END], grammar=[SCHEMA, WORDS][i % 2]) for i in range(16)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -14,20 +14,17 @@ from hypothesis import strategies as st
 
 from specahead.config import SettingsError
 from specahead.engine.kv.pages import SequenceKV
-from specahead.engine.sampling.distributions import Sampling, Support
+from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.inputs import SequenceInput
-from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.wire import messages as m
-from target_service.hooks import Hooks
-from target_service.screening import WEIGHED_EVERY, Screening
+from target_service.screening import WEIGHED_EVERY
 from target_service.verify_step import VerifyResult, VerifyStep
 from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.endings import finish
 from tests.unit.fake_models import VOCAB, FakeModel, FakeRunner, hashed
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
-from tests.unit.test_sessions import p_value
-from tests.unit.world import Faults, World, prompts, target_probs
+from tests.unit.world import Faults, World, prompts
 
 
 @dataclass(frozen=True)
@@ -129,25 +126,6 @@ def test_most_rounds_are_sparse_where_all_is_accepted(clock: Clock) -> None:
     assert totals.screening_rounds > 2.5 * dense
     assert totals.confirmed == totals.screened > 90
     assert totals.kv_read_fraction < 0.95
-
-
-def test_as_many_drafted_tokens_are_judged_as_there_is_room_for_beside_held_ones(clock: Clock) -> None:
-    """By auto a round runs 16 tokens at most; held ones may take all places but two."""
-    world = screened(clock, 3, Screens(agreement=3, screening=4), most=None)
-    world.attach()
-    names = [world.open(prompt, 150) for prompt in prompts(world.rng, 6)]
-    widths: Counter[tuple[int, int]] = Counter()
-    execute = world.verifier.execute
-
-    def note(step: VerifyStep) -> VerifyResult:
-        widths.update((item.held, len(item.proposed)) for item in step.rounds if item.held)
-        return execute(step)
-
-    with patch.object(world.verifier, "execute", note):
-        finish(world, *names)
-    assert all(held + proposed + 1 <= 16 for held, proposed in widths)
-    assert any(0 < proposed < 4 for _, proposed in widths), widths
-    assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"] == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -273,32 +251,6 @@ def test_whatever_happens_only_confirmed_tokens_leave(
         world.check_nothing_left()
 
 
-def test_sampled_tokens_that_were_looked_up_have_the_dense_distribution(clock: Clock) -> None:
-    """Given the tokens before, as a bias changes it; test_session_distributions has the rounds of drafts."""
-    model, sampling = Blurs(agreement=3), Sampling(1.2, 0.98, top_k=6, logit_bias={3: 5.0})
-    world = screened(clock, 5, model, 4, gamma=2, prefill_chunk=512, proposer="lookup")
-    prompt = [3] * 160  # a session goes on with the repeated token, if that is likely
-    names = [world.open(prompt, 16, replace(sampling, seed=seed)) for seed in range(400)]
-    finish(world)
-    counted = world.verifier.counters
-    assert 0.3 < counted["confirmed_tokens"] / counted["screened_tokens"] < 0.95
-    assert counted["screened_tokens"] > 200
-    after: dict[tuple[int, ...], Counter[int]] = {}
-    for name in names:
-        outcome = world.ledger.records[name].generated
-        for place, token in enumerate(outcome):
-            after.setdefault(tuple(outcome[:place]), Counter())[token] += 1
-    seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 50}
-    assert {0, 1} <= {len(start) for start in seen}
-    bias = 5.0 * np.eye(VOCAB)[3]
-    by_dense, by_sparse = (
-        [p_value(n, target_probs(of([*prompt, *start]) + bias, sampling)) for start, n in seen.items()]
-        for of in (model.target, model.sparse)
-    )
-    assert min(by_dense) > 1e-4
-    assert min(by_sparse) < 1e-6
-
-
 def test_log_probabilities_are_told_of_each_confirmed_token_by_dense_attention(clock: Clock) -> None:
     """And those of the prompt once."""
     world = screened(clock, 2, Screens(screening=3))
@@ -354,19 +306,6 @@ def test_whatever_happens_rules_follow_confirmed_tokens_alone(
     clock = Clock()
     with patch("target_service.verifier.time", clock):
         assert said(11, pages=40, branches=3, faults=Faults(6, jumps=6)) == said(0)
-
-
-@pytest.mark.parametrize("confirmation", [1.0, 0.8])
-def test_imposed_verdicts_confirm_as_many_as_they_are_told(clock: Clock, confirmation: float) -> None:
-    world = screened(clock, 2, Screens(screening=0), hooks=Hooks(judge=ImposedVerdicts(0.7, confirmation)))
-    world.attach()
-    name = world.open([7] * 40, 200)
-    world.run()
-    totals = world.ledger.records[name].totals
-    assert totals.screened > 30
-    assert totals.confirmed == totals.screened if confirmation == 1 else totals.confirmed < 0.9 * totals.screened
-    assert 0.2 < totals.accepted / totals.drafted < 0.7
-    assert len(world.ledger.records[name].generated) == 200
 
 
 def test_the_target_chooses_how_many_are_drafted_too(clock: Clock) -> None:
@@ -435,18 +374,6 @@ def test_settings_that_do_not_fit_are_refused_by_name(wrong: dict[str, Any], nam
         target_settings(**{"hold": 8, **wrong})
 
 
-def test_what_is_held_is_dropped_with_what_it_was_drawn_from() -> None:
-    """In a sampled session that gives way: tokens, and a support for each, not for those behind a rejection."""
-    tokens, screening = [1, 2, 3], Screening(most=11, widest=16, confirmed=3)
-    supports = [Support(np.array([token]), np.ones(1, np.float32)) for token in range(6)]
-    for round_, (new, drawn) in enumerate((([4, 5], supports[:3]), ([6], supports[3:]))):
-        screening.hold(m.Commit(m.At("s", 0, round_, len(tokens)), new), drawn)
-        tokens += new
-    assert screening.supports == [supports[0], supports[1], supports[3]]
-    screening.drop(tokens)
-    assert (tokens, screening.supports, len(screening.rounds)) == ([1, 2, 3], [], 2)
-
-
 class Circles(Screens):
     """A text that goes round in a circle, of which sparse attention now and then has another opinion."""
 
@@ -487,7 +414,7 @@ def test_what_is_looked_up_first_is_judged_by_a_dense_pass(
 
         with patch.object(world.verifier, "execute", note):
             texts = ([n + i for i in range(1, 12)] for n in range(5))
-            names = [world.open(text, 150) for text in texts]
+            names = [world.open(text, 80) for text in texts]
             world.run_and_check_greedy(names, aborted)
         assert judged and all(judged)
         check_kv(world)

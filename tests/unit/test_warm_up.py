@@ -25,7 +25,7 @@ from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.steps import warm_up
 from specahead.engine.steps.graphs import Captured, Graphs
-from specahead.engine.steps.grouping import FEW, StepLimits, step_shape
+from specahead.engine.steps.grouping import StepLimits, step_shape
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import JudgeShape, PassShape
@@ -118,22 +118,6 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
     assert set(runner._passes.graphs.by_shape) == shapes
 
 
-@pytest.mark.usefixtures("captures")
-def test_a_client_cannot_have_a_graph_captured_for_each_top_k() -> None:
-    """Up to 2^30, which leaves all tokens, as no top_k does: beside the usual graph there is one of wide room."""
-    runner = runner_of(models.TARGET)
-    kv, verdicts = SequenceKV(), []
-    for top_k in (0, *(1 << i for i in range(31))):
-        drafted = Drafted([5, 6], [], Sampling(1.5, seed=3, top_k=top_k), 7)
-        (output,) = runner.forward([SequenceInput(kv, [4, 5, 6], "all", drafted=drafted)])
-        verdicts.append(output.verdict)
-        runner.kv.truncate(kv, 0)
-    assert set(map(cuts_of, runner._passes.graphs.by_shape)) == {0, FEW, WIDE_SUPPORT}
-    assert len(runner._passes.graphs.by_shape) == 3
-    assert runner.vocab_size == 1 << 12 and set(verdicts[13:]) == {verdicts[0]}
-    assert verdicts[0] != verdicts[1]
-
-
 @pytest.mark.parametrize("vocab", [40, 2000, 150_000])
 def test_no_number_that_a_client_or_a_draft_chooses_has_more_than_three_sizes(vocab: int) -> None:
     """The room for top_k and for the distributions of drafted tokens, each of any number up to the vocabulary."""
@@ -171,9 +155,7 @@ def test_no_step_that_screens_or_confirms_is_captured_for_a_request() -> None:
     reader.finish(SequenceOutput())
     reads = weighing, reader.read(None, 100, 105, everything=True, weighs=False), reader.read(None, 100, 105)
     drawn = Support(np.array([5]), np.ones(1, np.float32)), Support(np.arange(900), np.full(900, 1 / 900, np.float32))
-    for (i, read), sampling, held, proposed in itertools.product(
-        enumerate(reads), SAMPLINGS[:2], (0, 3, 8), (0, GAMMA)
-    ):
+    for (i, read), sampling, held, proposed in itertools.product(enumerate(reads), SAMPLINGS[:2], (0, 8), (0, GAMMA)):
         if i == 2 and not (proposed and not held):  # it screens a proposal
             continue
         count = held + proposed
