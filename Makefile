@@ -43,7 +43,7 @@ test: setup lint check-protos  ## Lint, types, stubs, and all tests but those th
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/e2e
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/simulation tests/unit tests/test_models.py
 
-test-long: setup  ## What takes long: a cluster that grows and shrinks, the loss of its head, benchmarks' smallest runs
+test-long: setup  ## What takes long: a cluster that grows and shrinks, loses a node or its head; benchmarks' smallest runs
 	$(BIN)/python -m pytest -m long tests/e2e tests/unit tests/test_models.py
 
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores

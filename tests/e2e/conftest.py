@@ -4,8 +4,8 @@ import pytest
 
 # The longest files begin first, so that none of them runs alone at the end.
 LONGEST = (
-    *("test_failures.py", "test_exact_greedy.py", "test_apart.py", "test_placement.py", "test_offload.py"),
-    *("test_approximate.py", "test_sampling.py", "test_cli.py"),
+    *("test_failures.py", "test_exact_greedy.py", "test_apart.py", "test_offload.py", "test_approximate.py"),
+    *("test_access.py", "test_sampling.py", "test_cli.py"),
 )
 
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from tests.client import status_of
 from tests.conftest import RAY_ENVIRONMENT
 from tests.stack import ROOT, START_SECONDS, free_port
@@ -30,6 +32,7 @@ def test_a_start_that_waits_for_its_services_answers_probes_and_stops_when_told(
     assert "Traceback" not in said
 
 
+@pytest.mark.long
 def test_a_start_that_waits_for_room_in_a_joined_ray_stops_when_told(ray_address: str) -> None:
     """A node with a GPU may join later. Until then SIGTERM ends the launch without a traceback of Ray's."""
     process = _launch_on_gpu(*("--namespace", "waiting"), **RAY_ENVIRONMENT, RAY_ADDRESS=ray_address)

@@ -89,6 +89,7 @@ def running_target(stack: Stack) -> str:
     return "target-1" if runs("target-1") else "target-2"
 
 
+@pytest.mark.long
 def test_streams_go_on_when_a_node_is_lost_and_its_target_starts_on_one_that_joins(
     cluster: Any, nodes: dict[str, Any]
 ) -> None:
