@@ -113,7 +113,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationSummary(_message.Message):
-    __slots__ = ("rounds", "drafted", "accepted", "accepted_per_position", "stale_rounds", "announced_bytes", "kv_read_fraction", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_fetched_fraction", "plain_rounds", "queue_seconds", "sparse_prompt_tokens", "preemptions", "rounds_by_gamma", "screening_rounds", "screened", "confirmed", "uncalibrated")
+    __slots__ = ("rounds", "drafted", "accepted", "accepted_per_position", "stale_rounds", "announced_bytes", "kv_read_fraction", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_fetched_fraction", "plain_rounds", "queue_seconds", "preemptions", "rounds_by_gamma", "screening_rounds", "screened", "confirmed", "uncalibrated")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -128,7 +128,6 @@ class SpeculationSummary(_message.Message):
     KV_FETCHED_FRACTION_FIELD_NUMBER: _ClassVar[int]
     PLAIN_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    SPARSE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_BY_GAMMA_FIELD_NUMBER: _ClassVar[int]
     SCREENING_ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -149,14 +148,13 @@ class SpeculationSummary(_message.Message):
     kv_fetched_fraction: float
     plain_rounds: int
     queue_seconds: float
-    sparse_prompt_tokens: int
     preemptions: int
     rounds_by_gamma: _containers.RepeatedScalarFieldContainer[int]
     screening_rounds: int
     screened: int
     confirmed: int
     uncalibrated: bool
-    def __init__(self, rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., stale_rounds: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., kv_read_fraction: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., kv_fetched_fraction: _Optional[float] = ..., plain_rounds: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., sparse_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., rounds_by_gamma: _Optional[_Iterable[int]] = ..., screening_rounds: _Optional[int] = ..., screened: _Optional[int] = ..., confirmed: _Optional[int] = ..., uncalibrated: bool = ...) -> None: ...
+    def __init__(self, rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., stale_rounds: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., kv_read_fraction: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., kv_fetched_fraction: _Optional[float] = ..., plain_rounds: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., preemptions: _Optional[int] = ..., rounds_by_gamma: _Optional[_Iterable[int]] = ..., screening_rounds: _Optional[int] = ..., screened: _Optional[int] = ..., confirmed: _Optional[int] = ..., uncalibrated: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "speculation", "choice", "logprobs", "prompt_logprobs", "accepted")

@@ -213,7 +213,7 @@ class Admission:
         # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
         known = session.asked.prompt_tokens if self._deterministic else len(session.tokens)
         if session.prompt_logprobs is None:  # else the whole prompt is read
-            self._kv.reuse_prefix(session.kv, session.tokens[: known - 1], session.reading.prompt is not None)
+            self._kv.reuse_prefix(session.kv, session.tokens[: known - 1])
         if self.preempted:
             self.preempted.remove(session)
         else:

@@ -76,7 +76,6 @@ def _figures(
         kv_tokens_read=read[0],
         kv_tokens_total=read[1],
         kv_tokens_fetched=output.tokens_fetched,
-        sparse_prompt_tokens=stats.sparse_prompt_tokens,
         queue_seconds=stats.queue_seconds,
         preemptions=stats.preemptions,
         announced_bytes=stats.announced_bytes,

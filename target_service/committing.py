@@ -78,9 +78,6 @@ class Committer:
     ) -> None:
         """Take note of a part of a session's committed tokens that a step has read."""
         session.stats.prefill_seconds += seconds
-        if given.prompt is not None:
-            session.stats.sparse_prompt_tokens += len(given.tokens)
-            session.kv.dense_tokens = min(session.kv.dense_tokens, session.kv.length - len(given.tokens))
         if session.lookup is not None:  # a part at a time: a long text takes milliseconds
             session.lookup.extend(session.tokens, session.kv.length)
         self._spans.add(session.asked.traceparent, "target.prefill", seconds, tokens=len(given.tokens))

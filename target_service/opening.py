@@ -7,7 +7,6 @@ from specahead.config.speculation import READ_AT_ONCE
 from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.sampling.grammars import Grammars, GrammarState
 from specahead.engine.sampling.logit_rules import rules_of
-from specahead.engine.steps.inputs import SparsePrompt
 from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.methods import METHODS
 from specahead.sparsity.plan import Plan
@@ -90,9 +89,6 @@ class SessionMaker:
         if self._drafting is not None and (session.reading.is_dense or session.reading.announced_by):
             session.reading.memory = self._drafting.new_memory()
             session.kv.drafts = True
-        share = self._settings.speculation.prompt_read_share
-        if share < 1 and not exact and not session.reading.is_dense and session.prompt_logprobs is None:
-            session.reading.prompt = SparsePrompt(share, self._plan.dense_layers)
         return session
 
     def _asked(self, request: Open, emit: Callable[[ServedEvent], None]) -> Asked:

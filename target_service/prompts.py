@@ -7,7 +7,6 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.step_loop import share_prefill
-from specahead.sparsity.prompts import sparse_tokens
 from target_service.session import TargetSession
 
 SCORED_ROWS = 256  # tokens of prompts whose log probabilities are asked for, that a step reads
@@ -50,10 +49,6 @@ def _plan_reading(session: TargetSession, share: int, round_tokens: int, determi
     Where KV has to be that of the first time, tokens that were generated run in rounds again, as if they were proposed.
     """
     start, prompt_end = session.kv.length, session.asked.prompt_tokens - 1
-    sparse_end = sparse_tokens(session.asked.prompt_tokens)
-    if session.reading.prompt is not None and start < sparse_end:
-        end = min(start + share, sparse_end)
-        return SequenceInput(session.kv, session.tokens[start:end], prompt=session.reading.prompt)
     if session.prompt_logprobs is not None:
         return SequenceInput(session.kv, session.tokens[start : start + share], logits="all")
     if not deterministic:

@@ -98,8 +98,6 @@ class Verifier:
             runner, plan, settings, self.admission, self.protocol, self.pacing, self.counters, hooks, spans
         )
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
-        if settings.speculation.prompt_read_share < 1:
-            runner.check_sparse_prompts()
         reads_by_memory = (self._drafting is not None or settings.most_held > 0) and plan.group_size > 0
         if reads_by_memory or AHEAD.uses_means(plan):
             runner.kv.keep_group_means(plan.group_size)

@@ -49,9 +49,6 @@ class Speculation(Keyed, group="speculation"):
     screening_quantization: Quantization | None = None
     """fp8: steps that screen up to 64 tokens read the target's weights from a copy in 8 bits; null: as for
     draft_quantization."""
-    prompt_read_share: Share = 1.0
-    """Share of the tokens before them that tokens of long prompts of approximate sessions read; the last 512 tokens of
-    a prompt read everything."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -243,7 +243,6 @@ class RoundFigures:
     kv_tokens_read: int = 0
     kv_tokens_total: int = 0
     kv_tokens_fetched: int = 0
-    sparse_prompt_tokens: int = 0
     queue_seconds: float = 0.0
     preemptions: int = 0
     announced_bytes: int = 0

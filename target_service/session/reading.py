@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from specahead.engine.steps.inputs import ReadMemory, SparsePrompt
+from specahead.engine.steps.inputs import ReadMemory
 from specahead.sparsity.reader import Reader
 from specahead.wire.messages import SessionReads
 
@@ -13,8 +13,6 @@ class Reading:
 
     reader: Reader | None = None
     """How its rounds read; None: everything."""
-    prompt: SparsePrompt | None = None
-    """How its prompt is read, but for the end of it; None: everything."""
     memory: ReadMemory | None = None
     """What its KV weighed, if it drafts for itself."""
     weighed: int = 0

@@ -1,6 +1,5 @@
 """What attends: the engine with prompts read in pieces against the engine without, and by torch in place of Triton."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from specahead import models
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model import layer_attention
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
-from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparsePrompt, SparseRead
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.backends import Backend
 from specahead.kernels.prompt_attention import attend_to_prompts
@@ -135,29 +133,6 @@ def test_prompts_are_read_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch
     assert [len(arguments[0].parts) for arguments in calls] == [5] * LAYERS + [
         2
     ] * LAYERS  # the prompts, the rest of two
-
-
-def test_prompts_read_a_share_of_what_is_before_them_but_in_layers_that_read_all() -> None:
-    """Side by side with one that reads everything."""
-    model = load_model(str(models.TARGET), torch.float32, "cpu")
-    layers = tuple(range(model.shape.num_layers))
-    hows = {
-        "dense": None,
-        "all layers dense": SparsePrompt(0.2, layers),
-        "the whole share": SparsePrompt(1.0),
-        "a share": SparsePrompt(0.2),
-        "a share in some layers": SparsePrompt(0.2, layers[:5]),
-    }
-    runner = make_runner(model, 900 * len(hows), max_context=700)
-    sequences = {name: SequenceKV() for name in hows}
-    runner.forward([SequenceInput(kv, tokens(600, 1)) for kv in sequences.values()])
-    parts = [SequenceInput(sequences[name], tokens(60, 2), "all", prompt=how) for name, how in hows.items()]
-    logits = dict(zip(hows, [output.logits for output in runner.forward(parts)], strict=True))
-    same = ["dense", "all layers dense", "the whole share"]
-    for name, other in itertools.combinations(hows, 2):
-        one, two = logits[name], logits[other]
-        assert one is not None and two is not None
-        assert ((one - two).abs().max() < 1e-4 * one.std()) == (name in same and other in same), (name, other)
 
 
 @pytest.mark.gpu

@@ -14,14 +14,11 @@ from specahead import models
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.kernels.prompt_attention import UNIT
-from specahead.kernels.sparse_prompt_attention import BLOCK, plan_sparse_prompts
-from specahead.lab.evaluation import cases, continuations, drafts, prompts, quality, report
+from specahead.lab.evaluation import cases, continuations, drafts, quality, report
 from specahead.lab.evaluation.continuations import Continuation
 from specahead.lab.evaluation.drafts import DraftStudy
 from specahead.lab.evaluation.methods import RIVALS
 from specahead.lab.evaluation.models import load_runner
-from specahead.lab.evaluation.prompts import PromptReading
 from specahead.lab.evaluation.rounds import Variant, VariantSums, evaluate_case, prefill
 from specahead.lab.evaluation.run import Pair, variants_of
 from specahead.models import DEMO_TEXT
@@ -185,18 +182,6 @@ def test_the_draft_study_fills_the_page(tmp_path: Path, texts: dict[str, str], m
     for rows in tables.values():
         assert drafts.to_markdown(rows) in filled
     assert set(json.loads(drafts.to_json(tables))) == set(tables)
-
-
-def test_the_attention_of_prompts_is_what_their_parts_read() -> None:
-    reading, pairs = PromptReading(0.1, 100), 0
-    tables, room = torch.zeros(1, 400, dtype=torch.int32), torch.empty(2, 0)
-    stops = [*range(700, 4900, 700), 4900, 5000]
-    for start, stop in zip([0, *stops], stops, strict=False):
-        reads = plan_sparse_prompts([0, stop - start], [stop], tables, 1, 16, room, False, 0.1)
-        for at in range(start, stop):
-            sparse = [part.chosen * BLOCK + at % UNIT + 1 for part in reads.parts if stop < 5000]
-            pairs += sparse[0] if sparse else at + 1
-    assert prompts.attention_read(5000, reading, 700) == pairs / (5000 * 5001 / 2)
 
 
 def test_books_that_the_plan_was_calibrated_on_are_left_out(tmp_path: Path) -> None:

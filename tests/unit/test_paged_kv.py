@@ -1,6 +1,5 @@
 """Paged KV and the ledger against a plain model of sessions, through any sequence of what sessions do."""
 
-import math
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -311,25 +310,6 @@ def test_kv_that_was_scrubbed_meets_nobody() -> None:
     kv.release(first)
     kv.pool.check_integrity()
     assert kv.pool.held == 0
-
-
-def test_kv_of_a_sparse_read_is_found_by_those_who_take_it() -> None:
-    """Behind what does not come of one, which all find."""
-    kv = small()
-    tokens = list(range(64))
-    filled(kv, tokens[:32])
-    sparse, taker = SequenceKV(), SequenceKV()
-    assert kv.reuse_prefix(sparse, tokens, sparse=True) == 32
-    assert sparse.dense_tokens == math.inf
-    kv.grow(sparse, 64)
-    sparse.length, sparse.dense_tokens = 64, 40
-    kv.index_prefix(sparse, tokens)
-    assert kv.reuse_prefix(SequenceKV(), tokens) == 32
-    assert kv.reuse_prefix(taker, tokens, sparse=True) == 64
-    assert taker.pages == sparse.pages
-    assert taker.dense_tokens == 32
-    kv.release(taker)
-    assert taker == SequenceKV()
 
 
 def test_the_page_released_longest_ago_is_evicted_first() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire import messages as m
-from target_service import prompts as reading_of_prompts
 from target_service.policy import PLAIN, Options, Pace, Policy, Proposer, RoundPlan
 from target_service.session import DraftPeer
 from tests.unit.clock import Clock
@@ -185,35 +184,6 @@ def test_only_kv_that_was_computed_densely_is_offered(clock: Clock, exactness: m
     covered = world.target.kv.reuse_prefix(later, world.ledger.records[name].tokens)
     assert covered == (160 if exactness is m.Exactness.APPROXIMATE else 224)
     world.target.kv.release(later)
-
-
-def test_kv_of_sparse_prompts_is_offered_to_sparse_prompts_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is told in the first commit. What an exact session has read densely is offered to all."""
-    monkeypatch.setattr(reading_of_prompts, "sparse_tokens", lambda prompt_tokens: prompt_tokens - 32)
-    world = World(clock, 6, FakeModel(ends=True), prompt_read_share=0.5)
-    world.attach()
-    cached, sparse = [], []
-    for exactness in (m.Exactness.APPROXIMATE, m.Exactness.EXACT, m.Exactness.APPROXIMATE):
-        name = world.open([5] * 170, 8, exactness=exactness)
-        finish(world)
-        cached.append(world.commits[name][0].cached_tokens)
-        sparse.append(sum(commit.figures.sparse_prompt_tokens for commit in world.commits[name]))
-        world.check_greedy(name)
-        if not cached[1:]:
-            probe = SequenceKV()
-            assert world.target.kv.reuse_prefix(probe, [5] * 170, sparse=True) == 160
-            world.target.kv.release(probe)
-    assert (cached, sparse) == ([0, 0, 160], [138, 0, 0])
-
-
-def test_a_prompt_whose_log_probabilities_are_told_is_read_densely(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading_of_prompts, "sparse_tokens", lambda prompt_tokens: prompt_tokens - 32)
-    world = World(clock, 6, prompt_read_share=0.5)
-    name = world.open([5] * 170, 8, exactness=m.Exactness.APPROXIMATE, logprobs=1, echo=True)
-    world.run()
-    assert not any(commit.figures.sparse_prompt_tokens for commit in world.commits[name])
 
 
 # Sampled outcomes

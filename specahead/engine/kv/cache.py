@@ -10,7 +10,6 @@ have the same methods, so that runners and services need not know which one they
     count_step        after a step that fetched: counts, and says whether everything found room
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -237,7 +236,7 @@ class KVCache:
         """
         self.pool.release(sequence.pages[::-1])
         sequence.drop_pages(0)
-        sequence.length, sequence.serials, sequence.dense_tokens = 0, [], math.inf
+        sequence.length, sequence.serials = 0, []
         if self.means is not None:
             self.means.truncate(sequence)
 
@@ -254,29 +253,21 @@ class KVCache:
         for tensor in (*self.k_pages, *self.v_pages):
             tensor.index_fill_(0, index, 0.0)
 
-    def reuse_prefix(self, sequence: SequenceKV, tokens: list[int], sparse: bool = False) -> int:
-        """Give an empty sequence the indexed pages that hold a prefix of `tokens`; return how many tokens they cover.
-
-        sparse: whether pages with KV of a sparse pass may follow those with KV of a dense one.
-        """
-        for start in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
+    def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
+        """Give an empty sequence the indexed pages of a prefix of `tokens`; return how many tokens they cover."""
+        while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens):
             found = self.pool.match(next_prefix(sequence, tokens))
-            if found is None and sparse and sequence.dense_tokens == math.inf:
-                sequence.dense_tokens = start
-                found = self.pool.match(next_prefix(sequence, tokens))
-                sequence.dense_tokens = math.inf if found is None else sequence.dense_tokens
             if found is None:
                 break
-            page, serial = found
-            sequence.pages.append(page)
-            sequence.serials.append(serial)
+            sequence.pages.append(found[0])
+            sequence.serials.append(found[1])
         sequence.length = sequence.indexed * PAGE_SIZE
         return sequence.length
 
     def index_prefix(self, sequence: SequenceKV, tokens: list[int], committed: int | None = None) -> None:
         """Offer full pages of the first `committed` tokens, or of all tokens, to later sequences.
 
-        Their KV must come of dense passes, but for that of a prompt after its `dense_tokens`.
+        Their KV must come of dense passes.
         """
         count = len(tokens) if committed is None else committed
         while (sequence.indexed + 1) * PAGE_SIZE <= min(count, sequence.length):

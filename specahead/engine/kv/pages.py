@@ -27,7 +27,6 @@ class SequenceKV:
     length: int = 0
     pages: list[int] = field(default_factory=list)
     serials: list[int] = field(default_factory=list)  # of its leading pages that the prefix index has
-    dense_tokens: float = math.inf  # leading tokens whose KV is of dense passes, at least
     stored: int = 0  # leading pages that are in the backing store or on their way there (engine.kv.tiered)
     settled: float = math.inf  # leading tokens whose KV stays; that of later tokens may be written again
     dense: bool = False  # always read densely: its pages are the last to leave the GPU

@@ -13,8 +13,8 @@ import numpy as np
 
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 
-# The serial of the page before (0 at the start), the tokens of this page, and whether its KV was read sparsely.
-Prefix = tuple[int, tuple[int, ...], bool]
+# The serial of the page before (0 at the start), and the tokens of this page.
+Prefix = tuple[int, tuple[int, ...]]
 
 
 def extend_hash(before: int, block: Sequence[int]) -> int:
@@ -37,7 +37,7 @@ def prefix_hashes(tokens: Sequence[int]) -> Iterator[int]:
 def next_prefix(sequence: SequenceKV, tokens: list[int]) -> Prefix:
     """Return the prefix that ends with the first page of a sequence that is not indexed yet."""
     start = sequence.indexed * PAGE_SIZE
-    return sequence.serial, tuple(tokens[start : start + PAGE_SIZE]), start + PAGE_SIZE > sequence.dense_tokens
+    return sequence.serial, tuple(tokens[start : start + PAGE_SIZE])
 
 
 class PrefixIndex:

@@ -26,12 +26,9 @@ from specahead.kernels.paged_attention import (
     plan_work,
 )
 from specahead.kernels.prompt_attention import PromptReads, attend_to_prompts
-from specahead.kernels.sparse_prompt_attention import SparsePromptReads, attend_sparsely
 
 # The keys and values that a layer attends over, including its new ones: layer -> [pages, kv_heads, page, dim] each.
 LayerPages = Callable[[int], tuple[Tensor, Tensor]]
-# What the sequences of a pass over prompts read in a layer.
-PromptsOfLayer = Callable[[int], PromptReads | SparsePromptReads]
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,8 @@ class LayerAttention:
     weights: Tensor | Evidence | BlockMemory | None = None
     """Where the pass leaves softmax weights, if anywhere. Layers with lists fill a tensor with the weight of each
     listed block, [layers with lists, sequences, kv_heads, width]."""
-    prompts: PromptsOfLayer | None = None
-    """What sequences read in a pass over prompts."""
+    prompts: PromptReads | None = None
+    """The reads of a pass over prompts, the same in all layers."""
     dense_work: Work | None = None
     unread: int | None = None
     """A layer whose output nothing reads: it does not attend, and returns its queries."""
@@ -173,10 +170,7 @@ class LayerAttention:
             out = paged_attention_remembering(batch, weights.block_size, *remembered, **how)
             return paged_attention(batch, **how) if weights.apart else out
         if self.prompts is not None:
-            reads, of_layer = self.prompts(layer), (queries, batch.k_pages, batch.v_pages, batch.scale)
-            if isinstance(reads, SparsePromptReads):
-                return attend_sparsely(reads, *of_layer)
-            return attend_to_prompts(reads, *of_layer)
+            return attend_to_prompts(self.prompts, queries, batch.k_pages, batch.v_pages, batch.scale)
         return paged_attention(batch, **how)
 
     def _listed(self, layer: int, at: int, queries: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class StepLimits:
         # A prompt's last part may be short or long, by what else is read: where steps are pinned that must make no
         # difference.
         plain = item.drafted is None and item.read is None
-        return item.prompt is not None or len(item.tokens) > self.queries or (self.pinned and plain)
+        return len(item.tokens) > self.queries or (self.pinned and plain)
 
 
 def alternatives_beside(gamma: int, queries: int, group: int) -> int:
@@ -77,14 +77,14 @@ def join_rounds(inputs: list[SequenceInput]) -> list[SequenceInput]:
     budget, memory = shared.budget, shared.budget.memory
     everything = SharedBudget.of_everything(replace(memory, index=NO_MEMORY), budget.dense_layers)
     whole = replace(shared, budget=everything, report_blocks=False)
-    joins = [item.read is None and item.prompt is None and item.drafted is not None for item in inputs]
+    joins = [item.read is None and item.drafted is not None for item in inputs]
     return [replace(item, read=whole) if joined else item for item, joined in zip(inputs, joins, strict=True)]
 
 
 def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
     """Return the same value for inputs that run in one pass."""
     read = item.read
-    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.prompt, item.light)
+    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.light)
     kind += (limits.pins(item),)
     if read is None:
         return kind

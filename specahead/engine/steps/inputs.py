@@ -80,16 +80,6 @@ class SparseRead:
         return self.budget.dense_layers
 
 
-@dataclass(frozen=True)
-class SparsePrompt:
-    """How a part of a prompt is read sparsely (specahead.kernels.sparse_prompt_attention)."""
-
-    share: float
-    """Which share of the tokens before them its tokens read."""
-    dense_layers: tuple[int, ...] = ()
-    """The layers that read everything."""
-
-
 @dataclass
 class SequenceInput:
     """Tokens of a sequence to run; their KV is written and kv.length moves on."""
@@ -100,12 +90,10 @@ class SequenceInput:
     logits: Logits = "none"
     """Which tokens give logits: none, the last one, or all."""
     read: SparseRead | None = None
-    """How queries read sparsely. With neither this nor `prompt` they read everything."""
+    """How queries read sparsely; None: they read everything."""
     drafted: Drafted | None = None
     """All of `tokens` but the first, to be judged; then logits must be "all", and the output is a verdict in place of
     them. Where the read drafts, the tokens that it drafts replace those given, here and in `tokens`."""
-    prompt: SparsePrompt | None = None
-    """How a part of a prompt is read sparsely."""
     follows: int | None = None
     """The row of the sequence's verdict in the device chain, where it follows a step that still runs: its first token
     is the one that this step adds. It had as many tokens there, and may begin before kv.length: after those that the

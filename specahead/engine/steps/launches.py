@@ -6,15 +6,7 @@ from torch import Tensor
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import FetchPlan
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.layer_attention import (
-    BlockMemory,
-    Heads,
-    LayerAttention,
-    LayerPages,
-    PromptsOfLayer,
-    Rows,
-    plan_reads,
-)
+from specahead.engine.model.layer_attention import BlockMemory, Heads, LayerAttention, LayerPages, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.sampling.judging import judge
 from specahead.engine.staging import Buffers
@@ -25,6 +17,7 @@ from specahead.engine.steps.reads import heads_of, listed_layers, listed_reads
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.paged_attention import pinned_tuning
+from specahead.kernels.prompt_attention import PromptReads
 from specahead.kernels.selection import Remembered, remember_weights, score_blocks, select_over_rows
 
 
@@ -35,7 +28,7 @@ def run_pass(
     buffers: Buffers,
     attention: Backend,
     layer_pages: LayerPages | None = None,
-    prompts: PromptsOfLayer | None = None,
+    prompts: PromptReads | None = None,
     drafting: Decoder | None = None,
     chain: DeviceChain | None = None,
 ) -> None:
@@ -97,7 +90,7 @@ def _attention_of(
     given: dict[str, Tensor],
     attention: Backend,
     fetched: FetchPlan | None,
-    prompts: PromptsOfLayer | None,
+    prompts: PromptReads | None,
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], shape.most_rows, given.get("visible"))

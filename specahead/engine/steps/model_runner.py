@@ -233,14 +233,6 @@ class ModelRunner(TargetOrDraftRunner):
 
     # Before the first request.
 
-    def check_sparse_prompts(self) -> None:
-        if self.deterministic or not self._passes.reads_sparsely:
-            raise ValueError(
-                "prompts are read sparsely on a CPU, or on a GPU by cuDNN, which needs heads of at most 128 dimensions "
-                "in 16 bits; and not with deterministic, since what they read depends on how they are cut: leave "
-                "prompt_read_share at 1"
-            )
-
     def keep_memories(self, sequences: int) -> None:
         if self._passes.memories.made:
             raise RuntimeError("keep_memories comes before the first step that shares a budget out")

@@ -11,14 +11,14 @@ from torch import Tensor
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.layer_attention import LayerPages, PromptsOfLayer
+from specahead.engine.model.layer_attention import LayerPages
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.staging import Buffers
 from specahead.engine.steps.buffers import make_buffers
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.graphs import Captured, Graphs
 from specahead.engine.steps.grouping import StepLimits
-from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparsePrompt
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.launches import run_pass
 from specahead.engine.steps.layout import lay_out_pass
 from specahead.engine.steps.outputs import LaunchedStep, StepUnderWay, read_outputs
@@ -27,8 +27,14 @@ from specahead.engine.steps.reads import heads_of
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.paged_attention import takes_heads
-from specahead.kernels.prompt_attention import attend_once, cudnn_attends, make_room, plan_prompts, shapes_of_parts
-from specahead.kernels.sparse_prompt_attention import plan_sparse_prompts
+from specahead.kernels.prompt_attention import (
+    PromptReads,
+    attend_once,
+    cudnn_attends,
+    make_room,
+    plan_prompts,
+    shapes_of_parts,
+)
 
 Started = Callable[[], list[SequenceOutput]]  # waits for a launched pass and returns its outputs
 
@@ -125,8 +131,7 @@ class PassRunner:
         """
         buffers = self._make_buffers(shape, sum(item.logits_rows for item in inputs))
         self._lay_out(buffers, shape, inputs, tables)
-        prompt = inputs[0].prompt
-        prompts = self._plan_prompts(buffers, shape, prompt) if prompt or self._is_read_by_cudnn(shape) else None
+        prompts = self._plan_prompts(buffers) if self._is_read_by_cudnn(shape) else None
         run_pass(self._decoder, self._kv, shape, buffers, self.attention, layer_pages, prompts, self._drafting)
         gives_nothing = not any(item.logits_rows or item.read or item.drafted for item in inputs)
         if gives_nothing and self._kv.device.type == "cuda" and not self._kv.offloads:
@@ -153,11 +158,6 @@ class PassRunner:
         lay_out_pass(buffers.inputs, shape, inputs, indices, self._kv, tables)
 
     # Prompts.
-
-    @property
-    def reads_sparsely(self) -> bool:
-        """Whether prompts can be read sparsely: on a CPU, or by cuDNN."""
-        return self._cudnn or self._kv.device.type == "cpu"
 
     def _is_read_by_cudnn(self, shape: PassShape) -> bool:
         return self._cudnn and not shape.pinned and not shape.read.is_sparse and shape.queries > self._limits.queries
@@ -192,19 +192,12 @@ class PassRunner:
             self._room = make_room(*sizes, pages.dtype, pages.device)
         return self._room
 
-    def _plan_prompts(self, buffers: Buffers, shape: PassShape, sparse: SparsePrompt | None) -> PromptsOfLayer:
-        """Return what each layer reads of the prompts in a pass. All inputs of a pass read alike."""
-        host, given = buffers.inputs.host, buffers.tensors
+    def _plan_prompts(self, buffers: Buffers) -> PromptReads:
+        """Return the reads of the prompts in a pass."""
+        host, tables = buffers.inputs.host, buffers.tensors["block_tables"]
         starts, lengths = host["query_starts"].tolist(), host["lengths"].tolist()
-        how = given["block_tables"], self._kv.kv_heads, PAGE_SIZE, self._room_for_prompts(), self._cudnn
-        if sparse is None:
-            dense = plan_prompts(starts, lengths, *how)
-            return lambda layer: dense
-        others, whole = plan_sparse_prompts(starts, lengths, *how, sparse.share), sparse.dense_layers
-        if not whole:
-            return lambda layer: others
-        of_whole = plan_prompts(starts, lengths, *how)
-        return lambda layer: of_whole if layer in whole else others
+        room = self._room_for_prompts()
+        return plan_prompts(starts, lengths, tables, self._kv.kv_heads, PAGE_SIZE, room, self._cudnn)
 
     def _wait_for_the_one_before(self) -> None:
         """Wait for the last part of a prompt that had no outputs, and let the present one run.

@@ -92,10 +92,6 @@ class TargetRunner(Runner):
         """
         return
 
-    def check_sparse_prompts(self) -> None:
-        """Raise ValueError if this runner reads no prompts sparsely."""
-        return
-
     def keep_memories(self, sequences: int) -> None:
         """Make room to share out the budgets of up to `sequences` sequences, before the first step that does."""
         return

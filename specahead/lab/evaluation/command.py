@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specahead import models
 from specahead.engine.loading.tokenizer import load_tokenizer
-from specahead.lab.evaluation import cases, drafts, identity, plots, prompts, quality, report, self_drafting
+from specahead.lab.evaluation import cases, drafts, identity, plots, quality, report, self_drafting
 from specahead.lab.evaluation.run import Pair, evaluate, variants_of
 from specahead.sparsity.plan import Plan, load_plan
 
@@ -35,9 +35,6 @@ def run(flags: argparse.Namespace) -> None:
     for name, default in (("context", 4096), ("passages", 1), ("gamma", 8 if flags.task == "self" else 3)):
         if getattr(flags, name) is None:
             setattr(flags, name, default)
-    if flags.task == "prompts":
-        _evaluate_prompts(flags, plan, texts)
-        return
     if flags.task == "self":
         shares = [float(share) for share in flags.read_shares.split(",")]
         of_texts = texts, flags.context, flags.passages, flags.generated
@@ -79,15 +76,6 @@ def _evaluate_identity(flags: argparse.Namespace, plan: Plan) -> None:
     print(identity.to_json(rows) if flags.json else identity.to_text(rows))
     if not all(row.identical for row in rows):
         sys.exit(1)
-
-
-def _evaluate_prompts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:
-    shares = [float(share) for share in flags.read_shares.split(",")]
-    study = prompts.PromptStudy(flags.passages, flags.cases, tuple(flags.kinds.split(",")))
-    rows = study.run(flags.target, plan, texts, flags.context, shares)
-    print(prompts.to_json(rows) if flags.json else prompts.to_text(rows))
-    if flags.markdown:
-        Path(flags.markdown).write_text(prompts.to_markdown(rows) + "\n", encoding="utf-8")
 
 
 def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:

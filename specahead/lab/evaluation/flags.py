@@ -40,7 +40,7 @@ def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
 def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `evaluate` takes."""
     _add_pair(parser, required=False)
-    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "prompts", "self", "identity"])
+    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "self", "identity"])
     parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -55,17 +55,17 @@ def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, help="tokens of each case (default: 4096, drafts 3000, identity 1000)")
     parser.add_argument("--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)")
     parser.add_argument(
-        "--passages", type=int, help="perplexity, drafts, prompts, self: passages of each text (default: 1, drafts 4)"
+        "--passages", type=int, help="perplexity, drafts, self: passages of each text (default: 1, drafts 4)"
     )
-    parser.add_argument("--cases", type=int, default=12, help="recall, copy, drafts, prompts: cases (of each kind)")
+    parser.add_argument("--cases", type=int, default=12, help="recall, copy, drafts: cases (of each kind)")
     parser.add_argument(
-        "--kinds", default="pass-key,named-keys,pairs", metavar="A,B", help="recall, drafts, prompts: what is hidden"
+        "--kinds", default="pass-key,named-keys,pairs", metavar="A,B", help="recall, drafts: what is hidden"
     )
     parser.add_argument(
         "--gamma", type=int, help="drafted tokens a round; γ + 1 are verified (default: 3, drafts 4, self 8)"
     )
     parser.add_argument(
-        "--read-shares", default="0.25,0.1", metavar="X,Y", help="drafts, prompts, self: of what is read sparsely"
+        "--read-shares", default="0.25,0.1", metavar="X,Y", help="drafts, self: of what is read sparsely"
     )
     parser.add_argument(
         "--hot", metavar="X,Y", help="identity: GPU pages, of the pages of all sessions (default: 0.5,0.25)"

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from specahead import models
 from specahead.engine.loading.tokenizer import load_tokenizer
-from specahead.lab.evaluation import cases, drafts, plots, prompts, report
+from specahead.lab.evaluation import cases, drafts, plots, report
 from specahead.lab.evaluation.cases import Case
 from specahead.lab.evaluation.drafts import DraftRow, DraftStudy
-from specahead.lab.evaluation.prompts import PromptStudy
 from specahead.lab.evaluation.report import QualityRow
 from specahead.lab.evaluation.rounds import Variant
 from specahead.lab.evaluation.run import Pair, evaluate, parse_budget, variants_of
@@ -25,7 +24,6 @@ from specahead.sparsity.plan import Plan, load_plan
 
 BUDGETS = ["0.03", "0.06", "0.12", "0.25"]
 LONG = 4096
-PROMPT_SHARES = [0.125, 0.0625]
 COMPARED = "streaming quest ahead oracle"
 PAGE = "quality/tables.md"  # within the folder of the documents
 
@@ -167,7 +165,6 @@ def main() -> None:
     if not flags.only:
         write_page(study, Path(flags.out), seconds)
         study_drafts(study, Path(flags.out) / PAGE)
-        study_prompts(study, Path(flags.out) / PAGE)
 
 
 def study_drafts(study: Study, page: Path) -> None:
@@ -176,14 +173,6 @@ def study_drafts(study: Study, page: Path) -> None:
     for name, rows in tables.items():
         print(f"\n## {name}\n{drafts.to_text(rows)}", flush=True)
     write_drafts(tables, page, "make evaluate", time.perf_counter() - started)
-
-
-def study_prompts(study: Study, page: Path) -> None:
-    """Fill in the table of prompts that are read sparsely."""
-    of_pair = study.pair.target, study.plan, dict(list(study.texts.items())[:3])
-    rows = [row for context in (LONG, 2 * LONG) for row in PromptStudy().run(*of_pair, context, PROMPT_SHARES)]
-    print(f"\n## prompts\n{prompts.to_text(rows)}", flush=True)
-    page.write_text(_fill(page.read_text(encoding="utf-8"), "prompts", prompts.to_markdown(rows)), encoding="utf-8")
 
 
 def write_drafts(tables: dict[str, list[DraftRow]], page: Path, command: str, seconds: float) -> None:
