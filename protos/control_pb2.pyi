@@ -261,29 +261,3 @@ class Targets(_message.Message):
 class TargetsSet(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class ReadsRequest(_message.Message):
-    __slots__ = ("session",)
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    session: str
-    def __init__(self, session: _Optional[str] = ...) -> None: ...
-
-class SessionReads(_message.Message):
-    __slots__ = ("at", "layers", "kv_heads", "block_size", "blocks", "blocks_per_column", "read", "fetched")
-    AT_FIELD_NUMBER: _ClassVar[int]
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_PER_COLUMN_FIELD_NUMBER: _ClassVar[int]
-    READ_FIELD_NUMBER: _ClassVar[int]
-    FETCHED_FIELD_NUMBER: _ClassVar[int]
-    at: _speculation_pb2.At
-    layers: int
-    kv_heads: int
-    block_size: int
-    blocks: int
-    blocks_per_column: int
-    read: _containers.RepeatedScalarFieldContainer[int]
-    fetched: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, at: _Optional[_Union[_speculation_pb2.At, _Mapping]] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., blocks_per_column: _Optional[int] = ..., read: _Optional[_Iterable[int]] = ..., fetched: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -45,11 +45,6 @@ class TargetControlStub(object):
                 request_serializer=protos_dot_control__pb2.StatusRequest.SerializeToString,
                 response_deserializer=protos_dot_control__pb2.ServiceStatus.FromString,
                 _registered_method=True)
-        self.Reads = channel.unary_unary(
-                '/specahead.v1.TargetControl/Reads',
-                request_serializer=protos_dot_control__pb2.ReadsRequest.SerializeToString,
-                response_deserializer=protos_dot_control__pb2.SessionReads.FromString,
-                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/specahead.v1.TargetControl/Drain',
                 request_serializer=protos_dot_control__pb2.DrainRequest.SerializeToString,
@@ -73,13 +68,6 @@ class TargetControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Reads(self, request, context):
-        """for a person to look at; NOT_FOUND for a session that does not run
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Drain(self, request, context):
         """the target is to be ended: no orchestrator opens sessions on it any more
         """
@@ -99,11 +87,6 @@ def add_TargetControlServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=protos_dot_control__pb2.StatusRequest.FromString,
                     response_serializer=protos_dot_control__pb2.ServiceStatus.SerializeToString,
-            ),
-            'Reads': grpc.unary_unary_rpc_method_handler(
-                    servicer.Reads,
-                    request_deserializer=protos_dot_control__pb2.ReadsRequest.FromString,
-                    response_serializer=protos_dot_control__pb2.SessionReads.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -166,33 +149,6 @@ class TargetControl(object):
             '/specahead.v1.TargetControl/Status',
             protos_dot_control__pb2.StatusRequest.SerializeToString,
             protos_dot_control__pb2.ServiceStatus.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Reads(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/specahead.v1.TargetControl/Reads',
-            protos_dot_control__pb2.ReadsRequest.SerializeToString,
-            protos_dot_control__pb2.SessionReads.FromString,
             options,
             channel_credentials,
             insecure,

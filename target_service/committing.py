@@ -18,7 +18,6 @@ from target_service.admission import Admission
 from target_service.commit import commit_round
 from target_service.counters import count_round, trace_round
 from target_service.hooks import Hooks
-from target_service.inspection import take_reads
 from target_service.pacing import Pacing, StepSeen
 from target_service.protocol import DraftProtocol
 from target_service.session import TargetSession
@@ -99,7 +98,6 @@ class Committer:
             if item.input.follows is not None:
                 reader.read_all(len(session.tokens))
             reader.finish(output)
-        take_reads(session, self._plan, self._kv)
         if self._hooks.judge is not None:
             accepted, following, alternative = self._hooks.judge(item, self._runner.vocab_size)
             verdict, output.alternative = (accepted, following), alternative if alternative >= 0 else None

@@ -197,5 +197,5 @@ def _host_looks_at_reads(session: TargetSession, drafted: DraftedRound) -> bool:
     if reader is None:
         return False
     if reader.method.reads_by_memory or (drafted.announces and session.next_round.sparse):
-        return reader.report_blocks or session.reading.is_watched
+        return reader.report_blocks
     return drafted.announces or not reader.reads_all_alone

@@ -72,7 +72,4 @@ def _plan_read(
     base, announced = len(session.tokens), session.draft.announced.get(session.key)
     selection = announced if proposal is not None and session.next_round.sparse else None
     everything = session.screening is not None and not screens
-    read = session.reading.reader.read(selection, base, base + proposed, everything, weighs)
-    if read is not None and session.reading.is_watched:
-        read.report_blocks = True
-    return read
+    return session.reading.reader.read(selection, base, base + proposed, everything, weighs)

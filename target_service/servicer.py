@@ -113,17 +113,9 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     ) -> control_pb2.ServiceStatus:
         return convert.status_to_pb(self._read_status())
 
-    async def Reads(
-        self, request: control_pb2.ReadsRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.SessionReads:
-        return await guarded(context, self._reads(request.session))
-
     async def Drain(self, request: control_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> control_pb2.Drained:
         self._verifier.admission.draining = request.draining
         return control_pb2.Drained()
-
-    async def _reads(self, session: str) -> control_pb2.SessionReads:
-        return convert.reads_to_pb(self._verifier.reads_of(session))
 
     async def Serve(
         self, request_iterator: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext

@@ -24,15 +24,13 @@ from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection
-from specahead.wire.errors import NotFound, ServiceError
-from specahead.wire.messages import SessionReads
+from specahead.wire.errors import ServiceError
 from specahead.wire.tracing import NO_SPANS, Spans
 from target_service.admission import Admission
 from target_service.committing import Committer
 from target_service.counters import COUNTED
 from target_service.device_chain import DraftedRound, may_be_followed
 from target_service.hooks import NO_HOOKS, Hooks
-from target_service.inspection import ask_for_reads
 from target_service.opening import SessionMaker
 from target_service.pacing import Pacing, policy_of
 from target_service.patience import Patience
@@ -151,13 +149,6 @@ class Verifier:
             "paused_sessions": sum(not session.next_round.gamma for session in running) if proposes else 0,
             "unprepared_steps": self.runner.unprepared,
         }
-
-    def reads_of(self, name: str) -> SessionReads:
-        """Return what a round of a running session read, and have its next one looked at. Raises NotFound."""
-        session = self.admission.running.get(name)
-        if session is None:
-            raise NotFound(f"no session {name!r} is running")
-        return ask_for_reads(session, self.plan, self.runner.kv)
 
     # Ending sessions.
 

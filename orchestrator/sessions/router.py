@@ -24,13 +24,12 @@ from specahead.wire.access import PeerAccess
 from specahead.wire.errors import (
     DeadlineExceeded,
     InvalidArgument,
-    NotFound,
     ResourceExhausted,
     ServiceError,
     Unavailable,
     error_from_code,
 )
-from specahead.wire.messages import At, Closed, Commit, FinishReason, SessionReads
+from specahead.wire.messages import At, Closed, Commit, FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -217,13 +216,6 @@ class Router:
             self._following.cancel()
         for session in self._readers:
             self._tell(session, error)
-
-    async def reads(self, session: str) -> SessionReads:
-        """Return which blocks a round of a session read. Raises ServiceError."""
-        place = self._places.get(session)
-        if place is None:
-            raise NotFound(f"no session {session!r} is open on a target")
-        return await place.reads(session)
 
     # Places of sessions.
 

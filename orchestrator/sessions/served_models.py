@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 from orchestrator.api.dashboard.feed import Feed
 from orchestrator.sessions.generation import Frontend
-from orchestrator.sessions.ledger import Record
 from orchestrator.sessions.observer import Observer
 from specahead.wire.errors import InvalidArgument, NotFound
 
@@ -59,13 +58,6 @@ class ServedModels:
         reasons = [reason for frontend in self if (reason := frontend.router.why_full()) is not None]
         if len(reasons) == len(self._by_name):
             raise min(reasons, key=lambda reason: reason.retry_after)
-
-    def holding(self, record: Record) -> Frontend:
-        """Return the frontend that a session is open on. Raises NotFound if it has ended."""
-        for each in self:
-            if each.router.ledger.records.get(record.session) is record:
-                return each
-        raise NotFound(f"session {record.session!r} has ended")
 
     def abort(self, request_id: str) -> bool:
         """End the current caller's running requests with this id; return False if there is none."""

@@ -12,11 +12,11 @@ from orchestrator.sessions.routing import TargetView
 from protos import control_pb2, control_pb2_grpc
 from specahead.wire import convert
 from specahead.wire.access import PeerAccess
-from specahead.wire.errors import ServiceError, error_from_code
-from specahead.wire.messages import Abort, Beat, Closed, Commit, Report, ServedEvent, ServeRequest, SessionReads
+from specahead.wire.errors import ServiceError
+from specahead.wire.messages import Abort, Beat, Closed, Commit, Report, ServedEvent, ServeRequest
 from specahead.wire.outbox import Outbox
 from specahead.wire.session_names import name_on_target
-from specahead.wire.streams import BEAT_SECONDS, exchange, read_frames
+from specahead.wire.streams import exchange, read_frames
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +81,6 @@ class TargetStream:
         del self._sessions[name]
         if not finished and self._outbox is not None:
             self._outbox.put(Abort(name))
-
-    async def reads(self, session: str) -> SessionReads:
-        """Return which blocks a round of an open session read. Raises ServiceError."""
-        assert self._control is not None
-        asked = control_pb2.ReadsRequest(session=self._names[session])
-        try:
-            pb = await self._control.Reads(asked, timeout=BEAT_SECONDS, metadata=self._access.metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_code(error.code().value[0], error.details() or "the target does not answer") from None
-        return convert.reads_from_pb(pb)
 
     # The stream.
 

@@ -38,7 +38,7 @@ _ONEOF = {
 }
 # Fields of a message whose own fields are those of the protobuf message.
 _GROUPS: dict[Any, dict[str, type]] = {m.Commit: {"figures": m.RoundFigures}}
-_PARTS = (m.RoundFigures, m.Hello, m.ServiceStatus, m.SessionReads, Sampling, TokenLogprobs)
+_PARTS = (m.RoundFigures, m.Hello, m.ServiceStatus, Sampling, TokenLogprobs)
 _KINDS: tuple[Any, ...] = (*_ONEOF, *_PARTS)
 _NAMES = {kind: tuple(each.name for each in fields(kind) if each.name not in _GROUPS.get(kind, ())) for kind in _KINDS}
 
@@ -51,10 +51,6 @@ def hello_to_pb(hello: m.Hello) -> speculation.Hello:
 
 def status_to_pb(status: m.ServiceStatus) -> control.ServiceStatus:
     return control.ServiceStatus(**vars(status))
-
-
-def reads_to_pb(reads: m.SessionReads) -> control.SessionReads:
-    return control.SessionReads(**_values(reads))
 
 
 def draft_events_to_pb(events: Iterable[m.DraftEvent | m.Beat]) -> speculation.DraftFrame:
@@ -120,10 +116,6 @@ def hello_from_pb(pb: speculation.Hello) -> m.Hello:
 
 def status_from_pb(pb: control.ServiceStatus) -> m.ServiceStatus:
     return _read(m.ServiceStatus, pb)
-
-
-def reads_from_pb(pb: control.SessionReads) -> m.SessionReads:
-    return _read(m.SessionReads, pb)
 
 
 def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent | m.Beat:

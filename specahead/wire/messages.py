@@ -340,23 +340,6 @@ class ServiceStatus:
     version: str = ""
 
 
-@dataclass(frozen=True)
-class SessionReads:
-    """Which blocks a round of a session read, by layer; see protos/control.proto."""
-
-    at: At
-    """Its base is 0 as long as no round is known."""
-    layers: int
-    kv_heads: int
-    block_size: int
-    blocks: int
-    blocks_per_column: int
-    read: list[int]
-    """[layers * columns]."""
-    fetched: list[int]
-    """[layers * columns]; empty where KV has no tiers."""
-
-
 DraftEvent = Proposals | Ready | Decline | Resync | Load
 TargetEvent = Begin | Verdict | End | Refusal
 ServeRequest = Open | Abort

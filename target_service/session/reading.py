@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from specahead.engine.steps.inputs import ReadMemory
 from specahead.sparsity.reader import Reader
-from specahead.wire.messages import SessionReads
 
 
 @dataclass
@@ -17,10 +16,6 @@ class Reading:
     """What its KV weighed, if it drafts for itself."""
     weighed: int = 0
     """Tokens that were committed before the last round that weighed its KV; 0: none has."""
-    is_watched: bool = False
-    """Whether someone wants to look at which blocks its next round reads."""
-    seen: SessionReads | None = None
-    """What the last round read that was looked at."""
 
     @property
     def is_dense(self) -> bool:

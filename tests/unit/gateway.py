@@ -20,7 +20,7 @@ from orchestrator.sessions.served_models import ServedModels
 from orchestrator.text.replies import ReplyFormat
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.errors import ResourceExhausted, ServiceError
-from specahead.wire.messages import At, Commit, FinishReason, RoundFigures, SessionReads
+from specahead.wire.messages import At, Commit, FinishReason, RoundFigures
 
 ANYONE = Callers([])
 MODEL = "tiny-target"
@@ -33,7 +33,7 @@ class ScriptedRouter:
     per_round: how many, all but the last of which were drafted.
     answer: the text, or what a session gets by its place among those that are open. refusal: raised instead. full:
     seconds after which refused requests may come back, and all are refused; 0: none is. opened: the records of all
-    sessions, in their order. asked: the sessions whose reads were asked for. gate: nothing comes while it is closed.
+    sessions, in their order. gate: nothing comes while it is closed.
     The target has the KV of the first three tokens of every prompt.
     """
 
@@ -47,7 +47,6 @@ class ScriptedRouter:
         self.per_round = 2
         self.opened: list[Record] = []
         self.aborted: list[str] = []
-        self.asked: list[str] = []
         self.ledger = Ledger()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -68,12 +67,6 @@ class ScriptedRouter:
     def abort(self, session: str) -> bool:
         self.aborted.append(session)
         return True
-
-    async def reads(self, session: str) -> SessionReads:
-        """Two layers of four blocks, of which the first two came from the host."""
-        self.asked.append(session)
-        read = [2, 2, 2, 2, 2, 1, 0, 1]
-        return SessionReads(At(session, 0, 7, 60), 2, 2, 16, 4, 1, read, [2, 1, 0, 0, 0, 0, 0, 0])
 
     def leave(self, error: ServiceError) -> None:
         """Nothing waits here."""

@@ -89,7 +89,7 @@ async def test_the_page_is_open_and_knows_nothing(tokenizer: Any) -> None:
         async with client.get("/dashboard") as response:
             text, policy = await response.text(), response.headers["Content-Security-Policy"]
             assert response.status == 200 and MODEL not in text
-        for path in ("/dashboard/events", "/dashboard/sessions/1/reads", "/dashboard/"):
+        for path in ("/dashboard/events", "/dashboard/"):
             async with client.get(path) as response:
                 assert response.status == 401, path
     assert policy.startswith("default-src 'none';") and "unsafe" not in policy and "http" not in policy
@@ -137,27 +137,6 @@ async def test_who_looks_is_sent_away_when_the_key_is_gone(tokenizer: Any) -> No
         assert {event["type"] async for event in events} <= {"status", "snapshot"}
 
 
-async def test_reads_are_asked_for_one_session_at_a_time(tokenizer: Any) -> None:
-    router = ScriptedRouter(tokenizer)
-    router.gate.clear()
-    async with (
-        running_gateway(router, callers=CALLERS) as url,
-        aiohttp.ClientSession(url, headers=ALICE) as client,
-        asyncio.timeout(20),
-    ):
-        asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
-        while not router.opened:
-            await asyncio.sleep(0.01)
-        async with client.get("/dashboard/sessions/1/reads") as response:
-            reads = await response.json()
-        assert reads["at"] == {"round": 7, "base": 60} and reads["read"][:4] == [2, 2, 2, 2]
-        assert router.asked == [router.opened[0].session]
-        router.gate.set()
-        await (await asking).read()
-        async with client.get("/dashboard/sessions/1/reads") as response:
-            assert (response.status, await response.json()) == (200, None)
-
-
 # In a browser
 
 
@@ -185,14 +164,6 @@ async def test_a_person_looks_at_the_page(tokenizer: Any) -> None:
         assert await page.value("getComputedStyle(document.documentElement).colorScheme") == "dark"
         await page.value("document.getElementById('ask').requestSubmit()")
         await page.until("document.querySelectorAll('#sessions tr').length === 2")
-        await page.until("document.getElementById('read-out').textContent.startsWith('Round 7 read 75 % of 2 layers')")
-        assert "25 % of it came from the host" in await page.value("document.getElementById('read-out').textContent")
-        await page.value("document.getElementById('map').focus()")
-        for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
-            event = f"new KeyboardEvent('keydown', {{key: '{key}'}})"
-            await page.value(f"document.getElementById('map').dispatchEvent({event})")
-        cell = "Layer 1, tokens 16 to 31: 1 of 2 (KV head, block) pairs read (50 %), 0 from the host."
-        await page.until(f"document.getElementById('read-out').textContent === {cell!r}")
         router.gate.set()
         for kind in ("exact", "approximate"):
             await page.until(f"document.getElementById('f-{kind}').textContent.includes('accepted a round')")

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from specahead import models
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV
+from specahead.engine.kv.pages import OutOfPages, SequenceKV
 from specahead.engine.kv.tier_memory import TierCounters
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
-from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.inputs import SequenceInput
 from specahead.sparsity.methods import METHODS
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
@@ -77,32 +77,14 @@ class Side:
             chosen = tokens(GAMMA + 1, 10 * turn + i)
             drafted = Drafted(chosen[1:], [], Sampling(0.0), base) if judged else None
             inputs.append(SequenceInput(kv, chosen, "all", read, drafted=drafted))
-        overflown = self.overflow_pages
         outputs = self.runner.forward(inputs)
         for reader, output in zip(self.readers, outputs, strict=True):
             if reader is not None:
                 reader.finish(output)
-        if self.overflow_pages == overflown and self.plan.block_size == PAGE_SIZE:
-            self.check_fetched_pages(outputs)
         for i, kv in enumerate(self.sequences):
             self.kv.truncate(kv, kv.length - (turn + i) % 3)
         self.fetched += sum(output.tokens_fetched for output in outputs)
         return [torch.tensor(o.verdict) if judged else o.logits for o in outputs]  # type: ignore[misc]
-
-    @property
-    def overflow_pages(self) -> int:
-        return self.kv.counters.overflow_pages if isinstance(self.kv, TieredKV) else 0
-
-    def check_fetched_pages(self, outputs: list[SequenceOutput]) -> None:
-        """What of a round's blocks is said to have come from the host is as much as was counted."""
-        for kv, reader, output in zip(self.sequences, self.readers, outputs, strict=True):
-            brought = self.kv.fetched_pages(kv)
-            assert (brought is None) == (not isinstance(self.kv, TieredKV))
-            if brought is not None:
-                assert reader is None or reader.chosen is not None
-                read = brought if reader is None or reader.chosen is None else reader.chosen & brought
-                counts = {int(read.sum()), int(brought.sum())}  # the latter where whole sequences were brought
-                assert output.tokens_fetched / PAGE_SIZE in counts
 
     def announced(self, rng: np.random.Generator, newest: float = 0.0) -> list[BlockSelection | None]:
         """newest: a share of the blocks, the newest ones, that each row has; 0: each row has others, at random."""

@@ -17,10 +17,9 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.wire import convert
 from specahead.wire.access import PeerAccess
 from specahead.wire.errors import InvalidArgument, ResourceExhausted, ServiceError, Unavailable
-from specahead.wire.messages import Abort, At, Beat, Closed, Commit, Exactness, FinishReason, Open, Report, SessionReads
+from specahead.wire.messages import Abort, At, Beat, Closed, Commit, Exactness, FinishReason, Open, Report
 from specahead.wire.server import start_server
 
-READS = SessionReads(At("a", 0, 3, 40), 2, 2, 16, 3, 1, [2, 1, 0, 2, 2, 2], [])
 Serve = Callable[[AsyncIterator[Any], grpc.aio.ServicerContext], Awaitable[None]]
 
 
@@ -41,13 +40,6 @@ class Target(control_pb2_grpc.TargetControlServicer):
             request = convert.serve_request_from_pb(frame)
             if isinstance(request, Open):
                 await say(context, last_commit(request))
-
-    async def Reads(
-        self, request: control_pb2.ReadsRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.SessionReads:
-        if not request.session.startswith("a@"):
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such session is running")
-        return convert.reads_to_pb(READS)
 
 
 async def say(context: grpc.aio.ServicerContext, event: Commit | Closed | Report | Beat) -> None:

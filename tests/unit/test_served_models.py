@@ -137,18 +137,3 @@ async def test_a_request_is_aborted_wherever_it_runs(running: Running) -> None:
     await running.grpc.Abort(inference_pb2.AbortRequest(request_id="mine"))
     assert [router.aborted for router in running.routers.values()] == [[], ["mine"]]
     call.cancel()
-
-
-async def test_dashboards_see_the_sessions_of_all_models(running: Running) -> None:
-    for router in running.routers.values():
-        router.gate.clear()
-    asks = [asyncio.create_task(post(running, "/v1/completions", prompt="a", model=model)) for model in NAMES]
-    while any(router.running == 0 for router in running.routers.values()):
-        await asyncio.sleep(0.01)
-    for number in (1, 2):
-        async with running.http.get(f"/dashboard/sessions/{number}/reads") as answer:
-            assert (await answer.json())["at"]["round"] == 7
-    assert all(len(router.asked) == 1 for router in running.routers.values())
-    for router in running.routers.values():
-        router.gate.set()
-    await asyncio.gather(*asks)

@@ -291,23 +291,6 @@ async def test_a_peer_that_departs_in_the_middle_leaves_no_error_behind(caplog: 
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
-async def test_reads_are_asked_for_over_the_control_plane() -> None:
-    async with target() as channel:
-        ours, stub = Orchestrator(channel), control_pb2_grpc.TargetControlStub(channel)
-        await ours.send(opening("a"))
-        asked = control_pb2.ReadsRequest(session="a")
-        with pytest.raises(grpc.aio.AioRpcError) as unknown:
-            await stub.Reads(control_pb2.ReadsRequest(session="b"))
-        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
-        rounds = ours.events()
-        await anext(rounds)
-        assert convert.reads_from_pb(await stub.Reads(asked)).at.base == 0
-        for _ in range(3):
-            await anext(rounds)
-        reads = convert.reads_from_pb(await stub.Reads(asked))
-        assert reads.at.base > len(PROMPT) and sum(reads.read) == reads.layers * reads.kv_heads * reads.blocks
-
-
 async def finish(ours: Orchestrator) -> None:
     await ours.send(opening("a", 3))
     assert isinstance(await ours.outcome("a"), m.Commit)

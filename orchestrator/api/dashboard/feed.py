@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.requests.callers import current_caller
 from orchestrator.sessions.ledger import Record, SpeculationTotals
-from specahead.wire.errors import NotFound, ResourceExhausted
+from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import Commit
 
 MOST_VIEWERS = 8
@@ -151,9 +151,3 @@ class Feed:
         event["ended"] = viewer.ended
         viewer.forget()
         return event
-
-    def record(self, number: int) -> Record:
-        """Return the record of an open session. Raises NotFound."""
-        if number not in self._open:
-            raise NotFound(f"session {number} has ended")
-        return self._open[number].record

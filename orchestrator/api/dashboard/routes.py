@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from orchestrator.requests.callers import Caller, current_caller
 from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.served_models import ServedModels
 from specahead.config.speculation import WITHOUT_DRAFT
-from specahead.wire.errors import ServiceError
 from specahead.wire.messages import ServiceStatus
 from specahead.wire.plan_words import plan_in_words
 
@@ -101,15 +99,3 @@ def _status(models: ServedModels, services: Mapping[str, ServiceStatus | None]) 
 def _is_drafted(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) -> bool:
     attached = any(status is not None and status.attached for status in services.values())
     return attached or frontend.draft_name in WITHOUT_DRAFT
-
-
-@router.get("/dashboard/sessions/{number}/reads")
-async def show_reads(number: int, request: Request) -> dict[str, Any] | None:
-    """Return which blocks a round of a session read, by layer, and record its next round; null if none runs."""
-    models: ServedModels = request.app.state.models
-    try:
-        record = models.feed.record(number)
-        reads = await models.holding(record).router.reads(record.session)
-    except ServiceError:  # it waits, has just ended, or its target is lost: the page asks again
-        return None
-    return asdict(reads) | {"at": {"round": reads.at.round, "base": reads.at.base}}

@@ -111,13 +111,6 @@ class KVCache:
         """
         return True
 
-    def fetched_pages(self, sequence: SequenceKV) -> Tensor | None:
-        """Return which pages of a sequence the last step brought from the host: bool [layers, kv_heads, pages], CPU.
-
-        None if all KV always lies on the GPU. No step may be running.
-        """
-        return None
-
     def stage(self, sequences: list[SequenceKV]) -> Iterator[StagedReads]:
         """Bring whole sequences together on the GPU; yield as many neighbours at a time as there is room for.
 

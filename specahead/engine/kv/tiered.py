@@ -30,7 +30,7 @@ from specahead.engine.kv.group_means import GroupMeanPool, make_means
 from specahead.engine.kv.host_memory import host_zeros
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from specahead.engine.kv.staged import StagedReads, make_staged_means
-from specahead.engine.kv.tier_memory import Pages, TierCounters, TierMemory, rows_of
+from specahead.engine.kv.tier_memory import Pages, TierCounters, TierMemory
 from specahead.kernels.residency import clear_tables, drop_pages, mark_stored, pin_gpu_pages
 
 COPIED_AT_ONCE = 64  # full pages that one copy takes to the store; fewer if GPU pages are short
@@ -82,7 +82,6 @@ class TieredKV(KVCache):
         self.counters = TierCounters()
         self.offload_active = False
         self._round = 0  # of the residency tables
-        self._fetches = False  # whether the last step fetched its listed pages
         self._away = 0  # pages that are in the store alone
         self._last_work: list[SequenceKV] = []
 
@@ -114,7 +113,6 @@ class TieredKV(KVCache):
     # Before a pass.
 
     def begin_pass(self, work: list[tuple[SequenceKV, int]]) -> None:
-        self._fetches = False
         self._forget_freed()
         super().begin_pass(work)
         self._forget_freed()  # pages that were kept for their prefix, and have a new owner now
@@ -226,26 +224,12 @@ class TieredKV(KVCache):
     ) -> FetchPlan | None:
         return start_copies(self.memory, request_listed(self.memory, lists, counts, block_size, page_tables, round))
 
-    def fetched_pages(self, sequence: SequenceKV) -> Tensor | None:
-        tables, rows = self.memory.tables, rows_of(sequence.table(), self.kv_heads, self.device).long()
-        marked = torch.zeros(self.num_layers, self.kv_heads, len(sequence.pages), dtype=torch.bool)
-        if self.offload_active:
-            lines = tables.line_of[:, rows].long()
-            brought = lines < 0
-            if self._fetches:  # a line gets its bit when it is hit, not when its page comes
-                now = tables.stamps.gather(1, lines.clamp(min=0)) == self._round
-                brought |= now & (tables.referenced.gather(1, lines.clamp(min=0)) == 0)
-            by_head = brought.unflatten(1, (len(sequence.pages), self.kv_heads)).transpose(1, 2)
-            marked[:] = by_head.cpu()
-        return marked
-
     def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
         overflow = int(results["overflow"][0])
         self.counters.fetched_pages += int(results["fetched"][0])
         self.counters.overflow_pages += overflow
         if overflow:
             return False
-        self._fetches = True
         hits = int(results["listed"][0]) - int(results["missed"].sum())
         self.counters.hit_pages += hits * (block_size // PAGE_SIZE)
         return True
