@@ -9,27 +9,19 @@ n · exp(q·k̄ + ½ Σ q_d² var_d).
 device; `weights` turns what the kernel leaves into the softmax weights of blocks.
 """
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans, check_batch
 from specahead.kernels.paged_attention.launch import attend_in_triton, takes_heads
 from specahead.kernels.paged_attention.reference import (
-    add_weights_of_listed_in_torch,
     attend_in_torch,
     gather_pages,
     pack_heads,
     pool_blocks,
     remember_weights_of_all_in_torch,
-    weights_of_last_queries_in_torch,
+    weights_of_last_queries,
 )
-from specahead.kernels.paged_attention.weights import (
-    LayersEvidence,
-    remember_weights_of_all,
-    weigh_last_queries,
-    weights_of_listed,
-)
+from specahead.kernels.paged_attention.weights import LayersEvidence, remember_weights_of_all, weights_of_listed
 from specahead.kernels.paged_attention.work import LEAST_ROWS, MAX_ROWS, Tuning, Work, pinned_tuning, plan_work
 
 __all__ = [
@@ -42,17 +34,16 @@ __all__ = [
     "LayersEvidence",
     "Tuning",
     "Work",
-    "add_listed_weights",
     "gather_pages",
     "pack_heads",
     "paged_attention",
     "paged_attention_remembering",
-    "paged_attention_with_block_weights",
     "paged_attention_with_read_weights",
     "pinned_tuning",
     "plan_work",
     "pool_blocks",
     "takes_heads",
+    "weights_of_last_queries",
 ]
 
 
@@ -123,54 +114,3 @@ def paged_attention_remembering(
         return out
     remember_weights_of_all_in_torch(batch, block_size, memory, places, decay)
     return attend_in_torch(batch)[0]
-
-
-def paged_attention_with_block_weights(
-    batch: Batch,
-    block_size: int,
-    emitting: int = 1,
-    backend: str = "torch",
-    width: int | None = None,
-    work: Work | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend densely, and weigh how much the last queries of each sequence look at each block, per query head.
-
-    Every sequence has at least `emitting` queries. block_size: tokens; width: blocks of the result, which Triton needs;
-    by default ceil(max kv_length / block_size). Returns the output [tokens, heads, head_dim] and weights [sequences,
-    emitting, heads, width] float32, which sum to 1 over a sequence's blocks and are 0 beyond them.
-    """
-    check_batch(batch)
-    if backend == "triton":
-        assert width is not None
-        out, sums = attend_in_triton(batch, None, None, work, block_size)
-        shape = len(batch.kv_lengths), emitting, batch.heads, width
-        weights = torch.empty(shape, dtype=torch.float32, device=batch.queries.device)
-        weigh_last_queries(batch, sums, weights, emitting)
-        return out, weights
-    weights = weights_of_last_queries_in_torch(batch, block_size, emitting)
-    padded = weights if width is None else F.pad(weights, (0, width - weights.shape[-1]))
-    return attend_in_torch(batch)[0], padded
-
-
-def add_listed_weights(
-    batch: Batch,
-    blocks: BlockLists,
-    sums: Tensor,
-    share: float,
-    backend: str = "torch",
-    work: Work | None = None,
-    emitting: int = 1,
-) -> Tensor:
-    """Attend over lists, and add `share` of a mean weight on each listed block to `sums`, in place.
-
-    The mean is that of each sequence's last `emitting` queries. sums: [sequences, heads, n] float32, its last dimension
-    contiguous. Returns the output [tokens, heads, head_dim].
-    The other arguments: as for `paged_attention`.
-    """
-    check_batch(batch, blocks)
-    if backend == "triton":
-        of_all = BlockLists(blocks.lists[None], blocks.counts[None], blocks.block_size)
-        evidence = LayersEvidence(sums[:, None], share, blocks.block_size, emitting, of_all)
-        return evidence.attend(0, batch, blocks, work)
-    add_weights_of_listed_in_torch(batch, blocks, sums, share, emitting)
-    return attend_in_torch(batch, blocks)[0]

@@ -178,8 +178,12 @@ def _probabilities(
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).where(mask, 0)
 
 
-def weights_of_last_queries_in_torch(batch: Batch, block_size: int, emitting: int) -> Tensor:
-    """Return the weights that each sequence's last queries give all blocks: [sequences, emitting, heads, blocks]."""
+def weights_of_last_queries(batch: Batch, block_size: int, emitting: int) -> Tensor:
+    """Return the softmax weights that each sequence's last queries give all blocks.
+
+    Every sequence has at least `emitting` queries. block_size: tokens. Returns [sequences, emitting, heads, blocks]
+    float32, where the longest sequence has all blocks; they sum to 1 over a sequence's blocks and are 0 beyond them.
+    """
     lengths, ends = batch.kv_lengths.tolist(), batch.query_starts[1:].tolist()
     out = batch.queries.new_zeros(
         len(lengths), emitting, batch.heads, -(-max(lengths) // block_size), dtype=torch.float32
@@ -210,10 +214,17 @@ def remember_weights_of_all_in_torch(
         memory[place] = F.pad(torch.maximum(faded, weights), (0, memory.shape[2] - weights.shape[-1]))
 
 
-def add_weights_of_listed_in_torch(
-    batch: Batch, blocks: BlockLists, sums: Tensor, share: float, emitting: int = 1
+def add_weights_of_last_queries(
+    batch: Batch, blocks: BlockLists | None, block_size: int, sums: Tensor, share: float, emitting: int
 ) -> None:
-    """Add `share` of the last queries' mean weight on each listed block to `sums` [sequences, heads, n], in place."""
+    """Add `share` of the last queries' mean weight on each block, or on each listed one, to `sums`, in place.
+
+    sums: [sequences, heads, n].
+    """
+    if blocks is None:
+        weights = weights_of_last_queries(batch, block_size, emitting).mean(1)
+        sums[..., : weights.shape[-1]].add_(weights, alpha=share)
+        return
     for i, length in enumerate(batch.kv_lengths.tolist()):
         if not length or not blocks.lists.shape[2]:
             continue
@@ -222,7 +233,7 @@ def add_weights_of_listed_in_torch(
         listed = _entries_that_count(blocks, i)
         keys, _, positions = _listed(batch, i, length, blocks, listed)
         probs = _probabilities(last, keys, _visible(batch, i, positions, emitting), batch.scale)
-        weights = pool_blocks(probs, blocks.block_size).unflatten(1, (batch.group, emitting)).mean(2)
+        weights = pool_blocks(probs, block_size).unflatten(1, (batch.group, emitting)).mean(2)
         at = blocks.lists[i].long().where(listed, 0).repeat_interleave(batch.group, 0)
         sums[i].scatter_add_(1, at, share * weights.flatten(0, 1))
 

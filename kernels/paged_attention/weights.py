@@ -1,23 +1,23 @@
-"""From the sums that the attention kernel leaves (`BlockSums`) to the weights that blocks got, in Triton."""
-
-from dataclasses import replace
+"""The softmax weights that blocks got: in Triton from the sums that the attention kernel leaves (`BlockSums`)."""
 
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
-from specahead.kernels.paged_attention.inputs import Batch, BlockLists
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.paged_attention.inputs import Batch, BlockLists, check_batch
 from specahead.kernels.paged_attention.launch import BlockSums, attend_in_triton
+from specahead.kernels.paged_attention.reference import add_weights_of_last_queries, attend_in_torch
 from specahead.kernels.paged_attention.work import Work
 
 MOST_LEFT = 2**28  # bytes that the layers of a pass leave before their weights are added to evidence
 
 
 class LayersEvidence:
-    """Adds the weights that the layers of one pass give blocks to evidence, many layers in one launch.
+    """Adds the weights that the layers of one pass give blocks to evidence, in Triton many layers in one launch.
 
     evidence: [sequences, layers, heads, n] float32, its last dimension contiguous
-    share: the factor of the mean weight of each sequence's last `emitting` queries
+    share: the factor of the mean weight of each sequence's last `emitting` queries; all have as many
+    block_size: tokens of a block
     listed: the lists of all layers, with a leading dimension for them, if the pass reads lists
     fresh: whether the evidence is undefined before, and is set; not in a pass that reads lists
     Layers attend in their order; after the last one all weights have been added.
@@ -31,16 +31,27 @@ class LayersEvidence:
         emitting: int,
         listed: BlockLists | None,
         fresh: bool = False,
+        backend: Backend = "torch",
     ) -> None:
         if fresh and listed is not None:
             raise ValueError("LayersEvidence: a pass that reads lists sets no evidence: give one that holds numbers")
         self._evidence, self._share, self._block_size = evidence, share, block_size
-        self._emitting, self._listed, self._fresh = emitting, listed, fresh
+        self._emitting, self._listed, self._fresh, self._backend = emitting, listed, fresh, backend
         self._room: tuple[Tensor, Tensor] | None = None  # of several layers
         self._first = self._left = 0  # the first layer in that room, and how many are in it
 
     def attend(self, layer: int, batch: Batch, blocks: BlockLists | None, work: Work | None) -> Tensor:
-        """Return the output of a layer. blocks: its lists, if it reads lists."""
+        """Return the output of a layer, as `paged_attention`. blocks: its lists, if it reads lists."""
+        check_batch(batch, blocks)
+        if self._backend == "torch":
+            sums = self._evidence[:, layer]
+            if self._fresh:
+                sums.zero_()
+            add_weights_of_last_queries(batch, blocks, self._block_size, sums, self._share, self._emitting)
+            return attend_in_torch(batch, blocks)[0]
+        return self._attend_in_triton(layer, batch, blocks, work)
+
+    def _attend_in_triton(self, layer: int, batch: Batch, blocks: BlockLists | None, work: Work | None) -> Tensor:
         out, sums = attend_in_triton(batch, blocks, None, work, self._block_size, self._room_of)
         assert self._room is not None
         last, room = self._evidence.shape[1] - 1, len(self._room[0])
@@ -60,68 +71,40 @@ class LayersEvidence:
         return self._room[0][self._left], self._room[1][self._left]
 
     def _add(self, batch: Batch, sums: BlockSums, stop: int) -> None:
-        """Add the weights of the layers up to, but not including, `stop` that are in the room."""
+        """Add the weights of the layers up to, but not including, `stop` that are in the room, or set them."""
         assert self._room is not None
-        layers, listed = slice(self._first, stop), None
+        layers, lengths = slice(self._first, stop), batch.kv_lengths
+        out, lists, counts = self._evidence[:, layers], lengths, lengths
         if self._listed is not None:
-            listed = BlockLists(self._listed.lists[layers], self._listed.counts[layers], self._block_size)
-        of_layers = replace(sums, blocks=self._room[0], total=self._room[1])
-        _weigh(batch, of_layers, self._evidence[:, layers], self._emitting, listed, self._share, self._fresh)
-
-
-def weigh_last_queries(batch: Batch, sums: BlockSums, out: Tensor, emitting: int = 1) -> None:
-    """Write the weights of each sequence's last queries on all blocks to `out` [sequences, emitting, heads, width].
-
-    `out` is float32 and contiguous.
-    """
-    _weigh(batch, sums, out[:, None].flatten(2, 3), emitting, None, None)
-
-
-def _weigh(
-    batch: Batch,
-    sums: BlockSums,
-    out: Tensor,
-    emitting: int,
-    blocks: BlockLists | None,
-    share: float | None,
-    fresh: bool = False,
-) -> None:
-    """Add `share` of the last queries' mean weights on blocks to `out` [sequences, layers, heads, n] float32, its last
-    dimension contiguous, or set it; without a share store the weights of each, [sequences, 1, emitting * heads, n].
-
-    sums: of one layer, or of several with a leading dimension; blocks: likewise, if they are of lists.
-    """
-    lengths, (sequences, layers, _, n) = batch.kv_lengths, out.shape
-    lists, counts = (lengths, lengths) if blocks is None else (blocks.lists, blocks.counts)
-    width = n if blocks is None else blocks.lists.shape[-1]
-    rows = sequences * batch.heads * (emitting if share is None else 1)
-    chunk = min(1024, max(128, power_of_two(width)))
-    _query_weights_kernel[(rows, -(-width // chunk) or 1, layers)](
-        block_sums_ptr=sums.blocks,
-        log_sums_ptr=sums.total,
-        lengths_ptr=lengths,
-        lists_ptr=lists,
-        counts_ptr=counts,
-        starts_ptr=batch.query_starts,
-        out_ptr=out,
-        width=width,
-        block_sums_stride=sums.blocks.shape[-1],
-        emitting=emitting,
-        out_stride=out.stride(0),
-        layer_stride=out.stride(1),
-        head_stride=out.stride(2),
-        share=1.0 if share is None else share / emitting,
-        sequences=sequences,
-        sums_rows=sums.total.shape[-1],
-        **sums.layout,
-        UNIT=sums.block_size,
-        LISTED=blocks is not None,
-        MEAN=share is not None,
-        STORED=share is None or fresh,
-        CHUNK=chunk,
-        num_warps=max(1, chunk // 256),
-        **overlapping_launch(out.device),
-    )
+            lists, counts = self._listed.lists[layers], self._listed.counts[layers]
+        (sequences, count, heads, n), of_blocks = out.shape, self._room[0]
+        width = n if self._listed is None else lists.shape[-1]
+        chunk = min(1024, max(128, power_of_two(width)))
+        _query_weights_kernel[(sequences * heads, -(-width // chunk) or 1, count)](
+            block_sums_ptr=of_blocks,
+            log_sums_ptr=self._room[1],
+            lengths_ptr=lengths,
+            lists_ptr=lists,
+            counts_ptr=counts,
+            starts_ptr=batch.query_starts,
+            out_ptr=out,
+            width=width,
+            block_sums_stride=of_blocks.shape[-1],
+            emitting=self._emitting,
+            out_stride=out.stride(0),
+            layer_stride=out.stride(1),
+            head_stride=out.stride(2),
+            share=self._share / self._emitting,
+            sequences=sequences,
+            sums_rows=of_blocks.shape[1],
+            **sums.layout,
+            UNIT=sums.block_size,
+            LISTED=self._listed is not None,
+            STORED=self._fresh,
+            CHUNK=chunk,
+            num_warps=max(1, chunk // 256),
+            **overlapping_launch(out.device),
+        )
 
 
 def weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, weights: Tensor | None = None) -> Tensor:
@@ -196,26 +179,20 @@ def _query_weights_kernel(
     QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     LISTED: tl.constexpr,
-    MEAN: tl.constexpr,
     STORED: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weigh blocks of UNIT tokens, or of lists, by one head of the last `emitting` queries in one layer.
+    """Weigh blocks of UNIT tokens, or of lists, by one head of the last `emitting` queries in one layer, times `share`,
+    into out [sequences, layers, heads, n].
 
-    MEAN: by all these queries, times `share`, into out [sequences, layers, heads, n]; else by one query, into out
-    [sequences, emitting, heads, n]. STORED: weights are stored, for all blocks; else they are added.
+    STORED: weights are stored, for all blocks; else they are added.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    TOGETHER: tl.constexpr = emitting if MEAN else 1
     row, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     head = row % HEADS
-    sequence = row // (HEADS * (emitting // TOGETHER))
-    of_out = head
+    sequence = row // HEADS
     first = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - emitting
-    if not MEAN:
-        first += row // HEADS % emitting
-        of_out = row % (HEADS * emitting)
     list_row = sequence * KV_HEADS + head // GROUP
     of_lists = layer * sequences * KV_HEADS + list_row
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -225,10 +202,10 @@ def _query_weights_kernel(
     else:
         inside = place < tl.cdiv(tl.load(lengths_ptr + sequence), UNIT)
         block = place
-    target = out_ptr + sequence.to(tl.int64) * out_stride + layer * layer_stride + of_out * head_stride + block
+    target = out_ptr + sequence.to(tl.int64) * out_stride + layer * layer_stride + head * head_stride + block
     weights = tl.zeros([CHUNK], tl.float32)
     follow(PDL)
-    for index in tl.static_range(TOGETHER):
+    for index in tl.static_range(emitting):
         query = tl.maximum(first + index, 0)  # an empty place of a batch has none
         at = layer * sums_rows + _row_of(list_row * row_tiles, query, head % GROUP, QUERIES, GROUP)
         sums = tl.load(block_sums_ptr + at * block_sums_stride + place, mask=inside, other=-float("inf"))

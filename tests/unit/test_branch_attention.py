@@ -11,18 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specahead.kernels.paged_attention import (
-    Batch,
-    BlockLists,
-    add_listed_weights,
-    paged_attention,
-    paged_attention_with_block_weights,
-)
-from tests.unit.test_paged_attention import SCALE, Case, densified, shuffled_case
+from specahead.kernels.backends import Backend
+from specahead.kernels.paged_attention import Batch, BlockLists, paged_attention
+from tests.unit.test_paged_attention import SCALE, Case, densified, shuffled_case, weigh
 from tests.unit.test_paged_attention_triton import on_device
 
 BRANCHES, TAIL = 3, 5  # branches of a sequence; tokens that each may hold
-BACKENDS = ["torch"] + (["triton"] if importlib.util.find_spec("triton") else [])
+BACKENDS: list[Backend] = ["torch"] + (["triton"] if importlib.util.find_spec("triton") else [])
 
 
 def branched(seed: int, group: int, drafted: int) -> tuple[Case, Tensor]:
@@ -73,29 +68,31 @@ def batch_of(case: Case, visible: Tensor) -> Batch:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("seed", "group", "drafted"), [(0, 1, 1), (1, 4, 3), (2, 3, 5)])
-def test_dense_and_its_weights(seed: int, group: int, drafted: int, backend: str) -> None:
+def test_dense_and_its_weights(seed: int, group: int, drafted: int, backend: Backend) -> None:
     case, visible = branched(seed, group, drafted)
     everything = [[set(range(100))] * 2] * 2
     wanted, weights = by_hand(case, visible, everything)
     batch = on_device(batch_of(case, visible))
     torch.testing.assert_close(paged_attention(batch, backend=backend).cpu(), wanted, atol=2e-5, rtol=1e-4)
-    out, given = paged_attention_with_block_weights(batch, 16, BRANCHES, backend, width=8)
+    sums = torch.zeros(2, case.queries.shape[1], 8, device=batch.queries.device)
+    out = weigh(batch, sums, None, BRANCHES, backend=backend)
     torch.testing.assert_close(out.cpu(), wanted, atol=2e-5, rtol=1e-4)
     for i, probs in enumerate(weights):
         padded = np.pad(probs, ((0, 0), (0, 0), (0, 8 * 16 - probs.shape[2]))).reshape(*probs.shape[:2], 8, 16).sum(-1)
-        torch.testing.assert_close(given[i].cpu(), torch.from_numpy(padded).float(), atol=2e-5, rtol=1e-4)
+        mean = 0.25 * torch.from_numpy(padded.mean(0)).float()
+        torch.testing.assert_close(sums[i].cpu(), mean, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("seed", "group", "drafted"), [(3, 1, 1), (4, 4, 4), (5, 3, 5)])
-def test_lists_and_their_mean_weights(seed: int, group: int, drafted: int, backend: str) -> None:
+def test_lists_and_their_mean_weights(seed: int, group: int, drafted: int, backend: Backend) -> None:
     case, visible = branched(seed, group, drafted)
     blocks: BlockLists = case.packed_lists()
     wanted, weights = by_hand(case, visible, [[set(pages) for pages in heads] for heads in case.lists])
     batch, lists = on_device((batch_of(case, visible), blocks))
     before = torch.rand(2, case.queries.shape[1], 8, device=lists.lists.device)
     sums = before.clone()
-    out = add_listed_weights(batch, lists, sums, 0.25, backend, emitting=BRANCHES)
+    out = weigh(batch, sums, lists, BRANCHES, backend=backend)
     torch.testing.assert_close(out.cpu(), wanted, atol=2e-5, rtol=1e-4)
     for i, probs in enumerate(weights):
         padded = np.pad(probs, ((0, 0), (0, 0), (0, 8 * 16 - probs.shape[2]))).reshape(*probs.shape[:2], 8, 16).sum(-1)

@@ -7,22 +7,39 @@ import pytest
 import torch
 from torch import Tensor
 
+from specahead.kernels.backends import Backend
 from specahead.kernels.kv_write import write_kv
 from specahead.kernels.paged_attention import (
     MAX_VARIANCE_TERM,
     Batch,
     BlockLists,
     GroupMeans,
+    LayersEvidence,
     paged_attention,
     paged_attention_remembering,
-    paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     pool_blocks,
+    weights_of_last_queries,
 )
 
 GAMMA = 4
 SCALE = 0.3
 UNREAD = 2**30  # an entry past a list's count; reading it would be an index error
+
+
+def weigh(
+    batch: Batch,
+    sums: Tensor,
+    blocks: BlockLists | None = None,
+    emitting: int = 1,
+    block_size: int = 16,
+    backend: Backend = "torch",
+) -> Tensor:
+    """Attend in one layer, and add a quarter of its weights to `sums` [sequences, heads, n]."""
+    listed = None if blocks is None else BlockLists(blocks.lists[None], blocks.counts[None], blocks.block_size)
+    size = block_size if blocks is None else blocks.block_size
+    evidence = LayersEvidence(sums[:, None], 0.25, size, emitting, listed, backend=backend)
+    return evidence.attend(0, batch, blocks, None)
 
 
 @dataclass(frozen=True)
@@ -304,8 +321,7 @@ def test_the_last_queries_give_their_weights(group: int, emitting: int, block_si
     counts = [emitting, emitting + 2, 7, 7]
     lengths = [emitting, 130, 64, 7]
     case = shuffled_case(rng, lengths, counts, 16, 2, 8, group)
-    out, weights = paged_attention_with_block_weights(case.batch, block_size, emitting)
-    assert torch.equal(out, case.dense())
+    weights = weights_of_last_queries(case.batch, block_size, emitting)
     assert weights.shape == (4, emitting, 2 * group, -(-130 // block_size))
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:3]))

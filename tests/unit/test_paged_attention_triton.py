@@ -12,10 +12,8 @@ from specahead.kernels.paged_attention import (
     Batch,
     BlockLists,
     GroupMeans,
-    add_listed_weights,
     paged_attention,
     paged_attention_remembering,
-    paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     pinned_tuning,
     plan_work,
@@ -30,6 +28,7 @@ from tests.unit.test_paged_attention import (
     in_blocks,
     reference_by_token,
     shuffled_case,
+    weigh,
 )
 
 pytest.importorskip("triton")
@@ -132,12 +131,13 @@ def test_the_last_queries_give_their_weights(group: int, emitting: int, block_si
     rng = np.random.default_rng(emitting)
     torch.manual_seed(emitting)
     case = shuffled_case(rng, [emitting, 130, 64], [emitting, emitting + 2, 7], 16, 2, 16, group)
-    width = 9 * 16 // block_size
-    wanted, wanted_weights = paged_attention_with_block_weights(case.batch, block_size, emitting, width=width)
-    kernel = paged_attention_with_block_weights
-    got, weights = in_triton(case, block_size, emitting, kernel=kernel, width=width)
-    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(weights, wanted_weights, atol=2e-5, rtol=1e-4)
+    width = -(-9 * 16 // block_size)
+    wanted_weights = torch.rand(3, 2 * group, width)
+    weights = wanted_weights.to(DEVICE)
+    wanted = weigh(case.batch, wanted_weights, None, emitting, block_size)
+    got = weigh(on_device(case.batch), weights, None, emitting, block_size, "triton")
+    torch.testing.assert_close(got.cpu(), wanted, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(weights.cpu(), wanted_weights, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_weights_of_listed_blocks_are_added(group: int, counts: list[int], block
     heads = case.queries.shape[1]
     before = torch.rand(len(counts), 2, heads, n)[:, 1]  # a slice, as of one layer of several
     wanted = before.clone()
-    out = add_listed_weights(case.batch, blocks, wanted, 0.25)
+    out = weigh(case.batch, wanted, blocks)
     torch.testing.assert_close(out, paged_attention(case.batch, blocks))
     _, probs = reference_by_token(case, block_size)
     for i, by_token in enumerate(probs):
@@ -196,8 +196,8 @@ def test_weights_of_listed_blocks_are_added(group: int, counts: list[int], block
     whole = torch.zeros(len(counts), 2, heads, n).to(DEVICE)
     sums = whole[:, 1]
     sums.copy_(before)
-    got = in_triton(case, blocks, sums, 0.25, kernel=add_listed_weights)
-    torch.testing.assert_close(got, out, atol=2e-5, rtol=1e-4)
+    got = weigh(on_device(case.batch), sums, on_device(blocks), backend="triton")
+    torch.testing.assert_close(got.cpu(), out, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(sums.cpu(), wanted, atol=2e-5, rtol=1e-4)
 
 

@@ -10,14 +10,8 @@ from torch import Tensor
 from specahead.engine.model.decoder import Decoder, DecoderLayer
 from specahead.kernels.backends import Backend
 from specahead.kernels.linear import LinearWeight
-from specahead.kernels.paged_attention import (
-    Batch,
-    BlockLists,
-    add_listed_weights,
-    paged_attention,
-    paged_attention_with_block_weights,
-    paged_attention_with_read_weights,
-)
+from specahead.kernels.paged_attention import Batch, BlockLists, paged_attention, paged_attention_with_read_weights
+from tests.unit.test_paged_attention import weigh
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,11 +118,10 @@ def test_attention_that_gives_weights(rows: int, group: int) -> None:
     batch = Batch(queries, *pool, tables, lengths, starts, SCALE, rows)
 
     def run(backend: Backend) -> tuple[Tensor, ...]:
-        sums = torch.ones(1, heads, blocks, device=DEVICE)
-        dense = paged_attention_with_block_weights(batch, PAGE, 1, backend, width=blocks)
+        of_all, of_listed = torch.ones(2, 1, heads, blocks, device=DEVICE)
+        dense = weigh(batch, of_all, block_size=PAGE, backend=backend)
         sparse = paged_attention_with_read_weights(batch, listed, backend=backend)
-        added = add_listed_weights(batch, listed, sums, 0.25, backend)
-        return *dense, *sparse, added, sums
+        return dense, of_all, *sparse, weigh(batch, of_listed, listed, backend=backend), of_listed
 
     for ours, wanted in zip(run("triton"), run("torch"), strict=True):
         torch.testing.assert_close(ours, wanted, atol=3e-5, rtol=1e-4)

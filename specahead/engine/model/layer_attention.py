@@ -18,10 +18,8 @@ from specahead.kernels.paged_attention import (
     LayersEvidence,
     Tuning,
     Work,
-    add_listed_weights,
     paged_attention,
     paged_attention_remembering,
-    paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     plan_work,
 )
@@ -147,23 +145,16 @@ class LayerAttention:
         """Return what adds the weights of all layers to evidence. Either all layers have lists, or none has."""
         if self._all_layers is None:
             listed = None if self.listed is None else self.listed.blocks
-            self._all_layers = LayersEvidence(to.sums, to.share, to.block_size, to.queries, listed, to.fresh)
+            self._all_layers = LayersEvidence(
+                to.sums, to.share, to.block_size, to.queries, listed, to.fresh, self.backend
+            )
         return self._all_layers
 
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         batch, weights = self._batch(layer, queries), self.weights
         how: dict[str, Any] = {"backend": self.backend, "work": self.dense_work}
-        if isinstance(weights, Evidence) and self.backend == "triton":
-            return self._evidence(weights).attend(layer, batch, None, self.dense_work)
         if isinstance(weights, Evidence):
-            width = weights.sums.shape[3]
-            emitting = weights.queries
-            out, given = paged_attention_with_block_weights(batch, weights.block_size, emitting, width=width, **how)
-            sums = weights.sums[:, layer]
-            if weights.fresh:
-                sums.zero_()
-            sums.add_(given[:, 0] if emitting == 1 else given.mean(1), alpha=weights.share)
-            return out
+            return self._evidence(weights).attend(layer, batch, None, self.dense_work)
         if isinstance(weights, BlockMemory) and layer in weights.index:
             rows = slice(weights.index[layer] * self.heads.kv, (weights.index[layer] + 1) * self.heads.kv)
             remembered = weights.memory[:, rows], weights.places, weights.decay
@@ -182,11 +173,8 @@ class LayerAttention:
         work = None if self.listed.work is None else self.listed.work.layer(at)
         means = None if self.listed.means is None else self.listed.means[layer]
         how: dict[str, Any] = {"backend": self.backend, "work": work}
-        if isinstance(weights, Evidence) and self.backend == "triton":
-            return self._evidence(weights).attend(layer, batch, blocks, work)
         if isinstance(weights, Evidence):
-            sums = weights.sums[:, layer]
-            return add_listed_weights(batch, blocks, sums, weights.share, emitting=weights.queries, **how)
+            return self._evidence(weights).attend(layer, batch, blocks, work)
         if isinstance(weights, Tensor):
             out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights[at], **how)
             return out

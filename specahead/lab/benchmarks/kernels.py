@@ -16,8 +16,8 @@ from specahead.kernels.paged_attention import (
     Batch,
     BlockLists,
     GroupMeans,
+    LayersEvidence,
     paged_attention,
-    paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     plan_work,
 )
@@ -100,8 +100,10 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
     sparse = what in ("sparse", "means", "weighing")
     means = case.means if what == "means" else None
     layers = shape.num_hidden_layers
+    sums = torch.zeros(len(case.lengths), layers, shape.num_attention_heads, case.tables.shape[1], device="cuda")
 
     def work() -> None:
+        evidence = LayersEvidence(sums, 1.0, PAGE_SIZE, 1, None, backend="triton")
         blocks = case.lists if sparse else None
         plan = plan_work(
             shape.num_key_value_heads,
@@ -120,8 +122,7 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
             if what == "dense":
                 paged_attention(batch, backend="triton", work=plan)
             elif what == "emitting":
-                width = case.tables.shape[1]
-                paged_attention_with_block_weights(batch, PAGE_SIZE, 1, backend="triton", width=width, work=plan)
+                evidence.attend(i, batch, None, plan)
             else:
                 here = BlockLists(case.lists.lists[i], case.lists.counts[i], PAGE_SIZE)
                 weighing = what == "weighing"

@@ -8,7 +8,7 @@ from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.model.decoder import Attend
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.backends import default_backend
-from specahead.kernels.paged_attention import Batch, paged_attention_with_block_weights
+from specahead.kernels.paged_attention import Batch, paged_attention, weights_of_last_queries
 
 
 @torch.inference_mode()
@@ -40,16 +40,13 @@ def forward_weighing(
     blocks] float32.
     """
     length, device, given = sequence.length + len(tokens), runner.device, list[Tensor]()
-    blocks = -(-length // block_size)
     lengths, starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([length], [0, len(tokens)]))
 
     def attend(layer: int, queries: Tensor) -> Tensor:
         table = torch.from_numpy(sequence.table()).to(device)[None]
         pages, scale = runner.kv.layer_pages(layer), runner.decoder.attention_scale
         batch = Batch(queries, *pages, table, lengths, starts, scale, len(tokens))
-        backend = default_backend(device)
-        out, weights = paged_attention_with_block_weights(batch, block_size, emitting, backend, width=blocks)
-        given.append(weights[0])
-        return out
+        given.append(weights_of_last_queries(batch, block_size, emitting)[0])
+        return paged_attention(batch, backend=default_backend(device))
 
     return forward_attending(runner, sequence, tokens, attend, logits), torch.stack(given)
