@@ -252,7 +252,7 @@ class Verifier:
         ending = step.ending
         if ending is None:
             return VerifyResult([], [], 0.0)
-        outputs = ending.under_way.outputs() if ending.under_way is not None else self.runner.forward(ending.inputs)
+        outputs = ending.under_way() if ending.under_way is not None else self.runner.forward(ending.inputs)
         rounds = len(ending.rounds)
         read = zip(ending.prefills, outputs[rounds:], strict=True)
         prompts = [_prompt_logprobs(session, output) for (session, _), output in read]

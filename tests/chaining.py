@@ -7,7 +7,7 @@ from typing import Any
 from specahead.engine.sampling.distributions import Support
 from specahead.engine.steps.device_chain import NO_ALTERNATIVE, Imposed
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.outputs import FinishedRounds, FinishedStep, RoundsUnderWay, StepUnderWay
+from specahead.engine.steps.outputs import RoundsUnderWay, StepUnderWay
 from specahead.engine.steps.requests import RoundOutput, RoundRequest
 from specahead.engine.steps.runner import TargetOrDraftRunner
 
@@ -37,7 +37,7 @@ class ChainingRunner(TargetOrDraftRunner):
         follows = requests[0].follows is not None
         verdicts = self._chain.verdicts if imposed is None else imposed
         self._chain.rounds = self._follow(requests, verdicts) if follows else self.draft_rounds(requests)
-        return FinishedRounds(self._chain.rounds)
+        return RoundsUnderWay.finished(self._chain.rounds)
 
     def _follow(self, requests: list[RoundRequest], verdicts: Sequence[Imposed]) -> list[RoundOutput]:
         """Draft behind what the step has left, as if the host had seen it."""
@@ -78,7 +78,7 @@ class ChainingRunner(TargetOrDraftRunner):
             other = NO_ALTERNATIVE if output.alternative is None else output.alternative
             verdicts.append((max(0, accepted - item.held), following, other))
         self._chain.verdicts = verdicts
-        return FinishedStep(outputs)
+        return lambda: outputs
 
     def _accept_alternative(
         self, item: SequenceInput, of_chain: SequenceInput, length: int, output: SequenceOutput

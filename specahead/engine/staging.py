@@ -65,12 +65,15 @@ class Staging:
         done.record()
         return done
 
-    def fetch(self) -> dict[str, np.ndarray]:
-        """Wait for the results, and return `host`, which the next `fetch` overwrites."""
-        done = self.send_back()
+    def wait(self, done: torch.cuda.Event | None) -> dict[str, np.ndarray]:
+        """Wait for the results that `send_back` sends, and return `host`. done: what it returned."""
         if done is not None:
             done.synchronize()
         return self.host
+
+    def fetch(self) -> dict[str, np.ndarray]:
+        """Wait for the results, and return `host`, which the next `fetch` overwrites."""
+        return self.wait(self.send_back())
 
     def copy_in(self) -> None:
         """Launch the copy from the host."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specahead.engine.steps.announcing import Announcer, choose_blocks, predict_weights
+from specahead.engine.steps.announcing import Announcer, announce_blocks
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection, row_words
 
@@ -56,8 +56,8 @@ def announce(evidence: Tensor, plan: Plan, base: int, last: BlockSelection | Non
     if last is not None:
         before[0] = torch.from_numpy(last.resized(blocks).words.view(np.int64).copy())
     limits = torch.tensor(announced_limits(plan, base), dtype=torch.int32)[:, None]
-    scores = predict_weights(announcer, evidence[None, ..., :blocks].float().cpu(), before, limits)
-    words = choose_blocks(scores, limits, "torch")[0].numpy().view(np.uint64)
+    bitmaps = announce_blocks(announcer, evidence[None, ..., :blocks].float().cpu(), before, limits)
+    words = bitmaps[0].numpy().view(np.uint64)
     return BlockSelection(len(words), blocks, words)
 
 

@@ -12,7 +12,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.steps.device_chain import Imposed
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.outputs import FinishedStep, StepUnderWay
+from specahead.engine.steps.outputs import StepUnderWay
 from specahead.engine.steps.requests import (
     AnnouncementRequest,
     Branch,
@@ -127,7 +127,7 @@ class ScriptedRunner(ChainingRunner):
             item.kv.length += len(item.tokens)
         verdicts = [output.verdict for output in outputs if output.verdict is not None]
         self._left = [(begin + 1 + kept, token) for begin, (kept, token) in zip(begins, verdicts, strict=True)]
-        return FinishedStep(outputs)
+        return lambda: outputs
 
     def _draft_for_itself(self, item: SequenceInput) -> None:
         """Draft all tokens of a round except the first."""

@@ -28,7 +28,7 @@ from specahead.engine.sampling.judging import (
 )
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.staging import Staging
-from specahead.engine.steps.announcing import choose_blocks, predict_weights
+from specahead.engine.steps.announcing import announce_blocks
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from specahead.engine.steps.requests import (
     AnnouncementRequest,
@@ -464,8 +464,7 @@ def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Te
     if request.before is not None:
         before[0] = torch.tensor(request.before.view(np.int64))
     limits = torch.tensor([[request.first], [request.last], [max(0, request.count)]], dtype=torch.int32)
-    scores = predict_weights(announcer, evidence, before, limits)
-    return choose_blocks(scores, limits, "torch")[0].numpy().view(np.uint64)
+    return announce_blocks(announcer, evidence, before, limits)[0].numpy().view(np.uint64)
 
 
 def judge_rounds(

@@ -27,7 +27,7 @@ from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.graphs import Captured
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.model_runner import STEP_QUERIES, ModelRunner
-from specahead.engine.steps.pass_runner import Started
+from specahead.engine.steps.outputs import StepUnderWay
 from specahead.engine.steps.shapes import PassShape
 from specahead.sparsity.reader import Reader
 from specahead.wire import messages as m
@@ -99,7 +99,7 @@ class Probe:
             last[:] = [step_of(shape)]
             return last[0]
 
-        def noted_start(inputs: list[SequenceInput], shape: PassShape) -> Started:
+        def noted_start(inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
             started = start(inputs, shape)
             self.ran.append(Ran(inputs, shape, last[0]))
             return started

@@ -159,8 +159,8 @@ def test_branches_announce_by_the_mean_of_all_their_queries(
     seen: list[torch.Tensor] = []
     if DEVICE == "cuda":
         pytest.skip("evidence cannot be looked at inside a round that a GPU has captured")
-    original = launches.predict_weights
-    monkeypatch.setattr(launches, "predict_weights", lambda *args: (seen.append(args[1].clone()), original(*args))[1])
+    original = launches.announce_blocks
+    monkeypatch.setattr(launches, "announce_blocks", lambda *args: (seen.append(args[1].clone()), original(*args))[1])
     text = tokens(200, 6)
     leaves = [(200, 5), (199, 77)]
     announce = announcement_request(PLAN, 198, None)

@@ -119,7 +119,7 @@ def test_they_begin_where_the_step_ends(read_share: float, announces: bool, impo
         requests.append(following(kvs[draft][i], order.index(i), known, proposed[i], *how(i, announced[i])))
     given = draft.launch_rounds(requests, None if imposed is None else [imposed[i] for i in order]).outputs()
 
-    judged_as = [step.outputs()[order.index(i)].verdict for i in range(len(texts))]
+    judged_as = [step()[order.index(i)].verdict for i in range(len(texts))]
     verdicts = [(*verdict, -1) for verdict in judged_as if verdict] if imposed is None else imposed
     seen = []
     for i, (text, verdict) in enumerate(zip(texts, verdicts, strict=True)):

@@ -75,7 +75,7 @@ def test_it_judges_what_the_rounds_leave(
         SequenceInput(kv, [text[-1], *drafted.tokens], "all", drafted=drafted, draft_row=order.index(i))
         for i, (kv, text, drafted) in enumerate(zip(kvs[target], texts, judged, strict=True))
     ]
-    given = target.launch(behind).outputs()
+    given = target.launch(behind)()
     drafts = [rounds.outputs()[order.index(i)].branches[0] for i in range(len(texts))]
     known = []
     for i, (item, count) in enumerate(zip(behind, proposed, strict=True)):
@@ -125,7 +125,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
 
     nothing = [BlockSelection.of_nothing(rows, plan.num_blocks(len(text))) for text in texts]
     behind = [replace(input_of(i, nothing[i]), draft_row=i) for i in range(len(texts))]
-    given = target.launch(behind).outputs()
+    given = target.launch(behind)()
     known = []
     for i, (output, text) in enumerate(zip(rounds.outputs(), texts, strict=True)):
         target.kv.truncate(kvs[target][i], len(text) - 1)
@@ -204,7 +204,7 @@ class Judging:
                 kv, [text[-1], *judged.tokens], "all", read, judged, draft_row=i, alternatives=beside
             )
             inputs.append(behind)
-        outputs = self.target.launch(inputs).outputs()
+        outputs = self.target.launch(inputs)()
         assert [kv.length for kv in self.kvs] == [len(text) + GAMMA + beside for text in self.texts]
         return outputs
 

@@ -17,7 +17,7 @@ from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.device_chain import Imposed
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.outputs import FinishedRounds, FinishedStep, RoundsUnderWay, StepUnderWay
+from specahead.engine.steps.outputs import RoundsUnderWay, StepUnderWay
 from specahead.engine.steps.requests import RoundOutput, RoundRequest
 from specahead.kernels.linear import MOST_ROWS
 from specahead.lab.benchmarks.scripted import KV_HEADS, LAYERS, VOCAB, ScriptedRunner, scripted_plan
@@ -79,26 +79,6 @@ class Costs:
 
 TARGET = Costs(0.0039, 0.0017, 3e-5, 3.25e-8, 2.7e-5)
 DRAFT_PASS = Costs(0.00095, 0.0, 1e-5, 2e-9, 3.5e-6)
-
-
-@dataclass(frozen=True)
-class _TimedStep(FinishedStep):
-    device: Device
-    ends: float
-
-    def outputs(self) -> list[SequenceOutput]:
-        self.device.wait(self.ends)
-        return self.given
-
-
-@dataclass(frozen=True)
-class _TimedRounds(FinishedRounds):
-    device: Device
-    ends: float
-
-    def outputs(self) -> list[RoundOutput]:
-        self.device.wait(self.ends)
-        return self.given
 
 
 def _drafts(item: SequenceInput) -> bool:
@@ -167,10 +147,20 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
     def launch(self, inputs: list[SequenceInput], imposed: Sequence[Imposed] | None = None) -> StepUnderWay:
         def forward() -> list[SequenceOutput]:
             judges = any(item.draft_row is not None for item in inputs)
-            return super(TimedRunner, self).launch(inputs, imposed).outputs() if judges else self.forward(inputs)
+            return super(TimedRunner, self).launch(inputs, imposed)() if judges else self.forward(inputs)
 
         outputs = self._launched(forward)
-        return _TimedStep(outputs, self._device, self._ends)
+        return self._ending(outputs)
+
+    def _ending(self, outputs: list[Any]) -> Callable[[], list[Any]]:
+        """Return what waits for the last launch, and returns the outputs."""
+        device, ends = self._device, self._ends
+
+        def end() -> list[Any]:
+            device.wait(ends)
+            return outputs
+
+        return end
 
     def alternatives_beside(self, gamma: int) -> int:
         """As many as fit into a tile of queries beside a token that runs in any case, with 4 heads to a KV head."""
@@ -189,7 +179,7 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
 
     def launch_rounds(self, requests: list[RoundRequest], imposed: Sequence[Imposed] | None = None) -> RoundsUnderWay:
         outputs = self._launched(lambda: ChainingRunner.launch_rounds(self, requests, imposed).outputs())
-        return _TimedRounds(outputs, self._device, self._ends)
+        return RoundsUnderWay(all(len(each.branches) == 1 for each in outputs), self._ending(outputs))
 
 
 class Timed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.backends import default_backend
 from specahead.kernels.selection import mark_over_rows, score_announced
 
 
@@ -28,26 +28,14 @@ class Announcer:
         return replace(self, heads=self.heads.to(device), weights=self.weights.to(device))
 
 
-def predict_weights(announcer: Announcer, evidence: Tensor, before: Tensor, limits: Tensor) -> Tensor:
-    """Predict the weight of each block in each row, 0 outside the limits: [sequences, rows, blocks] float32.
+def announce_blocks(announcer: Announcer, evidence: Tensor, before: Tensor, limits: Tensor) -> Tensor:
+    """Choose the blocks of an announcement, under one budget for all rows: [sequences, rows, words] int64, a bit each.
 
-    evidence: [sequences, layers, heads, blocks] float32, the draft's weights on blocks. before: [sequences, rows,
-    words] int64, a bit for each block that was announced in the round before. limits: [3, sequences] int32: blocks are
-    chosen from the first number up to, but not including, the second one; the third is how many.
+    evidence: [sequences, layers, heads, blocks] float32, the draft's weights on blocks, from which each row's weights
+    are predicted. before: [sequences, rows, words] int64, a bit for each block that was announced in the round before.
+    limits: [3, sequences] int32: blocks are chosen from the first number up to, but not including, the second one; the
+    third is how many.
     """
-    return score_announced(
-        evidence.flatten(1, 2),
-        announcer.heads,
-        announcer.weights,
-        before,
-        limits,
-        announcer.stickiness,
-        backend=default_backend(evidence.device),
-    )
-
-
-def choose_blocks(scores: Tensor, limits: Tensor, backend: Backend) -> Tensor:
-    """Choose blocks by `predict_weights`, under one budget for all rows: [sequences, rows, words] int64, a bit for each
-    block.
-    """
+    blends, backend = (announcer.heads, announcer.weights), default_backend(evidence.device)
+    scores = score_announced(evidence.flatten(1, 2), *blends, before, limits, announcer.stickiness, backend)
     return mark_over_rows(scores, limits[2], backend)

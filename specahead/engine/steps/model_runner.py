@@ -27,8 +27,8 @@ from specahead.engine.steps.grouping import (
     with_alternatives,
 )
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
-from specahead.engine.steps.outputs import RoundsUnderWay, StepUnderWay
-from specahead.engine.steps.pass_runner import PassRunner, Started
+from specahead.engine.steps.outputs import RoundsUnderWay, StepUnderWay, in_order
+from specahead.engine.steps.pass_runner import PassRunner
 from specahead.engine.steps.read_memories import ReadMemories
 from specahead.engine.steps.requests import RoundOutput, RoundRequest, RoundSettings
 from specahead.engine.steps.round_runner import ROUND_QUERIES, RoundRunner
@@ -121,21 +121,26 @@ class ModelRunner(TargetOrDraftRunner):
         for i, item in enumerate(inputs):
             groups.setdefault(kind_of(item, self._limits), []).append(i)
         kinds = sorted(groups.values(), key=lambda members: self._limits.is_prompt(inputs[members[0]]))
-        outputs: dict[int, SequenceOutput] = {}
-        started: list[tuple[list[int], Started]] = []
+        parts: list[tuple[list[int], list[SequenceOutput]]] = []
+        started: list[tuple[list[int], StepUnderWay]] = []
+
+        def finish() -> None:
+            parts.extend((members, end()) for members, end in started)
+            started.clear()
+
         for members in kinds:
             part = [inputs[i] for i in members]
             # Parts of prompts are launched after a step, which is waited for then: the device has work while the host
             # lays them out. Steps are waited for one by one, since they may have buffers in common.
             if not self._limits.is_prompt(part[0]):
-                _finish(started, outputs)
+                finish()
             started.append((members, self._start(part)))
             if not self.chains_rounds or not all(map(_gives_a_verdict_alone, part)):
-                _finish(started, outputs)
-        _finish(started, outputs)
-        return [outputs[i] for i in range(len(inputs))]
+                finish()
+        finish()
+        return in_order(parts)
 
-    def _start(self, inputs: list[SequenceInput]) -> Started:
+    def _start(self, inputs: list[SequenceInput]) -> StepUnderWay:
         """Run inputs of one kind, or launch them where they run in one pass. Returns what waits for their outputs."""
         is_prompt = self._limits.is_prompt(inputs[0])
         if not self._limits.pins(inputs[0]):
@@ -147,7 +152,7 @@ class ModelRunner(TargetOrDraftRunner):
             outputs = [output for part in parts for output in self._start_pass(part, captured=True)()]
         return lambda: outputs
 
-    def _start_pass(self, inputs: list[SequenceInput], captured: bool, rows: int = 0) -> Started:
+    def _start_pass(self, inputs: list[SequenceInput], captured: bool, rows: int = 0) -> StepUnderWay:
         """Launch inputs of one kind in one pass, or run them if what they read has to be fetched.
 
         captured: in the shape of a step, else of the exact size. rows: of a pass of the exact size in any case.
@@ -156,7 +161,7 @@ class ModelRunner(TargetOrDraftRunner):
         def shape_of(part: list[SequenceInput]) -> PassShape:
             return self._of_step(part) if captured else exact_shape(part, self.kv, self._limits, rows)
 
-        def start(part: list[SequenceInput]) -> Started:
+        def start(part: list[SequenceInput]) -> StepUnderWay:
             shape = shape_of(part)
             if captured and self.chains_steps and shape.drafts and shape.sequences <= MOST_CHAINED:
                 # The same graphs as of steps that are launched.
@@ -324,13 +329,6 @@ class ModelRunner(TargetOrDraftRunner):
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
         return self._rounds.launch(requests)
-
-
-def _finish(started: list[tuple[list[int], Started]], outputs: dict[int, SequenceOutput]) -> None:
-    """Wait for all passes that were started, and add what they gave to the outputs, by the numbers of their inputs."""
-    for members, finish in started:
-        outputs.update(zip(members, finish(), strict=True))
-    started.clear()
 
 
 def _gives_a_verdict_alone(item: SequenceInput) -> bool:

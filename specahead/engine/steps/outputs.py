@@ -1,7 +1,8 @@
 """From the results of passes and of rounds to the outputs of their sequences."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,46 +11,41 @@ from torch import Tensor
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.judging import judge_by_rules
-from specahead.engine.staging import Buffers, Staging
+from specahead.engine.staging import Buffers
 from specahead.engine.steps.alternatives import drafted_logits
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.requests import CodedBitmap, DraftedTokens, RoundOutput, RoundRequest
 from specahead.engine.steps.shapes import PassShape, RoundShape
 
 _OF_SEQUENCES = "accepted", "following", "blocks_read", "alternative", "drafted"  # results of a pass
+Output = TypeVar("Output")
 
 
-class StepUnderWay(Protocol):
-    """A step that has been launched and not been waited for."""
-
-    def outputs(self) -> list[SequenceOutput]:
-        """Wait for the step and return what it gave each sequence. To be called once, before the next but one."""
-
-
-@dataclass(frozen=True)
-class FinishedStep:
-    """A step that ran at once."""
-
-    given: list[SequenceOutput]
-
-    def outputs(self) -> list[SequenceOutput]:
-        return self.given
+# Waits for a launched step and returns what it gave each sequence. To be called once, before the next but one.
+StepUnderWay = Callable[[], list[SequenceOutput]]
 
 
 @dataclass(frozen=True)
-class LaunchedStep:
-    """A step that runs on the device."""
+class RoundsUnderWay:
+    """Rounds that were launched."""
 
-    results: Staging
-    """Where it leaves verdicts."""
-    inputs: list[SequenceInput]
-    done: torch.cuda.Event | None
-    """Comes when the step has ended; None: it has."""
+    of_one_branch: bool
+    """Whether all are drafted together, each after the tokens that there are: then a step may judge them."""
+    outputs: Callable[[], list[RoundOutput]]
+    """Waits for the rounds and returns what they give, in the order of the requests: before the next are launched."""
 
-    def outputs(self) -> list[SequenceOutput]:
-        if self.done is not None:
-            self.done.synchronize()
-        return _read_results(self.results.host, self.inputs)
+    @staticmethod
+    def finished(given: list[RoundOutput]) -> "RoundsUnderWay":
+        """Return rounds that ran at once."""
+        return RoundsUnderWay(all(len(output.branches) == 1 for output in given), lambda: given)
+
+
+def in_order(parts: Iterable[tuple[list[int], list[Output]]]) -> list[Output]:
+    """Return outputs in the order of their places, which stand beside the outputs of each part."""
+    outputs: dict[int, Output] = {}
+    for places, given in parts:
+        outputs.update(zip(places, given, strict=True))
+    return [outputs[i] for i in range(len(outputs))]
 
 
 def read_outputs(
@@ -60,7 +56,7 @@ def read_outputs(
     results: those of the buffers, on the host. A pass that only drafts leaves the lengths as they are, because the pass
     that judges writes this KV again.
     """
-    outputs = _read_results(results, inputs)
+    outputs = read_results(results, inputs)
     if shape.read.fetches:
         for output, missed in zip(outputs, results["missed"].tolist(), strict=False):
             output.tokens_fetched = missed * shape.read.block_size
@@ -80,7 +76,7 @@ def read_outputs(
     return outputs
 
 
-def _read_results(results: dict[str, np.ndarray], inputs: list[SequenceInput]) -> list[SequenceOutput]:
+def read_results(results: dict[str, np.ndarray], inputs: list[SequenceInput]) -> list[SequenceOutput]:
     """Return the outputs that the results of a pass hold, and put drafted tokens in place of the inputs' own."""
     given = {name: results[name].tolist() for name in _OF_SEQUENCES if name in results}
     outputs = [SequenceOutput() for _ in inputs]
@@ -147,67 +143,6 @@ def _blocks_of(buffers: Buffers, shape: PassShape, kv: KVCache, sequence: int, b
 
 
 # Rounds of a draft.
-
-
-class RoundsUnderWay(Protocol):
-    """Rounds that have been launched and not been waited for."""
-
-    @property
-    def of_one_branch(self) -> bool:
-        """Whether all are drafted together, each after the tokens that there are: then a step may judge them."""
-
-    def outputs(self) -> list[RoundOutput]:
-        """Wait for the rounds and return what they give, in the order of the requests: before the next are launched."""
-
-
-@dataclass(frozen=True)
-class FinishedRounds:
-    """Rounds that ran at once."""
-
-    given: list[RoundOutput]
-
-    @property
-    def of_one_branch(self) -> bool:
-        return all(len(output.branches) == 1 for output in self.given)
-
-    def outputs(self) -> list[RoundOutput]:
-        return self.given
-
-
-@dataclass(frozen=True)
-class LaunchedPart:
-    """Requests that are drafted together."""
-
-    places: list[int]
-    """The place of each among all that were launched with it."""
-    requests: list[RoundRequest]
-    shape: RoundShape
-    results: Staging
-    """Where the round leaves what it gives."""
-    done: torch.cuda.Event | None
-    """Comes when the round has ended; None: it has."""
-    runs_last: bool
-    """As of the settings."""
-
-
-@dataclass(frozen=True)
-class LaunchedRounds:
-    """Rounds that run on the device, by what is drafted together."""
-
-    parts: list[LaunchedPart]
-
-    @property
-    def of_one_branch(self) -> bool:
-        return len(self.parts) == 1 and self.parts[0].shape.branches == 1
-
-    def outputs(self) -> list[RoundOutput]:
-        outputs: dict[int, RoundOutput] = {}
-        for part in self.parts:
-            if part.done is not None:
-                part.done.synchronize()
-            read = read_round(part.results.host, part.shape, part.requests, part.runs_last)
-            outputs.update(zip(part.places, read, strict=True))
-        return [outputs[i] for i in range(len(outputs))]
 
 
 def read_round(

@@ -21,7 +21,7 @@ from specahead.engine.steps.grouping import StepLimits
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.launches import run_pass
 from specahead.engine.steps.layout import lay_out_pass
-from specahead.engine.steps.outputs import LaunchedStep, StepUnderWay, read_outputs
+from specahead.engine.steps.outputs import StepUnderWay, read_outputs, read_results
 from specahead.engine.steps.read_memories import ReadMemories
 from specahead.engine.steps.reads import heads_of
 from specahead.engine.steps.shapes import PassShape
@@ -35,8 +35,6 @@ from specahead.kernels.prompt_attention import (
     plan_prompts,
     shapes_of_parts,
 )
-
-Started = Callable[[], list[SequenceOutput]]  # waits for a launched pass and returns its outputs
 
 
 class PassRunner:
@@ -91,32 +89,28 @@ class PassRunner:
             return None
         return read_outputs(step.buffers, shape, inputs, self._kv, results)
 
-    def start_step(self, inputs: list[SequenceInput], shape: PassShape) -> Started:
+    def start_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
         """Launch the step of a shape. The returned function waits for it; call it before the shape runs again."""
         step = self.step_of(shape)
         self._lay_out(step.buffers, shape, inputs, None)
         step.run()
         return self._started(step.buffers, shape, inputs)
 
-    def _started(self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> Started:
-        done = buffers.results.send_back()
-
-        def finish() -> list[SequenceOutput]:
-            if done is not None:
-                done.synchronize()
-            return read_outputs(buffers, shape, inputs, self._kv, buffers.results.host)
-
-        return finish
+    def _started(self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> StepUnderWay:
+        results = buffers.results
+        done = results.send_back()
+        return lambda: read_outputs(buffers, shape, inputs, self._kv, results.wait(done))
 
     def launch_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
         """Launch the step of a shape whose inputs are all judged, and advance the lengths of their KV at once."""
         step = self.step_of(shape)
         self._lay_out(step.buffers, shape, inputs, None)
         step.run()
-        done = step.buffers.results.send_back()
+        results = step.buffers.results
+        done = results.send_back()
         for item in inputs:
             item.kv.length += item.rows
-        return LaunchedStep(step.buffers.results, inputs, done)
+        return lambda: read_results(results.wait(done), inputs)
 
     def start_exact(
         self,
@@ -124,7 +118,7 @@ class PassRunner:
         shape: PassShape,
         tables: list[np.ndarray] | None = None,
         layer_pages: LayerPages | None = None,
-    ) -> Started:
+    ) -> StepUnderWay:
         """Launch a pass of its exact size, without a graph. The returned function waits for it.
 
         tables, layer_pages: the sequences' block tables and the pages that these name, if not the KV's own pages.

@@ -16,7 +16,7 @@ from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.layer_attention import Evidence, LayerAttention, ListedReads, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.staging import Buffers
-from specahead.engine.steps.announcing import choose_blocks, predict_weights
+from specahead.engine.steps.announcing import announce_blocks
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.drafting import DraftPasses, Draws, OneToken, draft_tokens
 from specahead.engine.steps.reads import heads_of
@@ -100,7 +100,8 @@ def run_round(
         if name in results:
             results[name].copy_(torch.stack(drawn))
     if shape.announces:
-        bitmaps = _announce(round_)
+        assert evidence is not None and settings.announcer is not None
+        bitmaps = announce_blocks(settings.announcer, evidence, given["announced"], given["limits"])
         coded = CodedDifferences(*(results[name] for name in ("flags", "values", "value_counts", "checksums")))
         code_difference(bitmaps, given["announced"], given["words"], coded, default_backend(bitmaps.device))
         results["bitmaps"].copy_(bitmaps)
@@ -144,14 +145,6 @@ def _draft(round_: _Round, passes: DraftPasses, logits: Tensor, forbid: Forbid |
     )
     drawn["alternatives"] = drawn.pop("likeliest")
     return drawn
-
-
-def _announce(round_: _Round) -> Tensor:
-    """Choose the blocks to announce: [sequences, rows, words] int64."""
-    announcer, limits = round_.settings.announcer, round_.given["limits"]
-    assert round_.evidence is not None and announcer is not None
-    scores = predict_weights(announcer, round_.evidence, round_.given["announced"], limits)
-    return choose_blocks(scores, limits, default_backend(scores.device))
 
 
 def _positions_of_passes(round_: _Round) -> list[OneToken]:

@@ -14,13 +14,13 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.sampling.grammars import WORD, unpack_mask
-from specahead.engine.staging import Buffers
+from specahead.engine.staging import Buffers, Staging
 from specahead.engine.steps.buffers import make_round_buffers
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.graphs import Captured, Graphs, tell_captures
 from specahead.engine.steps.layout import bring_rules, lay_out_round
-from specahead.engine.steps.outputs import LaunchedPart, LaunchedRounds
-from specahead.engine.steps.requests import RoundRequest, RoundSettings, branches_of
+from specahead.engine.steps.outputs import RoundsUnderWay, in_order, read_round
+from specahead.engine.steps.requests import RoundOutput, RoundRequest, RoundSettings, branches_of
 from specahead.engine.steps.round_launches import run_round
 from specahead.engine.steps.runner import COMPILED_SESSIONS, WARM_SESSIONS
 from specahead.engine.steps.shapes import RoundShape
@@ -78,12 +78,13 @@ class RoundRunner:
         later = sorted([*later, *fewer], key=lambda shape: (shape.ruled, shape.sequences))
         return [partial(self._round_of, shape, prepared=True) for shape in later]
 
-    def launch(self, requests: list[RoundRequest]) -> LaunchedRounds:
+    def launch(self, requests: list[RoundRequest]) -> RoundsUnderWay:
         """Draft a round of each, together where γ is the same and all announce blocks or none does. Raises OutOfPages.
 
         Those that do not allow all tokens are drafted apart, and waited for.
         """
-        parts: list[LaunchedPart] = []
+        parts: list[tuple[list[int], Callable[[], list[RoundOutput]]]] = []
+        branched = False
         kinds = [
             (item.announce is not None, item.allowed is not None, item.gamma or self._settings.gamma)
             for item in requests
@@ -99,10 +100,16 @@ class RoundRunner:
             lay_out_round(round_.buffers, shape, chosen)
             bring_rules(round_.buffers, chosen)
             round_.run()
-            results = round_.buffers.results
-            done = results.send_back()
-            parts.append(LaunchedPart(places, chosen, shape, results, done, self._settings.runs_last))
-        return LaunchedRounds(parts)
+            parts.append((places, self._sent_back(round_.buffers.results, shape, chosen)))
+            branched |= shape.branches > 1
+        one = len(parts) == 1 and not branched
+        return RoundsUnderWay(one, lambda: in_order((places, end()) for places, end in parts))
+
+    def _sent_back(
+        self, results: Staging, shape: RoundShape, requests: list[RoundRequest]
+    ) -> Callable[[], list[RoundOutput]]:
+        done = results.send_back()
+        return lambda: read_round(results.wait(done), shape, requests, self._settings.runs_last)
 
     def _shape_of(self, requests: list[RoundRequest], announces: bool, gamma: int) -> RoundShape:
         ruled = any(item.rules is not None for item in requests)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.device_chain import DeviceChain, Imposed
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
-from specahead.engine.steps.outputs import FinishedRounds, FinishedStep, RoundsUnderWay, StepUnderWay
+from specahead.engine.steps.outputs import RoundsUnderWay, StepUnderWay
 from specahead.engine.steps.requests import RoundOutput, RoundRequest, RoundSettings
 
 WARM_SESSIONS = 8  # steps of up to 8 sessions are made ready before the first request, others after it
@@ -60,7 +60,8 @@ class TargetRunner(Runner):
         judge what a draft's rounds leave (SequenceInput.draft_row); then it is the only one under way. imposed:
         verdicts that count in place of the last step's. Raises OutOfPages before anything has changed.
         """
-        return FinishedStep(self.forward(inputs))
+        outputs = self.forward(inputs)
+        return lambda: outputs
 
     def make_chain(self, sequences: int, gamma: int, support: int, rows: int, block_size: int) -> DeviceChain | None:
         """Have steps judge what rounds of a draft on the same device leave, from before `warm_up` on. Returns the chain
@@ -114,7 +115,7 @@ class DraftRunner(Runner):
         They may follow the step that the target of the chain has launched last (RoundRequest.follows). imposed:
         verdicts that count in place of that step's, on the tokens of the round before alone.
         """
-        return FinishedRounds(self.draft_rounds(requests))
+        return RoundsUnderWay.finished(self.draft_rounds(requests))
 
     def join_chain(self, chain: DeviceChain | None) -> None:
         """Have rounds follow the steps of a target on the same device, whose `make_chain` returned this, once rounds
