@@ -13,6 +13,8 @@ from specahead.wire.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
+# Former fields of vLLM, and what took their place there.
+_REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("json", "regex", "choice", "grammar")}
 # Fields that are not supported, with the values at which they would change nothing; any other value is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "echo"), (False,)),
@@ -30,6 +32,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
+    **dict.fromkeys(_REPLACED, ()),
 }
 MAX_LOGPROBS = 20  # likely tokens that are reported beside a token
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
@@ -134,6 +137,8 @@ class GenerationRequest(StructuredRequest):
 
 def _check_neutral(name: str, value: Any) -> None:
     """Raise InvalidArgument if a field that is not supported has a value that would change something."""
+    if name in _REPLACED and value is not None:
+        raise InvalidArgument(f"{name}: use {_REPLACED[name]}", name, "unsupported_parameter")
     # `logprobs: 0` would change something, false would not, and the two are equal in Python.
     same = (value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NOT_BUILT[name])
     if value is not None and not any(same):

@@ -1,4 +1,4 @@
-"""The structure that a request asks for: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
+"""The structure that a request asks for: OpenAI's response_format or vLLM's structured_outputs."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from specahead.wire.errors import InvalidArgument
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "lark"]
 Schema = dict[str, Any] | bool | str
-Choices = Annotated[Items[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 # White space in JSON, as llguidance's options. It is bounded, since weak models might fill answers with blanks:
 # `compact` allows one space after a comma or a colon, `any` enough for indented objects.
@@ -60,7 +59,7 @@ class StructuredOutputs(Strict, extra="forbid"):
 
     json_: Schema | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Choices | None = None
+    choice: Annotated[Items[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: dict[str, Any] | str | None = None
@@ -81,10 +80,6 @@ class StructuredRequest(BaseModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
 
     @property
     def structure(self) -> Structure | None:
@@ -99,10 +94,6 @@ class StructuredRequest(BaseModel):
             ("structural_tag", given.structural_tag, "structured_outputs.structural_tag"),
             ("structural_tag", self._format_tags(), "response_format"),
             ("json", self._format_schema(), "response_format"),
-            ("json", self.guided_json, "guided_json"),
-            ("regex", self.guided_regex, "guided_regex"),
-            ("choice", self.guided_choice, "guided_choice"),
-            ("grammar", self.guided_grammar, "guided_grammar"),
         ]
         found = [(kind, value, param) for kind, value, param in outputs if value is not None]
         if not found:

@@ -107,12 +107,11 @@ async def test_choices_are_told_apart(stub: Any, router: ScriptedRouter) -> None
 
 
 def test_a_request_has_the_fields_of_http() -> None:
-    """But for those of its form alone: of streams and of token ids, which gRPC tells always, and older names."""
+    """But for those of its form alone: of streams and of token ids, which gRPC tells always, and OpenAI's name."""
     theirs = set(CompletionRequest.model_fields)
-    older = {"response_format", *(name for name in theirs if name.startswith("guided_"))}
-    form = {"prompt", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids"}
+    form = {"response_format", "prompt", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids"}
     names = set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
-    assert names - {"text", "token_ids"} == theirs - older - form
+    assert names - {"text", "token_ids"} == theirs - form
     outputs = set(inference_pb2.StructuredOutputs.DESCRIPTOR.fields_by_name)
     assert outputs == {field.alias or name for name, field in StructuredOutputs.model_fields.items()} - {
         "disable_fallback"

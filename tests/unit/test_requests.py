@@ -228,7 +228,7 @@ USER = {"role": "user", "content": "a"}
         (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * MANY}),
         (CompletionRequest, {"prompt": "a", "logit_bias": {f"{token}": "" for token in range(MANY)}}),
         (CompletionRequest, {"prompt": "a", "logit_bias": {f"a{token}": 1 for token in range(MANY)}}),
-        (CompletionRequest, {"prompt": "a", "guided_choice": [1] * MANY}),
+        (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * MANY}}),
         (CompletionRequest, {"prompt": "a", "structured_outputs": {f"{name}": 1 for name in range(MANY)}}),
         (ChatRequest, {"messages": [1] * MANY}),
         (ChatRequest, {"messages": [USER] * 2 * MANY}),

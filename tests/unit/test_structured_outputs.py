@@ -92,13 +92,10 @@ WANTED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"a": 1}', '{"a": -20}', '{"a":3}'],
         ["{}", '{"a": "x"}', '{"a": 1, "b": 2}', '{"a":  1}', '{ "a": 1}', '{\n  "a": 1\n}', '{"a" : 1}', '{"a": 1} '],
     ),
-    "guided_json": ({"guided_json": SCHEMA}, ['{"a": 1}'], ["{}"]),
-    "guided_json as text": ({"guided_json": json.dumps(SCHEMA)}, ['{"a": 1}'], ["{}"]),
-    "guided_regex": ({"guided_regex": r"\d+/(a|b)"}, ["12/a"], ["/a", "1/c"]),
-    "guided_choice": ({"guided_choice": ["yes", 'a "no"\n']}, ["yes", 'a "no"\n'], ["no", "a no"]),
-    "Lark": ({"guided_grammar": 'start: "a" start | "b"'}, ["aab"], ["ba"]),
-    "GBNF": ({"guided_grammar": 'root ::= "a" root | "b"'}, ["aab"], ["ba"]),
+    "Lark": ({"structured_outputs": {"grammar": 'start: "a" start | "b"'}}, ["aab"], ["ba"]),
+    "GBNF": ({"structured_outputs": {"grammar": 'root ::= "a" root | "b"'}}, ["aab"], ["ba"]),
     "json": ({"structured_outputs": {"json": SCHEMA}}, ['{"a": 1}'], ["{}"]),
+    "json as text": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, ['{"a": 1}'], ["{}"]),
     "tight json": (
         {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, ['{"a":1}'], ['{"a": 1}']
     ),
@@ -141,7 +138,7 @@ async def test_json_is_compact_unless_a_request_says_otherwise(router: ScriptedR
         running_gateway(router, reply_format=ReplyFormat("hermes")) as address,
         AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):
-        for fields in ({"guided_json": SCHEMA}, {"structured_outputs": tags}, tools):
+        for fields in ({"structured_outputs": {"json": SCHEMA}}, {"structured_outputs": tags}, tools):
             await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
         for nothing in (False, True):
             own = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": nothing}}
@@ -237,18 +234,18 @@ async def test_structural_tags_that_are_not_known_are_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
-        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
-        ({"guided_json": "{"}, "guided_json", "Expecting"),
-        ({"guided_json": {"$ref": "https://example.org/x"}}, "guided_json", "does not fetch"),
-        ({"guided_grammar": "start: nothing"}, "guided_grammar", "unknown name"),
+        ({"regex": "(a"}, "structured_outputs.regex", "unclosed group"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "structured_outputs.json", "uniqueItems"),
+        ({"json": "{"}, "structured_outputs.json", "Expecting"),
+        ({"json": {"$ref": "https://example.org/x"}}, "structured_outputs.json", "does not fetch"),
+        ({"grammar": "start: nothing"}, "structured_outputs.grammar", "unknown name"),
     ],
 )
 async def test_a_grammar_that_does_not_compile_is_refused_in_its_compilers_words(
     client: AsyncOpenAI, router: ScriptedRouter, fields: Any, param: str, words: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=words) as refused:
-        await client.completions.create(model=MODEL, prompt="The sea", extra_body=fields)
+        await client.completions.create(model=MODEL, prompt="The sea", extra_body={"structured_outputs": fields})
     assert refused.value.param == param
     assert not router.opened
 
@@ -257,7 +254,7 @@ async def test_compiling_has_a_limit_and_holds_up_nothing_else(monkeypatch: pyte
     """This number's multiples take llguidance minutes and gigabytes."""
     monkeypatch.setattr(grammar_compiler, "SECONDS", 1)
     compiler, slowest = GrammarCompiler(), 0.0
-    endless = Structure("json", '{"type": "integer", "multipleOf": 9999999}', "guided_json")
+    endless = Structure("json", '{"type": "integer", "multipleOf": 9999999}', "json")
     compiling = asyncio.create_task(compiler.compile(endless))
     while not compiling.done():
         started = time.perf_counter()
@@ -454,15 +451,15 @@ async def test_parameters_between_tags_are_of_their_types(tokenizer: Any) -> Non
 async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> None:
     form, marks = FORMATS["hermes that reasons"]
     tokenizer = with_marks(tokenizer, marks)
-    source = call_source(tokenizer, form, guided_regex="yes|no")
+    source = call_source(tokenizer, form, structured_outputs={"regex": "yes|no"})
     for text in ("yes", "<think>Well, it is so.</think>\n\nno"):
         assert follows(source, text, tokenizer)
     assert follows(source, "<think>Well", tokenizer) is None
     assert follows(source, "Well", tokenizer) is False
-    strict = call_source(tokenizer, form, guided_regex="yes|no", tools=[TOOLS[1]])
+    strict = call_source(tokenizer, form, structured_outputs={"regex": "yes|no"}, tools=[TOOLS[1]])
     assert follows(strict, f"<think>hm</think>{SEA['hermes']}", tokenizer)
     assert follows(strict, "no", tokenizer)
-    request = read_request(ChatRequest, {"messages": MESSAGES, "guided_regex": "yes"})
+    request = read_request(ChatRequest, {"messages": MESSAGES, "structured_outputs": {"regex": "yes"}})
     opened = chat_grammar(request, "user: hi<think>\n", form, Lark(tokenizer))
     source = source_of(request.structure, opened)
     assert follows(source, "so it is</think>\nyes", tokenizer)
