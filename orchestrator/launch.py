@@ -21,13 +21,9 @@ def with_token(config: Config) -> Config:
     """Return the settings with a token for the services that this launch starts, so that nobody else calls them."""
     if config.cluster.target_address or config.cluster.join or config.target.read_token():
         return config
-    return _with_token(config, secrets.token_urlsafe(32))
-
-
-def _with_token(config: Config, token: str) -> Config:
+    token = secrets.token_urlsafe(32)
     target, draft = replace(config.target, service_token=token), replace(config.draft, service_token=token)
-    several = tuple(_with_token(model, token) for model in config.several)
-    return replace(config, target=target, draft=draft, several=several)
+    return replace(config, target=target, draft=draft)
 
 
 def main() -> None:
@@ -68,8 +64,7 @@ def _launch(config: Config) -> None:
     from orchestrator.requests.access import read_access
 
     access = read_access(config)
-    for model in config.by_model:
-        log.info("starting", extra={"target": model.target.model, "draft": model.draft.model})
+    log.info("starting", extra={"target": config.target.model, "draft": config.draft.model})
     import uvloop
 
     from orchestrator.api import endpoints

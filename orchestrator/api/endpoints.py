@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.api.dashboard.feed import Feed
 from orchestrator.api.grpc_gateway import InferenceServicer
 from orchestrator.api.http_gateway import make_app
 from orchestrator.api.http_requests import guard_http, hosts_of, open_paths
@@ -27,7 +26,6 @@ from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.metrics import Metrics
 from orchestrator.sessions.observer import Observer
 from orchestrator.sessions.router import Router
-from orchestrator.sessions.served_models import ServedModels
 from orchestrator.sessions.tracing import tracing
 from orchestrator.text.replies import find_format
 from protos import inference_pb2_grpc
@@ -38,7 +36,6 @@ from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
 from specahead.sparsity.methods import METHODS, load_served_plan
 from specahead.wire.access import Guard
-from specahead.wire.messages import ServiceStatus
 from specahead.wire.server import start_server
 from specahead.wire.streams import run_together
 
@@ -50,9 +47,6 @@ log = logging.getLogger(__name__)
 
 def resolve_context(config: Config) -> Config:
     """Return the settings with max_context from the models. Raises SettingsError for more than these allow."""
-    if config.several:
-        several = tuple(map(resolve_context, config.several))
-        return replace(several[0], several=several)
     target, draft = config.target, config.draft
     models = [target.model, draft.model] if draft.has_draft else [target.model]
     allowed = min(load_shape(model).max_position_embeddings for model in models)
@@ -67,72 +61,48 @@ def resolve_context(config: Config) -> Config:
 
 @contextlib.asynccontextmanager
 async def serve_clients(
-    config: Config, access: Access, directories: Sequence[Directories], services: Mapping[str, AskStatus]
-) -> AsyncIterator[tuple[str, str, ServedModels]]:
-    """Serve clients while the context lasts; yield the addresses of gRPC and HTTP, and the models. Requests are drained
-    at the end.
+    config: Config, access: Access, directories: Directories, services: Mapping[str, AskStatus]
+) -> AsyncIterator[tuple[str, str, Frontend]]:
+    """Serve clients while the context lasts; yield the addresses of gRPC and HTTP, and the frontend. Requests are
+    drained at the end.
 
-    directories: of each model's services, by side. services: ask each service for its status, by name. Raises
+    directories: where the services are, by side. services: ask each service for its status, by name. Raises
     ClusterError if the services do not find each other, OSError for an address that cannot be bound.
     """
-    clients = config.clients
+    clients, times = config.clients, config.clients.timeouts
     read_addresses = partial(addresses_in, directories)
     async with contextlib.AsyncExitStack() as started:
-        tracer, feed = started.enter_context(tracing(clients.logging.trace_share)), Feed()
-        frontends = [
-            _make_frontend(model, _make_router(model, access, where), tracer, feed)
-            for model, where in zip(config.by_model, directories, strict=True)
-        ]
-        models = ServedModels(frontends)
-
-        async def read_status() -> Mapping[str, ServiceStatus | None]:
-            return await read_statuses(services)
-
-        for frontend in frontends:
-            await started.enter_async_context(frontend.router.connected_to_targets())
+        tracer = started.enter_context(tracing(clients.logging.trace_share))
+        router = Router(directories["target"], access.peers, times.resume, times.request, times.wait)
+        frontend = _make_frontend(config, router, tracer)
+        await started.enter_async_context(router.connected_to_targets())
         add = inference_pb2_grpc.add_InferenceServicer_to_server
-        inference = (add, InferenceServicer(models), "specahead.v1.Inference")
-        guard = Guard(access.callers.admit, access.client_tls, access.locate_call, models.observer.report)
-        longest = max(max_message(frontend.limits) for frontend in frontends)
+        inference = (add, InferenceServicer(frontend, access.locate_call), "specahead.v1.Inference")
+        guard = Guard(access.callers.admit, access.client_tls, frontend.observer.report)
+        longest = max_message(frontend.limits)
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, longest)
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.http.max_connections, access.proxies)
-        app = make_app(models, read_status, read_addresses)
+        app = make_app(frontend, partial(read_statuses, services), read_addresses)
         hosts = hosts_of(clients.host, clients.http.allowed_hosts)
-        guarded = guard_http(app, access.callers, open_paths(clients), models, access.proxies, hosts)
+        guarded = guard_http(app, access.callers, open_paths(clients), frontend, access.proxies, hosts)
         http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
             log.info("waiting for the services to find each other", extra=read_addresses())
-            for model, frontend, where in zip(config.by_model, frontends, directories, strict=True):
-                await _connect(model, frontend, where, services)
-            yield server.address, http_address, models
+            targets = await wait_until_connected(router, services, read_addresses, times.connect)
+            pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
+            room = pages * PAGE_SIZE - config.target.most_drafted - 1
+            frontend.limits = replace(frontend.limits, kv_tokens=max(room, 0))
+            yield server.address, http_address, frontend
         finally:
             await server.set_serving(False)
-            await models.drain(clients.timeouts.shutdown)
+            await frontend.drain(times.shutdown)
 
 
-def _make_router(config: Config, access: Access, directories: Directories) -> Router:
-    clients = config.clients
-    times = clients.timeouts
-    return Router(directories["target"], access.peers, times.resume, times.request, times.wait)
-
-
-async def _connect(
-    config: Config, frontend: Frontend, directories: Directories, services: Mapping[str, AskStatus]
-) -> None:
-    """Wait until a model's services have found each other, and set the longest request. Raises ClusterError."""
-    read_addresses = partial(addresses_in, [directories])
-    asks = {name: services[name] for name in read_addresses()}
-    targets = await wait_until_connected(frontend.router, asks, read_addresses, config.clients.timeouts.connect)
-    pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
-    room = pages * PAGE_SIZE - config.target.most_drafted - 1
-    frontend.limits = replace(frontend.limits, kv_tokens=max(room, 0))
-
-
-def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> Frontend:
-    """Return the frontend of a model. Raises the errors of transformers for a tokenizer that it cannot load."""
+def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
+    """Return the model's frontend. Raises the errors of transformers for a tokenizer that it cannot load."""
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
     plan = load_served_plan(config.target.plan_file, 0.0, "", *config.target.pair)
@@ -147,7 +117,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> F
         defaults=default_sampling(defaults),
         uncalibrated=not plan.is_calibrated,
     )
-    observer = Observer(Metrics(limits.model_name), tokenizer, clients.logging.requests, tracer, feed)
+    observer = Observer(Metrics(limits.model_name), tokenizer, clients.logging.requests, tracer)
     reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
     return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format)
 
@@ -155,7 +125,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> F
 async def run(
     config: Config,
     access: Access,
-    directories: Sequence[Directories],
+    directories: Directories,
     placement: "RayPlacement | None" = None,
     look: Look | None = None,
 ) -> None:
@@ -170,13 +140,11 @@ async def run(
     assert starting is not None
     _call_on_signals(starting.cancel)
     with contextlib.suppress(asyncio.CancelledError):
-        lines = Lines([each for where in directories for each in where.values()], access.peers)
-        placed = directories if placement else []
+        lines = Lines(directories.values(), access.peers)
+        informing = [keep_drafts_informed(lines, directories["target"])] if placement else []
         async with (
-            _meanwhile(
-                *(keep_drafts_informed(Lines(where.values(), access.peers), where["target"]) for where in placed)
-            ),
-            serve_clients(config, access, directories, Asks(lines)) as (grpc_address, http_address, models),
+            _meanwhile(*informing),
+            serve_clients(config, access, directories, Asks(lines)) as (grpc_address, http_address, frontend),
         ):
             stop_on_signals()
             print(f"gRPC endpoint: {grpc_address}")
@@ -187,27 +155,23 @@ async def run(
             if placement is not None:
                 put = partial(_put, directories)
                 watching.append(supervise(Asks(lines), placement, put, stop_on_signals, turn))
-                for model, frontend, where, fleet in zip(
-                    config.by_model, models, directories, placement.fleets, strict=True
-                ):
-                    asked, least = model.cluster.autoscaling, max(1, model.cluster.targets)
-                    if asked.max_targets > least:
-                        targets = frontend.router.targets
-                        watching.append(Autoscaler(asked, least, targets, lines, where, fleet, turn).run())
+                asked, least = config.cluster.autoscaling, max(1, config.cluster.targets)
+                if asked.max_targets > least:
+                    targets = frontend.router.targets
+                    watching.append(Autoscaler(asked, least, targets, lines, directories, placement, turn).run())
             if look is not None:
-                names = [model.model_name for model in config.by_model]
-                watching.append(keep_found(look, dict(zip(names, directories, strict=True))))
+                watching.append(keep_found(look, directories))
             if config.clients.api_keys_file:
                 watching.append(watch_keys(config.clients, access.callers.replace))
             await run_together(_wait_for(stop), *watching)
             print("stopping: running requests get time to finish", flush=True)
 
 
-def _put(directories: Sequence[Directories], name: str, address: str) -> None:
-    """Store the address of a service that was placed."""
-    for where in directories:
-        if name in where[side_of(name)].addresses:
-            where[side_of(name)].put(name, address)
+def _put(directories: Directories, name: str, address: str) -> None:
+    """Store the address of a service, unless it was taken away meanwhile."""
+    directory = directories[side_of(name)]
+    if name in directory.addresses:
+        directory.put(name, address)
 
 
 @contextlib.asynccontextmanager

@@ -1,7 +1,7 @@
 """The gRPC service specahead.v1.Inference for clients."""
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -11,8 +11,7 @@ from google.protobuf.message import Message
 from orchestrator.requests.callers import current_caller
 from orchestrator.requests.records import check_count
 from orchestrator.requests.requests import CompletionRequest, read_request
-from orchestrator.sessions.generation import Chunk
-from orchestrator.sessions.served_models import ServedModels
+from orchestrator.sessions.generation import Chunk, Frontend
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
 from specahead.wire.errors import InvalidArgument, NotFound, ServiceError
 from specahead.wire.messages import FinishReason
@@ -22,26 +21,28 @@ _EXACTNESS = {control_pb2.EXACTNESS_EXACT: "exact", control_pb2.EXACTNESS_APPROX
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Serves all models."""
+    """Serves the model."""
 
-    def __init__(self, models: ServedModels) -> None:
-        self._models = models
+    def __init__(self, frontend: Frontend, locate: Callable[[grpc.aio.ServicerContext], None] | None = None) -> None:
+        """locate: takes the context of each call that generates, and notes the address of its client."""
+        self._frontend, self._locate = frontend, locate
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        self._models.observer.follow(context.invocation_metadata() or ())
+        if self._locate is not None:
+            self._locate(context)
+        self._frontend.observer.follow(context.invocation_metadata() or ())
         async with aclosing(self._generate(request)) as responses:
             async for response in guarded_stream(context, responses):
                 yield response
 
     async def _generate(self, pb: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        observer = self._models.observer
+        frontend = self._frontend
         try:
             with current_caller().request():
-                self._models.check_room()
-                frontend = self._models.find(pb.model)
-                observer = frontend.observer
+                frontend.check_room()
+                frontend.check_model(pb.model)
                 check_count(len(pb.token_ids.ids), frontend.limits)  # before they become a list of Python
                 request = _request_from_pb(pb)
                 special = request.add_special_tokens is not False
@@ -56,36 +57,35 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     async for chunk in chunks:
                         yield _chunk_to_pb(name, chunk)
         except ServiceError as error:
-            observer.report(error, request=pb.request_id or None)
+            frontend.observer.report(error, request=pb.request_id or None)
             raise
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.AbortResponse:
         async def abort() -> inference_pb2.AbortResponse:
-            if not self._models.abort(request.request_id):
+            if not self._frontend.abort(request.request_id):
                 raise NotFound(f"no request {request.request_id!r} is running")
             return inference_pb2.AbortResponse()
 
         return await guarded(context, abort())
 
     async def ListModels(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.ListModelsResponse:
-        models = [
-            inference_pb2.Model(
-                id=frontend.name,
-                max_model_len=frontend.limits.max_context,
-                vocab_size=frontend.limits.vocab_size,
-                draft=frontend.draft_name,
-            )
-            for frontend in self._models
-        ]
-        return inference_pb2.ListModelsResponse(models=models)
+        frontend = self._frontend
+        model = inference_pb2.Model(
+            id=frontend.name,
+            max_model_len=frontend.limits.max_context,
+            vocab_size=frontend.limits.vocab_size,
+            draft=frontend.draft_name,
+        )
+        return inference_pb2.ListModelsResponse(models=[model])
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         async def tokenize() -> inference_pb2.TokenizeResponse:
-            frontend = self._models.find(request.model)
+            frontend = self._frontend
+            frontend.check_model(request.model)
             tokens = await frontend.encode(request.text)
             return inference_pb2.TokenizeResponse(token_ids=tokens, max_model_len=frontend.limits.max_context)
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
 
 from orchestrator.api.answers import Answer, error_body, error_headers
@@ -21,7 +20,6 @@ from orchestrator.api.dashboard.routes import router as dashboard
 from orchestrator.api.event_stream import open_stream, unless_left
 from orchestrator.api.http_requests import JSONRoute
 from orchestrator.api.responses_answer import ResponsesAnswer
-from orchestrator.cluster.directory import services_of
 from orchestrator.requests.chat_request import ChatRequest
 from orchestrator.requests.records import max_body
 from orchestrator.requests.requests import (
@@ -34,8 +32,6 @@ from orchestrator.requests.requests import (
 )
 from orchestrator.requests.responses_request import ResponsesRequest, to_chat
 from orchestrator.sessions.generation import Chunk, Frontend
-from orchestrator.sessions.metrics import exposition
-from orchestrator.sessions.served_models import ServedModels
 from orchestrator.text.chat import render_chat
 from orchestrator.text.tokenizing import work_on_text
 from specahead.config.version import running_version
@@ -49,13 +45,11 @@ StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 router = APIRouter(route_class=JSONRoute, responses={"4XX": {"description": "An error in OpenAI's form"}})
 
 
-def make_app(
-    models: ServedModels, read_status: StatusReader, read_addresses: Callable[[], Mapping[str, str]]
-) -> FastAPI:
+def make_app(frontend: Frontend, read_status: StatusReader, read_addresses: Callable[[], Mapping[str, str]]) -> FastAPI:
     """Return the application that serves HTTP clients. read_addresses: returns the services' addresses, by name."""
-    most = max(max_body(frontend.limits) for frontend in models)
+    most = max_body(frontend.limits)
     app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
-    app.state.models, app.state.read_status, app.state.read_addresses = models, read_status, read_addresses
+    app.state.frontend, app.state.read_status, app.state.read_addresses = frontend, read_status, read_addresses
     app.include_router(router)
     app.include_router(dashboard)
     for kind in (ServiceError, RequestValidationError, HTTPException, Exception):
@@ -75,33 +69,22 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
         elif not isinstance(error, ServiceError):  # uvicorn logs it
             error = ServiceError("the server failed to answer this request")
         code = error.http_code
-    observer = getattr(request.state, "observer", request.app.state.models.observer)
-    observer.report(error, request=getattr(request.state, "request_id", None))
+    request.app.state.frontend.observer.report(error, request=getattr(request.state, "request_id", None))
     headers |= error_headers(error)
     return JSONResponse(error_body(error), code, headers)
 
 
-async def _models(request: Request) -> ServedModels:  # async, since FastAPI calls others in a thread
-    return request.app.state.models
+async def _frontend(request: Request) -> Frontend:  # async, since FastAPI calls others in a thread
+    return request.app.state.frontend
 
 
-Served = Annotated[ServedModels, Depends(_models)]
-
-
-def _find(models: ServedModels, name: str | None, request: Request) -> Frontend:
-    """Return the frontend of a request's model. From now on its observer reports the request's errors.
-
-    Raises ServiceError.
-    """
-    frontend = models.find(name)
-    request.state.observer = frontend.observer
-    return frontend
+Served = Annotated[Frontend, Depends(_frontend)]
 
 
 @router.post("/v1/completions")
-async def complete(body: CompletionRequest, request: Request, models: Served) -> Response:
+async def complete(body: CompletionRequest, request: Request, frontend: Served) -> Response:
     """Continue one prompt or several."""
-    frontend = _find(models, body.model, request)
+    frontend.check_model(body.model)
     name = _name(body, request)
     special = body.add_special_tokens is not False
     tokens: list[list[int]] = []
@@ -114,9 +97,9 @@ async def complete(body: CompletionRequest, request: Request, models: Served) ->
 
 
 @router.post("/v1/chat/completions")
-async def chat(body: ChatRequest, request: Request, models: Served) -> Response:
+async def chat(body: ChatRequest, request: Request, frontend: Served) -> Response:
     """Give the next message of a conversation."""
-    frontend = _find(models, body.model, request)
+    frontend.check_model(body.model)
     name = _name(body, request)
     prompt, tokens = await _chat_prompt(body, frontend, request)
     parsers = [frontend.reply_parser(body, prompt) for _ in range(body.n or 1)]
@@ -125,9 +108,9 @@ async def chat(body: ChatRequest, request: Request, models: Served) -> Response:
 
 
 @router.post("/v1/responses")
-async def respond(body: ResponsesRequest, request: Request, models: Served) -> Response:
+async def respond(body: ResponsesRequest, request: Request, frontend: Served) -> Response:
     """Give the response to a conversation; the request has the whole conversation."""
-    frontend = _find(models, body.model, request)
+    frontend.check_model(body.model)
     body_as_chat = to_chat(body)
     name = _name(body_as_chat, request)
     prompt, tokens = await _chat_prompt(body_as_chat, frontend, request)
@@ -176,9 +159,9 @@ async def _whole(answer: Answer, chunks: AsyncGenerator[Chunk]) -> dict[str, Any
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request, models: Served) -> Response:
+async def tokenize(body: TokenizeRequest, request: Request, frontend: Served) -> Response:
     """Give the token ids of a prompt or of a conversation, as vLLM does."""
-    frontend = _find(models, body.model, request)
+    frontend.check_model(body.model)
     if body.messages is None:
         tokens = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
     else:
@@ -191,23 +174,24 @@ async def tokenize(body: TokenizeRequest, request: Request, models: Served) -> R
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request, models: Served) -> dict[str, Any]:
+async def detokenize(body: DetokenizeRequest, frontend: Served) -> dict[str, Any]:
     """Give the text of token ids."""
-    frontend = _find(models, body.model, request)
+    frontend.check_model(body.model)
     tokens = await frontend.encode(body.tokens)
     return {"prompt": await work_on_text(partial(frontend.tokenizer.decode, tokens), len(tokens))}
 
 
 @router.get("/v1/models")
-async def list_models(models: Served) -> dict[str, Any]:
-    """List the models that are served."""
-    return {"object": "list", "data": [_model_card(frontend) for frontend in models]}
+async def list_models(frontend: Served) -> dict[str, Any]:
+    """List the model that is served."""
+    return {"object": "list", "data": [_model_card(frontend)]}
 
 
 @router.get("/v1/models/{model:path}")
-async def show_model(model: str, models: Served) -> dict[str, Any]:
+async def show_model(model: str, frontend: Served) -> dict[str, Any]:
     """Describe the model of that name."""
-    return _model_card(models.find(model))
+    frontend.check_model(model)
+    return _model_card(frontend)
 
 
 def _model_card(frontend: Frontend) -> dict[str, Any]:
@@ -231,9 +215,9 @@ async def live() -> dict[str, Any]:
 
 @router.get("/ready")
 @router.get("/health")
-async def health(models: Served) -> JSONResponse:
-    """Answer 200 while requests for any model can be served. A lost draft only makes them slower."""
-    if models.ready:
+async def health(frontend: Served) -> JSONResponse:
+    """Answer 200 while requests can be served. A lost draft only makes them slower."""
+    if frontend.ready:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "unavailable"}, 503, {"Retry-After": "1"})
 
@@ -245,13 +229,10 @@ async def show_version() -> dict[str, Any]:
 
 
 @router.get("/metrics")
-async def metrics(request: Request, models: Served) -> Response:
+async def metrics(request: Request, frontend: Served) -> Response:
     """Give the metrics for Prometheus."""
     state = request.app.state
     statuses, addresses = await state.read_status(), state.read_addresses()
-    families: list[Metric] = []
-    for each in models:
-        services = services_of(each.name, statuses)
-        running, targets = each.router.running, each.router.target_states()
-        families += each.observer.metrics.families(running, services, addresses, targets)
-    return Response(exposition(families), media_type="text/plain; version=0.0.4; charset=utf-8")
+    router = frontend.router
+    text = frontend.observer.metrics.exposition(router.running, statuses, addresses, router.target_states())
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -18,7 +18,7 @@ from orchestrator.api.answers import error_body, error_headers
 from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.requests import MAX_NAME
-from orchestrator.sessions.served_models import ServedModels
+from orchestrator.sessions.generation import Frontend
 from specahead.config.access import ClientAccess, is_loopback, split_list
 from specahead.config.garbage import no_garbage_collected
 from specahead.wire.access import bearer_of
@@ -69,7 +69,7 @@ def guard_http(
     app: Asgi,
     callers: Callers,
     open_to_all: Collection[str],
-    models: ServedModels,
+    frontend: Frontend,
     proxies: Proxies,
     hosts: Collection[str] | None = None,
 ) -> Asgi:
@@ -89,14 +89,14 @@ def guard_http(
         callers.locate(proxies.client_of((scope.get("client") or ("",))[0], headers))
         if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
             entered.enter_context(caller.request())
-            models.check_room()
+            frontend.check_room()
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         name = scope.setdefault("state", {})["request_id"] = _request_id(headers)
-        models.observer.follow(headers)
+        frontend.observer.follow(headers)
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -107,7 +107,7 @@ def guard_http(
             try:
                 enter(scope, headers, entered)
             except ServiceError as error:
-                models.observer.report(error, request=name)
+                frontend.observer.report(error, request=name)
                 while (await receive()).get("more_body"):  # a client may read an answer only after sending all
                     pass
                 response = JSONResponse(error_body(error), error.http_code, error_headers(error))

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from orchestrator.cluster.connect_ray import connect_ray
-from orchestrator.cluster.directory import SIDES, services_of, side_of
+from orchestrator.cluster.directory import SIDES, side_of
 from specahead.config import ClusterSettings
 from specahead.wire.errors import ClusterError
 
@@ -37,22 +37,20 @@ class JoinedServices:
         self._addresses = {name: address for name, address in self._addresses.items() if name in names}
         return dict(self._addresses)
 
-    def wait_for(self, models: list[str], seconds: float) -> dict[str, str]:
-        """Return where the services listen as soon as there is a target of each model. Raises ClusterError.
+    def wait_for_target(self, seconds: float) -> dict[str, str]:
+        """Return where the services listen as soon as there is a target. Raises ClusterError.
 
         seconds: how long to wait; 0: as long as it takes.
         """
         until = time.monotonic() + (seconds or float("inf"))
         while True:
             there = self.look()
-            served = {name: {side_of(each) for each in services_of(name, there)} for name in models}
-            missing = [name for name in models if "target" not in served[name]]
-            if not missing:
+            if any(side_of(name) == "target" for name in there):
                 return there
             if time.monotonic() > until:
                 raise ClusterError(
-                    f"join: no target of {', '.join(missing)} serves in this namespace of Ray after {seconds:g} s; "
-                    "start a launch that places it, or check --namespace and --ray-address"
+                    f"join: no target serves in this namespace of Ray after {seconds:g} s; start a launch that places "
+                    "one, or check --namespace and --ray-address"
                 )
             time.sleep(_LOOK_SECONDS)
 

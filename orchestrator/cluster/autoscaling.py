@@ -21,7 +21,7 @@ from specahead.config.launch import Autoscaling
 from specahead.wire.streams import BEAT_SECONDS
 
 if TYPE_CHECKING:
-    from orchestrator.cluster.fleet import RayFleet
+    from orchestrator.cluster.fleet import RayPlacement
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Autoscaler:
     """Calls services by name."""
     directories: Mapping[str, Directory]
     """The addresses of services, by side."""
-    fleet: "RayFleet"
+    placement: "RayPlacement"
     """Places the services; its methods may take long and run in a thread."""
     turn: asyncio.Lock
     """Held while the set of placed services changes."""
@@ -98,14 +98,14 @@ class Autoscaler:
 
     async def _step(self) -> None:
         self._forget_lost()
-        placed = [name for name in self.fleet.names if side_of(name) == "target"]
+        placed = [name for name in self.placement.names if side_of(name) == "target"]
         present = self._staying = min(self._staying, len(placed))
         loads = [load_of(stream) for name in placed[:present] if (stream := self._serving(name)) is not None]
         self._staying = self.decide(loads, present, asyncio.get_running_loop().time())
         if self._staying != present:
             log.warning("the load asks for %d targets instead of %d", self._staying, present, extra={"loads": loads})
         for _ in range(self._staying - len(placed)):
-            await asyncio.to_thread(self.fleet.add_target)
+            await asyncio.to_thread(self.placement.add_target)
         await self._drain(placed)
         if len(placed) > self._staying and self._is_over(placed[-1]):
             await self._end_latest()
@@ -117,7 +117,7 @@ class Autoscaler:
 
     def _forget_lost(self) -> None:
         """Forget services that are missing since Ray was restarted."""
-        names = self.fleet.names
+        names = self.placement.names
         for directory in self.directories.values():
             for name in [name for name in directory.addresses if name not in names]:
                 directory.remove(name)
@@ -145,23 +145,23 @@ class Autoscaler:
         return self._quiet >= _QUIET_BEATS
 
     async def _end_latest(self) -> None:
-        names, self._quiet = self.fleet.latest, 0
+        names, self._quiet = self.placement.latest, 0
         for name in names:
             if name in (directory := self.directories[side_of(name)]).addresses:
                 directory.remove(name)
-        await asyncio.to_thread(self.fleet.remove_target)
+        await asyncio.to_thread(self.placement.remove_target)
         log.warning("%s ended: the load does not ask for more", " and ".join(names))
 
     async def _find_started(self) -> None:
         """Look up the addresses of services that have started."""
-        for name in self.fleet.names:
+        for name in self.placement.names:
             if name in (directory := self.directories[side_of(name)]).addresses:
                 continue
             try:
-                address = await asyncio.to_thread(self.fleet.locate, name)
+                address = await asyncio.to_thread(self.placement.locate, name)
             except Exception as error:
                 log.error("the %s service could not start and is tried again: %s", name, error)
-                await asyncio.to_thread(self.fleet.replace, name)
+                await asyncio.to_thread(self.placement.replace, name)
                 continue
             if address:
                 directory.put(name, address)

@@ -48,7 +48,7 @@ class PairSizes:
 
 @dataclass(frozen=True)
 class Choice:
-    """How the services of one model are placed."""
+    """How the services are placed."""
 
     together: bool
     """Whether each target's process runs the draft model as well."""
@@ -60,13 +60,10 @@ class Choice:
     """The reason, in words."""
 
 
-def choose(config: Config, machine: Machine, sizes: PairSizes | None, models: int = 1) -> Choice:
-    """Return how the services of a model are placed. Pure.
-
-    sizes: None where there is no draft model. models: how many models share the machine's GPUs.
-    """
+def choose(config: Config, machine: Machine, sizes: PairSizes | None) -> Choice:
+    """Return how the services are placed. sizes: None without a draft model. Pure."""
     cluster, target = config.cluster, config.target
-    gpus = machine.gpus // models if target.device != "cpu" else 0
+    gpus = machine.gpus if target.device != "cpu" else 0
     grows = cluster.autoscaling.max_targets > 0
     alone = cluster.targets or (1 if grows or target.host_kv_memory else max(1, gpus))
     together, few = (
@@ -112,15 +109,8 @@ def _compare_room(config: Config, machine: Machine, sizes: PairSizes, gpus: int,
 
 
 def with_choice(config: Config, machine: Machine) -> Config:
-    """Return the settings of a launch with placement, targets and drafts chosen, for each of its models."""
-    if config.several:
-        several = tuple(_chosen(model, machine, len(config.several)) for model in config.several)
-        return replace(several[0], several=several)
-    return _chosen(config, machine, 1)
-
-
-def _chosen(config: Config, machine: Machine, models: int) -> Config:
-    chosen = choose(config, machine, _sizes_of(config, machine), models)
+    """Return the settings of a launch with placement, targets and drafts chosen."""
+    chosen = choose(config, machine, _sizes_of(config, machine))
     log.info(
         "placement: %s",
         "together" if chosen.together else "apart" if chosen.drafts else "targets alone",

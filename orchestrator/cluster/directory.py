@@ -3,30 +3,18 @@
 import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
 SIDES = "target", "draft"
 
-Value = TypeVar("Value")
 
-
-def name_services(side: str, count: int, model: str = "") -> list[str]:
-    """Return the names of the services of a side: the side itself for one service, else numbers from 1 (`target-1`).
-
-    model: theirs, where there are several of them (`target-1@llama`).
-    """
-    names = [side] if count == 1 else [f"{side}-{number}" for number in range(1, count + 1)]
-    return [f"{name}@{model}" if model else name for name in names]
+def name_services(side: str, count: int) -> list[str]:
+    """Return the names of the services of a side: the side itself for one service, else numbers from 1 (`target-1`)."""
+    return [side] if count == 1 else [f"{side}-{number}" for number in range(1, count + 1)]
 
 
 def side_of(name: str) -> str:
     """Return the side of a service that `name_services` has named."""
-    return name.partition("@")[0].partition("-")[0]
-
-
-def services_of(model: str, services: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the services that run this model, by name; all of them where no other model is served."""
-    return {name: value for name, value in services.items() if name.partition("@")[2] in ("", model)}
+    return name.partition("-")[0]
 
 
 class Directory:

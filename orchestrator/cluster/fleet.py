@@ -32,36 +32,46 @@ _CPUS = 0.1  # of a service: placement asks for room, the models' threads are se
 _NEEDED = {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER}
 
 
-class RayFleet:
-    """Owns the actors that host the services of one model.
+class RayPlacement:
+    """Owns our part of Ray and the actors that host the services.
 
-    label: a part of the names of services. actors: the placed services by name, starting ones included.
+    Its constructor joins or starts Ray; `start` starts the services. services: the address and process id of each
+    service by name, as they were when they were placed. actors: the placed services by name, starting ones included.
     """
 
-    def __init__(self, config: Config, label: str) -> None:
-        self._config, self._label = config, label
+    def __init__(self, config: Config) -> None:
+        self._folder = connect_ray(config.cluster)
+        self._config = with_choice(config, machine_of(ray.cluster_resources()))
         self._gpus = 0  # of each service
         self._neighbours = 1  # services of a node, about
         self._groups: dict[tuple[str, ...], Any] = {}  # by the names of the services that are near each other
-        self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
+        self._start: dict[str, Callable[[], Any]] = {}  # starts the actor of a service and returns its handle
         self._asked: dict[str, Any] = {}  # pending answers of services about their address
         self.actors: dict[str, Any] = {}
+        self.services: dict[str, tuple[str, int]] = {}
+        self._head = ray.get_runtime_context().gcs_address
 
-    def settings(self, targets: int = 0) -> list[TargetSettings | DraftSettings]:
-        """Return the settings of each service. targets: how many there are; 0: the launch's first number."""
-        return placed_settings(self._config, targets, self._label)
+    @property
+    def owns_ray(self) -> bool:
+        """Whether Ray was started here."""
+        return self._folder is not None
 
-    def reserve(self, gpus: float, nodes: int, services: int) -> list[dict[str, float]]:
-        """Ask Ray for room; return the needs of each service, by resource.
-
-        gpus, nodes: that Ray has; services: how many of all models share them.
-        """
-        self._gpus = gpus_of(self._config.target.device, gpus, services)
-        self._neighbours = math.ceil(services / nodes)
-        return [needs for pair in pairs_of(self.settings()) for needs in self._group(pair)]
+    @property
+    def names(self) -> list[str]:
+        """All placed services, starting ones included; targets in the order in which they came."""
+        return list(self.actors)
 
     def start(self) -> None:
-        """Start the services as soon as Ray has room for them."""
+        """Start the services and wait until all listen.
+
+        Raises ClusterError with a service's own words, or if a Ray that was started here can never run the services.
+        """
+        there, settings = ray.cluster_resources(), placed_settings(self._config)
+        self._gpus = gpus_of(self._config.target.device, there.get("GPU", 0), len(settings))
+        self._neighbours = math.ceil(len(settings) / sum(node["Alive"] for node in ray.nodes()))
+        needs = [each for pair in pairs_of(settings) for each in self._reserve(pair)]
+        if self.owns_ray:
+            check_room(needs, there)
         for names, group in self._groups.items():
             # Nodes may be on their way. Unlike PlacementGroup.wait, ray.wait lets signals end it.
             while not ray.wait([group.ready()], timeout=_ROOM_SECONDS)[0]:
@@ -69,9 +79,10 @@ class RayFleet:
                     "waiting until Ray has room for %s", " and ".join(names), extra={"needs": str(group.bundle_specs)}
                 )
         self.actors = {name: start() for name, start in self._start.items()}
+        self.services = _wait_for(self.actors)
 
-    def _group(self, near: list[TargetSettings | DraftSettings]) -> list[dict[str, float]]:
-        """Ask Ray for room for some services near each other, and note how each is started there; returns the needs."""
+    def _reserve(self, near: list[TargetSettings | DraftSettings]) -> list[dict[str, float]]:
+        """Ask Ray for room for services near each other, and note how each is started there; return their needs."""
         cluster = self._config.cluster
         needs = [{"CPU": _CPUS, "GPU": self._gpus} | resources_of(settings.side, cluster) for settings in near]
         group = self._groups[tuple(settings.name for settings in near)] = placement_group(needs, strategy="PACK")
@@ -80,16 +91,11 @@ class RayFleet:
             self._start[settings.name] = partial(_start_actor, settings, needed, place, self._neighbours)
         return needs
 
-    @property
-    def names(self) -> list[str]:
-        """All placed services, starting ones included; targets in the order in which they came."""
-        return list(self.actors)
-
     def add_target(self) -> None:
         """Have one more target started, with the drafts that come with it, as soon as Ray has or gets room for them."""
         placed = self.names
-        wanted = self.settings(1 + sum(side_of(name) == "target" for name in placed))
-        self._group(fresh := [settings for settings in wanted if settings.name not in placed])
+        wanted = placed_settings(self._config, 1 + sum(side_of(name) == "target" for name in placed))
+        self._reserve(fresh := [settings for settings in wanted if settings.name not in placed])
         self.actors |= {settings.name: self._start[settings.name]() for settings in fresh}
 
     @property
@@ -105,11 +111,6 @@ class RayFleet:
             self._asked.pop(name, None)
             del self._start[name]
         remove_placement_group(group)
-
-    def forget(self) -> None:
-        """Forget all services, which end with Ray or have ended."""
-        for each in (self.actors, self._asked, self._start, self._groups):
-            each.clear()
 
     def locate(self, name: str) -> str:
         """Return where a service listens; "" while it starts. A process that has just died may answer once more."""
@@ -130,42 +131,6 @@ class RayFleet:
         """End a service's process; Ray starts it anew. A process that is stopped is killed after 5 s."""
         ray.kill(self.actors[name], no_restart=False)
 
-
-class RayPlacement:
-    """Owns our part of Ray and, by model, the services that run there.
-
-    Its constructor joins or starts Ray; `start` starts the services.
-
-    fleets: those of each model. services: address and process id of each service by name, as they were when they were
-    placed.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._folder = connect_ray(config.cluster)
-        self._config = config = with_choice(config, machine_of(ray.cluster_resources()))
-        self.fleets = [RayFleet(model, config.label(model)) for model in config.by_model]
-        self.services: dict[str, tuple[str, int]] = {}
-        self._head = ray.get_runtime_context().gcs_address
-
-    @property
-    def owns_ray(self) -> bool:
-        """Whether Ray was started here."""
-        return self._folder is not None
-
-    def start(self) -> None:
-        """Start the services and wait until all listen.
-
-        Raises ClusterError with a service's own words, or if a Ray that was started here can never run the services.
-        """
-        there, services = ray.cluster_resources(), sum(len(fleet.settings()) for fleet in self.fleets)
-        gpus, nodes = there.get("GPU", 0), sum(node["Alive"] for node in ray.nodes())
-        needs = [each for fleet in self.fleets for each in fleet.reserve(gpus, nodes, services)]
-        if self.owns_ray:
-            check_room(needs, there)
-        for fleet in self.fleets:
-            fleet.start()
-        self.services = _wait_for({name: actor for fleet in self.fleets for name, actor in fleet.actors.items()})
-
     def stop(self) -> None:
         """Stop the services, and Ray itself if this process started it. Those of a Ray without its head end with it."""
         if ray.is_initialized():
@@ -174,8 +139,8 @@ class RayPlacement:
             except ClusterError as error:
                 log.error("the services are not stopped, their nodes end them: %s", error)
                 return
-            for started in [actor for fleet in self.fleets for actor in fleet.actors.values()][::-1]:
-                ray.kill(started, no_restart=True)
+            for actor in [*self.actors.values()][::-1]:
+                ray.kill(actor, no_restart=True)
         self._leave()
 
     def _check_head(self) -> None:
@@ -184,22 +149,11 @@ class RayPlacement:
             check_ray_listens(self._head)
 
     def _leave(self) -> None:
-        for fleet in self.fleets:
-            fleet.forget()
+        for each in (self.actors, self._asked, self._start, self._groups):
+            each.clear()
         ray.shutdown()
         if self._folder is not None:
             self._folder.cleanup()
-
-    def _fleet_of(self, name: str) -> RayFleet:
-        return {each: fleet for fleet in self.fleets for each in fleet.actors}[name]
-
-    def locate(self, name: str) -> str:
-        """Return where a service listens; "" while it starts."""
-        return self._fleet_of(name).locate(name)
-
-    def replace(self, name: str) -> None:
-        """End a service's process; Ray starts it anew."""
-        self._fleet_of(name).replace(name)
 
     def is_alive(self) -> bool:
         """Return whether Ray watches this node: without its raylet, services that die here stay dead.
@@ -276,11 +230,11 @@ def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
         raise ClusterError(f"a service could not start: {cause}") from None
 
 
-def placed_settings(config: Config, targets: int = 0, label: str = "") -> list[TargetSettings | DraftSettings]:
+def placed_settings(config: Config, targets: int = 0) -> list[TargetSettings | DraftSettings]:
     """Return the settings of each service, with its name, and with its port where one is given: targets count on from
     it, then drafts.
 
-    targets: how many there are; 0: the launch's first number; drafts are in proportion. label: a part of the names.
+    targets: how many there are; 0: the launch's first number; drafts are in proportion.
     Only targets are deterministic: a draft changes no token of theirs. Where the target's KV lies in host memory,
     kv_tokens and kv_memory say what its GPU holds of it; a draft has room for all of its own KV.
     """
@@ -291,7 +245,7 @@ def placed_settings(config: Config, targets: int = 0, label: str = "") -> list[T
     draft = replace(config.draft, kv_tokens=0, kv_memory=0.0) if config.target.host_kv_memory else config.draft
     for side in (config.target, draft):
         present, all_names = (_count(config, side.side, count) for count in (targets or begin, most))
-        for index, name in enumerate(name_services(side.side, all_names, label)[:present]):
+        for index, name in enumerate(name_services(side.side, all_names)[:present]):
             port = first_port + index + (most if side.side == "draft" else 0) if first_port else 0
             deterministic = side.deterministic and side.side == "target"
             placed.append(replace(side, name=name, port=port, deterministic=deterministic))

@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from orchestrator.cluster.directory import SIDES, Directory, name_services, services_of, side_of
+from orchestrator.cluster.directory import SIDES, Directory, name_services, side_of
 from specahead.config import Config
+from specahead.config.access import split_list
 from specahead.wire.streams import BEAT_SECONDS
 
 if TYPE_CHECKING:
@@ -22,19 +23,20 @@ Look = Callable[[], Mapping[str, str]]
 
 
 @contextlib.contextmanager
-def placed_services(config: Config) -> Iterator[tuple[list[Directories], "RayPlacement | None", Look | None]]:
-    """Yield the directories of each model's services, the placement on Ray that keeps them (None: nobody here does),
-    and a function that looks for the services of another launch (None: there is none)."""
-    if config.cluster.target_address:
-        yield [_running(model, config.label(model)) for model in config.by_model], None, None
+def placed_services(config: Config) -> Iterator[tuple[Directories, "RayPlacement | None", Look | None]]:
+    """Yield the directories of the services, the placement on Ray that keeps them (None: nobody here does), and a
+    function that looks for the services of another launch (None: there is none)."""
+    cluster = config.cluster
+    if cluster.target_address:
+        drafts = cluster.draft_address if config.has_draft else ""
+        yield _by_side(_named("target", cluster.target_address) | _named("draft", drafts)), None, None
         return
-    if config.cluster.join:
+    if cluster.join:
         from orchestrator.cluster.attach import joined_services  # the same
 
-        names = [model.model_name for model in config.by_model]
-        with joined_services(config.cluster) as joined:
-            there = joined.wait_for(names, config.clients.timeouts.connect)
-            yield [_by_side(services_of(name, there)) for name in names], None, joined.look
+        with joined_services(cluster) as joined:
+            there = joined.wait_for_target(config.clients.timeouts.connect)
+            yield _by_side(there), None, joined.look
         return
     from orchestrator.cluster.fleet import placement_on_ray  # a launch over running services needs no Ray
 
@@ -45,11 +47,11 @@ def placed_services(config: Config) -> Iterator[tuple[list[Directories], "RayPla
         for name, (address, pid) in placement.services.items():
             print(f"{name} service: pid {pid}, {address}", flush=True)
         addresses = {name: address for name, (address, _) in placement.services.items()}
-        yield [_by_side(services_of(model.model_name, addresses)) for model in config.by_model], placement, None
+        yield _by_side(addresses), placement, None
 
 
-async def keep_found(look: Look, models: Mapping[str, Directories]) -> None:
-    """Store the addresses of the services every second. models: the directories of each. Runs until cancelled."""
+async def keep_found(look: Look, directories: Directories) -> None:
+    """Store the addresses of the services every second. Runs until cancelled."""
     while True:
         await asyncio.sleep(BEAT_SECONDS)
         try:
@@ -57,33 +59,22 @@ async def keep_found(look: Look, models: Mapping[str, Directories]) -> None:
         except Exception:  # Ray does not answer for the moment: known services stay
             log.debug("the services could not be looked for", exc_info=True)
             continue
-        for model, where in models.items():
-            own = services_of(model, there)
-            for side, directory in where.items():
-                for name in [name for name in directory.addresses if name not in own]:
-                    directory.remove(name)
-                for name in [name for name in own if side_of(name) == side]:
-                    directory.put(name, own[name])
+        for side, directory in directories.items():
+            for name in [name for name in directory.addresses if name not in there]:
+                directory.remove(name)
+            for name in [name for name in there if side_of(name) == side]:
+                directory.put(name, there[name])
 
 
-def addresses_in(directories: Iterable[Directories]) -> dict[str, str]:
+def addresses_in(directories: Directories) -> dict[str, str]:
     """Return where all services are now, by name."""
-    every = (each for where in directories for each in where.values())
-    return {name: address for each in every for name, address in each.addresses.items()}
+    return {name: address for each in directories.values() for name, address in each.addresses.items()}
 
 
-def _running(config: Config, label: str) -> Directories:
-    """Return the directories of the services that run already for a model. label: a part of their names."""
-    cluster = config.cluster
-    targets = _named("target", cluster.target_address, label)
-    drafts = _named("draft", cluster.draft_address if config.has_draft else "", label)
-    return _by_side(targets | drafts)
-
-
-def _named(side: str, addresses: str, label: str) -> dict[str, str]:
-    """Return addresses that are given with commas between them, by the names of their services."""
-    given = [address.strip() for address in addresses.split(",") if address.strip()]
-    return dict(zip(name_services(side, len(given), label), given, strict=True))
+def _named(side: str, addresses: str) -> dict[str, str]:
+    """Return addresses that commas separate, by the names of their services."""
+    given = split_list(addresses)
+    return dict(zip(name_services(side, len(given)), given, strict=True))
 
 
 def _by_side(addresses: Mapping[str, str]) -> Directories:

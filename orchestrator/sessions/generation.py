@@ -25,7 +25,7 @@ from orchestrator.text.structural_tags import tag_grammar
 from orchestrator.text.structured_outputs import COMPACT
 from orchestrator.text.tokenizing import work_on_text
 from specahead.engine.sampling.logprobs import TokenLogprobs
-from specahead.wire.errors import InvalidArgument, ServiceError, Unavailable
+from specahead.wire.errors import InvalidArgument, NotFound, ServiceError, Unavailable
 from specahead.wire.messages import Commit, FinishReason
 
 
@@ -55,7 +55,7 @@ class Chunk:
 
 
 class Frontend:
-    """Serves the requests of one model for both gateways."""
+    """Serves the model's requests for both gateways."""
 
     def __init__(
         self,
@@ -81,6 +81,25 @@ class Frontend:
     def name(self) -> str:
         """The model's name for clients."""
         return self.limits.model_name
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests can be served."""
+        return self.accepting and self.router.connected
+
+    def check_model(self, name: str | None) -> None:
+        """Raise NotFound if a request names another model."""
+        if name and name != self.name:
+            message = f"The model `{name}` does not exist. Served here: {self.name}"
+            raise NotFound(message, "model", "model_not_found")
+
+    def check_room(self) -> None:
+        """Raise ResourceExhausted if every request would be refused now.
+
+        Called before a request is parsed, so that refusing many requests costs the running ones little.
+        """
+        if (reason := self.router.why_full()) is not None:
+            raise reason
 
     async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
         """Return the token ids of a prompt; a long text is encoded in a thread. Raises InvalidArgument.

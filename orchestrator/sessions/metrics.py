@@ -1,6 +1,6 @@
 """Prometheus metrics. Those that vLLM has too are there under both names, so that its dashboards work unchanged."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -136,14 +136,14 @@ class Metrics:
         """Count a request that got no token."""
         self._by_label["request_refused"].labels(self._model, reason).inc()
 
-    def families(
+    def exposition(
         self,
         requests: int,
         services: Mapping[str, ServiceStatus | None],
         addresses: Mapping[str, str],
         targets: Mapping[str, TargetState],
-    ) -> list[Metric]:
-        """Return all metrics of the model.
+    ) -> bytes:
+        """Return the text that Prometheus reads.
 
         requests: how many are open. services: their statuses now, by name (None: no answer). addresses: of the
         services, by name. targets: the use of each, by name.
@@ -156,17 +156,7 @@ class Metrics:
         families = [*self.registry.collect(), *_service_families(self._model, services, addresses)]
         families += _target_families(self._model, targets)
         named_twice = (family for family in families if family.name.removeprefix(OURS) in _AS_VLLM)
-        return [*families, *map(_as_vllm, named_twice)]
-
-
-def exposition(families: Iterable[Metric]) -> bytes:
-    """Return the text that Prometheus reads; families of several models with the same name become one."""
-    merged: dict[str, Metric] = {}
-    for family in families:
-        known = merged.setdefault(family.name, family)
-        if known is not family:
-            known.samples.extend(family.samples)
-    return generate_latest(_Families(list(merged.values())))
+        return generate_latest(_Families([*families, *map(_as_vllm, named_twice)]))
 
 
 class _Families:

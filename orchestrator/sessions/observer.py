@@ -22,14 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Reports the requests of one model."""
+    """Reports requests."""
 
-    def __init__(
-        self, metrics: Metrics, tokenizer: Any, log_text: bool = False, tracer: Any = None, feed: Feed | None = None
-    ) -> None:
-        """tracer: makes spans, None for no traces. feed: the dashboard's, None for a new one."""
+    def __init__(self, metrics: Metrics, tokenizer: Any, log_text: bool = False, tracer: Any = None) -> None:
+        """tracer: makes spans, None for no traces."""
         self.metrics = metrics
-        self.feed = feed or Feed()
+        self.feed = Feed()
         self._tracer = tracer
         self._tokenizer = tokenizer
         self._log_text = log_text

@@ -14,7 +14,7 @@ REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ModelEndpoints(ClientAccess, group="client endpoints", by_model=True):
+class _ModelEndpoints(ClientAccess, group="client endpoints"):
     served_model_name: str = ""
     """Model name that clients use; empty: the target's last path component."""
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
@@ -64,7 +64,7 @@ class NodeResources(Keyed, group="placement"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ModelPlaces(Section, group="placement", by_model=True):
+class _ModelPlaces(Section, group="placement"):
     targets: Count = 0
     """Target services that Ray runs; 0: one on each GPU where the draft runs together with it, else one."""
     drafts: Count = 0
@@ -110,18 +110,6 @@ class Config:
     draft: DraftSettings = field(default_factory=partial(DraftSettings, max_context=0, host=""))
     clients: ClientSettings = field(default_factory=ClientSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
-    several: tuple["Config", ...] = ()
-    """A Config for each of several models, which differ in settings by model; this Config is then that of the first.
-    Empty: the launch serves one model."""
-
-    @property
-    def by_model(self) -> tuple["Config", ...]:
-        """The settings of each model that is served."""
-        return self.several or (self,)
-
-    def label(self, model: "Config") -> str:
-        """Return what the names of a model's services end with: its name if there are several models, else nothing."""
-        return model.model_name if self.several else ""
 
     @property
     def has_draft(self) -> bool:

@@ -7,8 +7,7 @@ import json
 import logging
 import re
 import sys
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -26,7 +25,6 @@ Service = TypeVar("Service", bound=ServiceSettings)
 Options = Mapping[str, tuple[Setting, str, Any]]  # by key: a setting, its flag, and its default
 
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
-MODELS = "models"  # key of a file that lists several models of one launch, each with its settings
 SETTINGS = {
     item.name: item
     for section in (TargetSettings, DraftSettings, ClientSettings, ClusterSettings)
@@ -42,20 +40,9 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_launch(flags: argparse.Namespace, environment: Mapping[str, str]) -> Config:
     """Return the settings of a launch whose flags were parsed. Raises SettingsError; exits on --dry-run."""
-    configs = [
-        Config(target=target, draft=draft, clients=clients, cluster=cluster)
-        for target, draft, clients, cluster in _read(flags, _sections_of(Config()), environment)
-    ]
-    first = configs[0]
-    check_client_listener(first.clients, first.clients.host)
-    if len(configs) == 1:
-        return first
-    for name, count in Counter(config.model_name for config in configs).items():
-        if count > 1:
-            raise SettingsError(f"{count} of the models are called {name!r}: give each its own served_model_name")
-    if len({bool(config.cluster.target_address) for config in configs}) > 1:
-        raise SettingsError("models: some have a target_address and some have none; give it to all of them or to none")
-    return dataclasses.replace(first, several=tuple(configs))
+    target, draft, clients, cluster = _read(flags, _sections_of(Config()), environment)
+    check_client_listener(clients, clients.host)
+    return Config(target=target, draft=draft, clients=clients, cluster=cluster)
 
 
 def _sections_of(config: Config) -> list[Section]:
@@ -71,48 +58,31 @@ def resolve_service(
     """
     _add_flags(parser, [default])
     flags = parser.parse_args(arguments)
-    ((settings,),) = _read(flags, [default], environment)
+    (settings,) = _read(flags, [default], environment)
     check_service_listener(settings, settings.host)
     return settings, flags
 
 
-def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: Mapping[str, str]) -> list[list[Any]]:
-    """Return the sections as the sources fill them, for each model of the file's list. Takes their flags from `flags`.
+def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: Mapping[str, str]) -> list[Any]:
+    """Return the sections as the sources fill them. Takes their flags from `flags`.
 
     Settings of the same name in several sections get the same value. Raises SettingsError for an unknown key of the
     file and for a value that is not allowed, naming its source; an unknown variable of the environment is a warning.
     """
     options = _options(defaults)
     given = {key: vars(flags).pop(flag) for key, (_, flag, _) in options.items()}
-    path, (general, models) = flags.config, _from_file(flags.config) if flags.config else ({}, [])
-    if models and len(defaults) == 1:
-        raise SettingsError(f"{path}: {MODELS} is for a launch; a service by itself runs one model")
     values: dict[str, Any] = {}
     for source, found in (
-        (path or "file", general),
+        (flags.config or "file", _from_file(flags.config) if flags.config else {}),
         ("environment", _from_environment(environment)),
         ("flag", {key: value for key, value in given.items() if value is not None}),
     ):
         values |= _converted(options, found, values, source)
-    if models and "target" in values:
-        raise SettingsError(f"a target is given beside the {MODELS} of {path}: give it in that list")
-    entries = [_entry(options, entry, values, f"{path}: {MODELS}[{index}]") for index, entry in enumerate(models)]
-    filled = [[_filled(section, values | own) for section in defaults] for own in entries or [{}]]
+    filled = [_filled(section, values) for section in defaults]
     if flags.dry_run:
         print(json.dumps(describe(filled), indent=2))
         sys.exit(0)
     return filled
-
-
-def _entry(options: Options, entry: Any, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the settings of a model of the file's list, by key. Raises SettingsError."""
-    if not isinstance(entry, dict) or "target" not in entry:
-        raise SettingsError(f"{source}: expected a mapping of settings, with a target at least; got {entry!r}")
-    for name in entry:
-        if name not in options or not options[name][0].by_model:
-            why = "holds for all models: give it outside of the list" if name in options else "is no setting"
-            raise SettingsError(f"{source}: {name} {why}")
-    return _converted(options, entry, values, source)
 
 
 def _converted(options: Options, found: Mapping[str, Any], before: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -130,20 +100,14 @@ def _converted(options: Options, found: Mapping[str, Any], before: Mapping[str, 
         raise SettingsError(f"{source}: {error}") from None
 
 
-def describe(models: Sequence[Sequence[Section]]) -> dict[str, Any]:
-    """Return the settings by their names, as a file may give them, without secrets. models: the sections of each."""
-
-    def settings(sections: Iterable[Section], by_model: Collection[bool]) -> dict[str, Any]:
-        return {
-            item.name: _plain(getattr(section, item.field))
-            for section in sections
-            for item in declared_in(type(section))
-            if item.name and not item.secret and item.by_model in by_model
-        }
-
-    if len(models) == 1:
-        return settings(models[0], (True, False))
-    return settings(models[0], (False,)) | {MODELS: [settings(sections, (True,)) for sections in models]}
+def describe(sections: Sequence[Section]) -> dict[str, Any]:
+    """Return the settings by their names, as a file may give them, without secrets."""
+    return {
+        item.name: _plain(getattr(section, item.field))
+        for section in sections
+        for item in declared_in(type(section))
+        if item.name and not item.secret
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -223,22 +187,19 @@ def _is_injected(key: str, environment: Mapping[str, str]) -> bool:
     )
 
 
-def _from_file(path: str) -> tuple[dict[str, Any], list[Any]]:
-    """Return the settings of a file, and its list of models. Raises SettingsError for a file that is no mapping of
-    settings, for unknown keys and for models that are no list."""
+def _from_file(path: str) -> dict[str, Any]:
+    """Return the settings of a file. Raises SettingsError for a file that is no mapping of settings, and for unknown
+    keys."""
     try:
         content = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"{path}: expected a mapping of settings, got {type(content).__name__}")
-    models = content.pop(MODELS, [])
     unknown = [_with_hint(str(key)) for key in content if key not in SETTINGS]
     if unknown:
         raise SettingsError(f"{path}: no such setting: {', '.join(unknown)}")
-    if not isinstance(models, list):
-        raise SettingsError(f"{path}: {MODELS} is {models!r}, expected a list of mappings of settings")
-    return content, models
+    return content
 
 
 def _with_hint(name: str) -> str:

@@ -21,7 +21,7 @@ from specahead.config.speculation import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RunSettings(Section, group="how the models run", by_model=True):
+class _RunSettings(Section, group="how the models run"):
     device: str = "auto"
     """cpu, cuda, or auto."""
     dtype: str = "auto"
@@ -36,7 +36,7 @@ class _RunSettings(Section, group="how the models run", by_model=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LimitSettings(Section, group="sessions and steps", by_model=True):
+class _LimitSettings(Section, group="sessions and steps"):
     max_context: Count = 32768
     """Longest prompt and output together, in tokens; 0: the longest that the models allow."""
     max_sessions: Positive = 64
@@ -46,7 +46,7 @@ class _LimitSettings(Section, group="sessions and steps", by_model=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MemorySettings(Section, group="KV memory", by_model=True):
+class _MemorySettings(Section, group="KV memory"):
     kv_tokens: Count = 0
     """Tokens of KV that each service has room for, over all sessions; with host_kv_memory, that the target's GPU holds;
     0: by memory."""
@@ -57,7 +57,7 @@ class _MemorySettings(Section, group="KV memory", by_model=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SpeculationSettings(Section, group="speculation", by_model=True):
+class _SpeculationSettings(Section, group="speculation"):
     speculation: Speculation = Speculation()  # noqa: RUF009 (it is frozen)
     """Overrides for experts and benchmarks, as JSON or a mapping; the service chooses each key that is left out."""
 
@@ -106,7 +106,7 @@ class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunS
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PlanSettings(Section, group="models and plan", by_model=True):
+class _PlanSettings(Section, group="models and plan"):
     plan: str = str(models.PLAN)
     """Plan file that `specahead calibrate` made for the pair; the default is for the bundled pair. Any other pair
     without a plan serves approximate uncalibrated: it reads everything unless a budget is stated."""
@@ -117,7 +117,7 @@ class _PlanSettings(Section, group="models and plan", by_model=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ListenSettings(Section, group="where the services listen", by_model=True):
+class _ListenSettings(Section, group="where the services listen"):
     host: Annotated[str, Called("service_host")] = "127.0.0.1"
     """Address that draft and target services bind; empty: the address of their Ray node."""
     port: Annotated[Port, Called("base_port")] = 0
@@ -181,7 +181,7 @@ class ServiceSettings(_ListenSettings, _PlanSettings, ServiceAccess, ModelSettin
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OwnOfTarget(ServiceSettings, group="the target", by_model=True):
+class _OwnOfTarget(ServiceSettings, group="the target"):
     model: Annotated[str, Called("target")] = str(models.TARGET)
     """Target model: Hugging Face id or folder."""
     draft: str = str(models.DRAFT)
@@ -314,7 +314,7 @@ class TargetSettings(_OwnOfTarget):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OwnOfDraft(ServiceSettings, group="models and plan", by_model=True):
+class _OwnOfDraft(ServiceSettings, group="models and plan"):
     model: Annotated[str, Called("draft")] = str(models.DRAFT)
     """Draft model: Hugging Face id or folder."""
     target_model: Annotated[str, Called("target")] = str(models.TARGET)

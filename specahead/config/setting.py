@@ -66,11 +66,6 @@ class Setting:
         return self.section.group
 
     @property
-    def by_model(self) -> bool:
-        """Whether each of several models of a launch may have its own."""
-        return self.section.by_model
-
-    @property
     def help(self) -> str:
         """The sentence below the field."""
         return _sentences(self.section)[self.field]  # type: ignore[arg-type]  # as in declared_in
@@ -137,12 +132,10 @@ class Section:
     """"target" or "draft" for the settings of a service."""
     group: ClassVar[str] = ""
     """The heading of --help under which the class declares settings."""
-    by_model: ClassVar[bool] = False
-    """Whether each of several models of a launch may have its own values of these settings."""
 
-    def __init_subclass__(cls, group: str = "", by_model: bool = False) -> None:
+    def __init_subclass__(cls, group: str = "") -> None:
         super().__init_subclass__()
-        cls.group, cls.by_model = group, by_model
+        cls.group = group
 
     def __post_init__(self) -> None:
         for item in declared_in(type(self)):

@@ -4,7 +4,7 @@ import contextlib
 import hmac
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 # Takes a call's bearer token, "" if it has none; raises ServiceError to refuse the call.
 Authorize = Callable[[str], object]
-Locate = Callable[[grpc.aio.ServicerContext], None]
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -43,8 +42,6 @@ class Guard:
 
     authorize: Authorize | None = None
     tls: Tls | None = None
-    locate: Locate | None = None
-    """Takes the context of each call, which says where it comes from."""
     refused: Callable[[ServiceError], None] = field(default_factory=_refusal_log)
     """Called for each refused call."""
 
@@ -135,7 +132,7 @@ class RequireBearer(grpc.aio.ServerInterceptor):
 
     def __init__(self, guard: Guard) -> None:
         assert guard.authorize is not None
-        self._authorize, self._locate, self._refused = guard.authorize, guard.locate, guard.refused
+        self._authorize, self._refused = guard.authorize, guard.refused
 
     async def intercept_service(
         self,
@@ -150,27 +147,7 @@ class RequireBearer(grpc.aio.ServerInterceptor):
         except ServiceError as error:
             # As a stream whatever the method is: such a handler runs before the first message is there.
             return grpc.stream_stream_rpc_method_handler(partial(self._refuse, error))
-        handler = await continuation(handler_call_details)
-        return handler if handler is None or self._locate is None else self._locating(handler)
-
-    def _locating(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Return a handler that first tells `guard.locate` of the call, whose place is known only when it runs."""
-        locate = self._locate
-        assert locate is not None
-        kind = f"{'stream' if handler.request_streaming else 'unary'}_"
-        kind += "stream" if handler.response_streaming else "unary"
-        run = getattr(handler, kind)
-
-        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            locate(context)
-            return await run(request, context)
-
-        async def answer_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            locate(context)
-            async for response in run(request, context):
-                yield response
-
-        return handler._replace(**{kind: answer_stream if handler.response_streaming else answer})
+        return await continuation(handler_call_details)
 
     async def _refuse(self, error: ServiceError, requests: Any, context: grpc.aio.ServicerContext) -> None:
         self._refused(error)

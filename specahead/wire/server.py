@@ -20,7 +20,6 @@ from specahead.config import ServiceSettings
 from specahead.config.logs import configure_logs
 from specahead.wire.access import OPEN, Guard, RequireBearer
 from specahead.wire.errors import ServiceError
-from specahead.wire.malformed import RefuseMalformed
 from specahead.wire.options import MOST_BYTES, OPTIONS
 
 log = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ async def start_server(
     sys.setswitchinterval(_SWITCH_SECONDS)
     options = dict(OPTIONS) | {"grpc.max_receive_message_length": most_bytes}  # of two of a name gRPC takes the first
     authorizing = [RequireBearer(guard)] if guard.authorize else []
-    server = grpc.aio.server(options=list(options.items()), interceptors=[*authorizing, RefuseMalformed()])
+    server = grpc.aio.server(options=list(options.items()), interceptors=authorizing)
     for add, servicer, _ in services:
         add(servicer, server)
     health_servicer = health.aio.HealthServicer()

@@ -19,7 +19,6 @@ from tests.client import APPROXIMATE, generate, make_request, read_by_rounds, se
 from tests.stack import Stack
 
 PROMPT = "The old man looked at the sea and"
-METHODS = ["Generate", "Abort", "ListModels", "Tokenize"]
 JSON = {"Content-Type": "application/json"}
 ENDLESS: dict[str, Any] = {"max_tokens": 20_000, "ignore_eos": True}
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
@@ -230,34 +229,6 @@ def test_an_unknown_model_is_not_found(stack: Stack) -> None:
             code, details = refused(ask)
             assert code is NOT_FOUND, details
             assert name[:100] in details
-
-
-def field(number: int, data: bytes, announced: int | None = None) -> bytes:
-    """A length-delimited field as it travels; `announced`: a length that it claims instead of its own."""
-    return bytes([number << 3 | 2, len(data) if announced is None else announced]) + data
-
-
-# No valid UTF-8 in each string field of each request, and bytes that are no message at all.
-MALFORMED = [
-    *(("Generate", field(number, b"\xff\xfe")) for number in (1, 2, 3, 9)),
-    ("Generate", field(3, PROMPT.encode()) + field(9, b"\xed\xa0\x80")),
-    ("Abort", field(1, b"\xc3\x28")),
-    ("Tokenize", field(1, b"\xff")),
-    ("Tokenize", field(2, b"\xf0\x82\x82\xac")),
-    *((method, field(1, b"cut off", 100)) for method in METHODS),
-    *((method, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff") for method in METHODS),
-]
-
-
-@pytest.mark.parametrize(("method", "data"), MALFORMED, ids=[f"{m}-{d.hex()[:12]}" for m, d in MALFORMED])
-def test_bytes_that_are_no_message_are_invalid_argument(stack: Stack, method: str, data: bytes) -> None:
-    """The client is to blame, and told so: gRPC by itself would say INTERNAL."""
-    with grpc.insecure_channel(stack.grpc) as channel:
-        path = f"/specahead.v1.Inference/{method}"
-        call = channel.unary_stream(path) if method == "Generate" else channel.unary_unary(path)
-        code, details = refused(lambda: call(data))
-    assert code is INVALID, details
-    assert "no valid message" in details
 
 
 def test_bad_requests_do_no_harm_to_others(stack: Stack) -> None:

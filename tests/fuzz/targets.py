@@ -27,7 +27,6 @@ from orchestrator.requests.responses_request import ResponsesRequest, to_chat
 from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.metrics import Metrics
 from orchestrator.sessions.observer import Observer
-from orchestrator.sessions.served_models import ServedModels
 from orchestrator.text.chat import render_chat
 from orchestrator.text.replies import ReplyFormat
 from orchestrator.text.special_tokens import TextEncoder
@@ -290,9 +289,8 @@ def gateway() -> Target:
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}
 
-    models = ServedModels([frontend])
-    app = make_app(models, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
-    guarded = guard_http(app, Callers([]), (), models, Proxies())
+    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    guarded = guard_http(app, Callers([]), (), frontend, Proxies())
     loop = asyncio.new_event_loop()
 
     async def ask(data: bytes) -> int:

@@ -16,7 +16,6 @@ from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.metrics import Metrics
 from orchestrator.sessions.observer import Observer
 from orchestrator.sessions.router import Router
-from orchestrator.sessions.served_models import ServedModels
 from protos import inference_pb2_grpc
 from specahead.config.access import Timeouts
 from specahead.engine.steps.runner import DraftRunner, TargetRunner
@@ -132,7 +131,7 @@ async def run_gateway(
     frontend = Frontend(router, Tokenizer(), limits, observer, MODEL)
     keep(frontend)
     add = inference_pb2_grpc.add_InferenceServicer_to_server
-    inference = (add, InferenceServicer(ServedModels([frontend])), "specahead.v1.Inference")
+    inference = (add, InferenceServicer(frontend), "specahead.v1.Inference")
     async with router.connected_to_targets():
         server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
         await server.set_serving(True)

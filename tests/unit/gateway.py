@@ -16,7 +16,6 @@ from orchestrator.sessions.ledger import Ledger, Record
 from orchestrator.sessions.metrics import Metrics
 from orchestrator.sessions.observer import Observer
 from orchestrator.sessions.router import TargetState
-from orchestrator.sessions.served_models import ServedModels
 from orchestrator.text.replies import ReplyFormat
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.errors import ResourceExhausted, ServiceError
@@ -131,9 +130,8 @@ async def running_gateway(
 
     observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
     frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
-    models = ServedModels([frontend])
-    app = make_app(models, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
     hosts = hosts_of("127.0.0.1", allowed_hosts)
-    app = guard_http(app, callers, OPEN, models, Proxies(trusted_proxies), hosts)
+    app = guard_http(app, callers, OPEN, frontend, Proxies(trusted_proxies), hosts)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

@@ -53,12 +53,6 @@ def test_where_the_draft_runs(machine: Machine, sizes: PairSizes | None, flags: 
     assert choice.why
 
 
-def test_models_of_one_launch_share_the_gpus() -> None:
-    config = launch_settings(("--max-context", "32768"), {})
-    assert choose(config, Machine(8, H100), SMALL, models=2).targets == 4
-    assert choose(config, Machine(1, H100), SMALL, models=2).together is False  # none of them has a GPU to itself
-
-
 def test_the_choice_is_said_in_one_line_and_reaches_the_services(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         config = with_choice(launch_settings((), {}), Machine(2, H100))

@@ -221,13 +221,11 @@ def test_services_that_run_already_are_given_by_several_addresses() -> None:
     from orchestrator.cluster.placement import placed_services
 
     flags = ("--target-address", "a:1, b:2", "--draft-address", "c:3")
-    with placed_services(resolve(*flags)) as (directories, placement, look):
+    with placed_services(resolve(*flags)) as (where, placement, look):
         assert placement is None and look is None
-        (where,) = directories
         assert where["target"].addresses == {"target-1": "a:1", "target-2": "b:2"}
         assert where["draft"].addresses == {"draft": "c:3"}
-    with placed_services(resolve("--target-address", "a:1")) as (directories, *_):
-        (where,) = directories
+    with placed_services(resolve("--target-address", "a:1")) as (where, *_):
         assert where["target"].addresses == {"target": "a:1"} and not where["draft"].addresses
 
 
@@ -395,7 +393,7 @@ def test_a_name_is_declared_once() -> None:
     declared.pop("")  # what only a service by itself has
     assert {name for name, owners in declared.items() if len(owners) > 1} == {"target", "draft"}
     secret = {item.name for item in SETTINGS.values() if item.secret}
-    assert set(describe([sections(Config())])) == set(declared) - secret
+    assert set(describe(sections(Config()))) == set(declared) - secret
     assert len(declared) <= 50
 
 
@@ -420,69 +418,6 @@ def test_command_lines_open_without_torch() -> None:
     program = "import sys, specahead.config; print({'torch', 'ray', 'grpc', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "set()\n", done.stderr
-
-
-# Several models.
-
-TWO_MODELS = f"""
-http_port: 0
-speculation: {{gamma: 5, branches: 2}}
-models:
-  - target: {models.TARGET}
-    draft: {models.DRAFT}
-    targets: 2
-    max_sessions: 8
-  - target: {models.TARGET}
-    draft: lookup
-    served_model_name: alone
-    speculation: {{gamma: 3}}
-"""
-
-
-def test_a_file_lists_several_models_that_differ_in_some_settings(tmp_path: Path) -> None:
-    """What an entry says holds for its model, all else for every model; the dry run gives the same again."""
-    file = config(tmp_path, TWO_MODELS)
-    settings = resolve("--config", file, "--max-queued", "7", SPECAHEAD_SPECULATION='{"gamma": 6}')
-    first, second = settings.by_model
-    assert [each.model_name for each in (settings, first, second)] == ["tiny-target", "tiny-target", "alone"]
-    assert (first.cluster.targets, first.has_draft, second.cluster.targets, second.has_draft) == (2, True, 0, False)
-    assert first.target.speculation == first.draft.speculation == Speculation(gamma=6, branches=2)
-    assert second.target.speculation == Speculation(gamma=3, branches=2)
-    assert (first.target.max_sessions, second.target.max_sessions) == (8, TargetSettings().max_sessions)
-    assert {each.target.max_queued for each in settings.by_model} == {7}
-    assert {each.clients.http_port for each in (settings, *settings.by_model)} == {0}
-    assert resolve().by_model == (Config(),)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("models: tiny", "expected a list of mappings"),
-        ("models: [tiny]", r"models\[0\]: expected a mapping of settings, with a target"),
-        ("models: [{budget: 1}]", r"models\[0\]: expected a mapping of settings, with a target"),
-        ("models: [{target: a/b, http_port: 1}]", r"models\[0\]: http_port holds for all models"),
-        ("models: [{target: a/b, colour: 1}]", r"models\[0\]: colour is no setting"),
-        ("models: [{target: a/b, max_sessions: many}]", r"models\[0\]: max_sessions is 'many', expected a whole"),
-        ("target: a/b\nmodels: [{target: a/b}]", "a target is given beside the models"),
-        (
-            f"models: [{{target: {models.TARGET}, budget: 0.5}}, {{target: {models.TARGET}}}]",
-            "2 of the models are called 'tiny-target': give each its own served_model_name",
-        ),
-        (
-            f"models: [{{target: {models.TARGET}, target_address: 'a:1'}}, "
-            f"{{target: {models.TARGET}, served_model_name: b}}]",
-            "some have a target_address and some have none",
-        ),
-    ],
-)
-def test_a_list_of_models_that_cannot_be_served_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
-        resolve("--config", config(tmp_path, text))
-
-
-def test_a_service_by_itself_takes_no_list_of_models(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="a service by itself runs one model"):
-        alone(TargetSettings(), "--config", config(tmp_path, TWO_MODELS))
 
 
 SCALES_TO_4 = ("--autoscaling", '{"max_targets": 4}')

@@ -15,7 +15,6 @@ from orchestrator.requests.requests import CompletionRequest
 from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.metrics import Metrics
 from orchestrator.sessions.observer import Observer
-from orchestrator.sessions.served_models import ServedModels
 from orchestrator.text.structured_outputs import StructuredOutputs
 from protos import inference_pb2, inference_pb2_grpc
 from specahead.wire.access import OPEN, Guard
@@ -36,11 +35,11 @@ async def stub(router: ScriptedRouter) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def running(router: Any, guard: Guard) -> AsyncIterator[Any]:
+async def running(router: Any, guard: Guard, locate: Any = None) -> AsyncIterator[Any]:
     frontend = Frontend(router, router.tokenizer, LIMITS, Observer(Metrics(MODEL), router.tokenizer), "tiny-draft")
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     server = await start_server(
-        "127.0.0.1", 0, [(add, InferenceServicer(ServedModels([frontend])), "specahead.v1.Inference")], guard
+        "127.0.0.1", 0, [(add, InferenceServicer(frontend, locate), "specahead.v1.Inference")], guard
     )
     async with grpc.aio.insecure_channel(server.address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)

@@ -1,6 +1,6 @@
 """What /metrics and `specahead status` tell of a launch of several services."""
 
-from orchestrator.sessions.metrics import Metrics, exposition
+from orchestrator.sessions.metrics import Metrics
 from orchestrator.sessions.router import TargetState
 from specahead.cli.status import _nodes, _read_metrics
 from specahead.wire.messages import ServiceStatus
@@ -20,7 +20,7 @@ STATUSES = {"target-1": _service(11, ["draft"], 2, 30), "target-2": None, "draft
 
 
 def test_each_service_is_told_with_its_side_its_address_and_its_version() -> None:
-    text = exposition(Metrics("tiny").families(3, STATUSES, ADDRESSES, {})).decode()
+    text = Metrics("tiny").exposition(3, STATUSES, ADDRESSES, {}).decode()
     figures, services = _read_metrics(text)
     assert list(services) == ["target-1", "target-2", "draft"]
     assert services["target-1"].items() >= {"side": "target", "version": "1.2", "sessions": 2, "up": 1}.items()
@@ -32,7 +32,7 @@ def test_each_service_is_told_with_its_side_its_address_and_its_version() -> Non
 
 def test_what_targets_hold_and_have_waiting_is_summed_over_them() -> None:
     both = STATUSES | {"target-2": _service(12, ["draft"], 1, 60)}
-    figures, _ = _read_metrics(exposition(Metrics("tiny").families(9, both, ADDRESSES, {})).decode())
+    figures, _ = _read_metrics(Metrics("tiny").exposition(9, both, ADDRESSES, {}).decode())
     assert (figures["tiny"]["num_requests_waiting"], figures["tiny"]["num_requests_running"]) == (2, 7)
     assert figures["tiny"]["kv_cache_usage_perc"] == 0.45
 
@@ -47,13 +47,13 @@ def test_the_choice_of_a_plan_is_explained_in_words() -> None:
     assert plan_in_words({"pid": 7}) == ""
     services = {"target-1": _service(11, [], 2, 30)}
     services["target-1"].gauges.update(Choice(drafted, 2342.4, PLAIN, 910.0).gauges)
-    _, told = _read_metrics(exposition(Metrics("tiny").families(3, services, ADDRESSES, {})).decode())
+    _, told = _read_metrics(Metrics("tiny").exposition(3, services, ADDRESSES, {}).decode())
     assert plan_in_words(told["target-1"]).endswith("next best: plain decoding, 910")
 
 
 def test_what_a_router_does_with_each_target_is_told() -> None:
     targets = {"target-1": TargetState(True, 2, 40), "target-2": TargetState(False, 0, 7)}
-    lines = exposition(Metrics("tiny").families(2, STATUSES, ADDRESSES, targets)).decode().splitlines()
+    lines = Metrics("tiny").exposition(2, STATUSES, ADDRESSES, targets).decode().splitlines()
     figures = {"target_serving": (1, 0), "target_sessions": (2, 0), "routed_requests_total": (40, 7)}
     for name, values in figures.items():
         for target, value in zip(targets, values, strict=True):

@@ -14,11 +14,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from orchestrator.cluster.directory import services_of
 from orchestrator.cluster.service_status import gauges_of_targets
 from orchestrator.requests.callers import Caller, current_caller
 from orchestrator.sessions.generation import Frontend
-from orchestrator.sessions.served_models import ServedModels
 from specahead.config.speculation import WITHOUT_DRAFT
 from specahead.wire.messages import ServiceStatus
 from specahead.wire.plan_words import plan_in_words
@@ -57,32 +55,32 @@ def _hash_of(page: str, tag: str) -> str:
 async def follow(request: Request) -> Response:
     """Stream what happens as server-sent events until the client leaves."""
     state = request.app.state
-    state.models.feed.check_room()  # before the stream begins, so that a refusal has an HTTP status
-    events = _events(current_caller(), state.models, state.read_status)
+    state.frontend.observer.feed.check_room()  # before the stream begins, so that a refusal has an HTTP status
+    events = _events(current_caller(), state.frontend, state.read_status)
     texts = (f"data: {json.dumps(event)}\n\n" async for event in events)
     return StreamingResponse(texts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 async def _events(
-    caller: Caller, models: ServedModels, read_status: Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
+    caller: Caller, frontend: Frontend, read_status: Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 ) -> AsyncIterator[dict[str, Any]]:
-    names, drafts = ([getattr(each, name) for each in models] for name in ("name", "draft_name"))
-    yield {"type": "hello", "model": ", ".join(names), "draft": ", ".join(drafts)}
-    feed = models.feed
+    yield {"type": "hello", "model": frontend.name, "draft": frontend.draft_name}
+    feed = frontend.observer.feed
     with feed.viewer(caller.name) as viewer:
         for tick in itertools.count():
             if not caller.allowed:
                 return
             if tick % STATUS_TICKS == 0:
-                yield _status(models, await read_status())
+                yield _status(frontend, await read_status())
             event = feed.take(viewer)
             if event is not None:
                 yield event
             await asyncio.sleep(TICK_SECONDS)
 
 
-def _status(models: ServedModels, services: Mapping[str, ServiceStatus | None]) -> dict[str, Any]:
-    gauges, running = gauges_of_targets(services), sum(each.router.running for each in models)
+def _status(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) -> dict[str, Any]:
+    gauges, running = gauges_of_targets(services), frontend.router.running
+    attached = any(status is not None and status.attached for status in services.values())
     waiting = min(running, int(gauges.get("queued_sessions", 0)))
     return {
         "type": "status",
@@ -90,9 +88,9 @@ def _status(models: ServedModels, services: Mapping[str, ServiceStatus | None]) 
         "waiting": waiting,
         "kv_held": gauges.get("kv_pages_held", 0),
         "kv_pages": gauges.get("kv_pages", 0),
-        "target": all(each.router.connected for each in models),
+        "target": frontend.router.connected,
         "plans": {name: plan for name, each in services.items() if each and (plan := plan_in_words(each.gauges))},
-        "draft": all(_is_drafted(each, services_of(each.name, services)) for each in models),
+        "draft": attached or frontend.draft_name in WITHOUT_DRAFT,
     }
 
 
