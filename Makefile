@@ -37,7 +37,7 @@ lock: setup  ## Choose the versions of requirements-cpu.txt anew, within what py
 		--output-file requirements-cpu.txt pyproject.toml -
 
 demo: setup  ## Launch the bundled pair and continue a text
-	$(BIN)/python -m orchestrator.demo
+	$(BIN)/python -m specahead.cli.demo
 
 test: setup lint check-protos  ## Lint, types, stubs, and all tests but those that take long
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" tests/e2e

@@ -71,7 +71,7 @@ for port in 50152 50153 50151; do
     done
     [ -z "$answer" ] || { cat "$work/services.log"; echo "image-smoke: $answer" >&2; exit 1; }
 done
-echo "image-smoke: $(inside specahead generate --address 127.0.0.1:50151 --prompt "The old man looked at the sea and" \
+echo "image-smoke: $(inside specahead generate --url http://127.0.0.1:50180 --prompt "The old man looked at the sea and" \
     --max-tokens 32 --temperature 0 --exactness approximate --json)" | tee "$work/answer"
 grep -q '"completion_tokens": 32' "$work/answer"
 

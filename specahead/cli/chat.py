@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from specahead.cli.flags import asked_sampling
 from specahead.cli.server import Server
 
 _ACCEPTED, _REASONING, _ASIDE = "green", "italic dim", "dim"
@@ -20,7 +21,9 @@ def run(flags: argparse.Namespace) -> None:
     """Answer each line of standard input until it ends. Raises ValueError for a refusal of the server, OSError if it
     does not answer; at a terminal the conversation continues after a refusal, without the refused message."""
     server, console = Server(flags), Console(highlight=False, soft_wrap=True)
-    model = flags.model or server.get("/v1/models")["data"][0]["id"]
+    model = server.get("/v1/models")["data"][0]["id"]
+    body = {"model": model, "stream_options": {"include_usage": True}, "mark_accepted": not flags.no_marks}
+    body |= asked_sampling(flags)
     opening = [{"role": "system", "content": flags.system}] if flags.system else []
     messages = list(opening)
     if sys.stdin.isatty():
@@ -33,7 +36,7 @@ def run(flags: argparse.Namespace) -> None:
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            answer = _answer(server, _body(flags, model, asked), console)
+            answer = _answer(server, body | {"messages": asked}, console)
         except ValueError as error:
             if not sys.stdin.isatty():
                 raise
@@ -61,14 +64,6 @@ def _lines() -> Iterator[str]:
                 continue
             if line:
                 yield line
-
-
-def _body(flags: argparse.Namespace, model: str, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """Return the request for the next message. Flags that were not given are left to the server."""
-    names = ("max_tokens", "temperature", "top_p", "seed", "exactness", "sparsity")
-    given = {name: value for name in names if (value := getattr(flags, name)) not in (None, "")}
-    usage = {"stream_options": {"include_usage": True}, "mark_accepted": not flags.no_marks}
-    return {"model": model, "messages": messages, **usage, **given}
 
 
 def _answer(server: Server, body: dict[str, Any], console: Console) -> str:

@@ -1,6 +1,7 @@
 """The flags of the commands that talk to a running server, and of small ones. Their modules are imported later."""
 
 import argparse
+from typing import Any
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -9,11 +10,8 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", metavar="FILE")
     prompt.add_argument("stdin", nargs="?", choices=["-"], metavar="-", help="read the prompt from standard input")
-    parser.add_argument("--address", metavar="HOST:PORT", default="127.0.0.1:50051")
-    _add_key(parser)
-    parser.add_argument("--tls", action="store_true", help="the server has a certificate")
-    parser.add_argument("--tls-ca", metavar="FILE", help="who signed it (PEM), unless it is a public authority")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    _add_server(parser)
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of the answer (default: 128)")
     _add_sampling(parser)
     parser.add_argument("--stop", action="append", default=[], metavar="S", help="may be repeated")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
@@ -60,20 +58,21 @@ def add_completion_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
-    _add_key(parser)
+    parser.add_argument("--api-key", metavar="KEY", help="or SPECAHEAD_API_KEY in the environment")
     parser.add_argument(
         "--tls-ca", metavar="FILE", help="who signed its certificate (PEM), unless it is a public authority"
     )
 
 
-def _add_key(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--api-key", metavar="KEY", help="or SPECAHEAD_API_KEY in the environment")
-
-
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="", metavar="NAME", help="which of a server's models, if it has several")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--exactness", choices=["exact", "approximate"], default="exact")
     parser.add_argument("--sparsity", default="", metavar="METHOD", help="how approximate reads the KV")
+
+
+def asked_sampling(flags: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a request that these flags give; the server decides about the others."""
+    names = ("max_tokens", "temperature", "top_p", "seed", "exactness", "sparsity")
+    return {name: value for name in names if (value := getattr(flags, name)) not in (None, "")}

@@ -1,40 +1,42 @@
 """`specahead generate`: continue a prompt on a running server."""
 
 import argparse
-import dataclasses
 import json
-import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from orchestrator.api.client import Generation, generate
-from specahead.wire.tls import Tls, read_tls
+from specahead.cli.flags import asked_sampling
+from specahead.cli.server import Server
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Print the text as it comes, or one JSON object. Raises ValueError for flags, grpc.RpcError for the request."""
-    prompt = _read_prompt(flags)
-    for name, value, bits in (("--max-tokens", flags.max_tokens, 32), ("--seed", flags.seed, 64)):
-        if value is not None and not 0 <= value < 2**bits:
-            raise ValueError(f"{name} must lie in [0, 2^{bits}), got {value}")
+    """Print the text as it comes, or one JSON object. Raises ValueError for a refusal of the server or a prompt that
+    is not UTF-8, OSError if the server does not answer."""
+    body = {"prompt": _read_prompt(flags), "stop": flags.stop} | asked_sampling(flags)
+    show = (lambda text: None) if flags.json else partial(print, end="", flush=True)
+    answer = continue_text(Server(flags), body, show)
+    print(json.dumps(answer) if flags.json else "")
 
-    result = generate(
-        flags.address,
-        prompt,
-        model=flags.model,
-        api_key=flags.api_key or os.environ.get("SPECAHEAD_API_KEY", ""),
-        tls=read_tls("", "", flags.tls_ca) if flags.tls_ca else Tls() if flags.tls else None,
-        max_tokens=flags.max_tokens,
-        temperature=flags.temperature,
-        top_p=flags.top_p,
-        seed=flags.seed,
-        stop=flags.stop,
-        exactness=flags.exactness,
-        sparsity=flags.sparsity,
-        on_text=None if flags.json else partial(print, end="", flush=True),
-    )
-    print(json.dumps(_to_json(result)) if flags.json else "")
+
+def continue_text(server: Server, body: dict[str, Any], show: Callable[[str], object]) -> dict[str, Any]:
+    """Return the text, tokens, finish reason, usage and speculation of a completion.
+
+    body: the fields of the request. show: takes each piece of text as it comes. Raises as `Server.stream`.
+    """
+    text, tokens, reason, last = "", list[int](), None, dict[str, Any]()
+    asked = {"return_token_ids": True, "stream_options": {"include_usage": True}}
+    for event in server.stream("/v1/completions", body | asked):
+        last = event
+        for choice in event["choices"]:
+            text += choice["text"]
+            tokens += choice["token_ids"]
+            reason = choice["finish_reason"] or reason
+            show(choice["text"])
+    answer = {"text": text, "token_ids": tokens, "finish_reason": reason}
+    return answer | {name: last[name] for name in ("usage", "speculation")}
 
 
 def _read_prompt(flags: argparse.Namespace) -> str:
@@ -46,13 +48,3 @@ def _read_prompt(flags: argparse.Namespace) -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{flags.prompt_file or 'standard input'} is not UTF-8 text: {error}") from None
-
-
-def _to_json(result: Generation) -> dict[str, object]:
-    content = dataclasses.asdict(result)
-    content["usage"] = {
-        "prompt_tokens": result.prompt_tokens,
-        "completion_tokens": len(result.token_ids),
-        "total_tokens": result.prompt_tokens + len(result.token_ids),
-    }
-    return content

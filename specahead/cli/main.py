@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-import grpc
-
 from specahead.cli import flags as client
 from specahead.config import add_launch_flags
 from specahead.config.garbage import collect_seldom
@@ -105,8 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     collect_seldom()
     try:
         import_module(COMMANDS[flags.command].module).run(flags)
-    except grpc.RpcError as error:
-        sys.exit(_in_words(error))
     except BrokenPipeError:  # the reader of our output is gone: the rest is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -114,16 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _in_words(error: grpc.RpcError) -> str:
-    """Return the error of a call in words, with the remedy where there is one."""
-    code, details = error.code(), error.details()  # type: ignore[attr-defined]
-    remedies = {
-        grpc.StatusCode.UNAVAILABLE: "; check that a server runs there, the port, and whether it speaks TLS (--tls)",
-        grpc.StatusCode.UNAUTHENTICATED: " (--api-key or SPECAHEAD_API_KEY)",
-    }
-    return f"error: {code.name}: {details}{remedies.get(code, '')}"
 
 
 def make_parser() -> argparse.ArgumentParser:

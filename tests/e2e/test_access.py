@@ -103,7 +103,7 @@ def test_who_has_key_and_certificates_enters(locked: Locked, capsys: pytest.Capt
     stack = locked.stack
     assert stack.http.startswith("https://")
     assert ask(stack.http, locked.key, locked.clients.ca)[0] == 200
-    specahead(["generate", "--address", stack.grpc, "--prompt", "The old man", "--max-tokens", "4",
+    specahead(["generate", "--url", stack.http, "--prompt", "The old man", "--max-tokens", "4",
                "--api-key", locked.key, "--tls-ca", locked.clients.ca])  # fmt: skip
     assert capsys.readouterr().out.strip()
 

@@ -46,7 +46,7 @@ def test_generate_prints_the_text(stack: Stack, tmp_path: Path, source: str) -> 
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT, encoding="utf-8")
     given = {"--prompt-file": [source, str(file)], "-": [source]}[source]
-    flags = ["--address", stack.grpc, "--max-tokens", "20", "--temperature", "0"]
+    flags = ["--url", stack.http, "--max-tokens", "20", "--temperature", "0"]
     done = run(SPECAHEAD, "generate", *flags, *given, stdin=PROMPT.encode())
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode() == generate(stack.stub(), PROMPT, max_tokens=20).text + "\n"
@@ -55,23 +55,17 @@ def test_generate_prints_the_text(stack: Stack, tmp_path: Path, source: str) -> 
 
 def test_generate_json(stack: Stack, tokenizer: Any) -> None:
     """One object, with all that is known of the request."""
-    flags = ["--address", stack.grpc, "--max-tokens", "30", "--temperature", "0", "--json"]
+    flags = ["--url", stack.http, "--max-tokens", "30", "--temperature", "0", "--json"]
     done = run(SPECAHEAD, "generate", *flags, "--prompt", PROMPT)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert set(answer) == {
-        "text", "token_ids", "prompt_tokens", "cached_tokens", "finish_reason", "usage", "speculation"
-    }  # fmt: skip
+    assert set(answer) == {"text", "token_ids", "finish_reason", "usage", "speculation"}
     expected = generate(stack.stub(), PROMPT, max_tokens=30)
     assert (answer["text"], answer["token_ids"]) == (expected.text, expected.tokens)
     assert answer["finish_reason"] == "length"
     prompt_tokens = len(tokenizer.encode(PROMPT))
-    assert answer["prompt_tokens"] == prompt_tokens
-    assert answer["usage"] == {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": 30,
-        "total_tokens": prompt_tokens + 30,
-    }
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 30, "total_tokens": prompt_tokens + 30}
+    assert answer["usage"].items() >= usage.items()
     speculation = answer["speculation"]
     assert {
         "rounds", "drafted", "accepted", "accepted_per_position", "stale_rounds", "announced_bytes", "kv_read_fraction"
@@ -86,7 +80,7 @@ def test_generate_passes_every_flag_on(stack: Stack) -> None:
     sampling: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 2**64 - 1}
     plain = generate(stub, long_prompt, max_tokens=30, **sampling).text
     stop = plain[10:16]
-    flags = ["--address", stack.grpc, "--max-tokens", "30", "--json", "--stop", "never there", "--stop", stop]
+    flags = ["--url", stack.http, "--max-tokens", "30", "--json", "--stop", "never there", "--stop", stop]
     flags += ["--temperature", "0.9", "--top-p", "0.95", "--seed", str(2**64 - 1)]
     answer = json.loads(run(SPECAHEAD, "generate", *flags, "--prompt", long_prompt).stdout)
     assert answer["text"] == plain[: plain.index(stop)]
@@ -99,7 +93,7 @@ def test_generate_passes_every_flag_on(stack: Stack) -> None:
 
 def test_interrupting_generate_ends_its_request(stack: Stack) -> None:
     """Text is shown as it comes; Ctrl-C leaves nothing running."""
-    flags = ["--address", stack.grpc, "--max-tokens", "20000", "--temperature", "1", "--prompt", PROMPT]
+    flags = ["--url", stack.http, "--max-tokens", "20000", "--temperature", "1", "--prompt", PROMPT]
     # A shell's background jobs ignore SIGINT, and their children inherit that: not so here.
     default = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
@@ -117,10 +111,11 @@ def test_interrupting_generate_ends_its_request(stack: Stack) -> None:
 def test_generate_refuses_in_one_line(stack: Stack, tmp_path: Path) -> None:
     bad = tmp_path / "latin-1.txt"
     bad.write_bytes("naïve".encode("latin-1"))
-    here = ("--address", stack.grpc)
+    here = ("--url", stack.http)
     cases: list[tuple[list[str], str]] = [
-        (["--address", "127.0.0.1:1", "--prompt", "x"], "UNAVAILABLE"),
+        (["--url", "http://127.0.0.1:1", "--prompt", "x"], "does not answer"),
         ([*here, "--prompt", ""], "prompt is empty"),
+        ([*here, "--prompt", "x", "--max-tokens", "-1"], "max_tokens"),
         ([*here, "--prompt-file", "/no/such/file"], "/no/such/file"),
         ([*here, "-"], "standard input"),
     ]

@@ -21,7 +21,7 @@ def test_an_error_follows_one_line_of_usage(arguments: list[str], capsys: pytest
     assert ended.value.code == 2 and usage.startswith("usage: specahead") and ": error: " in error
 
 
-@pytest.mark.parametrize("command", ["chat", "status"])
+@pytest.mark.parametrize("command", [["chat"], ["status"], ["generate", "--prompt", "x"]])
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -29,9 +29,9 @@ def test_an_error_follows_one_line_of_usage(arguments: list[str], capsys: pytest
         ("127.0.0.1:8000", r"--url '127.0.0.1:8000': expected http://HOST:PORT"),
     ],
 )
-def test_a_server_that_is_not_there(command: str, url: str, words: str) -> None:
+def test_a_server_that_is_not_there(command: list[str], url: str, words: str) -> None:
     with pytest.raises(SystemExit, match=f"^error: {words}"):
-        main([command, "--url", url])
+        main([*command, "--url", url])
 
 
 def complete(script: Path, line: str) -> list[str]:

@@ -42,7 +42,6 @@ PROTO_FILES = {
     "draft_service/service.py",
     "target_service/service.py",
     "target_service/servicer.py",
-    "orchestrator/api/client.py",
     "orchestrator/api/endpoints.py",
     "orchestrator/api/grpc_gateway.py",
     "orchestrator/cluster/service_status.py",
