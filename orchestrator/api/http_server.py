@@ -1,7 +1,7 @@
-"""The HTTP server: uvicorn with limits of its own on connections.
+"""The HTTP server: uvicorn with limits on connections.
 
-uvicorn does not limit how many connections one address has, how long a request takes to arrive, and how long its head
-is; and beyond its limit of connections it refuses requests, while idle connections stay open.
+uvicorn itself limits neither the connections of one address, nor how long a request takes to arrive or an answer to be
+read, nor the length of a request's head.
 """
 
 import asyncio
@@ -27,22 +27,15 @@ MOST_HEAD = 64 << 10  # bytes of a request's line and headers
 
 
 class Connections:
-    """The connections that are open.
+    """Counts the open connections by address, and refuses new ones beyond the limits."""
 
-    A new connection beyond the limits takes the place of the one that has waited longest among those without a request
-    or, if there is none, among those whose client does not read its answer: of the same address, or of the address
-    with the most connections. If there is no such connection either, the new one is closed.
-    """
-
-    def __init__(self, most: int, receive_seconds: float = 30.0, proxies: Proxies | None = None) -> None:
+    def __init__(self, most: int, patience: float = 30.0, proxies: Proxies | None = None) -> None:
         """most: connections in all; one address may have half of them, and a trusted proxy all.
 
-        receive_seconds: in which a request must arrive.
+        patience: seconds in which a request must arrive, and in which a client must read what was sent.
         """
-        self.most, self.receive_seconds = most, receive_seconds
+        self.most, self.patience = most, patience
         self.by_address: Counter[str] = Counter()
-        self.idle: dict[asyncio.Transport, str] = {}  # without a request, by address
-        self.unread: dict[asyncio.Transport, str] = {}  # whose client does not read
         self._proxies = proxies or Proxies()
         self._warnings = FrequentWarnings(logging.getLogger(__name__))
 
@@ -54,65 +47,48 @@ class Connections:
 
     def take(self, address: str) -> bool:
         """Count a new connection; return False if it has to be closed."""
-        too_many = address not in self._proxies and self.by_address[address] >= -(-self.most // 2)
-        if too_many or self.by_address.total() >= self.most:
-            fields = {"open": self.by_address.total(), "address": address, "from_address": self.by_address[address]}
-            self._warnings.warn("too many HTTP connections are open; one is closed", "", fields)
-            if not self._close_one(address if too_many else max(self.by_address, key=self.by_address.__getitem__)):
-                return False
+        here, all_open = self.by_address[address], self.by_address.total()
+        if all_open >= self.most or (address not in self._proxies and here >= -(-self.most // 2)):
+            fields = {"open": all_open, "address": address, "from_address": here}
+            self._warnings.warn("too many HTTP connections are open; a new one is closed", "", fields)
+            return False
         self.by_address[address] += 1
         return True
 
-    def _close_one(self, address: str) -> bool:
-        """Close a waiting connection of an address; return False if there is none."""
-        for transports in (self.idle, self.unread):
-            found = next((transport for transport, at in transports.items() if at == address), None)
-            if found is not None:
-                del transports[found]
-                # close() would wait until the client has read the rest of our buffer.
-                found.abort() if found.get_write_buffer_size() else found.close()
-                return True
-        return False
-
-    def give_back(self, transport: asyncio.Transport, address: str) -> None:
+    def give_back(self, address: str) -> None:
         """Count a connection that is closed."""
-        self.idle.pop(transport, None)
-        self.unread.pop(transport, None)
-        self.by_address[address] -= 1
-        if not self.by_address[address]:
-            del self.by_address[address]
+        self.by_address -= Counter([address])  # forgets addresses without connections
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's connection within the limits of `Connections`.
 
-    It is closed when a request takes too long to arrive, and after more than MOST_HEAD bytes that belong to no body,
+    It is closed when it waits too long for its client, and after more than MOST_HEAD bytes that belong to no body,
     which the parser would gather.
     """
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
-        self._counted = connections
+        self._connections = connections
         self._address = ""
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None  # runs while the client has to send or to read
         self._has_arrived = False  # all of the latest request
         self._head = 0  # bytes since the last one of a body or of a request
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         address = str((transport.get_extra_info("peername") or ("",))[0])
-        if not self._counted.take(address):
+        if self._connections.take(address):
+            self._address = address
+            self._start_deadline()
+        else:
             transport.abort()
-            return
-        self._address = address
-        self._counted.idle[transport] = address
-        self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stop_deadline()
+        self._stop_deadline(closed=True)
         if self._address:
-            self._counted.give_back(self.transport, self._address)
+            self._connections.give_back(self._address)
 
     def data_received(self, data: bytes) -> None:
         self._start_deadline()
@@ -120,8 +96,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._head > MOST_HEAD:
             self.transport.abort()
-        if self._has_arrived:
-            self._stop_deadline()
+        self._stop_deadline()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -134,27 +109,23 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._has_arrived, self._head = True, 0
-        self._counted.idle.pop(self.transport, None)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.timeout_keep_alive_task is not None:  # no other request runs
-            self._counted.idle[self.transport] = self._address
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._counted.unread[self.transport] = self._address
+        self._start_deadline()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._counted.unread.pop(self.transport, None)
+        self._stop_deadline()
 
     def _start_deadline(self) -> None:
         if self._deadline is None:
-            self._deadline = self.loop.call_later(self._counted.receive_seconds, self.transport.abort)
+            self._deadline = self.loop.call_later(self._connections.patience, self.transport.abort)
 
-    def _stop_deadline(self) -> None:
-        if self._deadline is not None:
+    def _stop_deadline(self, closed: bool = False) -> None:
+        """Stop the clock, unless the client still has to send the rest of a request, or to read."""
+        waits = not self._has_arrived or self.flow.write_paused
+        if self._deadline is not None and (closed or not waits):
             self._deadline.cancel()
             self._deadline = None
 
