@@ -17,7 +17,7 @@ from orchestrator.cluster.autoscaling import Autoscaler
 from orchestrator.cluster.connecting import wait_until_connected
 from orchestrator.cluster.directory import side_of
 from orchestrator.cluster.placement import Directories, Look, addresses_in, keep_found
-from orchestrator.cluster.service_status import Asks, AskStatus, Lines, keep_drafts_informed, read_statuses
+from orchestrator.cluster.service_status import ControlLine, Lines, keep_drafts_informed, read_statuses
 from orchestrator.cluster.supervision import supervise
 from orchestrator.requests.access import Access
 from orchestrator.requests.keys import watch_keys
@@ -61,12 +61,12 @@ def resolve_context(config: Config) -> Config:
 
 @contextlib.asynccontextmanager
 async def serve_clients(
-    config: Config, access: Access, directories: Directories, services: Mapping[str, AskStatus]
+    config: Config, access: Access, directories: Directories, services: Mapping[str, ControlLine]
 ) -> AsyncIterator[tuple[str, str, Frontend]]:
     """Serve clients while the context lasts; yield the addresses of gRPC and HTTP, and the frontend. Requests are
     drained at the end.
 
-    directories: where the services are, by side. services: ask each service for its status, by name. Raises
+    directories: where the services are, by side. services: how each is called, by name. Raises
     ClusterError if the services do not find each other, OSError for an address that cannot be bound.
     """
     clients, times = config.clients, config.clients.timeouts
@@ -144,7 +144,7 @@ async def run(
         informing = [keep_drafts_informed(lines, directories["target"])] if placement else []
         async with (
             _meanwhile(*informing),
-            serve_clients(config, access, directories, Asks(lines)) as (grpc_address, http_address, frontend),
+            serve_clients(config, access, directories, lines) as (grpc_address, http_address, frontend),
         ):
             stop_on_signals()
             print(f"gRPC endpoint: {grpc_address}")
@@ -154,7 +154,7 @@ async def run(
             watching, turn = [], asyncio.Lock()
             if placement is not None:
                 put = partial(_put, directories)
-                watching.append(supervise(Asks(lines), placement, put, stop_on_signals, turn))
+                watching.append(supervise(lines, placement, put, stop_on_signals, turn))
                 asked, least = config.cluster.autoscaling, max(1, config.cluster.targets)
                 if asked.max_targets > least:
                     targets = frontend.router.targets

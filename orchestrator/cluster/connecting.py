@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping
 import grpc
 
 from orchestrator.cluster.directory import side_of
-from orchestrator.cluster.service_status import AskStatus
+from orchestrator.cluster.service_status import ControlLine
 from orchestrator.sessions.router import Router
 from specahead.wire.errors import ClusterError
 from specahead.wire.messages import ServiceStatus
 
 
 async def wait_until_connected(
-    router: Router, services: Mapping[str, AskStatus], read_addresses: Callable[[], Mapping[str, str]], seconds: float
+    router: Router, services: Mapping[str, ControlLine], read_addresses: Callable[[], Mapping[str, str]], seconds: float
 ) -> list[ServiceStatus]:
     """Wait until a target serves and, if there are drafts, is attached to one; return the status of each such target.
 
-    services: asks each for its status, by name. read_addresses: returns their addresses, for the error.
+    services: how each is called, by name. read_addresses: returns their addresses, for the error.
     seconds: how long to wait; 0: without end. Raises ClusterError, which names the cause.
     """
     loop = asyncio.get_running_loop()
@@ -27,9 +27,9 @@ async def wait_until_connected(
     while True:
         statuses: dict[str, ServiceStatus] = {}
         troubles: dict[str, grpc.aio.AioRpcError] = {}
-        for name, ask in services.items():
+        for name, line in services.items():
             try:
-                statuses[name] = await ask()
+                statuses[name] = await line.status()
             except grpc.aio.AioRpcError as error:
                 troubles[name] = error
         targets = [status for name, status in statuses.items() if side_of(name) == "target"]

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ from specahead.wire.access import PeerAccess
 from specahead.wire.convert import status_from_pb
 from specahead.wire.messages import ServiceStatus
 from specahead.wire.streams import BEAT_SECONDS
-
-AskStatus = Callable[[], Awaitable[ServiceStatus]]
 
 log = logging.getLogger(__name__)
 
@@ -76,25 +74,9 @@ class Lines(Mapping[str, ControlLine]):
         return sum(len(directory.addresses) for directory in self.directories)
 
 
-@dataclass(frozen=True)
-class Asks(Mapping[str, AskStatus]):
-    """How each service that there is at the moment is asked for its status, by name."""
-
-    lines: Lines
-
-    def __getitem__(self, name: str) -> AskStatus:
-        return self.lines[name].status
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.lines)
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-
-async def read_statuses(asks: Mapping[str, AskStatus]) -> dict[str, ServiceStatus | None]:
+async def read_statuses(lines: Mapping[str, ControlLine]) -> dict[str, ServiceStatus | None]:
     """Return the status of each service, by name; None for one that does not answer."""
-    asked = dict(asks)  # services may come and go meanwhile
+    asked = dict(lines)  # services may come and go meanwhile
     return dict(zip(asked, await asyncio.gather(*map(_status, asked.values())), strict=True))
 
 
@@ -107,9 +89,9 @@ def gauges_of_targets(services: Mapping[str, ServiceStatus | None]) -> Counter[s
     return total
 
 
-async def _status(ask: AskStatus) -> ServiceStatus | None:
+async def _status(line: ControlLine) -> ServiceStatus | None:
     try:
-        return await ask()
+        return await line.status()
     except grpc.aio.AioRpcError:
         return None
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import grpc
 
-from orchestrator.cluster.service_status import AskStatus
+from orchestrator.cluster.service_status import ControlLine
 from specahead.wire.errors import ClusterError
 from specahead.wire.streams import BEAT_SECONDS, PATIENCE, run_together
 
@@ -44,7 +44,7 @@ class Placement(Protocol):
 
 
 async def supervise(
-    services: Mapping[str, AskStatus],
+    services: Mapping[str, ControlLine],
     placement: Placement,
     put: Callable[[str, str], None],
     after_restart: Callable[[], None] = lambda: None,
@@ -52,8 +52,7 @@ async def supervise(
 ) -> None:
     """Watch the services and what placed them until cancelled. Raises ClusterError if they cannot be placed again.
 
-    services: how each is asked for its status, by name; raises AioRpcError, after BEAT_SECONDS at the latest. Others
-    may come and go meanwhile.
+    services: how each is called, by name. Others may come and go meanwhile.
     put: takes the name and the new address of a service that did not answer.
     after_restart: called after each attempt to restart, for what Ray changes in this process when it is started.
     turn: held while the set of placed services changes, so that there is one repair at a time.
@@ -64,7 +63,7 @@ async def supervise(
 
 
 async def _watch_services(
-    services: Mapping[str, AskStatus], placement: Placement, put: Callable[[str, str], None], turn: asyncio.Lock
+    services: Mapping[str, ControlLine], placement: Placement, put: Callable[[str, str], None], turn: asyncio.Lock
 ) -> None:
     """Watch each service as long as it is there. Runs until cancelled."""
     watches: dict[str, asyncio.Task[None]] = {}
@@ -83,16 +82,16 @@ async def _watch_services(
 
 async def _watch_service(
     name: str,
-    services: Mapping[str, AskStatus],
+    services: Mapping[str, ControlLine],
     placement: Placement,
     put: Callable[[str, str], None],
     turn: asyncio.Lock,
 ) -> None:
     """Watch a service until it is removed from the services."""
     missed, serves = 0, False
-    while (ask := services.get(name)) is not None:
+    while (line := services.get(name)) is not None:
         try:
-            await ask()
+            await line.status()
             if not serves:
                 log.info("the %s service answers", name)
             missed, serves = 0, True

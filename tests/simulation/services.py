@@ -9,7 +9,7 @@ from draft_service import service as draft_service
 from draft_service.drafter import Drafter
 from orchestrator.api.grpc_gateway import InferenceServicer
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.service_status import Asks, Lines
+from orchestrator.cluster.service_status import Lines
 from orchestrator.cluster.supervision import Placement, supervise
 from orchestrator.requests.records import Limits, max_message
 from orchestrator.sessions.generation import Frontend
@@ -136,4 +136,4 @@ async def run_gateway(
         server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
         await server.set_serving(True)
         watched = Directory({service: address_of(service) for service in services})
-        await supervise(Asks(Lines([watched], PeerAccess())), placement, watched.put)
+        await supervise(Lines([watched], PeerAccess()), placement, watched.put)

@@ -1,6 +1,6 @@
 """When the services of a launch count as connected, and what is said where they are not."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +15,18 @@ ADDRESSES = {"target-1": "a:1", "target-2": "b:2", "draft": "c:3"}
 GONE, STRANGER = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED
 
 
-def _answers(attached: list[str], refusal: str = "") -> Callable[[], Awaitable[ServiceStatus]]:
+def _answers(attached: list[str], refusal: str = "") -> Any:
     async def ask() -> ServiceStatus:
         return ServiceStatus("any", 1, attached, refusal, {}, {})
 
-    return ask
+    return SimpleNamespace(status=ask)
 
 
-def _fails(code: grpc.StatusCode) -> Callable[[], Awaitable[ServiceStatus]]:
+def _fails(code: grpc.StatusCode) -> Any:
     async def ask() -> ServiceStatus:
         raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="why")
 
-    return ask
+    return SimpleNamespace(status=ask)
 
 
 async def connect(services: Mapping[str, Any], connected: bool = True) -> list[ServiceStatus]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import grpc
 import pytest
@@ -20,7 +21,7 @@ class Service:
     def __init__(self, *script: grpc.StatusCode | None) -> None:
         self.script = deque(script)
 
-    async def ask(self) -> ServiceStatus:
+    async def status(self) -> ServiceStatus:
         code = self.script.popleft() if len(self.script) > 1 else self.script[0]
         if code is None:
             return STATUS
@@ -60,6 +61,11 @@ class Placement:
             raise ConnectionError("no Ray")
 
 
+def answering() -> Any:
+    """Return a service that answers, by its name."""
+    return {"target": Service(None)}
+
+
 @pytest.fixture(autouse=True)
 def short_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.cluster.supervision.BEAT_SECONDS", 0.01)
@@ -70,10 +76,9 @@ def put(name: str, address: str) -> None:
 
 
 async def watch(placement: Placement, seconds: float = 0.5, **services: Service) -> None:
-    asks = {name: service.ask for name, service in services.items()}
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(seconds):
-            await supervise(asks, placement, put)
+            await supervise(services, placement, put)
 
 
 async def first_found(placement: Placement, **services: Service) -> tuple[str, str]:
@@ -84,8 +89,7 @@ async def first_found(placement: Placement, **services: Service) -> tuple[str, s
         if not found.done():
             found.set_result((name, address))
 
-    asks = {name: service.ask for name, service in services.items()}
-    watching = asyncio.create_task(supervise(asks, placement, tell))
+    watching = asyncio.create_task(supervise(services, placement, tell))
     try:
         async with asyncio.timeout(20):
             return await found
@@ -126,7 +130,7 @@ async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> 
     placement, told = Placement(lost=3), []
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await supervise({"target": Service(None).ask}, placement, put, lambda: told.append(placement.restarts))
+            await supervise(answering(), placement, put, lambda: told.append(placement.restarts))
     assert placement.restarts == 3
     assert told == [1, 2, 3]
     assert "Ray is lost" in caplog.text
@@ -135,12 +139,12 @@ async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> 
 
 async def test_a_ray_that_is_lost_for_good_ends_the_launch() -> None:
     with pytest.raises(ClusterError, match="could not be placed again: no Ray"):
-        await supervise({"target": Service(None).ask}, Placement(lost=9), put)
+        await supervise(answering(), Placement(lost=9), put)
 
 
 async def test_a_head_that_stays_away_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.cluster.supervision.RAY_AWAY", 0.1)
     placement = Placement(lost=9, away=10**9, owns_ray=False)
     with pytest.raises(ClusterError, match="could not be placed again"):
-        await supervise({"target": Service(None).ask}, placement, put)
+        await supervise(answering(), placement, put)
     assert 10**9 - placement.away > 3, "it was asked again and again"
