@@ -23,7 +23,6 @@ from specahead.sparsity.methods import METHODS
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.rounds import round_settings
 from specahead.wire.messages import Begin, End, Load, Refusal, Resync, TargetEvent, Verdict
-from specahead.wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +38,7 @@ class Drafter:
     """
 
     def __init__(
-        self,
-        runner: DraftRunner,
-        plan: Plan,
-        settings: DraftSettings,
-        grammars: Grammars | None = None,
-        spans: Spans = NO_SPANS,
+        self, runner: DraftRunner, plan: Plan, settings: DraftSettings, grammars: Grammars | None = None
     ) -> None:
         """grammars: compiles the grammars of sessions; None declines sessions with one."""
         device = str(runner.kv.device) if settings.device == "auto" else settings.device
@@ -56,7 +50,7 @@ class Drafter:
         self.overlaps = chosen.overlap
         """Whether rounds are drafted before the verdict on the round before."""
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
-        self._settings, self._spans = settings, spans
+        self._settings = settings
         self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
@@ -200,7 +194,6 @@ class Drafter:
 
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
         """Keep the rounds of a step and propose them, all in one frame: a target does not begin with a part of it."""
-        self._trace(step, result.seconds)
         drafted: list[tuple[DraftSession, DraftedRound]] = []
         for planned, output in zip(step.rounds, result.rounds, strict=True):
             session, grammar = planned.session, planned.session.terms.grammar
@@ -218,14 +211,6 @@ class Drafter:
                 send_round(session, round_, self.counters)
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
-
-    def _trace(self, step: DraftStep, seconds: float) -> None:
-        """Add the spans of a step that has just ended to the traces of its sessions."""
-        for item in step.rounds:
-            trace = item.session.terms.traceparent
-            self._spans.add(trace, "draft.round", seconds, round=item.number, overlap=item.overlaps)
-        for session, given in zip(step.reading, step.inputs, strict=True):
-            self._spans.add(session.terms.traceparent, "draft.prefill", seconds, tokens=len(given.tokens))
 
     def fail_step(self, step: DraftStep, error: Exception) -> bool:
         """Decline the sessions of a step that raised `error`, so that their targets decode them plainly."""

@@ -28,7 +28,6 @@ from specahead.wire.access import read_peer_access
 from specahead.wire.convert import status_to_pb
 from specahead.wire.messages import Hello, ServiceStatus
 from specahead.wire.server import RunningServer, check_free, start_server
-from specahead.wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +78,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
     keep_loaded()  # frees the garbage of loading, before graphs take memory
-    with service_spans("specahead-draft", settings.traces) as spans:
-        await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, spans, parts)
+    await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, parts)
 
 
 class _Control(control_pb2_grpc.DraftControlServicer):
@@ -121,15 +119,14 @@ async def serve(
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
     grammars: Grammars | None = None,
-    spans: Spans = NO_SPANS,
     parts: Parts = DEFAULT_PARTS,
 ) -> None:
     """Serve until cancelled.
 
     on_ready: called once the server listens. grammars: compiles the grammars of sessions; None declines sessions with
-    one. spans: takes the spans of traced sessions. Raises the errors of `run_step_loop`.
+    one. Raises the errors of `run_step_loop`.
     """
-    drafter = parts.drafter(runner, plan, settings, grammars, spans)
+    drafter = parts.drafter(runner, plan, settings, grammars)
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     drafter.warm_up()
     end_compiling()

@@ -92,8 +92,6 @@ class Terms:
     rules: SessionRules | None
     """Change the draft's logits; None: nothing does."""
     grammar: GrammarState | None
-    traceparent: str
-    """The request's trace; empty: it is not traced."""
 
 
 @dataclass
@@ -163,7 +161,6 @@ class DraftSession:
             draws_own=begin.draws_own,
             rules=session_rules(sampling, begin.prompt_tokens, begin.stop_token_ids),
             grammar=grammar,
-            traceparent=begin.traceparent,
         )
         at = begin.at._replace(base=len(begin.tokens))
         return DraftSession(peer, at, terms, list(begin.tokens), min(begin.gamma or gamma, gamma), begin.dense)

@@ -13,10 +13,9 @@ from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.plan import Plan
 from specahead.wire.errors import InvalidArgument, ServiceError
 from specahead.wire.messages import Commit, FinishReason
-from specahead.wire.tracing import Spans
 from target_service.admission import Admission
 from target_service.commit import commit_round
-from target_service.counters import count_round, trace_round
+from target_service.counters import count_round
 from target_service.hooks import Hooks
 from target_service.pacing import Pacing, StepSeen
 from target_service.protocol import DraftProtocol
@@ -39,12 +38,11 @@ class Committer:
         pacing: Pacing,
         counters: Counter[str],
         hooks: Hooks,
-        spans: Spans,
     ) -> None:
         """hooks: of tests and benchmarks."""
         self._runner, self._plan, self._settings = runner, plan, settings
         self._admission, self._protocol, self._pacing = admission, protocol, pacing
-        self._counters, self._hooks, self._spans = counters, hooks, spans
+        self._counters, self._hooks = counters, hooks
 
     @property
     def _kv(self) -> KVCache:
@@ -79,7 +77,6 @@ class Committer:
         session.stats.prefill_seconds += seconds
         if session.lookup is not None:  # a part at a time: a long text takes milliseconds
             session.lookup.extend(session.tokens, session.kv.length)
-        self._spans.add(session.asked.traceparent, "target.prefill", seconds, tokens=len(given.tokens))
         if session.prompt_logprobs is not None:  # log probabilities of a prompt that is read again are sent once
             known = len(session.prompt_logprobs) - (session.kv.length - len(prompt_logprobs))
             session.prompt_logprobs += prompt_logprobs[known:]
@@ -106,7 +103,6 @@ class Committer:
             assert reader.chosen is not None
             self._hooks.on_round(commit.at, commit.accepted, reader.chosen)
         has_alternative = output.alternative is not None
-        trace_round(self._spans, session, commit)
         count_round(self._counters, item, commit, has_alternative)
         if item.drafting_cost:
             session.reading.weighed = commit.at.base

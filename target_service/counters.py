@@ -3,8 +3,6 @@
 from collections import Counter
 
 from specahead.wire.messages import Commit
-from specahead.wire.tracing import Spans
-from target_service.session import TargetSession
 from target_service.verify_step import VerifyRound
 
 # Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
@@ -35,11 +33,3 @@ def count_round(counters: Counter[str], item: VerifyRound, commit: Commit, accep
         counters[f"{proposer}_rounds"] += 1
         counters[f"{proposer}_draft_tokens"] += commit.drafted
         counters[f"{proposer}_accepted_tokens"] += commit.accepted
-
-
-def trace_round(spans: Spans, session: TargetSession, commit: Commit) -> None:
-    """Add the spans of a round that has just been verified, if the session's request is traced."""
-    parent, at, verify = session.asked.traceparent, commit.at, commit.figures.verify_seconds
-    if wait := commit.figures.wait_seconds:
-        spans.add(parent, "target.wait", wait, ended=verify, round=at.round)
-    spans.add(parent, "target.verify", verify, round=at.round, drafted=commit.drafted, accepted=commit.accepted)

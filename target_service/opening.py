@@ -105,7 +105,6 @@ class SessionMaker:
             rules=rules if grammar is None else (grammar, *rules),
             grammar=grammar,
             logprobs=request.alternatives if request.wants_logprobs else None,
-            traceparent=request.traceparent,
             caller=request.caller,
             client=request.client,
             choice=request.choice,

@@ -71,7 +71,7 @@ def _asked(request: Open) -> Open:
     """Return what a request asks for, the same for each attempt and each orchestrator."""
     name, prompt = name_of_client(request.session), request.tokens[: request.prompt_tokens]
     sampling = replace(request.sampling, seed=0)
-    return replace(request, session=name, tokens=prompt, sampling=sampling, traceparent="", resumed=False)
+    return replace(request, session=name, tokens=prompt, sampling=sampling, resumed=False)
 
 
 class OrphanedSessions:

@@ -28,7 +28,6 @@ from specahead.wire.errors import Unavailable
 from specahead.wire.handshake import make_hello
 from specahead.wire.messages import Hello, ServiceStatus
 from specahead.wire.server import RunningServer, check_free, start_server
-from specahead.wire.tracing import NO_SPANS, Spans, service_spans
 from target_service.draft_in_target import StepsByTurns
 from target_service.hooks import NO_HOOKS, Hooks
 from target_service.servicer import ControlServicer, SpeculationServicer
@@ -109,11 +108,8 @@ async def run(
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
     keep_loaded()  # frees the garbage of loading, before graphs take memory
-    with service_spans("specahead-target", settings.traces) as spans:
-        drafter = None
-        if beside is not None:
-            drafter = parts.drafter(beside.runner, plan, settings.own_draft, beside.grammars, spans)
-        await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, spans, drafter, parts)
+    drafter = None if beside is None else parts.drafter(beside.runner, plan, settings.own_draft, beside.grammars)
+    await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, drafter, parts)
 
 
 def _eight_bit(settings: TargetSettings) -> EightBit:
@@ -148,7 +144,6 @@ async def serve(
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
     grammars: Grammars | None = None,
-    spans: Spans = NO_SPANS,
     drafter: Drafter | None = None,
     parts: Parts = DEFAULT_PARTS,
 ) -> None:
@@ -160,7 +155,7 @@ async def serve(
     Raises the error of a step after which the process cannot go on (specahead.engine.steps.step_loop), and OSError for
     an address that cannot be bound.
     """
-    verifier = Verifier(runner, plan, settings, parts.hooks, grammars, spans)
+    verifier = Verifier(runner, plan, settings, parts.hooks, grammars)
     log.info("capturing the steps", extra={"sessions": settings.max_sessions})
     steps = parts.steps(verifier, drafter)  # before the capture, since some steps are chained to drafted rounds
     verifier.warm_up()

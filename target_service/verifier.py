@@ -25,7 +25,6 @@ from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.errors import ServiceError
-from specahead.wire.tracing import NO_SPANS, Spans
 from target_service.admission import Admission
 from target_service.committing import Committer
 from target_service.counters import COUNTED
@@ -60,7 +59,6 @@ class Verifier:
         settings: TargetSettings,
         hooks: Hooks = NO_HOOKS,
         grammars: Grammars | None = None,
-        spans: Spans = NO_SPANS,
     ) -> None:
         chunk = prefill_chunk(settings.prefill_chunk, runner.kv.device)
         device = str(runner.kv.device) if settings.device == "auto" else settings.device
@@ -74,7 +72,7 @@ class Verifier:
         self.counters: Counter[str] = Counter(dict.fromkeys((*COUNTED, *by_gamma), 0))
         self.reading = ReadingRate()
         self.patience = Patience(settings.draft_timeout)
-        self._hooks, self._spans = hooks, spans
+        self._hooks = hooks
         self.under_way: VerifyStep | None = None
         """The asynchronous step that the next one waits for."""
         self._ended = 0.0  # when the last one had ended, by time.perf_counter
@@ -93,7 +91,7 @@ class Verifier:
         )
         self._planner = StepPlanner(runner, plan, settings, self.policy, self._drafting, self.patience, self.counters)
         self._committer = Committer(
-            runner, plan, settings, self.admission, self.protocol, self.pacing, self.counters, hooks, spans
+            runner, plan, settings, self.admission, self.protocol, self.pacing, self.counters, hooks
         )
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         reads_by_memory = (self._drafting is not None or settings.most_held > 0) and plan.group_size > 0
@@ -177,7 +175,6 @@ class Verifier:
 
     def _start_admitted(self) -> None:
         for session in self.admission.admit():
-            self._spans.add(session.asked.traceparent, "target.queue", session.stats.queue_seconds)
             self.pacing.begin(session)
             self.protocol.assign(session, wait=True)
 

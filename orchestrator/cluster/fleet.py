@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from orchestrator.cluster.connect_ray import check_ray_listens, connect_ray
 from orchestrator.cluster.directory import name_services, side_of
 from orchestrator.cluster.room import check_room, gpus_of, resources_of
 from orchestrator.cluster.service_actor import ServiceActor
-from specahead.config import Config, DraftSettings, ServiceSettings, TargetSettings
+from specahead.config import Config, DraftSettings, TargetSettings
 from specahead.wire.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -197,7 +196,7 @@ def _start_actor(
         max_task_retries=-1,
         max_concurrency=2,
     )
-    return actor.remote(settings, trace_variables(settings), neighbours)
+    return actor.remote(settings, neighbours)
 
 
 @contextlib.contextmanager
@@ -264,8 +263,3 @@ def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[Target
     """Return the services that should run near each other: the first target and the first draft, the second ones, …"""
     targets, drafts = ([each for each in settings if each.side == side] for side in ("target", "draft"))
     return [[each for each in pair if each is not None] for pair in zip_longest(targets, drafts)]
-
-
-def trace_variables(settings: ServiceSettings) -> dict[str, str]:
-    """Return the variables of this process by which a tracing service finds where OpenTelemetry sends spans."""
-    return {name: value for name, value in os.environ.items() if settings.traces and name.startswith("OTEL_")}

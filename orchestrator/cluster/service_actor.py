@@ -4,7 +4,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -25,15 +24,12 @@ class ServiceActor:
     Only where it fails before it ever served, `where` says why instead. If the raylet that started the process dies,
     the process ends, too: nobody would watch it, and its port may be needed by the service that is placed anew.
 
-    settings: with an empty host the service binds the address of Ray's node. environment: variables to be set.
-    neighbours: how many services share the cores of a node, this one included.
+    settings: with an empty host the service binds the address of Ray's node. neighbours: how many services share the
+    cores of a node, this one included.
     """
 
-    def __init__(
-        self, settings: DraftSettings | TargetSettings, environment: Mapping[str, str], neighbours: int
-    ) -> None:
+    def __init__(self, settings: DraftSettings | TargetSettings, neighbours: int) -> None:
         collect_seldom()
-        os.environ.update(environment)
         node = ray.util.get_node_ip_address()
         self._node = f"[{node}]" if ":" in node else node
         self._listening: Future[tuple[str, int]] = Future()

@@ -1,22 +1,24 @@
 """OpenTelemetry traces: a span for each request that is sampled and one for each of its rounds.
 
-Target and draft add spans of their own to the request's: its traceparent travels with the session (wire/tracing.py).
+A round's span has the seconds that target and draft took for it as attributes. Spans go where OpenTelemetry's own
+variables say (OTEL_EXPORTER_OTLP_ENDPOINT). Without traces OpenTelemetry is not imported.
 """
 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.sessions.ledger import Record
+from specahead.config import SettingsError
 from specahead.wire.errors import ServiceError
 from specahead.wire.messages import Commit
-from specahead.wire.tracing import NANO, open_tracer, traceparent_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Tracer
+
+NANO = 1_000_000_000
 
 # The figures of a commit that are attributes of a round's span.
 _FIGURES = (
@@ -34,8 +36,25 @@ def tracing(share: float, exporter: "SpanExporter | None" = None) -> "Iterator[T
     if not share:
         yield None
         return
-    with open_tracer("specahead-orchestrator", share, exporter) as tracer:
-        yield tracer
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+        if exporter is None:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+            exporter = OTLPSpanExporter()
+    except ImportError as error:
+        raise SettingsError(f"traces need OpenTelemetry ({error}): pip install 'specahead[otel]'") from None
+    resource = Resource.create({"service.name": "specahead-orchestrator"})
+    provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(share))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    try:
+        yield provider.get_tracer("specahead")
+    finally:
+        provider.shutdown()
 
 
 def follow(headers: Mapping[str, Any]) -> None:
@@ -46,7 +65,7 @@ def follow(headers: Mapping[str, Any]) -> None:
 
 
 class RequestTrace:
-    """The spans of one request, if it is sampled. Its record carries the trace to the services."""
+    """The spans of one request, if it is sampled."""
 
     def __init__(self, tracer: "Tracer", record: Record, key: str) -> None:
         attributes = {
@@ -57,7 +76,6 @@ class RequestTrace:
         }
         self._tracer = tracer
         self._span = tracer.start_span("request", attributes=attributes)
-        record.asked = replace(record.asked, traceparent=traceparent_of(self._span))
 
     def round(self, commit: Commit, seconds: float) -> None:
         """Add the span of a round that ends now and took `seconds`."""

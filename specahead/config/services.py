@@ -132,11 +132,6 @@ class ServiceSettings(_ListenSettings, _PlanSettings, ServiceAccess, ModelSettin
     """What a launch calls each of several services of a side; empty: it is called as its side."""
 
     @property
-    def traces(self) -> bool:
-        """Whether the service adds OpenTelemetry spans to the traces of an orchestrator's requests."""
-        return self.logging.trace_share > 0
-
-    @property
     def draft_name(self) -> str:
         """The draft model, or one of WITHOUT_DRAFT."""
         return self.circumstances.draft

@@ -161,8 +161,6 @@ class Begin:
     prompt_tokens: int = 0
     stop_token_ids: list[int] = field(default_factory=list)
     grammar: str = ""
-    traceparent: str = ""
-    """W3C's; empty: the session is not traced."""
     gamma: int = 0
     """Tokens to draft a round; 0: as many as the handshake says."""
     dense: bool = False
@@ -221,8 +219,6 @@ class Open(OutputOptions):
     exactness: Exactness
     sparsity: str = ""
     """The sparsity method of an approximate session; empty: the plan's."""
-    traceparent: str = ""
-    """W3C's; empty: the session is not traced."""
     caller: str = ""
     choice: int = 0
     client: str = ""

@@ -31,8 +31,6 @@ class Asked:
     """The grammar that its text must follow."""
     logprobs: int | None = None
     """How many alternatives to tell with the log probability of each token; None: tell none."""
-    traceparent: str = ""
-    """The trace of its request; empty if that is not traced."""
     caller: str = ""
     """The name of the key that its request came with."""
     client: str = ""

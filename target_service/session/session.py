@@ -161,7 +161,6 @@ class TargetSession:
             prompt_tokens=asked.prompt_tokens,
             stop_token_ids=sorted(asked.stop_token_ids),
             grammar=grammar.source if grammar is not None else "",
-            traceparent=asked.traceparent,
             gamma=gamma,
             dense=dense,
             draws_own=self.draft.draws_own,

@@ -266,7 +266,6 @@ def test_what_a_launch_decides_for_its_services() -> None:
     assert (target.deterministic, draft.deterministic) == (True, False)
     assert (target.chosen.gamma, draft.chosen.gamma) == (7, 7)
     automatic = placed_settings(resolve())[0]
-    assert not automatic.traces and placed_settings(resolve("--logging", '{"trace_share": 0.1}'))[1].traces
     assert automatic.port == 0, "the node knows better"
     target, draft = placed_settings(resolve("--kv-tokens", "800", "--host-kv-memory", "1"))
     assert (target.kv_tokens, draft.kv_tokens) == (800, 0), "the draft holds all of its KV on its device"

@@ -16,7 +16,6 @@ from specahead.engine.sampling.grammars import Grammars
 from specahead.sparsity.plan import Plan
 from specahead.wire import convert
 from specahead.wire import messages as m
-from specahead.wire.tracing import NO_SPANS, Spans
 from target_service.hooks import NO_HOOKS, Hooks
 from target_service.session import DraftPeer, TargetSession
 from target_service.verifier import Verifier
@@ -98,7 +97,6 @@ class World:
         draft_context: int = 500,
         runner: type[FakeRunner] = FakeRunner,
         grammars: Grammars | None = None,
-        spans: Spans = NO_SPANS,
         proposer: str = "none",
         hold: int | None = 0,
         max_context: int = 500,
@@ -128,13 +126,12 @@ class World:
             ),
             hooks,
             grammars,
-            spans,
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
         settings = draft_settings(
             gamma=gamma, overlap=ahead, branches=branches, prefill_chunk=prefill_chunk, max_context=draft_context
         )
-        self.drafter = Drafter(self.draft, plan, settings, grammars, spans)
+        self.drafter = Drafter(self.draft, plan, settings, grammars)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
         self.links: list[Link] = []
         self.attached = 0
@@ -160,7 +157,6 @@ class World:
         logprobs: int | None = None,
         echo: bool = False,
         grammar: str = "",
-        traceparent: str = "",
     ) -> str:
         """`done`: tokens generated before, as when a session is opened again."""
         name = name or f"s{len(self.requests)}"
@@ -178,7 +174,6 @@ class World:
             wants_prompt_logprobs=echo,
             alternatives=logprobs or 0,
             grammar=grammar,
-            traceparent=traceparent,
         )
         record = Record(asked)
         self.ledger.open(record)
