@@ -188,7 +188,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("at", "tokens", "sampling", "max_length", "method", "prompt_tokens", "stop_token_ids", "grammar", "gamma", "dense", "draws_own", "traceparent")
+    __slots__ = ("at", "tokens", "sampling", "max_length", "method", "prompt_tokens", "stop_token_ids", "grammar", "gamma", "dense", "draws_own")
     AT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -200,7 +200,6 @@ class Begin(_message.Message):
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     DENSE_FIELD_NUMBER: _ClassVar[int]
     DRAWS_OWN_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     at: At
     tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
@@ -212,8 +211,7 @@ class Begin(_message.Message):
     gamma: int
     dense: bool
     draws_own: bool
-    traceparent: str
-    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., method: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., gamma: _Optional[int] = ..., dense: bool = ..., draws_own: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., method: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., gamma: _Optional[int] = ..., dense: bool = ..., draws_own: bool = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("at", "accepted", "tokens", "plain", "gamma", "dense")
