@@ -9,24 +9,9 @@ from specahead.config.access import ClientAccess
 from specahead.config.services import DraftSettings, TargetSettings
 from specahead.config.setting import Count, Keyed, Port, Seconds, Section, SettingsError, Share, Within
 
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder")
-REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
-
 
 @dataclass(frozen=True, kw_only=True)
-class _ModelEndpoints(ClientAccess, group="client endpoints"):
-    served_model_name: str = ""
-    """Model name that clients use; empty: the target's last path component."""
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
-    """How the model writes tool calls; auto: as its chat template shows."""
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
-    """How the model marks its reasoning; deepseek_r1 begins with it, unmarked."""
-    generation_config: Literal["auto", "none"] = "auto"
-    """How tokens are chosen where a request leaves it open; auto: by the model's generation_config.json."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientSettings(_ModelEndpoints, group="client endpoints"):
+class ClientSettings(ClientAccess, group="client endpoints"):
     """The endpoints that clients call."""
 
     host: str = "127.0.0.1"
@@ -35,6 +20,14 @@ class ClientSettings(_ModelEndpoints, group="client endpoints"):
     """Client gRPC port; 0: any free one."""
     http_port: Port = 8000
     """Client HTTP port; 0: any free one."""
+    served_model_name: str = ""
+    """Model name that clients use; empty: the target's last path component."""
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
+    """How the model writes tool calls; auto: as its chat template shows."""
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
+    """How the model marks its reasoning; deepseek_r1 begins with it, unmarked."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """How tokens are chosen where a request leaves it open; auto: by the model's generation_config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +57,9 @@ class NodeResources(Keyed, group="placement"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ModelPlaces(Section, group="placement"):
+class ClusterSettings(Section, group="placement"):
+    """Where the services run."""
+
     targets: Count = 0
     """Target services that Ray runs; 0: one on each GPU where the draft runs together with it, else one."""
     drafts: Count = 0
@@ -77,12 +72,6 @@ class _ModelPlaces(Section, group="placement"):
     """How the number of targets follows the load, as JSON or a mapping."""
     node_resources: NodeResources = NodeResources()
     """Ray's custom resources that nodes must have to run a target or a draft, as JSON or a mapping."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterSettings(_ModelPlaces, group="placement"):
-    """Where the services run."""
-
     ray_address: str = "auto"
     """Address of a running Ray; auto: find one, else start one."""
     namespace: str = "specahead"

@@ -155,14 +155,6 @@ def test_a_deadline_ends_the_session_on_both_services(stack: Stack) -> None:
     wait_for_sessions(stack.http, 0)
 
 
-def test_cancelling_ends_the_session_on_both_services(stack: Stack) -> None:
-    call = stack.stub().Generate(make_request(PROMPT, **ENDLESS))
-    next(call)
-    wait_for_sessions(stack.http, 1)
-    call.cancel()
-    wait_for_sessions(stack.http, 0)
-
-
 # So long that it is beyond the context, which its size does not tell: it has to be tokenized.
 LONG = PROMPT * 12_000
 

@@ -46,17 +46,6 @@ def chat(client: OpenAI, **fields: Any) -> Any:
 # What is served.
 
 
-def test_completion(client: OpenAI, tokenizer: Any) -> None:
-    answer = complete(client)
-    (choice,) = answer.choices
-    assert choice.text
-    assert (choice.index, choice.finish_reason) == (0, "length")
-    assert (answer.object, answer.model) == ("text_completion", MODEL)
-    assert answer.usage.prompt_tokens == len(tokenizer.encode(PROMPT))
-    assert answer.usage.completion_tokens == 24
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
-
-
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95, "seed": 11}])
 def test_streamed_text_equals_plain_text(client: OpenAI, sampling: dict[str, Any]) -> None:
     """The text comes in pieces, the reason in the last; a chunk with usage and no choices follows on request."""
@@ -77,21 +66,6 @@ def test_streamed_text_equals_plain_text(client: OpenAI, sampling: dict[str, Any
 def test_a_seed_makes_sampling_reproducible(client: OpenAI) -> None:
     texts = [complete(client, temperature=1, seed=seed).choices[0].text for seed in (5, 5, 6)]
     assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_is_cut_off_and_never_shown(client: OpenAI, stream: bool) -> None:
-    """The stop string that comes first counts, also if it spans several tokens."""
-    plain = complete(client, max_tokens=48).choices[0].text
-    stop, later = plain[20:29], plain[60:66]
-    assert plain.index(stop) < plain.index(later)
-    answer = complete(client, max_tokens=48, stop=[later, stop, "never there"], stream=stream)
-    choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
-    assert "".join(choice.text for choice in choices) == plain[: plain.index(stop)]
-    assert choices[-1].finish_reason == "stop"
-    if not stream:
-        assert answer.usage.completion_tokens < 48
-        assert complete(client, max_tokens=48, stop=stop).choices[0].text == choices[0].text
 
 
 def test_approximate(client: OpenAI) -> None:
