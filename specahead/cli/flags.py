@@ -51,11 +51,6 @@ def add_key_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens-per-minute", type=int, default=0, metavar="N", help="0: any number")
 
 
-def add_completion_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare what `completion` takes."""
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"])
-
-
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help="or SPECAHEAD_API_KEY in the environment")

@@ -1,7 +1,7 @@
 """The `specahead` command: its subcommands, and how it ends.
 
 A subcommand has flags, which a function declares that imports next to nothing, and a module with `run(flags)`, which is
-imported once the command is chosen. So --help and completion wait for no library.
+imported once the command is chosen. So --help waits for no library.
 """
 
 import argparse
@@ -90,9 +90,6 @@ COMMANDS = {
         bench.add_shared_draft_flags,
         "specahead.lab.benchmarks.shared_draft",
         "what two targets lose by having one draft between them, beside each with the draft to itself",
-    ),
-    "completion": Command(
-        client.add_completion_flags, "specahead.cli.completion", "print what completes commands in a shell"
     ),
 }
 
