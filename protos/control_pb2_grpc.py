@@ -69,7 +69,7 @@ class TargetControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """the target is to be ended: no orchestrator opens sessions on it any more
+        """the target will be ended: orchestrators open no more sessions on it
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,7 +218,7 @@ class DraftControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetTargets(self, request, context):
-        """to draft for these from now on, and for no others
+        """the draft serves these targets from now on, and no others
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
