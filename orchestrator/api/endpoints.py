@@ -66,8 +66,8 @@ async def serve_clients(
     """Serve clients while the context lasts; yield the addresses of gRPC and HTTP, and the frontend. Requests are
     drained at the end.
 
-    directories: where the services are, by side. services: how each is called, by name. Raises
-    ClusterError if the services do not find each other, OSError for an address that cannot be bound.
+    directories: where the services are, by side. services: how each is called, by name. Raises ClusterError if the
+    services do not find each other, OSError for an address that cannot be bound.
     """
     clients, times = config.clients, config.clients.timeouts
     read_addresses = partial(addresses_in, directories)
@@ -79,8 +79,7 @@ async def serve_clients(
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, InferenceServicer(frontend, access.locate_call), "specahead.v1.Inference")
         guard = Guard(access.callers.admit, access.client_tls, frontend.observer.report)
-        longest = max_message(frontend.limits)
-        server = await start_server(clients.host, clients.grpc_port, [inference], guard, longest)
+        server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_message(frontend.limits))
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.http.max_connections, access.proxies)
         app = make_app(frontend, partial(read_statuses, services), read_addresses)

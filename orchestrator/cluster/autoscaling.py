@@ -1,8 +1,7 @@
-"""Keeping as many targets as the load asks for: more are placed, and surplus ones are drained and then ended.
+"""Adjusts the number of targets to the load: places more, and drains and then ends surplus ones.
 
-A target is added when the load has asked for more during a delay, and one is taken away when it has asked for fewer. A
-target that drains takes no new sessions from any gateway, and is ended when its sessions are over, so no stream ends
-with it.
+A target is added when the load has asked for more throughout a delay, and removed when it has asked for fewer. A
+draining target takes no new sessions from any gateway and is ended after its last session, so no stream ends with it.
 """
 
 import asyncio
@@ -70,7 +69,7 @@ class Autoscaler:
     _quiet: int = field(default=0, init=False)  # beats since the latest target has had sessions
 
     def decide(self, loads: Sequence[TargetLoad], present: int, now: float) -> int:
-        """Return how many targets there are to be from now on.
+        """Return how many targets there should be from now on.
 
         loads: of the serving targets. present: targets, starting ones included. now: in seconds.
         """
@@ -94,7 +93,7 @@ class Autoscaler:
                 async with self.turn, asyncio.timeout(RAY_PATIENCE):
                     await self._step()
             except Exception:  # Ray is not there for the moment
-                log.exception("the number of targets could not be seen to; that is tried again")
+                log.exception("the number of targets could not be adjusted; the next second tries again")
 
     async def _step(self) -> None:
         self._forget_lost()

@@ -27,7 +27,7 @@ async def wait_until_connected(
     while True:
         statuses: dict[str, ServiceStatus] = {}
         troubles: dict[str, grpc.aio.AioRpcError] = {}
-        for name, line in services.items():
+        for name, line in dict(services).items():
             try:
                 statuses[name] = await line.status()
             except grpc.aio.AioRpcError as error:

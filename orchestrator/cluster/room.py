@@ -24,7 +24,7 @@ def check_room(needs: Sequence[Mapping[str, float]], there: Mapping[str, float])
         wanted, has = round(sum(each.get(resource, 0) for each in needs), 3), there.get(resource, 0)
         if wanted > has:
             advice = {
-                "GPU": "give --device auto, with which services share the GPUs that there are or run on the CPU",
+                "GPU": "give --device auto: services then share the GPUs or run on the CPU",
                 "CPU": "place fewer services",
             }.get(resource, "check --node-resources")
             raise ClusterError(

@@ -1,4 +1,4 @@
-"""Calls that ask services for their status, and tell drafts which targets there are."""
+"""Asks services for their status, and sends drafts the list of targets."""
 
 import asyncio
 import contextlib
@@ -23,9 +23,10 @@ _STUBS = {"target": control_pb2_grpc.TargetControlStub, "draft": control_pb2_grp
 
 
 class ControlLine:
-    """Calls of one service, wherever the directory says that it is.
+    """Calls one service at the address in its directory.
 
-    Each call dials anew, with the certificates that there are then: there is one a second, and nothing to keep up.
+    Each call opens a channel of its own with the current certificates. There is one call a second, so no channel is
+    kept open.
     """
 
     def __init__(self, name: str, directory: Directory, access: PeerAccess) -> None:
@@ -97,9 +98,9 @@ async def _status(line: ControlLine) -> ServiceStatus | None:
 
 
 async def keep_drafts_informed(lines: Mapping[str, ControlLine], targets: Directory) -> None:
-    """Tell the drafts among the services which targets there are, at every change and every second, until cancelled.
+    """Send drafts the list of targets at every change and every second, until cancelled.
 
-    Every second, since a draft that was started anew knows of none.
+    Every second, because a restarted draft knows no target.
     """
     while True:
         await asyncio.gather(*(_tell(line, targets) for name, line in lines.items() if side_of(name) == "draft"))

@@ -1,7 +1,7 @@
 """Chooses the target of a session by the reports of targets: the one with the least to do before its first token.
 
 Pure: no streams, no clock. Targets report their load and the prefixes in their KV (target_service/reporting.py), so
-that several orchestrators over the same targets see the same. Prefixes are known by hashes (engine/kv/prefix_hash.py).
+that several orchestrators over the same targets see the same. Prefixes are known by hashes (engine/kv/prefix_index.py).
 """
 
 import math

@@ -16,7 +16,7 @@ def run(flags: argparse.Namespace) -> None:
     """Print the text as it comes, or one JSON object. Raises ValueError for a refusal of the server or a prompt that
     is not UTF-8, OSError if the server does not answer."""
     body = {"prompt": _read_prompt(flags), "stop": flags.stop} | asked_sampling(flags)
-    show = (lambda text: None) if flags.json else partial(print, end="", flush=True)
+    show: Callable[[str], object] = (lambda text: None) if flags.json else partial(print, end="", flush=True)
     answer = continue_text(Server(flags), body, show)
     print(json.dumps(answer) if flags.json else "")
 
@@ -26,7 +26,10 @@ def continue_text(server: Server, body: dict[str, Any], show: Callable[[str], ob
 
     body: the fields of the request. show: takes each piece of text as it comes. Raises as `Server.stream`.
     """
-    text, tokens, reason, last = "", list[int](), None, dict[str, Any]()
+    text = ""
+    tokens: list[int] = []
+    reason = None
+    last: dict[str, Any] = {}
     asked = {"return_token_ids": True, "stream_options": {"include_usage": True}}
     for event in server.stream("/v1/completions", body | asked):
         last = event
