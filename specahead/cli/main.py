@@ -32,9 +32,7 @@ COMMANDS = {
     "chat": Command(client.add_chat_flags, "specahead.cli.chat", "talk to the model of a running server"),
     "generate": Command(client.add_generate_flags, "specahead.cli.generate", "continue a prompt on a running server"),
     "status": Command(client.add_status_flags, "specahead.cli.status", "how a running server and its services are"),
-    "health": Command(
-        client.add_health_flags, "specahead.cli.health", "ask a port for its health, as probes of containers do"
-    ),
+    "health": Command(client.add_health_flags, "specahead.cli.health", "ask a port for its health, as probes do"),
     "key": Command(client.add_key_flags, "specahead.cli.key", "make an API key for a client"),
     "calibrate": Command(
         add_calibrate_flags, "specahead.lab.evaluation.calibration.command", "make a plan for a pair of models"
@@ -43,22 +41,12 @@ COMMANDS = {
         add_evaluate_flags, "specahead.lab.evaluation.command", "measure what the sparsity methods cost in quality"
     ),
     "bench stack": Command(
-        bench.add_stack_flags,
-        "specahead.lab.benchmarks.stack",
-        "what a round costs without the models: codec, gRPC, ledger, batching",
+        bench.add_stack_flags, "specahead.lab.benchmarks.stack", "what a round costs without models"
     ),
-    "bench routing": Command(
-        bench.add_routing_flags,
-        "specahead.lab.benchmarks.routing",
-        "what choosing among targets by cached prefixes gains, on a trace of requests",
-    ),
-    "bench codec": Command(
-        bench.add_codec_flags, "specahead.lab.benchmarks.codec", "announcement sizes and times over recorded selections"
-    ),
+    "bench routing": Command(bench.add_routing_flags, "specahead.lab.benchmarks.routing", "routing by cached prefixes"),
+    "bench codec": Command(bench.add_codec_flags, "specahead.lab.benchmarks.codec", "sizes and times of announcements"),
     "bench copy": Command(
-        bench.add_copy_flags,
-        "specahead.lab.benchmarks.copying",
-        "prompt lookup beside plain decoding: copied, new and random text",
+        bench.add_copy_flags, "specahead.lab.benchmarks.copying", "prompt lookup beside plain decoding"
     ),
     "bench turn": Command(
         bench.add_turn_flags,
@@ -68,28 +56,20 @@ COMMANDS = {
     "bench kernels": Command(
         bench.add_kernels_flags, "specahead.lab.benchmarks.kernels", "attention and selection kernels on a GPU"
     ),
-    "bench step": Command(
-        bench.add_step_flags, "specahead.lab.benchmarks.step", "whole steps of target and draft on a GPU"
-    ),
+    "bench step": Command(bench.add_step_flags, "specahead.lab.benchmarks.step", "steps of target and draft on a GPU"),
     "bench offload": Command(
-        bench.add_offload_flags,
-        "specahead.lab.benchmarks.offload",
-        "whole steps over KV of which a part lies on the GPU, by recorded reads",
+        bench.add_offload_flags, "specahead.lab.benchmarks.offload", "steps over KV that lies partly in host memory"
     ),
     "bench serve": Command(
-        bench.add_serve_flags,
-        "specahead.lab.benchmarks.serve",
-        "tokens a second of the services, random weights, imposed acceptance",
+        bench.add_serve_flags, "specahead.lab.benchmarks.serve", "tokens per second of the services, random weights"
     ),
     "bench agents": Command(
-        bench.add_agents_flags,
-        "specahead.lab.benchmarks.agents",
-        "turns of agents over growing contexts, at any OpenAI-compatible server",
+        bench.add_agents_flags, "specahead.lab.benchmarks.agents", "turns of agents at any OpenAI-style server"
     ),
     "bench shared-draft": Command(
         bench.add_shared_draft_flags,
         "specahead.lab.benchmarks.shared_draft",
-        "what two targets lose by having one draft between them, beside each with the draft to itself",
+        "what two targets lose by sharing one draft",
     ),
 }
 
