@@ -148,11 +148,6 @@ class ChoicesAnswer(Answer):
         return body | self._totals.speculation()
 
 
-def mark(chunk: Chunk) -> Event:
-    """Return whether a chunk's tokens were drafted and accepted, for requests that ask for it."""
-    return {} if chunk.accepted is None else {"accepted": chunk.accepted}
-
-
 def joined(parts: Iterable[Any]) -> Any:
     """Return the sum of values that arrived one by one: texts and lists end to end, objects by key, else the last."""
     given = [part for part in parts if part is not None]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from orchestrator.api.answers import ChoicesAnswer, Event, joined, mark
+from orchestrator.api.answers import ChoicesAnswer, Event, joined
 from orchestrator.api.logprobs import Decode, chat_logprobs, naming
 from orchestrator.requests.chat_request import ChatRequest
 from orchestrator.sessions.generation import Chunk
@@ -42,7 +42,7 @@ class ChatAnswer(ChoicesAnswer):
             parts = [{"content": ""}]
         events = []
         for part in parts:
-            events.append(self._piece(choice, {"delta": part} | mark(chunk) | ids, logprobs=logprobs))
+            events.append(self._piece(choice, {"delta": part} | ids, logprobs=logprobs))
             logprobs, ids = None, {}
         if reason is None:
             return events
@@ -77,7 +77,6 @@ class ChatAnswer(ChoicesAnswer):
         message: dict[str, Any] = delta | {"content": delta["content"] or (None if calls else "")}
         if calls:
             message["tool_calls"] = [joined(parts) for parts in calls.values()]
-        joined_pieces.pop("accepted", None)
         return joined_pieces | {"message": message}
 
     def whole(self) -> Event:

@@ -1,6 +1,6 @@
 """The answer to a completion, whole or in pieces."""
 
-from orchestrator.api.answers import ChoicesAnswer, Event, mark
+from orchestrator.api.answers import ChoicesAnswer, Event
 from orchestrator.api.logprobs import CompletionLogprobs, Decode, naming
 from orchestrator.requests.requests import CompletionRequest
 from orchestrator.sessions.generation import Chunk
@@ -39,9 +39,8 @@ class CompletionAnswer(ChoicesAnswer):
         ids = self._token_ids(chunk.tokens)
         if not (chunk.text or chunk.reason or logprobs or ids):
             return []
-        return [self._piece(chunk.choice, {"text": chunk.text} | mark(chunk) | ids, chunk.reason, logprobs)]
+        return [self._piece(chunk.choice, {"text": chunk.text} | ids, chunk.reason, logprobs)]
 
     def _whole_choice(self, joined_pieces: Event) -> Event:
         """Return a choice of the whole answer."""
-        joined_pieces.pop("accepted", None)
         return joined_pieces

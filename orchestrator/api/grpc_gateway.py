@@ -124,8 +124,6 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
         logprobs=[vars(item) for item in chunk.logprobs[: len(chunk.tokens)]],
         prompt_logprobs=[vars(item) for item in chunk.prompt_logprobs],
     )
-    if chunk.accepted is not None:
-        response.accepted = chunk.accepted
     if chunk.finish_reason is not FinishReason.NONE:
         response.usage.CopyFrom(
             inference_pb2.Usage(

@@ -80,8 +80,6 @@ class GenerationRequest(StructuredRequest):
     sparsity: str | None = None
     """The method of an approximate request."""
     request_id: str | None = Field(None, max_length=MAX_NAME)
-    mark_accepted: bool | None = None
-    """Whether events of a stream state that their text was drafted and accepted."""
     # Fields of vLLM.
     ignore_eos: bool | None = None
     stop_token_ids: Items[TokenId] | None = None

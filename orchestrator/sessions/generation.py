@@ -45,8 +45,6 @@ class Chunk:
     """Of each token, if asked for."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """In the first chunk: of the prompt's tokens from the second on."""
-    accepted: bool | None = None
-    """Whether the tokens were drafted and accepted; None unless the request asks for it."""
 
     @property
     def reason(self) -> str | None:
@@ -180,8 +178,7 @@ class Frontend:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
-        marked = bool(request.mark_accepted)
-        shown = _ShownText(self.tokenizer, request, record.asked.sampling.min_tokens, bool(request.stops) or marked)
+        shown = _ShownText(self.tokenizer, request, record.asked.sampling.min_tokens)
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
         last: Chunk | None = None
@@ -192,26 +189,22 @@ class Frontend:
                     if item.finish_reason is FinishReason.ABORT:
                         last = Chunk("", choice=choice, finish_reason=FinishReason.ABORT)
                         break
-                    texts, item = shown.push(item)
+                    text, item = shown.push(item)
                     watch.round(item)
-                    for part, text, accepted in _parts(item, texts, marked):
-                        sent += len(part.tokens)
-                        chunk = Chunk(
-                            text,
-                            part.tokens,
-                            part.finish_reason,
-                            totals=record.totals,
-                            choice=choice,
-                            logprobs=part.logprobs,
-                            prompt_logprobs=part.prompt_logprobs,
-                            accepted=accepted,
-                        )
-                        if part.finish_reason is FinishReason.NONE:
-                            yield chunk
-                        else:
-                            last = chunk
-                    if last is not None:
+                    sent += len(item.tokens)
+                    chunk = Chunk(
+                        text,
+                        item.tokens,
+                        item.finish_reason,
+                        totals=record.totals,
+                        choice=choice,
+                        logprobs=item.logprobs,
+                        prompt_logprobs=item.prompt_logprobs,
+                    )
+                    if item.finish_reason is not FinishReason.NONE:
+                        last = chunk
                         break
+                    yield chunk
             if last is not None:  # the session has ended, also on its target
                 outcome = last.finish_reason.name.lower()
                 yield _last(last, record, sent)
@@ -247,27 +240,23 @@ class Frontend:
 class _ShownText:
     """Makes the text of a choice from its tokens, up to its stop string."""
 
-    def __init__(self, tokenizer: Any, request: GenerationRequest, min_tokens: int, by_token: bool) -> None:
-        """min_tokens: the first tokens, within which no stop string ends. by_token: whether to find each token's text
-        by itself, as stop strings and marks need it.
-        """
+    def __init__(self, tokenizer: Any, request: GenerationRequest, min_tokens: int) -> None:
+        """min_tokens: the first tokens, within which no stop string ends."""
         self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens is not False)
         self._with_stop = bool(request.include_stop_str_in_output)
         self._finder = StopFinder(request.stops, self._with_stop)
-        self._tokens, self._min_tokens, self._by_token = 0, min_tokens, by_token
+        self._tokens, self._min_tokens, self._has_stops = 0, min_tokens, bool(request.stops)
 
-    def push(self, commit: Commit) -> tuple[list[str], Commit]:
-        """Return the texts of a round's tokens, one for each token if `by_token`, else one for all, and the round.
-
-        The round ends with the token that completes a stop string, if there is one.
-        """
-        tokens, texts = commit.tokens, list[str]()
+    def push(self, commit: Commit) -> tuple[str, Commit]:
+        """Return the text of a round, and the round, which ends with the token that completes a stop string, if there
+        is one."""
+        tokens, shown_text = commit.tokens, ""
         ended = commit.finish_reason is not FinishReason.NONE
         hidden = commit.finish_reason is FinishReason.STOP and not self._with_stop  # the last token
         shown = tokens[:-1] if hidden else tokens
-        if not self._by_token:
+        if not self._has_stops:
             text = self._detokenizer.push(shown)
-            return [text + self._detokenizer.finish() if ended else text], commit
+            return text + self._detokenizer.finish() if ended else text, commit
         for count in range(1, len(tokens) + 1):
             last = ended and count == len(tokens)
             text = self._detokenizer.push(shown[count - 1 : count])
@@ -277,28 +266,11 @@ class _ShownText:
             text, stopped = self._finder.push(text, self._tokens > self._min_tokens)
             if last and not stopped:
                 text += self._finder.finish()  # it might have begun a stop string
-            texts.append(text)
+            shown_text += text
             if stopped:
                 logprobs, reason = commit.logprobs[:count], FinishReason.STOP
-                return texts, replace(commit, tokens=tokens[:count], logprobs=logprobs, finish_reason=reason)
-        return texts, commit
-
-
-def _parts(commit: Commit, texts: list[str], marked: bool) -> list[tuple[Commit, str, bool | None]]:
-    """Return the parts of a round: each a round, its text, and whether it was drafted and accepted.
-
-    A round that is not `marked` is one part, with None. Otherwise accepted tokens and the target's own tokens are two
-    parts; the last one has the finish reason. texts: of the tokens.
-    """
-    if not marked:
-        return [(commit, "".join(texts), None)]
-    cut = commit.confirmed + commit.accepted
-    drafted = replace(commit, tokens=commit.tokens[:cut], logprobs=commit.logprobs[:cut])
-    own = replace(commit, tokens=commit.tokens[cut:], logprobs=commit.logprobs[cut:])
-    if not (drafted.tokens and own.tokens):
-        return [(commit, "".join(texts), bool(drafted.tokens))]
-    drafted, own = replace(drafted, finish_reason=FinishReason.NONE), replace(own, prompt_logprobs=[])
-    return [(drafted, "".join(texts[:cut]), True), (own, "".join(texts[cut:]), False)]
+                return shown_text, replace(commit, tokens=tokens[:count], logprobs=logprobs, finish_reason=reason)
+        return shown_text, commit
 
 
 def _last(chunk: Chunk, record: Record, sent: int) -> Chunk:

@@ -13,7 +13,7 @@ from rich.text import Text
 from specahead.cli.flags import asked_sampling
 from specahead.cli.server import Server
 
-_ACCEPTED, _REASONING, _ASIDE = "green", "italic dim", "dim"
+_REASONING, _ASIDE = "italic dim", "dim"
 _NEW = "/new"
 
 
@@ -22,8 +22,7 @@ def run(flags: argparse.Namespace) -> None:
     does not answer; at a terminal the conversation continues after a refusal, without the refused message."""
     server, console = Server(flags), Console(highlight=False, soft_wrap=True)
     model = server.get("/v1/models")["data"][0]["id"]
-    body = {"model": model, "stream_options": {"include_usage": True}, "mark_accepted": not flags.no_marks}
-    body |= asked_sampling(flags)
+    body = {"model": model, "stream_options": {"include_usage": True}} | asked_sampling(flags)
     opening = [{"role": "system", "content": flags.system}] if flags.system else []
     messages = list(opening)
     if sys.stdin.isatty():
@@ -78,7 +77,7 @@ def _answer(server: Server, body: dict[str, Any], console: Console) -> str:
                     content, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
                     answer += content
                     console.print(Text(reasoning, _REASONING), end="")
-                    console.print(Text(content, _ACCEPTED if choice.get("accepted") else ""), end="")
+                    console.print(Text(content), end="")
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise

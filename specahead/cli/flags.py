@@ -23,7 +23,6 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message before the conversation")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of each answer (default: the rest of the context)")
     _add_sampling(parser)
-    parser.add_argument("--no-marks", action="store_true", help="show text that was drafted and accepted like the rest")
 
 
 def add_status_flags(parser: argparse.ArgumentParser) -> None:

@@ -111,24 +111,6 @@ async def test_echo_begins_with_the_prompt(client: AsyncOpenAI, router: Scripted
         assert "".join(choice.text for choice in choices if choice.index == index) == "The sea is calm."
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat"])
-async def test_a_stream_marks_what_was_drafted_and_accepted(
-    client: AsyncOpenAI, router: ScriptedRouter, kind: str
-) -> None:
-    """If it is asked to: of two tokens a round the first was drafted. Otherwise nothing is said of it."""
-    ask = complete if kind == "completion" else chat
-    parts: dict[bool | None, list[str]] = {True: [], False: [], None: []}
-    for marked in (True, None):
-        async for chunk in await ask(client, stream=True, extra_body={"mark_accepted": marked}):
-            for choice in chunk.choices:
-                text = choice.text if kind == "completion" else choice.delta.content
-                parts[(choice.model_extra or {}).get("accepted")] += [text] if text else []
-    tokens = router.tokenizer.encode(str(router.answer), add_special_tokens=False)
-    pieces = [router.tokenizer.decode([token]) for token in tokens]
-    assert parts[True] == pieces[::2] and parts[False] == pieces[1::2]
-    assert "".join(parts[None]) == router.answer
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_of_a_completion(client: AsyncOpenAI, router: ScriptedRouter, stream: bool) -> None:
     """As vLLM words them: for each token its text, where it begins, and the likely tokens, itself included."""
