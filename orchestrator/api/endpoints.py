@@ -108,11 +108,11 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
     generation = load_generation_config(model)
     defaults = generation if clients.generation_config == "auto" else {}
     limits = Limits(
-        config.model_name,
-        min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
-        config.target.max_context,
-        stop_token_ids(generation, tokenizer),
-        tuple(METHODS),
+        model_name=config.model_name,
+        vocab_size=min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
+        max_context=config.target.max_context,
+        stop_token_ids=stop_token_ids(generation, tokenizer),
+        methods=tuple(METHODS),
         defaults=default_sampling(defaults),
         uncalibrated=not plan.is_calibrated,
     )

@@ -14,7 +14,12 @@ from specahead.wire.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 # Former fields of vLLM, and what took their place there.
-_REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("json", "regex", "choice", "grammar")}
+_REPLACED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+}
 # Fields that are not supported, with the values at which they would change nothing; any other value is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "echo"), (False,)),

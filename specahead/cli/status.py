@@ -46,7 +46,8 @@ def read_status(server: Server) -> dict[str, Any]:
 
 def _model(card: dict[str, Any], figures: dict[str, float]) -> dict[str, Any]:
     """Return the state of a model, by its card and its figures."""
-    drafted, accepted = (figures[f"spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted"))
+    drafted = figures["spec_decode_num_draft_tokens_total"]
+    accepted = figures["spec_decode_num_accepted_tokens_total"]
     return {
         "model": card["id"],
         "draft_model": card["draft"],
