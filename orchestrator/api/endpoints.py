@@ -73,7 +73,7 @@ async def serve_clients(
     read_addresses = partial(addresses_in, directories)
     async with contextlib.AsyncExitStack() as started:
         tracer = started.enter_context(tracing(clients.logging.trace_share))
-        router = Router(directories["target"], access.peers, times.resume, times.request, times.wait)
+        router = Router(directories["target"], access.peers, times.resume, times.request)
         frontend = _make_frontend(config, router, tracer)
         await started.enter_async_context(router.connected_to_targets())
         add = inference_pb2_grpc.add_InferenceServicer_to_server

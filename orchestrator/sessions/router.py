@@ -54,22 +54,14 @@ class Router:
     """Owns the ledger, the streams to the targets of a directory, and the places of sessions on them."""
 
     def __init__(
-        self,
-        targets: Directory,
-        access: PeerAccess,
-        resume_timeout: float,
-        request_timeout: float = 0.0,
-        max_wait: float = 0.0,
+        self, targets: Directory, access: PeerAccess, resume_timeout: float, request_timeout: float = 0.0
     ) -> None:
         """resume_timeout: seconds that requests wait for a target. request_timeout: seconds that a request may take in
-        all; 0: any time. max_wait: seconds that a request may be expected to wait
-        until its prompt is read; 0: any time.
-        """
+        all; 0: any time."""
         self.ledger = Ledger()
         self.routed: Counter[str] = Counter()  # sessions that were opened on each target
         self._directory, self._access = targets, access
         self._resume_timeout, self._request_timeout = resume_timeout, request_timeout
-        self._max_wait = max_wait
         self._origin = secrets.token_hex(4)
         self._streams: dict[str, TargetStream] = {}
         self._places: dict[str, TargetStream] = {}  # of open sessions; a session that waits for a target has none
@@ -155,7 +147,7 @@ class Router:
             raise Unavailable("no target is connected; try again in a moment")
         views = [stream.view for stream in usable.values()]
         left = [view for view in views if record.session in view.left]
-        views = left or routing.admit(views, len(record.tokens), self._max_wait)
+        views = left or routing.admit(views, len(record.tokens))
         try:
             self.ledger.open(record)
         except LedgerError as error:
@@ -188,7 +180,7 @@ class Router:
         if not views or any(view.left for view in views):  # sessions left there may go on
             return None
         try:
-            routing.admit(views, 1, self._max_wait)
+            routing.admit(views, 1)
         except ResourceExhausted as error:
             return error
         return None
@@ -237,7 +229,7 @@ class Router:
         record.refused_by.add(place.view.name)
         others = [stream.view for name, stream in self._usable().items() if name not in record.refused_by]
         try:
-            views = (others if record.resumed else []) or routing.admit(others, len(record.tokens), self._max_wait)
+            views = (others if record.resumed else []) or routing.admit(others, len(record.tokens))
         except ResourceExhausted:
             return False
         place.close(session, finished=True)

@@ -4,7 +4,6 @@ Pure: no streams, no clock. Targets report their load and the prefixes in their 
 that several orchestrators over the same targets see the same. Prefixes are known by hashes (engine/kv/prefix_index.py).
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import Report
 
 ANSWER_TOKENS = 128  # prompt tokens that take about as long as the answer of a session delays a new one
-_MOST_RETRY_SECONDS = 60
 # A target without a report has room for everything; it decides itself.
 _UNKNOWN = Report(free_places=1 << 31, free_kv_pages=1 << 31, queue_places=1 << 31)
 
@@ -131,21 +129,13 @@ def choose(views: Sequence[TargetView], tokens: Sequence[int]) -> TargetView:
     return chosen
 
 
-def admit(views: Iterable[TargetView], tokens: int, max_wait: float) -> list[TargetView]:
-    """Return the targets on which a new session of `tokens` tokens may be opened.
-
-    max_wait: seconds that it may be expected to wait; 0: any time. Raises ResourceExhausted if there is no such target.
-    """
+def admit(views: Iterable[TargetView], tokens: int) -> list[TargetView]:
+    """Return the targets on which a new session of `tokens` tokens may be opened. Raises ResourceExhausted if there is
+    none."""
     open_to_it = [view for view in views if not view.is_full(tokens)]
     if not open_to_it:
         raise ResourceExhausted("the queues of all targets are full; try again later")
-    soon = [view for view in open_to_it if not max_wait or view.expected_wait <= max_wait]
-    if not soon:
-        least = min(view.expected_wait for view in open_to_it)
-        seconds = min(_MOST_RETRY_SECONDS, math.ceil(least - max_wait))
-        message = f"a request would wait for {least:.0f} s now, and at most {max_wait:g} s are allowed; try again later"
-        raise ResourceExhausted(message, retry_after=seconds)
-    return soon
+    return open_to_it
 
 
 def cached_tokens(views: Sequence[TargetView], tokens: Sequence[int]) -> list[int]:

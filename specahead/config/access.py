@@ -84,8 +84,6 @@ class Timeouts(Keyed, group="client endpoints"):
 
     request: Seconds = 3600.0
     """A request in all; 0: any time."""
-    wait: Seconds = 0.0
-    """The expected wait of a request until its prompt is read, beyond which it is refused; 0: any time."""
     resume: Seconds = 60.0
     """How long requests wait for a lost target before they fail, and a target keeps the requests of a lost gateway."""
     shutdown: Seconds = 10.0

@@ -518,16 +518,3 @@ async def test_a_request_is_refused_before_it_is_sent_where_all_queues_are_full(
     async with routing_to(Target(full), Target(left)) as router:
         assert router.why_full() is None
         assert await tokens_of(router, "a") == [7]
-
-
-async def test_a_request_that_would_wait_too_long_is_told_when_to_come_back() -> None:
-    received: list[Any] = []
-    busy = Report(number=1, waiting=9, queue_places=5, queue_seconds=7.5, unread_tokens=5000, tokens_per_second=500)
-    target = reporting(busy, received)
-    async with routing_to(Target(target), max_wait=4) as router:
-        with pytest.raises(ResourceExhausted, match="would wait for 10 s now, and at most 4 s are allowed") as error:
-            await tokens_of(router, "a")
-        assert error.value.retry_after == 6 and not received
-        assert (full := router.why_full()) is not None and full.retry_after == 6
-    async with routing_to(Target(target), max_wait=10) as router:
-        assert await tokens_of(router, "a") == [7]

@@ -132,9 +132,9 @@ def test_a_target_is_full_where_a_session_would_neither_run_nor_wait(
     assert not (target.is_full(50) and target.has_room(50))
     if target.is_full(50):
         with pytest.raises(ResourceExhausted, match="full"):
-            admit([target], 50, 0.0)
+            admit([target], 50)
     else:
-        assert admit([target], 50, 0.0) == [target]
+        assert admit([target], 50) == [target]
 
 
 # The choice.
