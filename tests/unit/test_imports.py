@@ -32,7 +32,7 @@ PACKAGES = {
     },
     # Of evaluations and benchmarks the flags; their modules by name, when their command runs.
     "specahead.cli": {
-        *("specahead.config", "specahead.wire", "orchestrator"),
+        *("specahead.config", "specahead.models", "specahead.wire", "orchestrator"),
         *("specahead.lab.benchmarks", "specahead.lab.evaluation"),
     },
 }
@@ -120,7 +120,7 @@ def test_ray_is_used_in_one_place() -> None:
     assert {name for name, names in FILES.items() if "ray" in names} == RAY_FILES
 
 
-@pytest.mark.parametrize("module", ["specahead.cli.main", "orchestrator.launch"])
+@pytest.mark.parametrize("module", ["specahead.cli.health", "orchestrator.launch"])
 def test_grpc_is_told_before_it_is_loaded_that_it_is_not_to_handle_forks(module: str) -> None:
     """Its handlers may kill what Ray forks when it is started again under a gateway that serves (wire/__init__.py)."""
     program = (
