@@ -4,7 +4,6 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.sparsity.plan import Plan
 from specahead.wire.messages import At, Commit, FinishReason, Proposal, RoundFigures, Verdict
-from target_service.session import TargetSession
 from target_service.verify_step import VerifyRound
 
 
@@ -35,7 +34,7 @@ def commit_round(
     # A draft that was lost or has asked for Begin during the step does not know this round.
     known = proposal is not None and (proposal.at.epoch, proposal.at.round) == session.key
     agreed = known and session.foresaw(before.base + accepted + 1, following)
-    read, total = _tokens_read(session, session.kv.length - queued, plan, kv)
+    read, total = _tokens_read(item, session.kv.length - queued, plan, kv)
     commit = Commit(
         at=before._replace(base=base),
         tokens=text,
@@ -97,8 +96,14 @@ def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> 
     return tokens, FinishReason.NONE
 
 
-def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -> tuple[int, int]:
-    """Return how many (layer, KV head, token) triples a round over `length` tokens read, and how many there were."""
+def _tokens_read(item: VerifyRound, length: int, plan: Plan, kv: KVCache) -> tuple[int, int]:
+    """Return how many (layer, KV head, token) triples a round over `length` tokens read, and how many there were.
+
+    What a round reads in the pass that reads its prompt does not count, as that of all prompts.
+    """
+    session = item.session
+    if item.input.ends_prompt:
+        return 0, 0
     if session.reading.reader is not None:
         read, total = session.reading.reader.tokens_read
         return round(read), total

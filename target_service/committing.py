@@ -8,7 +8,7 @@ from specahead.config import TargetSettings
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.logprobs import TokenLogprobs
-from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.inputs import SequenceOutput
 from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.plan import Plan
 from specahead.wire.errors import InvalidArgument, ServiceError
@@ -57,9 +57,9 @@ class Committer:
         """Commit what a step gave; sessions that have ended are passed over. queued: the step that was launched
         after it, if there is one. now: the time, by time.monotonic.
         """
-        for (session, given), prompt_logprobs in zip(step.prefills, result.prompts, strict=True):
+        for (session, _), prompt_logprobs in zip(step.prefills, result.prompts, strict=True):
             if self._admission.is_open(session):
-                self._finish_reading(session, given, prompt_logprobs, result.seconds)
+                self._finish_reading(session, prompt_logprobs, result.seconds)
         fetched = sum(output.tokens_fetched for output in result.outputs)
         seen = self._pacing.see(step, fetched, result.seconds, now)
         rows = {id(item.session): item.input.rows for item in (queued.rounds if queued is not None else ())}
@@ -67,16 +67,16 @@ class Committer:
             if item.is_void and self._admission.is_open(item.session):
                 self._kv.truncate(item.session.kv, len(item.session.tokens) - 1)
             elif self._admission.is_open(item.session):
+                if item.input.ends_prompt:
+                    self._finish_reading(item.session, [], result.seconds)
                 self._finish_round(item, output, seen, rows.get(id(item.session), 0))
         self._pacing.finish(seen)
 
-    def _finish_reading(
-        self, session: TargetSession, given: SequenceInput, prompt_logprobs: list[TokenLogprobs], seconds: float
-    ) -> None:
-        """Take note of a part of a session's committed tokens that a step has read."""
+    def _finish_reading(self, session: TargetSession, prompt_logprobs: list[TokenLogprobs], seconds: float) -> None:
+        """Take note that a step has read a part of a session's committed tokens."""
         session.stats.prefill_seconds += seconds
         if session.lookup is not None:  # a part at a time: a long text takes milliseconds
-            session.lookup.extend(session.tokens, session.kv.length)
+            session.lookup.extend(session.tokens, min(session.kv.length, len(session.tokens) - 1))
         if session.prompt_logprobs is not None:  # log probabilities of a prompt that is read again are sent once
             known = len(session.prompt_logprobs) - (session.kv.length - len(prompt_logprobs))
             session.prompt_logprobs += prompt_logprobs[known:]

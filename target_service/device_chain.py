@@ -39,6 +39,8 @@ def may_be_followed(step: VerifyStep) -> bool:
 
 def _drafted_by_itself(item: VerifyRound) -> int | None:
     """Return how many tokens a round drafts for itself, 0 if it decodes plainly; None if it is made otherwise."""
+    if item.input.ends_prompt:
+        return None
     read, drafted = item.input.read, len(item.input.tokens) - 1
     if read is not None:
         return drafted if read.drafts and drafted else None

@@ -90,7 +90,7 @@ class Pacing:
         """
         load, kind = self._load(), _kind_of(step)
         captured = self._runner.captures_made != self._captures_seen
-        disturbed = self._draft_has_read or bool(step.prefills) or captured
+        disturbed = self._draft_has_read or bool(step.prompt_tokens) or captured
         self._draft_has_read, self._captures_seen = False, self._runner.captures_made
         if step.rounds and (fetched or load.away):
             tokens = sum(len(item.session.tokens) for item in step.rounds)
@@ -99,8 +99,8 @@ class Pacing:
         lasts = [session.pace.last_gamma for session in self._sessions.values()]
         others = sum(last >= 0 for last in lasts)
         is_typical = lasts.count(kind.gamma) >= (ALIKE if kind.gamma else 1) * others
-        for session, given in step.prefills:
-            session.pace.prompt_tokens += len(given.tokens)
+        for session, count in step.prompt_tokens:
+            session.pace.prompt_tokens += count
         return StepSeen(now, load, kind, disturbed, is_typical, seconds, len(step.rounds))
 
     def note(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:

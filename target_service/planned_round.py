@@ -60,6 +60,28 @@ def plan_round(
     )
 
 
+def plan_end_of_prompt(session: TargetSession, proposal: Proposal | None, proposed: list[int]) -> VerifyRound:
+    """Return a session's part of a step that reads all that is left of its prompt: its round follows in the same pass,
+    so that its first token comes with it. proposal: the draft's, if it is here already. proposed: the tokens of that,
+    or of the session's own text.
+    """
+    base, reader = len(session.tokens), session.reading.reader
+    if reader is not None:
+        reader.read_all(base + len(proposed))
+    drafted = Drafted(
+        tokens=list(proposed),
+        supports=proposal.supports if proposal is not None else [],
+        sampling=session.asked.sampling,
+        base=base,
+        rules=session.asked.rules,
+        committed=session.tokens,
+        logprobs=session.asked.logprobs,
+    )
+    tokens = [*session.tokens[session.kv.length :], *proposed]
+    item = SequenceInput(session.kv, tokens, logits="all", drafted=drafted)
+    return VerifyRound(session, proposal, item, wait_seconds=0.0)
+
+
 def _plan_read(
     session: TargetSession, proposal: Proposal | None, proposed: int, screens: bool, weighs: bool
 ) -> SparseRead | None:

@@ -14,9 +14,9 @@ from specahead.wire.messages import Proposal
 from target_service.confirming import how_each_confirms, screen_lightly
 from target_service.device_chain import DraftedRound, plan_following_step, plan_judging_step
 from target_service.patience import Patience
-from target_service.planned_round import plan_round
+from target_service.planned_round import plan_end_of_prompt, plan_round
 from target_service.policy import Load, Policy, Proposer
-from target_service.prompts import plan_prompts
+from target_service.prompts import is_followed_by_round, plan_reading, share_prompts
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from target_service.verify_step import VerifyRound, VerifyStep
@@ -57,7 +57,7 @@ class StepPlanner:
             else:
                 alone.append(session)
         step.rounds = self._plan_rounds(proposed, alone, now)
-        step.prefills = plan_prompts(reading, self._settings, self._runner.deterministic)
+        self._plan_prompts(step, reading)
         return step if step.rounds or step.prefills else None
 
     def plan_following(self, running: VerifyStep, sessions: list[TargetSession], now: float) -> VerifyStep:
@@ -76,15 +76,14 @@ class StepPlanner:
     def waits(self, session: TargetSession, now: float) -> bool:
         """Return whether a session has no part in a step at the time `now`: it waits for its grammar, or for its draft.
 
-        One that waits for its draft too long is decoded plainly until the draft is ready again.
+        One that waits for its draft too long is decoded plainly until the draft is ready again. One that begins never
+        waits for its draft, which may still be reading the prompt.
         """
         if session.unread > 0:
             return False
         if session.asked.grammar is not None and not session.asked.grammar.ready:
             return True
-        if session.awaits_its_end or not session.next_round.gamma or _proposal_of(session) is not None:
-            return False
-        if session.draft.peer is None or not session.draft.awaited:
+        if not session.awaits_draft:
             return False
         if session.stats.waiting_since is None:
             session.stats.waiting_since = now
@@ -93,6 +92,18 @@ class StepPlanner:
         self._counters["draft_timeouts"] += 1
         session.draft.awaited = False
         return False
+
+    def _plan_prompts(self, step: VerifyStep, reading: list[TargetSession]) -> None:
+        """Add parts of prompts to a step. Where one is the last, the session's round follows in the same pass."""
+        deterministic = self._runner.deterministic
+        for session, share in share_prompts(reading, self._settings.prefill_chunk):
+            if is_followed_by_round(session, share, deterministic):
+                proposal = _proposal_of(session)
+                own = session.look_up(self._settings.most_drafted) if proposal is None else proposal.tokens
+                step.rounds.append(plan_end_of_prompt(session, proposal, own))
+            else:
+                part = plan_reading(session, share, self._settings.widest_round, deterministic)
+                step.prefills.append((session, part))
 
     def _plan_rounds(
         self, proposed: list[tuple[TargetSession, Proposal]], alone: list[TargetSession], now: float

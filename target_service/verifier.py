@@ -262,7 +262,7 @@ class Verifier:
         self.under_way = step if step.asynchronous else None
         if ending is None:
             return
-        read = sum(len(given.tokens) for _, given in ending.prefills)
+        read = sum(count for _, count in ending.prompt_tokens)
         if 2 * read > self.settings.prefill_chunk:
             self.reading.add(read, result.seconds)
         waits = (item.wait_seconds for item in ending.rounds if item.proposal)

@@ -37,7 +37,7 @@ class VerifyRound:
     @property
     def proposed(self) -> list[int]:
         """The tokens to verify, whoever proposed them; those drafted in the step are there once it has run."""
-        return self.input.tokens[1 + self.held :]
+        return self.input.tokens[self.input.drafted_from + self.held :]
 
     @property
     def is_guessed(self) -> bool:
@@ -56,7 +56,7 @@ class VerifyStep:
 
     rounds: list[VerifyRound] = field(default_factory=list)
     prefills: list[tuple[TargetSession, SequenceInput]] = field(default_factory=list)
-    """Parts of prompts."""
+    """Parts of prompts that no round follows in this step."""
     asynchronous: bool = False
     """Whether executing it only launches it; the next step waits for it (device_chain.py)."""
     before: "VerifyStep | None" = None
@@ -70,6 +70,12 @@ class VerifyStep:
     def inputs(self) -> list[SequenceInput]:
         """The inputs of the pass: those of the rounds, then those of prompts."""
         return [item.input for item in self.rounds] + [item for _, item in self.prefills]
+
+    @property
+    def prompt_tokens(self) -> list[tuple[TargetSession, int]]:
+        """How many tokens of its prompt each session reads, those whose round follows in the same pass included."""
+        ends = [(item.session, item.input.drafted_from - 1) for item in self.rounds if item.input.ends_prompt]
+        return ends + [(session, len(given.tokens)) for session, given in self.prefills]
 
     @property
     def work(self) -> list[tuple[SequenceKV, int]]:

@@ -21,8 +21,10 @@ class Result:
 
 
 def read_by_rounds(speculation: Any) -> float:
-    """Return the share of the KV that drafted rounds read. Plain rounds, as after a late draft, read everything."""
-    rounds, plain = speculation.rounds, speculation.plain_rounds
+    """Return the share of the KV that drafted rounds read. Plain rounds, as after a late draft, read everything. The
+    first round, which mostly is a plain one, comes with the prompt's pass and does not count.
+    """
+    rounds, plain = speculation.rounds, max(0, speculation.plain_rounds - 1)
     return float((speculation.kv_read_fraction * (rounds + plain) - plain) / rounds)
 
 

@@ -33,6 +33,8 @@ class TargetSession:
     epoch: int = 0
     """Rises with each outcome that the draft did not foresee."""
     round: int = 0
+    begins: bool = True
+    """Whether nothing was committed since it was admitted: its first token waits for no draft."""
     reading: Reading = field(default_factory=Reading)
     """How it reads its KV."""
     screening: Screening | None = None
@@ -116,6 +118,12 @@ class TargetSession:
     def is_guessing(self) -> bool:
         """Whether its next round is guessed, without its draft."""
         return self.first_guess is not None and bool(self.first_guess.tokens)
+
+    @property
+    def awaits_draft(self) -> bool:
+        """Whether its next round waits for a proposal of its draft."""
+        expects = self.next_round.gamma > 0 and self.draft.peer is not None and self.draft.awaited
+        return expects and not self.begins and not self.awaits_its_end and self.ready_proposal() is None
 
     @property
     def goes_alone(self) -> bool:
@@ -210,6 +218,7 @@ class TargetSession:
         self.epoch += not agreed
         draft.foreseen = agreed
         draft.advance(self.epoch, self.round)
+        self.begins = False
         self.stats = RoundStats()
 
     def give_way(self) -> None:
@@ -217,6 +226,7 @@ class TargetSession:
         if self.screening is not None:
             self.screening.drop(self.tokens)
         self.reading.begin_anew()
+        self.begins = True
         self.stats.waiting_since = self.pace.committed_at = None
         self.stats.preemptions += 1
         self.queued_at = time.monotonic()

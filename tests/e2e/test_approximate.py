@@ -37,7 +37,7 @@ def test_recall_at_a_tenth_of_the_blocks(case: int, stack: Stack, books: list[st
     for _ in range(5):  # on a busy machine a draft may be late, and a round without it reads everything
         result = generate(stack.stub(), prompt, max_tokens=12, exactness=APPROXIMATE)
         assert key in result.text.replace(" ", "")
-        if not result.speculation.plain_rounds:
+        if result.speculation.plain_rounds <= 1:  # the first token comes with the prompt
             break
     assert result.speculation.kv_read_fraction <= 0.12
 

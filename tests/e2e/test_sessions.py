@@ -82,7 +82,7 @@ def test_approximate_reads_less_and_a_prompt_is_reused(stack: Stack, books: list
     again = generate(stub, prompt, max_tokens=24, exactness=APPROXIMATE)
     assert read_by_rounds(first.speculation) <= 0.12
     assert first.speculation.announced_bytes > 0
-    if not first.speculation.plain_rounds and not again.speculation.plain_rounds:  # which read everything
+    if first.speculation.plain_rounds == again.speculation.plain_rounds <= 1:  # others read everything
         assert again.tokens == first.tokens
     assert again.speculation.prefill_seconds < 0.5 * first.speculation.prefill_seconds
     exact = generate(stub, prompt, max_tokens=24, exactness=EXACT)

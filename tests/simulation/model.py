@@ -143,7 +143,7 @@ class ScriptedRunner(ChainingRunner):
 
     def _run(self, item: SequenceInput) -> SequenceOutput:
         output = SequenceOutput()
-        checksum = self._read(item.kv, item.kv.length + 1)
+        checksum = self._read(item.kv, item.kv.length + item.drafted_from)
         if item.drafted is not None:
             output.finite = not self.is_sick()
             output.verdict = self._judge(checksum, item.drafted.tokens, errs=2 * item.drafted.screens)

@@ -126,7 +126,7 @@ class FakeRunner(ChainingRunner):
         self.kv = KVCache(layers, KV_HEADS, 2, pages)
         self.vocab_size = VOCAB
         self.logits, self.ends, self.heads, self.recent = logits, ends, heads, recent
-        self.pages_read: list[int] = []  # by each input that wants all its logits
+        self.pages_read: list[int] = []  # by each input that wants all its logits and ends no prompt
         self.errors: list[Exception] = []
         self.own_draft = logits  # how it drafts for itself
         self.sparse_logits = logits  # where it reads by lists
@@ -226,9 +226,9 @@ class FakeRunner(ChainingRunner):
         lists = self._lists_of(None if dense else item.read, length)
         read = self._read_all(item.kv, length, lists)
         pages = sum(len(blocks) for blocks, _ in read)
-        if item.logits == "all":
+        if item.logits == "all" and not item.ends_prompt:
             self.pages_read.append(pages)
-        first = length - len(item.tokens) if item.logits == "all" else length - 1
+        first = length - max(1, item.logits_rows)
         history = self._check(read, length, first)
         assert history[length - len(item.tokens) :] == item.tokens
         out = SequenceOutput()
@@ -236,7 +236,7 @@ class FakeRunner(ChainingRunner):
             given = self.logits if item.read is None or dense or item.read.reads_all else self.sparse_logits
             out.logits = torch.from_numpy(np.stack([given(history[: p + 1]) for p in range(first, length)]))
         if item.drafted is not None:
-            assert out.logits is not None and item.tokens[1:] == item.drafted.tokens
+            assert out.logits is not None and item.tokens[item.drafted_from :] == item.drafted.tokens
         if item.read is not None:
             self._report(item.read, history, read, out)
         return out

@@ -41,7 +41,7 @@ class Scripted(FakeRunner):
         dense, sparse = (behind(tokens, level).split(counts) for level in (DENSE, SPARSE))
         for i, (item, out) in enumerate(zip(inputs, outputs, strict=True)):
             if item.drafted is not None:
-                out.logits = (dense if item.read is None or item.read.reads_all else sparse)[i]
+                out.logits = (dense if item.read is None or item.read.reads_all else sparse)[i][-item.logits_rows :]
             item.kv.length += len(item.tokens)
         self._judge(inputs, outputs)
         return outputs

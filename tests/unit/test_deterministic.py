@@ -288,7 +288,7 @@ def test_a_draft_that_thinks_alike_draws_alike(plainly: Generated) -> None:
     """It draws by the same numbers as the target, which keeps nothing but what it draws itself."""
     found = generate({}, draft_model=models.TARGET)
     assert found.tokens == plainly.tokens
-    assert found.accepted > 0.75 * sum(map(len, found.tokens)), "four of five could be"
+    assert found.accepted > 0.7 * sum(map(len, found.tokens)), "four of five could be; first tokens are not drafted"
 
 
 @in_bits

@@ -76,13 +76,13 @@ def turns(clock: Clock, seed: int = 0, model: FakeModel | None = None, chains: b
 def test_greedy_is_plain_decoding(
     clock: Clock, exactness: m.Exactness, sparsity: str, agreement: int, chains: bool
 ) -> None:
-    """And no round is plain, none waits: a draft's step stands before each of the target's.
+    """And no round is plain but the first, none waits: a draft's step stands before each other one of the target's.
 
     Where nothing needs the host between them, all but the first of the target's are launched behind the draft's rounds.
     """
     made = turns(clock, 1, FakeModel(exactness is m.Exactness.APPROXIMATE, agreement, recent=1), chains)
     how = {"exactness": exactness, "sparsity": sparsity}
-    names = [made.world.open(prompt, 25, **how) for prompt in prompts(made.world.rng, 4)]
+    names = [made.world.open(prompt, 40, **how) for prompt in prompts(made.world.rng, 4)]
     made.run()
     for name in names:
         made.world.check_greedy(name)
@@ -91,7 +91,8 @@ def test_greedy_is_plain_decoding(
     assert accepted == {0: 0, 4: drafted}.get(agreement, accepted)
     counters = made.world.verifier.counters
     assert counters["draft_timeouts"] == counters["stale_frames"] == counters["rejected_events"] == 0
-    assert counters["plain_rounds"] == 0 or not agreement  # a draft that is never right is left out for a while
+    # A draft that is never right is left out for a while.
+    assert counters["plain_rounds"] <= len(names) or not agreement
     behind = counters["steps_chained_to_rounds"]
     assert (behind > 0) == chains
     drafting = made.kinds.count("draft")
@@ -214,7 +215,7 @@ def test_three_levels_give_what_plain_decoding_gives(
     behind, screened, confirmed = (
         counters[name] for name in ("steps_chained_to_rounds", "screened_tokens", "confirmed_tokens")
     )
-    assert screened > 40 and counters["announced_bytes"] == 0
+    assert screened > 30 and counters["announced_bytes"] == 0
     assert (confirmed == screened) == (screening == 4)
     assert (behind > 0) == chains
     if chains and screening == agreement == 4:
@@ -240,7 +241,7 @@ def count_begins(made: Turns) -> Counter[str]:
 
 
 def test_sampled_tokens_have_the_targets_distribution(clock: Clock) -> None:
-    """The first token is drafted and judged, and the second, given the first."""
+    """The second token is drafted and judged, given the first, and the third, given both."""
     model, sampling = FakeModel(agreement=2), RULED["plain"]
     made = turns(clock, 5, model, prefill_chunk=512)
     names = [made.world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(500)]

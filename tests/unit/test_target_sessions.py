@@ -34,7 +34,9 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 @dataclass
 class Stand:
-    """A target alone, with one session whose prompt is read; `sent`: what the draft was sent."""
+    """A target alone, with one session of `base` tokens that waits for its first proposal, as if nothing was committed;
+    `sent`: what the draft was sent.
+    """
 
     exactness: m.Exactness = m.Exactness.APPROXIMATE
     sampling: Sampling = GREEDY
@@ -53,10 +55,16 @@ class Stand:
         self.peer = DraftPeer("draft", self.sent.append)
         self.verifier.protocol.attach(self.peer)
         self.tokens = [7] * self.base
-        self.verifier.admission.open(self.opening("a"), self.served.append)
+        opening = self.opening("a", tokens=self.tokens[1:], prompt_tokens=self.base - 1)
+        self.verifier.admission.open(opening, self.served.append)
         while self.step():
             pass
         self.session = self.verifier.admission.running["a"]
+        self.session.tokens[-1] = 7  # it has no KV yet
+        self.session.epoch = self.session.round = 0
+        self.session.draft.last_judged = None
+        self.served.clear()
+        del self.sent[1:]  # but Begin
         self.heads = announced_rows(PLAN)
 
     def opening(self, name: str, **changes: Any) -> m.Open:
@@ -267,7 +275,7 @@ def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
     stand.verifier.abort("a")
     assert stand.sent[-1] == m.End("a")
     later: list[m.ServedEvent] = []
-    stand.verifier.admission.open(stand.opening("a", max_tokens=1), later.append)
+    stand.verifier.admission.open(stand.opening("a", max_tokens=2), later.append)
     assert stand.verifier.runner.kv.pool.held > 0
     stand.verifier.finish_step(step, stand.verifier.execute(step))
     assert stand.served == later == []
@@ -279,7 +287,8 @@ def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
     assert stand.verifier.counters["stale_frames"] == 1
     stand.receive(m.Decline("a", "no room"))
     assert stand.step()
-    assert [event.finish_reason for event in later if isinstance(event, m.Commit)] == [m.FinishReason.LENGTH]
+    told = [event.finish_reason for event in later if isinstance(event, m.Commit)]
+    assert told == [m.FinishReason.NONE, m.FinishReason.LENGTH]
     assert not stand.step()
     assert stand.served == []
     assert stand.verifier.runner.kv.pool.held == 0

@@ -44,7 +44,12 @@ class StepLimits:
         # A prompt's last part may be short or long, by what else is read: where steps are pinned that must make no
         # difference.
         plain = item.drafted is None and item.read is None
-        return len(item.tokens) > self.queries or (self.pinned and plain)
+        long = len(item.tokens) > (self.step_queries if item.ends_prompt else self.queries)
+        return long or (self.pinned and plain)
+
+    def judges(self, item: SequenceInput) -> bool:
+        """Whether an input's pass judges it itself: the end of a prompt is judged once its pass has run."""
+        return item.drafted is not None and not (item.ends_prompt and self.is_prompt(item))
 
 
 def alternatives_beside(gamma: int, queries: int, group: int) -> int:
@@ -84,7 +89,7 @@ def join_rounds(inputs: list[SequenceInput]) -> list[SequenceInput]:
 def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
     """Return the same value for inputs that run in one pass."""
     read = item.read
-    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.light)
+    kind: tuple[Hashable, ...] = (limits.is_prompt(item), limits.judges(item), item.light)
     kind += (limits.pins(item),)
     if read is None:
         return kind
@@ -130,7 +135,7 @@ def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits, ro
     """
     longest = max(rows, *(len(item.tokens) for item in inputs))
     alternatives = max(item.alternatives for item in inputs)
-    if kv.device.type == "cuda" and longest > limits.queries:
+    if kv.device.type == "cuda" and limits.is_prompt(inputs[0]):
         longest = max(longest, MAX_ROWS)  # so that tiles of queries have one size, whatever the chunks
     pages = max(len(item.kv.pages) for item in inputs)
     if kv.device.type == "cuda" and inputs[0].read is not None:
@@ -148,7 +153,7 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits
     """Return the shape with how these inputs of one kind attend and what they give."""
     first, read = inputs[0], inputs[0].read
     shape = replace(shape, light=first.light)
-    if first.drafted is not None:
+    if limits.judges(first):
         rounds = [item.drafted for item in inputs if item.drafted is not None]
         cuts = min(cuts_of(rounds), limits.vocab)
         shape = shape.judging(support=support_of(rounds), cuts=cuts, draws_own=limits.pinned)

@@ -92,8 +92,9 @@ class SequenceInput:
     read: SparseRead | None = None
     """How queries read sparsely; None: they read everything."""
     drafted: Drafted | None = None
-    """All of `tokens` but the first, to be judged; then logits must be "all", and the output is a verdict in place of
-    them. Where the read drafts, the tokens that it drafts replace those given, here and in `tokens`."""
+    """The last of `tokens`, to be judged; then logits must be "all", which are those of the token before them and
+    theirs, and the output is a verdict in place of them. Where the read drafts, the tokens that it drafts replace those
+    given, here and in `tokens`."""
     follows: int | None = None
     """The row of the sequence's verdict in the device chain, where it follows a step that still runs: its first token
     is the one that this step adds. It had as many tokens there, and may begin before kv.length: after those that the
@@ -120,8 +121,20 @@ class SequenceInput:
         return len(self.tokens) + self.alternatives
 
     @property
+    def drafted_from(self) -> int:
+        """The place of the first drafted token among the tokens; after all of them where nothing is drafted."""
+        return len(self.tokens) - (len(self.drafted.tokens) if self.drafted is not None else 0)
+
+    @property
+    def ends_prompt(self) -> bool:
+        """Whether it reads the end of a prompt, and its last token's logits are judged."""
+        return self.drafted is not None and self.drafted_from > 1
+
+    @property
     def logits_rows(self) -> int:
         """How many of the tokens, the last ones, give logits."""
+        if self.drafted is not None:
+            return 1 + len(self.drafted.tokens)
         return {"none": 0, "last": 1, "all": len(self.tokens)}[self.logits]
 
     @property

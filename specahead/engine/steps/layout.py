@@ -55,13 +55,15 @@ def lay_out_pass(
                 for i, drafted in enumerate(rounds):
                     array[i] = uniforms(drafted.sampling.seed, drafted.base, array.shape[1], use)
         rows = host["logits_rows"][: shape.sequences * shape.queries].reshape(shape.sequences, shape.queries)
-        starts = host["query_starts"]
+        # A round begins with the token before the drafted ones; the end of a prompt may come before it.
+        starts = host["query_starts"][:-1].copy()
+        starts[: len(inputs)] += [item.drafted_from - 1 for item in inputs]
         # Rows after a sequence's last one are not looked at: any will do.
-        most = max(0, int(starts[-1]) - 1)
-        rows[:] = np.minimum(starts[:-1, None] + np.arange(shape.queries), most)
+        most = max(0, int(host["query_starts"][-1]) - 1)
+        rows[:] = np.minimum(starts[:, None] + np.arange(shape.queries), most)
         if shape.alternatives:
             rows = host["logits_rows"][shape.sequences * shape.queries :].reshape(shape.sequences, shape.alternatives)
-            beside = starts[:-1] + 1 + host["draft_counts"]
+            beside = starts + 1 + host["draft_counts"]
             rows[:] = np.minimum(beside[:, None] + np.arange(shape.alternatives), most)
     elif "logits_rows" in host:
         host["logits_rows"][:] = logits_rows_of(inputs)

@@ -334,4 +334,4 @@ class ModelRunner(TargetOrDraftRunner):
 def _gives_a_verdict_alone(item: SequenceInput) -> bool:
     """Whether an input gives nothing that has to be launched for once its pass has ended."""
     reports = item.read is not None and item.read.report_blocks
-    return item.drafted is not None and item.drafted.is_plain and not reports
+    return item.drafted is not None and item.drafted.is_plain and not item.ends_prompt and not reports

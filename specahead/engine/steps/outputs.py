@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.distributions import Support
@@ -70,6 +71,7 @@ def read_outputs(
         _judge_by_rules(buffers, shape, inputs, outputs)
     else:
         _give_logits(buffers, inputs, outputs)
+        _judge_ends_of_prompts(inputs, outputs, draws_own=shape.pinned)
     for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
         if item.read is not None and item.read.report_blocks and shape.shares_out:
             output.blocks = _blocks_of(buffers, shape, kv, i, -(-item.kv.length // shape.read.block_size))
@@ -129,6 +131,18 @@ def _judge_by_rules(
     for (i, _), item in zip(ruled, judged, strict=True):
         outputs[i].verdict, outputs[i].logprobs, outputs[i].supports = item.verdict, item.logprobs, item.supports
         outputs[i].finite &= item.finite
+
+
+def _judge_ends_of_prompts(inputs: list[SequenceInput], outputs: list[SequenceOutput], draws_own: bool) -> None:
+    """Judge inputs whose pass gave their logits, and put the verdicts in place of these."""
+    ends = [(item.drafted, output) for item, output in zip(inputs, outputs, strict=True) if item.drafted is not None]
+    if not ends:
+        return
+    logits = [output.logits for _, output in ends if output.logits is not None]
+    judged = judge_by_rules(pad_sequence(logits, batch_first=True), [drafted for drafted, _ in ends], draws_own)
+    for (_, output), given in zip(ends, judged, strict=True):
+        output.logits, output.verdict, output.finite = None, given.verdict, given.finite
+        output.logprobs, output.supports = given.logprobs, given.supports
 
 
 def _blocks_of(buffers: Buffers, shape: PassShape, kv: KVCache, sequence: int, blocks: int) -> Tensor:

@@ -75,7 +75,8 @@ class ScriptedRunner(TargetOrDraftRunner):
             time.sleep(milliseconds / 1000)
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        prompt_tokens = sum(len(item.tokens) for item in inputs if item.drafted is None)
+        # A round runs the drafted tokens and the one before them; what is before that is a prompt's.
+        prompt_tokens = sum(item.drafted_from - (item.drafted is not None) for item in inputs)
         self._take_time(sum(item.drafted is not None for item in inputs), prompt_tokens)
         outputs = []
         for item in inputs:

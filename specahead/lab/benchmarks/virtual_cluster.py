@@ -138,7 +138,7 @@ class VirtualTarget:
 
 
 def _read(step: VerifyStep) -> int:
-    return sum(len(given.tokens) for _, given in step.prefills)
+    return sum(count for _, count in step.prompt_tokens)
 
 
 def attach_draft(

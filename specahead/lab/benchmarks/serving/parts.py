@@ -146,7 +146,7 @@ async def _keep_link_when_attached(controls: str, *link: Any) -> None:
 
 def _judged_rounds(step: VerifyStep) -> tuple[list[RoundKey], int]:
     ending = step.ending or VerifyStep()
-    return [(item.session.id, *item.session.key) for item in ending.rounds], len(ending.prefills)
+    return [(item.session.id, *item.session.key) for item in ending.rounds], len(ending.prompt_tokens)
 
 
 def _drafted_rounds(step: DraftStep | LaunchRounds | JudgeRounds) -> tuple[list[RoundKey], int]:
