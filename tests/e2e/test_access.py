@@ -117,19 +117,6 @@ def test_the_client_ports_refuse_without_the_key(locked: Locked) -> None:
     assert call(locked.stack.grpc, "client", locked.key, tls) is grpc.StatusCode.OK
 
 
-def test_the_client_ports_refuse_plain_text(locked: Locked) -> None:
-    assert call(locked.stack.grpc, "client", locked.key) is grpc.StatusCode.UNAVAILABLE
-    with pytest.raises((urllib.error.URLError, ConnectionError, OSError)):
-        urllib.request.urlopen(locked.stack.http.replace("https", "http") + "/health", timeout=10)
-
-
-def test_clients_refuse_a_server_that_another_authority_signed(locked: Locked) -> None:
-    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-        ask(locked.stack.http, locked.key, locked.services.ca)
-    wrong = credentials(None, locked.services.ca)
-    assert call(locked.stack.grpc, "client", locked.key, wrong) is grpc.StatusCode.UNAVAILABLE
-
-
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_the_service_ports_refuse_whom_the_authority_does_not_know(locked: Locked, side: str) -> None:
     """Certificates of clients do not count there, nor does a good one without the launch's token."""
