@@ -120,9 +120,9 @@ class ChoicesAnswer(Answer):
         self._head = {"id": name, "created": int(time.time()), "model": model}
         self._pieces: dict[int, list[Event]] = {}  # of each choice
 
-    @abstractmethod
     def _whole_choice(self, joined_pieces: Event) -> Event:
         """Return a choice of the whole answer. joined_pieces: the sum of its pieces."""
+        return joined_pieces
 
     def _piece(self, choice: int, content: Event, reason: str | None = None, logprobs: Event | None = None) -> Event:
         """Add a piece to a choice and return its event."""

@@ -40,7 +40,3 @@ class CompletionAnswer(ChoicesAnswer):
         if not (chunk.text or chunk.reason or logprobs or ids):
             return []
         return [self._piece(chunk.choice, {"text": chunk.text} | ids, chunk.reason, logprobs)]
-
-    def _whole_choice(self, joined_pieces: Event) -> Event:
-        """Return a choice of the whole answer."""
-        return joined_pieces
