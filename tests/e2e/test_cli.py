@@ -166,7 +166,6 @@ def test_chat_answers_each_line_of_a_pipe_and_remembers(stack: Stack) -> None:
 
 def test_chat_at_a_terminal(stack: Stack) -> None:
     """Ctrl-C ends an answer and Ctrl-D the conversation."""
-
     flags = ["--url", stack.http, "--temperature", "0", "--max-tokens", "20000"]
     ours, theirs = os.openpty()
     process = subprocess.Popen(

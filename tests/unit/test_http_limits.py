@@ -103,7 +103,7 @@ async def test_answers_that_are_not_read_keep_nobody_out(tokenizer: Any) -> None
 async def test_a_request_that_does_not_come_is_not_waited_for(
     tokenizer: Any, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connections = Connections(100, patience=0.3)
+    connections = Connections(100, patience=1)
     async with running_gateway(ScriptedRouter(tokenizer), connections=connections) as address:
         async with connected(address, data) as reader:
             assert not await is_closed(reader, 0.1)

@@ -10,11 +10,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.keys import Key, digest_of
-from orchestrator.sessions.ledger import Record
 from orchestrator.sessions.tracing import tracing
 from specahead.config import SettingsError
-from specahead.engine.sampling.distributions import Sampling
-from specahead.wire.messages import Exactness, Open
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 
 ASK = {"model": MODEL, "prompt": "The secret of the sea", "max_tokens": 8}
@@ -51,10 +48,6 @@ async def test_a_request_is_followed_round_by_round(tokenizer: Any) -> None:
         assert span.attributes is not None
         assert (span.attributes["specahead.drafted"], span.attributes["specahead.accepted"]) == (4, 1)
     assert "secret" not in str([span.attributes for span in (request, *rounds)])
-
-
-def record() -> Record:
-    return Record(Open("s", [1, 2], 2, 4, [], Sampling(0.0), Exactness.EXACT))
 
 
 def test_without_opentelemetry_the_setting_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
