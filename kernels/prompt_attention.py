@@ -70,47 +70,33 @@ def plan_prompts(
     room: Tensor,
     cudnn: bool,
 ) -> PromptReads:
-    """Return the reads of each sequence with queries, made once for all layers of a pass.
+    """Return the reads of each sequence with queries, which are its last tokens, made once for all layers of a pass.
 
     starts: the first query row of each sequence, and where the last one ends. lengths: tokens of each with KV, the
     queries' own included. tables: [sequences, max_pages] int32, on the device. room: as `make_room` gives it for the
     longest sequence.
     Raises ValueError for more queries of a sequence than a piece may have.
     """
-    parts = [
-        plan_part(slice(starts[i], starts[i + 1]), length, tables[i], kv_heads, page_size)
-        for i, length in enumerate(lengths)
-        if starts[i] < starts[i + 1]
-    ]
-    return PromptReads(parts, room, cudnn)
-
-
-def plan_part(rows: slice, length: int, table: Tensor, kv_heads: int, page_size: int) -> PromptPart:
-    """Return the reads of one sequence's queries, which are its last tokens; raise ValueError if they are too many.
-
-    length: tokens with KV, the queries' own included. table: [pages] int32.
-    """
-    heads = torch.arange(kv_heads, device=table.device)[:, None]
+    heads = torch.arange(kv_heads, device=tables.device)[:, None]
 
     def places(pages: Tensor) -> Tensor:
         return (pages.long()[None] * kv_heads + heads).flatten()
 
-    base = length - (rows.stop - rows.start)
-    skipped = base % UNIT
-    first, size = base - skipped, size_of_own(length - base + skipped)
-    pieces = [places(table[a // page_size : b // page_size]) for a, b in pieces_before(first)]
-    if size > PIECE:
-        raise ValueError(f"{length - base} tokens of a prompt in one pass, at most {PIECE}: lower prefill_chunk")
-    return PromptPart(rows, skipped, size, pieces, places(own_pages(table, first, size, length, page_size)))
-
-
-def own_pages(table: Tensor, first: int, size: int, length: int, page_size: int) -> Tensor:
-    """Return the pages [size / page_size] int32 of `size` tokens from the token `first` on, in a sequence of `length`.
-
-    Pages that fill them up come after every query, which gives them no weight: any page will do.
-    """
-    held = torch.arange(first // page_size, (first + size) // page_size, device=table.device)
-    return table.index_select(0, held.clamp(max=(length - 1) // page_size))
+    parts = []
+    for i, length in enumerate(lengths):
+        rows, table = slice(starts[i], starts[i + 1]), tables[i]
+        if rows.start == rows.stop:
+            continue
+        base = length - (rows.stop - rows.start)
+        first, size = base - base % UNIT, size_of_own(length - base + base % UNIT)
+        if size > PIECE:
+            raise ValueError(f"{length - base} tokens of a prompt in one pass, at most {PIECE}: lower prefill_chunk")
+        pieces = [places(table[a // page_size : b // page_size]) for a, b in pieces_before(first)]
+        # Pages that fill the own piece up come after every query, which gives them no weight: any page will do.
+        held = torch.arange(first // page_size, (first + size) // page_size, device=table.device)
+        own = table.index_select(0, held.clamp(max=(length - 1) // page_size))
+        parts.append(PromptPart(rows, base % UNIT, size, pieces, places(own)))
+    return PromptReads(parts, room, cudnn)
 
 
 def pieces_before(length: int) -> Iterator[tuple[int, int]]:
@@ -140,7 +126,11 @@ def attend_to_prompts(reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pa
     """
     out, end, backend = torch.empty_like(queries), 0, default_backend(queries.device)
     for part in reads.parts:
-        own = filled_up(queries[part.rows], part.skipped, part.size).transpose(0, 1)[None]
+        own = queries[part.rows]
+        if len(own) < part.size:
+            own = queries.new_zeros(part.size, *queries.shape[1:])
+            own[part.skipped : part.skipped + part.rows.stop - part.rows.start] = queries[part.rows]
+        own = own.transpose(0, 1)[None]
 
         def attend(places: Tensor, causal: bool, own: Tensor = own) -> tuple[Tensor, Tensor]:
             keys, values = copy_places((k_pages, v_pages), places, reads.room)
@@ -193,15 +183,6 @@ def merge_in_all_ways(heads: int, dim: int, dtype: torch.dtype, device: torch.de
     for running, into in itertools.product((dtype, torch.float32), repeat=2):
         out = torch.empty_like(piece, dtype=into)
         merge_attended(piece.to(running), total, piece, total, out, backend=default_backend(device))
-
-
-def filled_up(queries: Tensor, skipped: int, size: int) -> Tensor:
-    """Return [size, heads, dim]: zeros, but for the queries [rows, heads, dim] behind the first `skipped`."""
-    if len(queries) == size:
-        return queries
-    filled = queries.new_zeros(size, *queries.shape[1:])
-    filled[skipped : skipped + len(queries)] = queries
-    return filled
 
 
 def copy_places(pages: tuple[Tensor, ...], places: Tensor, room: Tensor) -> list[Tensor]:

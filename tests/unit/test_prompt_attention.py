@@ -167,7 +167,8 @@ def test_cudnn_gives_what_the_reference_gives(batch: str, dim: int) -> None:
 def test_all_shapes_of_parts_are_known_before(tokens: int, before: int) -> None:
     """Whatever is read of a prompt behind whatever was, so that cuDNN can have planned it."""
     length = before + tokens
-    part = prompt_attention.plan_part(slice(0, tokens), length, torch.zeros(-(-length // 16), dtype=torch.int32), 1, 16)
+    tables = torch.zeros(1, -(-length // 16), dtype=torch.int32)
+    (part,) = plan_prompts([0, tokens], [length], tables, 1, 16, torch.empty(2, 0), False).parts
     if part.size <= 8192:  # a part that begins between two units may fill up more
         shapes = {*prompt_attention.shapes_of_parts(8192)}
         assert shapes >= {(part.size, 0), *((part.size, 16 * len(piece)) for piece in part.before)}

@@ -1,14 +1,12 @@
 """How a dense pass reads KV in tiers: whole sequences are brought together on the GPU, layer by layer."""
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from specahead.engine.kv.group_means import GroupMeanPool, make_means
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
-from specahead.engine.kv.tier_memory import TierCounters, TierMemory, bring_hits, bring_misses, rows_of, run_beside
+from specahead.engine.kv.tier_memory import TierCounters, TierMemory, bring_rows, rows_of, run_beside
 
 
 class StagedReads:
@@ -47,7 +45,7 @@ class StagedReads:
             self._bring_misses(layer + 1)
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
-        bring_hits(memory, layer, layer % 2, self._lines.pop(layer))
+        bring_rows(memory, layer, layer % 2, self._lines.pop(layer), stored=False)
         return memory.staging[layer % 2]
 
     def count_fetched(self) -> list[int]:
@@ -60,7 +58,10 @@ class StagedReads:
         memory = self._memory
         self._lines[layer] = lines = memory.tables.line_of[layer][self._wanted.long()]
         self._missed.index_add_(0, self._owner, (lines < 0).long())
-        bring = partial(bring_misses, memory, layer, layer % 2, self._wanted, lines)
+
+        def bring() -> None:
+            bring_rows(memory, layer, layer % 2, self._wanted.masked_fill(lines >= 0, -1), stored=True)
+
         self._arrived[layer] = run_beside(memory.link, bring)
         if memory.link is not None:
             lines.record_stream(memory.link)
@@ -81,8 +82,8 @@ def make_staged_means(
         rows = rows_of(part.reshape(-1), memory.kv_heads, memory.device)
         for layer in range(len(memory.on_gpu)):
             lines = memory.tables.line_of[layer][rows.long()]  # negative where a row is only in the store
-            bring_hits(memory, layer, 0, lines)
-            bring_misses(memory, layer, 0, rows, lines)
+            bring_rows(memory, layer, 0, lines, stored=False)
+            bring_rows(memory, layer, 0, rows.masked_fill(lines >= 0, -1), stored=True)
             missed += (lines < 0).sum()
             keys, values = memory.staging[0]
             make_means([keys], [values], staged, slots[first : first + at_once], pool, layer)

@@ -135,20 +135,14 @@ def rows_of(pages: np.ndarray, kv_heads: int, device: torch.device) -> Tensor:
     return torch.from_numpy(rows.astype(np.int32)).to(device)
 
 
-def bring_hits(memory: TierMemory, layer: int, buffer: int, lines: Tensor) -> None:
-    """Copy cache lines of a layer to the first rows of a staging buffer; negative lines are passed over."""
-    _bring(memory, memory.copies.destinations[layer], buffer, lines)
+def bring_rows(memory: TierMemory, layer: int, buffer: int, rows: Tensor, stored: bool) -> None:
+    """Copy rows of a layer, int32 [rows], to the first rows of a staging buffer; negative ones are passed over.
 
-
-def bring_misses(memory: TierMemory, layer: int, buffer: int, rows: Tensor, lines: Tensor) -> None:
-    """Copy those rows of a layer that are in no cache line from the backing store to the first rows of a buffer."""
-    _bring(memory, memory.copies.sources[layer], buffer, rows.masked_fill(lines >= 0, -1))
-
-
-def _bring(memory: TierMemory, source: Pages, buffer: int, rows: Tensor) -> None:
+    stored: whether rows are of the backing store, else they are cache lines.
+    """
     keys, values = memory.staging[buffer]
     gather_blocks(
-        source,
+        (memory.copies.sources if stored else memory.copies.destinations)[layer],
         (head_rows(keys), head_rows(values)),
         rows,
         torch.arange(len(rows), dtype=torch.int32, device=memory.device),
