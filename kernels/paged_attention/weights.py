@@ -13,14 +13,15 @@ MOST_LEFT = 2**28  # bytes that the layers of a pass leave before their weights 
 
 
 class LayersEvidence:
-    """Adds the weights that the layers of one pass give blocks to evidence, in Triton many layers in one launch.
+    """Adds the weights that the layers of a pass give blocks to evidence, in Triton many layers in one launch.
 
     evidence: [sequences, layers, heads, n] float32, its last dimension contiguous
     share: the factor of the mean weight of each sequence's last `emitting` queries; all have as many
     block_size: tokens of a block
     listed: the lists of all layers, with a leading dimension for them, if the pass reads lists
     fresh: whether the evidence is undefined before, and is set; not in a pass that reads lists
-    Layers attend in their order; after the last one all weights have been added.
+    Layers attend in their order. After the last one all weights have been added, and a pass of the same sizes may
+    follow.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class LayersEvidence:
     def _attend_in_triton(self, layer: int, batch: Batch, blocks: BlockLists | None, work: Work | None) -> Tensor:
         out, sums = attend_in_triton(batch, blocks, None, work, self._block_size, self._room_of)
         assert self._room is not None
-        last, room = self._evidence.shape[1] - 1, len(self._room[0])
+        layers, room = self._evidence.shape[1], len(self._room[0])
         self._left += 1
-        if layer == last or self._left == room:
+        if layer + 1 == layers or self._left == room:
             self._add(batch, sums, layer + 1)
-            self._first, self._left = layer + 1, 0
+            self._first, self._left = (layer + 1) % layers, 0
         return out
 
     def _room_of(self, rows: int, width: int) -> tuple[Tensor, Tensor]:

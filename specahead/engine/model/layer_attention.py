@@ -81,19 +81,6 @@ class ListedReads:
         return BlockLists(self.blocks.lists[at], self.blocks.counts[at], self.blocks.block_size, lines)
 
 
-@dataclass
-class Evidence:
-    """Has a pass add `share` of its mean weights on blocks, over the last `queries` queries, to `sums` in place."""
-
-    sums: Tensor
-    """[sequences, layers, heads, blocks] float32."""
-    share: float
-    block_size: int
-    queries: int = 1
-    fresh: bool = False
-    """Whether `sums` hold nothing yet: then a dense pass sets them."""
-
-
 @dataclass(frozen=True)
 class BlockMemory:
     """Has a dense pass remember how much weight each block got (`paged_attention_remembering`)."""
@@ -119,7 +106,7 @@ class LayerAttention:
     pages: LayerPages
     backend: Backend
     listed: ListedReads | None = None
-    weights: Tensor | Evidence | BlockMemory | None = None
+    weights: Tensor | LayersEvidence | BlockMemory | None = None
     """Where the pass leaves softmax weights, if anywhere. Layers with lists fill a tensor with the weight of each
     listed block, [layers with lists, sequences, kv_heads, width]."""
     prompts: PromptReads | None = None
@@ -127,7 +114,6 @@ class LayerAttention:
     dense_work: Work | None = None
     unread: int | None = None
     """A layer whose output nothing reads: it does not attend, and returns its queries."""
-    _all_layers: LayersEvidence | None = None
 
     def __call__(self, layer: int, queries: Tensor) -> Tensor:
         if layer == self.unread:
@@ -141,20 +127,11 @@ class LayerAttention:
         of_rows = rows.tables, rows.lengths, rows.starts, self.heads.scale, rows.most, rows.visible
         return Batch(queries, keys, values, *of_rows)
 
-    def _evidence(self, to: Evidence) -> LayersEvidence:
-        """Return what adds the weights of all layers to evidence. Either all layers have lists, or none has."""
-        if self._all_layers is None:
-            listed = None if self.listed is None else self.listed.blocks
-            self._all_layers = LayersEvidence(
-                to.sums, to.share, to.block_size, to.queries, listed, to.fresh, self.backend
-            )
-        return self._all_layers
-
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         batch, weights = self._batch(layer, queries), self.weights
         how: dict[str, Any] = {"backend": self.backend, "work": self.dense_work}
-        if isinstance(weights, Evidence):
-            return self._evidence(weights).attend(layer, batch, None, self.dense_work)
+        if isinstance(weights, LayersEvidence):
+            return weights.attend(layer, batch, None, self.dense_work)
         if isinstance(weights, BlockMemory) and layer in weights.index:
             rows = slice(weights.index[layer] * self.heads.kv, (weights.index[layer] + 1) * self.heads.kv)
             remembered = weights.memory[:, rows], weights.places, weights.decay
@@ -173,8 +150,8 @@ class LayerAttention:
         work = None if self.listed.work is None else self.listed.work.layer(at)
         means = None if self.listed.means is None else self.listed.means[layer]
         how: dict[str, Any] = {"backend": self.backend, "work": work}
-        if isinstance(weights, Evidence):
-            return self._evidence(weights).attend(layer, batch, blocks, work)
+        if isinstance(weights, LayersEvidence):
+            return weights.attend(layer, batch, blocks, work)
         if isinstance(weights, Tensor):
             out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights[at], **how)
             return out

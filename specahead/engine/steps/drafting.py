@@ -15,13 +15,14 @@ from torch import Tensor
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import FetchPlan
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.layer_attention import Evidence, LayerAttention, ListedReads, Rows, plan_reads
+from specahead.engine.model.layer_attention import LayerAttention, ListedReads, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.sampling.judging import WIDE_SUPPORT
 from specahead.engine.sampling.next_tokens import draw_tokens
 from specahead.engine.steps.reads import heads_of, listed_reads
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.paged_attention import LayersEvidence
 from specahead.kernels.selection import top_few
 
 
@@ -47,7 +48,7 @@ class DraftPasses:
     """Where the tokens of each pass stand."""
     reads: ListedReads | None = None
     """What layers with lists read; None: no layer has any."""
-    evidence: Evidence | None = None
+    evidence: LayersEvidence | None = None
     """Where passes add the weights of their queries."""
     dense_layers: bool = True
     """Whether there are layers without lists."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.layer_attention import Evidence, LayerAttention, ListedReads, Rows, plan_reads
+from specahead.engine.model.layer_attention import LayerAttention, ListedReads, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.staging import Buffers
 from specahead.engine.steps.announcing import announce_blocks
@@ -26,7 +26,7 @@ from specahead.engine.steps.shapes import RoundShape
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.draft_reads import score_own_blocks
 from specahead.kernels.kv_write import move_kv
-from specahead.kernels.paged_attention import BlockLists
+from specahead.kernels.paged_attention import BlockLists, LayersEvidence
 from specahead.kernels.pass_positions import Branches, pass_positions
 from specahead.kernels.selection import select_top_k
 from specahead.kernels.selection_difference import CodedDifferences, code_difference
@@ -54,11 +54,14 @@ class _Round:
     def passes(self) -> int:
         return self.settings.passes(self.shape.gamma)
 
-    def evidence_of_pass(self, first: bool = False) -> Evidence | None:
-        """Return where a pass adds the weights of its last queries; the first one sets them."""
+    def evidence_of_passes(self, listed: BlockLists | None = None, first: bool = False) -> LayersEvidence | None:
+        """Return where passes add the weights of their last queries; the first one sets them. listed: what they read,
+        if they read by lists.
+        """
         if self.evidence is None:
             return None
-        return Evidence(self.evidence, 1 / self.passes, self.settings.block_size, self.shape.branches, first)
+        share, size = 1 / self.passes, self.settings.block_size
+        return LayersEvidence(self.evidence, share, size, self.shape.branches, listed, first, self.attention)
 
     @property
     def ends(self) -> Tensor:
@@ -94,7 +97,7 @@ def run_round(
     later = None
     if settings.read_share < 1:
         later = _own_lists(round_)
-    weighed = round_.evidence_of_pass() if shape.announces else None
+    weighed = round_.evidence_of_passes(None if later is None else later.blocks) if shape.announces else None
     passes = DraftPasses(decoder, kv, attention, at, later, weighed, later is None)
     for name, drawn in _draft(round_, passes, logits, forbid).items():
         if name in results:
@@ -178,7 +181,7 @@ def _run_first_pass(round_: _Round, branches: OneToken | None) -> Tensor:
     else:
         at, ends = branches, None
     work = plan_reads(heads, at.rows, round_.attention)
-    evidence = round_.evidence_of_pass(first=True)
+    evidence = round_.evidence_of_passes(first=True)
     attend = LayerAttention(heads, at.rows, kv.layer_pages, round_.attention, None, evidence, dense_work=work)
     return round_.decoder.run(given["token_ids"], at.positions, at.slots, kv.k_pages, kv.v_pages, attend, ends)
 
