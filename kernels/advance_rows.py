@@ -1,7 +1,6 @@
 """Sequences advanced by what a step has accepted of them, on the device: where a launch that follows it begins."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from specahead.kernels.backends import jit, tl
 MOST_CHOICES = 3  # that the kernel has arguments for
 
 
-@dataclass(frozen=True)
-class Verdicts:
+class Verdicts(NamedTuple):
     """The verdicts of the last step, a row a sequence: int32 [rows] each."""
 
     accepted: Tensor
@@ -23,8 +21,7 @@ class Verdicts:
     """The last accepted token where it is another than the drafted one, else -1."""
 
 
-@dataclass(frozen=True)
-class Followers:
+class Followers(NamedTuple):
     """Which sequences of a launch follow the last step: int32 [sequences] each."""
 
     rows: Tensor
@@ -33,8 +30,7 @@ class Followers:
     """The largest number of tokens that the step may have accepted of each; 0 for sequences that do not follow."""
 
 
-@dataclass(frozen=True)
-class LaunchRows:
+class LaunchRows(NamedTuple):
     """The tokens that a launch runs first, laid out as if the last step had accepted none; contiguous."""
 
     starts: Tensor
@@ -85,17 +81,9 @@ def advance_rows(
         of_choices += [source, out, out.shape[1], *source.stride(), *out.stride()]
     of_choices += [None, None, 0, 0, 0, 0, 0, 0] * (MOST_CHOICES - len(choices))
     _advance_rows_kernel[(sequences,)](
-        followers.rows,
-        followers.judged,
-        verdicts.accepted,
-        verdicts.following,
-        verdicts.alternative,
-        rows.starts,
-        rows.lengths,
-        rows.tables,
-        rows.token_ids,
-        rows.positions,
-        rows.slots,
+        followers,
+        verdicts,
+        rows,
         taken,
         previous,
         *((0, 0) if previous is None else previous.stride()),
@@ -138,17 +126,9 @@ def _advance_by_torch(
 
 @jit
 def _advance_rows_kernel(
-    rows_ptr,
-    judged_ptr,
-    accepted_ptr,
-    following_ptr,
-    alternative_ptr,
-    starts_ptr,
-    lengths_ptr,
-    tables_ptr,
-    token_ids_ptr,
-    positions_ptr,
-    slots_ptr,
+    followers,
+    verdicts,
+    rows,
     taken_ptr,
     previous_ptr,
     previous_by_sequence,
@@ -184,14 +164,14 @@ def _advance_rows_kernel(
 ):
     """One sequence."""
     sequence = tl.program_id(0)
-    row = tl.load(rows_ptr + sequence)
+    row = tl.load(followers.rows + sequence)
     at = tl.maximum(row, 0)
-    accepted, following = tl.load(accepted_ptr + at), tl.load(following_ptr + at)
-    alternative = tl.load(alternative_ptr + at)
+    accepted, following = tl.load(verdicts.accepted + at), tl.load(verdicts.following + at)
+    alternative = tl.load(verdicts.alternative + at)
     tl.store(taken_ptr + sequence, accepted)
     tl.store(taken_ptr + sequences + sequence, following)
     tl.store(taken_ptr + 2 * sequences + sequence, alternative)
-    accepted = tl.minimum(tl.maximum(accepted, 0), tl.load(judged_ptr + sequence))
+    accepted = tl.minimum(tl.maximum(accepted, 0), tl.load(followers.judged + sequence))
     accepted = tl.where(row >= 0, accepted, 0)
 
     if a_ptr is not None:
@@ -205,22 +185,22 @@ def _advance_rows_kernel(
         _copy(source, out + sequence * c_out_by_sequence, c_count, c_by_number, c_out_by_number, CHUNK)
 
     if row >= 0:
-        tl.store(lengths_ptr + sequence, tl.load(lengths_ptr + sequence) + accepted)
-        first, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
+        tl.store(rows.lengths + sequence, tl.load(rows.lengths + sequence) + accepted)
+        first, end = tl.load(rows.starts + sequence), tl.load(rows.starts + sequence + 1)
         for start in tl.range(first, end, CHUNK):
             number = start + tl.arange(0, CHUNK)
             inside = number < end
-            position = tl.load(positions_ptr + number, mask=inside, other=0) + accepted
-            page = tl.load(tables_ptr + sequence.to(tl.int64) * pages + position // PAGE, mask=inside, other=0)
-            tl.store(positions_ptr + number, position, mask=inside)
-            tl.store(slots_ptr + number, page.to(tl.int64) * PAGE + position % PAGE, mask=inside)
+            position = tl.load(rows.positions + number, mask=inside, other=0) + accepted
+            page = tl.load(rows.tables + sequence.to(tl.int64) * pages + position // PAGE, mask=inside, other=0)
+            tl.store(rows.positions + number, position, mask=inside)
+            tl.store(rows.slots + number, page.to(tl.int64) * PAGE + position % PAGE, mask=inside)
         if previous_ptr is not None:
             before = tl.load(previous_ptr + sequence * previous_by_sequence + accepted * previous_by_accepted)
             before = tl.where(alternative >= 0, alternative.to(tl.int64), before)
-            tl.store(token_ids_ptr + first, before, mask=first < end)
-            tl.store(token_ids_ptr + first + 1, following.to(tl.int64), mask=first + 1 < end)
+            tl.store(rows.token_ids + first, before, mask=first < end)
+            tl.store(rows.token_ids + first + 1, following.to(tl.int64), mask=first + 1 < end)
         else:
-            tl.store(token_ids_ptr + first, following.to(tl.int64), mask=first < end)
+            tl.store(rows.token_ids + first, following.to(tl.int64), mask=first < end)
 
 
 @jit

@@ -1,6 +1,6 @@
 """Drafted tokens copied from the rows in which a draft's rounds leave them to the step that judges them."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from specahead.kernels.backends import jit, power_of_two, tl
 _CHUNK = 1024  # numbers that one program copies
 
 
-@dataclass(frozen=True)
-class Drafts:
+class Drafts(NamedTuple):
     """What the last rounds have drafted, a row a sequence; contiguous."""
 
     tokens: Tensor
@@ -26,8 +25,7 @@ class Drafts:
     """[rows, bitmap rows, words] int64, a bit for each block that was announced."""
 
 
-@dataclass(frozen=True)
-class JudgedRows:
+class JudgedRows(NamedTuple):
     """Which rows of a pass are of which sequence, and which sequences judge drafts."""
 
     drafts: Tensor
@@ -40,8 +38,7 @@ class JudgedRows:
     """[sequences + 1] int32, the first row of each; it runs the token before the judged ones, the others run these."""
 
 
-@dataclass(frozen=True)
-class Judged:
+class Judged(NamedTuple):
     """What a pass judges; contiguous. Tensors that a pass does not have are None."""
 
     token_ids: Tensor
@@ -73,36 +70,24 @@ def copy_drafts(rows: JudgedRows, judged: Judged, drafts: Drafts, backend: str =
     sequences, gamma = judged.tokens.shape
     support, entries = _widths(judged.ids, drafts.ids)
     words, both = _widths(judged.bitmaps, drafts.bitmaps)
+    ids, probs = (judged.ids, judged.probs) if entries else (None, None)
+    judged = judged._replace(ids=ids, probs=probs, bitmaps=judged.bitmaps if both else None)
     bitmap_rows = drafts.bitmaps.shape[1]
     most = max(bitmap_rows * both, gamma * entries)
-    beside = judged.alternatives is not None
     _copy_drafts_kernel[(sequences, max(1, -(-most // _CHUNK)))](
-        rows.drafts,
-        rows.held,
-        rows.counts,
-        rows.starts,
-        judged.token_ids,
-        judged.tokens,
-        drafts.tokens,
-        gamma,
-        drafts.tokens.shape[1],
-        judged.ids if entries else None,
-        drafts.ids if entries else None,
-        judged.probs if entries else None,
-        drafts.probs if entries else None,
-        support,
-        drafts.ids.shape[2],
-        entries,
-        judged.bitmaps if both else None,
-        drafts.bitmaps if both else None,
-        bitmap_rows,
-        words,
-        drafts.bitmaps.shape[2],
-        both,
-        judged.alternatives,
-        judged.alternative_counts,
-        drafts.likeliest if beside else None,
-        judged.alternatives.shape[1] if judged.alternatives is not None else 0,
+        rows=rows,
+        judged=judged,
+        drafts=drafts,
+        gamma=gamma,
+        draft_gamma=drafts.tokens.shape[1],
+        support=support,
+        draft_support=drafts.ids.shape[2],
+        entries=entries,
+        bitmap_rows=bitmap_rows,
+        words=words,
+        draft_words=drafts.bitmaps.shape[2],
+        both=both,
+        most_beside=0 if judged.alternatives is None else judged.alternatives.shape[1],
         TOKENS=power_of_two(gamma),
         CHUNK=_CHUNK,
     )
@@ -151,71 +136,58 @@ def _copy_alternatives_by_torch(rows: JudgedRows, judged: Judged, drafts: Drafts
 
 @jit
 def _copy_drafts_kernel(
-    drafts_ptr,
-    held_ptr,
-    counts_ptr,
-    starts_ptr,
-    token_ids_ptr,
-    tokens_ptr,
-    draft_tokens_ptr,
+    rows,
+    judged,
+    drafts,
     gamma,
     draft_gamma,
-    ids_ptr,
-    draft_ids_ptr,
-    probs_ptr,
-    draft_probs_ptr,
     support,
     draft_support,
     entries,
-    bitmaps_ptr,
-    draft_bitmaps_ptr,
     bitmap_rows,
     words,
     draft_words,
     both,
-    beside_ptr,
-    beside_counts_ptr,
-    likeliest_ptr,
     most_beside,
     TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """A chunk of one sequence's bitmaps and supports; the first one copies the tokens, too."""
     sequence, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.load(drafts_ptr + sequence).to(tl.int64)
+    place = tl.load(rows.drafts + sequence).to(tl.int64)
     if place >= 0:
-        held = tl.load(held_ptr + sequence)
+        held = tl.load(rows.held + sequence)
         at = chunk * CHUNK + tl.arange(0, CHUNK)
         if chunk == 0:
-            count, first = tl.load(counts_ptr + sequence), tl.load(starts_ptr + sequence)
-            after = tl.load(starts_ptr + sequence + 1)
+            count, first = tl.load(rows.counts + sequence), tl.load(rows.starts + sequence)
+            after = tl.load(rows.starts + sequence + 1)
             token = tl.arange(0, TOKENS)
             inside, of_round = token < gamma, token - held
             drawn = inside & (of_round >= 0) & (of_round < draft_gamma)
-            known = tl.load(tokens_ptr + sequence * gamma + token, mask=inside, other=0)
-            given = tl.load(draft_tokens_ptr + place * draft_gamma + of_round, mask=drawn, other=0)
+            known = tl.load(judged.tokens + sequence * gamma + token, mask=inside, other=0)
+            given = tl.load(drafts.tokens + place * draft_gamma + of_round, mask=drawn, other=0)
             known = tl.where(drawn, given, known)
-            tl.store(tokens_ptr + sequence * gamma + token, known, mask=drawn)
+            tl.store(judged.tokens + sequence * gamma + token, known, mask=drawn)
             row = first + 1 + token
-            tl.store(token_ids_ptr + row, known.to(tl.int64), mask=inside & (token < count) & (row < after))
-            if beside_ptr is not None:
-                there = drawn & (token < most_beside) & (token < tl.load(beside_counts_ptr + sequence))
-                likeliest = likeliest_ptr + (place * draft_gamma + token) * 2
+            tl.store(judged.token_ids + row, known.to(tl.int64), mask=inside & (token < count) & (row < after))
+            if judged.alternatives is not None:
+                there = drawn & (token < most_beside) & (token < tl.load(judged.alternative_counts + sequence))
+                likeliest = drafts.likeliest + (place * draft_gamma + token) * 2
                 other = tl.load(likeliest, mask=there, other=0)
                 other = tl.where(other != known, other, tl.load(likeliest + 1, mask=there, other=0))
-                tl.store(beside_ptr + sequence * most_beside + token, other, mask=there)
-                tl.store(token_ids_ptr + row + count, other.to(tl.int64), mask=there)
-        if ids_ptr is not None:
+                tl.store(judged.alternatives + sequence * most_beside + token, other, mask=there)
+                tl.store(judged.token_ids + row + count, other.to(tl.int64), mask=there)
+        if judged.ids is not None:
             of_pass, entry = at // entries, at % entries
             from_ = of_pass - held
             copied = (of_pass < gamma) & (from_ >= 0) & (from_ < draft_gamma)
             source = (place * draft_gamma + from_) * draft_support + entry
             target = (sequence * gamma + of_pass) * support + entry
-            tl.store(ids_ptr + target, tl.load(draft_ids_ptr + source, mask=copied, other=0), mask=copied)
-            tl.store(probs_ptr + target, tl.load(draft_probs_ptr + source, mask=copied, other=0.0), mask=copied)
-        if bitmaps_ptr is not None:
+            tl.store(judged.ids + target, tl.load(drafts.ids + source, mask=copied, other=0), mask=copied)
+            tl.store(judged.probs + target, tl.load(drafts.probs + source, mask=copied, other=0.0), mask=copied)
+        if judged.bitmaps is not None:
             line, word = at // both, at % both
             source = (place * bitmap_rows + line) * draft_words + word
             target = (sequence * bitmap_rows + line) * words + word
-            bits = tl.load(draft_bitmaps_ptr + source, mask=line < bitmap_rows, other=0)
-            tl.store(bitmaps_ptr + target, bits, mask=line < bitmap_rows)
+            bits = tl.load(drafts.bitmaps + source, mask=line < bitmap_rows, other=0)
+            tl.store(judged.bitmaps + target, bits, mask=line < bitmap_rows)

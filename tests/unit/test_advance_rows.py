@@ -51,22 +51,22 @@ class Case:
 
     def run(self, backend: str, choices: int = MOST_CHOICES) -> list[Tensor]:
         """Return what was changed or returned; the verdicts, starts and tables are checked to be as they were."""
-        given_ = [type(each)(*_moved(vars(each).values())) for each in (self.verdicts, self.followers, self.rows)]
-        before = [*vars(given_[0]).values(), *vars(given_[1]).values()]
+        given_ = [type(each)(*_moved(each)) for each in (self.verdicts, self.followers, self.rows)]
+        before = [*given_[0], *given_[1]]
         kept = [tensor.clone() for tensor in before]
         pairs: list[Choice] = list(zip(_moved(self.sources), _moved(self.outs), strict=True))[:choices]
         previous = None if self.previous is None else self.previous.to(DEVICE)
         taken = advance_rows(*given_, previous, pairs, PAGE, backend)  # type: ignore[arg-type]
         assert all(torch.equal(*pair) for pair in zip(kept, before, strict=True))
-        changed = [taken, *vars(given_[2]).values(), *(out for _, out in pairs)]
+        changed = [taken, *given_[2], *(out for _, out in pairs)]
         return [tensor.cpu() for tensor in changed]
 
     def expected(self, choices: int = MOST_CHOICES) -> list[Tensor]:
-        wanted = {name: tensor.clone() for name, tensor in vars(self.rows).items()}
+        wanted = {name: tensor.clone() for name, tensor in self.rows._asdict().items()}
         sequences = len(self.followers.rows)
         taken, outs = torch.zeros(3, sequences, dtype=torch.int32), [out.clone() for out in self.outs[:choices]]
         for i, row in enumerate(self.followers.rows.tolist()):
-            accepted, following, alternative = (int(each[max(0, row)]) for each in vars(self.verdicts).values())
+            accepted, following, alternative = (int(each[max(0, row)]) for each in self.verdicts)
             taken[:, i] = torch.tensor([accepted, following, alternative])
             count = min(max(0, accepted), int(self.followers.judged[i])) if row >= 0 else 0
             for source, out in zip(self.sources, outs, strict=False):

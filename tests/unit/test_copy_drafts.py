@@ -1,6 +1,5 @@
 """Drafts that are copied to the pass that judges them: Triton (on a GPU, or interpreted) and torch against a loop."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,7 +47,7 @@ def judged_of(drafts: Drafts, token_ids: Tensor, sampled: bool = True, announces
 
 
 def on_device(tensors: Any) -> Any:
-    return type(tensors)(*(tensor.to(DEVICE) for tensor in vars(tensors).values()))
+    return type(tensors)(*(tensor.to(DEVICE) for tensor in tensors))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -125,7 +124,7 @@ def test_alternatives_are_the_likeliest_tokens_that_were_not_drafted(
     token_ids = torch.zeros(int(rows.starts[-1]) + 2, dtype=torch.int64)
     others = torch.full((sequences, most), -1, dtype=torch.int32, device=DEVICE)
     ours = judged_of(drafted, token_ids, False, False)
-    ours = replace(ours, alternatives=others, alternative_counts=beside.to(DEVICE))
+    ours = ours._replace(alternatives=others, alternative_counts=beside.to(DEVICE))
     copy_drafts(on_device(rows), ours, on_device(left), backend)
     wanted = torch.full((sequences, most), -1, dtype=torch.int32)
     for i, place in enumerate(rows.drafts.tolist()):
@@ -155,6 +154,6 @@ def test_large_announcements_take_several_programs() -> None:
         for backend in ("triton", "torch"):
             ours = judged_of(drafted, torch.zeros(12, dtype=torch.int64))
             copy_drafts(on_device(rows), ours, on_device(left), backend)
-            results.append([tensor for tensor in vars(ours).values() if tensor is not None])
+            results.append([tensor for tensor in ours if tensor is not None])
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
         assert torch.equal(results[0][4][0].cpu(), left.bitmaps[1])

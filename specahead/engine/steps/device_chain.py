@@ -92,7 +92,7 @@ class DeviceChain:
     def leave_drafts(self, results: dict[str, Tensor], gamma: int) -> None:
         """Leave what rounds of one branch have proposed. results: of their buffers; gamma: tokens of each."""
         assert self.drafts is not None
-        drafts = vars(self.drafts)
+        drafts = self.drafts._asdict()
         for name, result in _RESULTS.items():
             if result in results:
                 values = results[result][:gamma].transpose(0, 1)[: len(drafts[name])]
