@@ -33,7 +33,7 @@ CASE = Case(SHAPES["tiny"], 2, 512, 3, torch.float32)
 def parts() -> tuple[Decoder, Home]:
     torch.manual_seed(0)
     decoder = random_decoder(CASE.shape, CASE.context + CASE.queries, "cpu", torch.float32)
-    return decoder, make_home(CASE, 2, CPU)
+    return decoder, make_home(CASE, CPU)
 
 
 def steps() -> list[Step]:

@@ -112,9 +112,6 @@ def add_offload_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--queries", type=int, help="of each sequence (default: 5)")
     parser.add_argument("--passes", type=int, help="over the recorded rounds, with nothing hot at first (default: 4)")
-    parser.add_argument(
-        "--home-layers", type=int, help="layers with pinned memory of their own; the others share it (default: 1)"
-    )
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="that may be pinned (default: what is free)")
     parser.add_argument("--json", metavar="FILE")
 

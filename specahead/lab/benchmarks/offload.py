@@ -32,6 +32,7 @@ from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.lab.benchmarks.gpu_timing import require_gpu
 from specahead.lab.benchmarks.offload_kv import Check, compare_logits
 from specahead.lab.benchmarks.offload_steps import (
+    HOME_LAYERS,
     IN_STEP,
     ON_DEMAND,
     SETTLED,
@@ -71,8 +72,6 @@ class OffloadSettings:
     """Of each session."""
     passes: int = 4
     """Over all rounds of the trace."""
-    home_layers: int = 1
-    """Layers with a home of their own; the others share these."""
     host_memory: int | None = None
     """Bytes that homes may take; None: what is free."""
 
@@ -85,8 +84,8 @@ class OffloadSettings:
             raise ValueError(
                 f"contexts must be multiples of {PAGE_SIZE}, {SHORTEST} at least, got {list(self.contexts)}"
             )
-        if self.queries < 2 or min(*self.batches, self.passes, self.home_layers) < 1:
-            raise ValueError("there must be 2 queries at least, and one of batches, passes and home layers")
+        if self.queries < 2 or min(*self.batches, self.passes) < 1:
+            raise ValueError("there must be 2 queries at least, and one of batches and passes")
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,7 @@ class Bench:
         self.settings, self.device = settings, device
         largest = max(cases, key=lambda case: case.pages)
         longest = max(case.context for case in cases) + settings.queries
-        layers = min(settings.home_layers, largest.shape.num_hidden_layers)
-        self.home: Home = make_home(largest, layers, device)
+        self.home: Home = make_home(largest, device)
         self.link = link_rate(self.home, device)
         self.decoder = random_decoder(largest.shape, longest, device.type, largest.dtype)
 
@@ -228,8 +226,8 @@ def _give_memory_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def home_bytes(case: Case, settings: OffloadSettings) -> int:
-    return case.layer_bytes * min(settings.home_layers, case.shape.num_hidden_layers)
+def home_bytes(case: Case) -> int:
+    return case.layer_bytes * min(HOME_LAYERS, case.shape.num_hidden_layers)
 
 
 def choose_cases(settings: OffloadSettings, shape: Shape, dtype: torch.dtype) -> list[Case]:
@@ -241,13 +239,13 @@ def choose_cases(settings: OffloadSettings, shape: Shape, dtype: torch.dtype) ->
     for context in settings.contexts:
         for batch in settings.batches:
             case = Case(shape, batch, context, settings.queries, dtype)
-            needed = home_bytes(case, settings)
+            needed = home_bytes(case)
             if needed <= room:
                 cases.append(case)
             else:
                 print(
                     f"skipped: {batch} x {context}: its home takes {needed / 2**30:.1f} GiB of the host's memory, "
-                    f"of which there are {room / 2**30:.1f} (--host-memory, --home-layers)"
+                    f"of which there are {room / 2**30:.1f} (--host-memory)"
                 )
     if not cases:
         raise ValueError("the host has no room for the home of any case")
@@ -281,7 +279,7 @@ def run(flags: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cases = choose_cases(settings, shape, dtype)
-    homes = max(home_bytes(case, settings) for case in cases)
+    homes = max(home_bytes(case) for case in cases)
     print(f"page-locked host memory: {homes / 2**30:.2f} GiB", flush=True)
     with torch.inference_mode():
         bench = Bench(settings, cases, device)
@@ -314,7 +312,7 @@ def _head(
         "command": command_of(name, settings),
         "link": f"{link / 1e9:.1f} GB/s, bulk copies",
         "link_bytes_a_second": link,
-        "home": f"{homes / 1e9:.2f} GB page-locked; own homes: {settings.home_layers} layers, the others share them",
+        "home": f"{homes / 1e9:.2f} GB page-locked; own homes: {HOME_LAYERS} layers, the others share them",
         "traces": ", ".join(f"{key} {value}" for key, value in about_reads().items()),
     }
     return head
@@ -324,7 +322,7 @@ def command_of(name: str, settings: OffloadSettings) -> str:
     lists: dict[str, tuple[float, ...]] = {"contexts": settings.contexts, "shares": settings.shares}
     lists |= {"batches": settings.batches, "hot": settings.hot}
     words = [f"--{flag} {' '.join(map(str, values))}" for flag, values in lists.items()]
-    numbers = f"--queries {settings.queries} --passes {settings.passes} --home-layers {settings.home_layers}"
+    numbers = f"--queries {settings.queries} --passes {settings.passes}"
     return f"specahead bench offload --shape {name} {' '.join(words)} {numbers}"
 
 

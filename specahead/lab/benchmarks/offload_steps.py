@@ -35,6 +35,7 @@ IN_STEP, ON_DEMAND = "in step", "on demand"  # when pages are fetched
 SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and the share of weights kept from pass to pass
 SETTLED = 5  # first rounds of a replay, which do not count: a session has to read most of what it needs
 LINK_COPY = 1 << 30  # bytes of a bulk copy at most
+HOME_LAYERS = 2  # with pinned memory of their own; the other layers share it
 
 # Keys and values, a layer each, [pages, kv_heads, PAGE_SIZE, head_dim].
 Home = tuple[list[Tensor], list[Tensor]]
@@ -78,18 +79,18 @@ class Case:
         return min(self.pages, max(self.batch * written, int(hot * self.pages)))
 
 
-def make_home(case: Case, layers: int, device: torch.device) -> Home:
-    """Random pages on the host for a case and any smaller one; `layers` tensors stand in turn for those of all layers.
+def make_home(case: Case, device: torch.device) -> Home:
+    """Random pages on the host for a case and any smaller one; HOME_LAYERS tensors stand in turn for all layers.
 
     What the link carries is the same whichever memory it comes from, and the whole KV of a batch need not be pinned.
     """
     shape = case.pages, case.shape.num_key_value_heads, PAGE_SIZE, case.shape.head_dim
 
     def side() -> list[Tensor]:
-        made = [host_zeros(shape, case.dtype, device) for _ in range(layers)]
+        made = [host_zeros(shape, case.dtype, device) for _ in range(HOME_LAYERS)]
         for part in made:
             part.copy_(torch.randn(shape, dtype=case.dtype, device=device))
-        return [made[layer % layers] for layer in range(case.shape.num_hidden_layers)]
+        return [made[layer % HOME_LAYERS] for layer in range(case.shape.num_hidden_layers)]
 
     return side(), side()
 
