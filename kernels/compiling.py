@@ -63,7 +63,7 @@ class _Placeless:
     """A tensor as a kernel is specialised for it, as if its storage began at a multiple of 16."""
 
     dtype: torch.dtype
-    offset: int  # bytes behind such a multiple
+    offset: int  # bytes after such a multiple
 
     def data_ptr(self) -> int:
         return self.offset

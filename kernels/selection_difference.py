@@ -165,7 +165,7 @@ def _values_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store the bytes of one row behind those of earlier rows; a sequence's first program adds up all its rows."""
+    """Store the bytes of one row after those of earlier rows; a sequence's first program adds up all its rows."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     sequence, number = row // rows, row % rows

@@ -100,7 +100,7 @@ def paged_attention_remembering(
 ) -> Tensor:
     """Attend densely, and remember how much softmax weight each block got, in place.
 
-    A remembered weight fades by `decay` and is raised to the new weight; it is 0 behind a sequence's blocks. Weights
+    A remembered weight fades by `decay` and is raised to the new weight; it is 0 after a sequence's blocks. Weights
     are summed and averaged as by `paged_attention_with_read_weights`.
 
     memory: [places, kv_heads, blocks] float32, its last dimension contiguous. places: [sequences] int32, all different,

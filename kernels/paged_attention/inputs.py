@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-MOST_BEYOND = 128  # tokens behind a sequence's end whose blocks may be listed, for later passes
+MOST_BEYOND = 128  # tokens after a sequence's end whose blocks may be listed, for later passes
 # The second-order term overshoots for keys that are far from normal; beyond this (a factor of e²) it is cut.
 MAX_VARIANCE_TERM = 2.0
 
@@ -13,7 +13,7 @@ MAX_VARIANCE_TERM = 2.0
 class BlockLists:
     """The KV blocks that each (sequence, KV head) reads; `block_size` tokens divide a page or are whole pages.
 
-    lists: [sequences, kv_heads, width] int32 logical blocks, ascending; some may lie up to MOST_BEYOND tokens behind
+    lists: [sequences, kv_heads, width] int32 logical blocks, ascending; some may lie up to MOST_BEYOND tokens after
         the sequence's end
     counts: [sequences, kv_heads] int32, valid entries of `lists`
     slots: [sequences, kv_heads, width * pages of a block] int32, where the listed pages lie: rows of the pages taken as

@@ -214,7 +214,7 @@ def partial_attention_kernel(
             there = position < there_to
             k = tl.load(k_ptr + at[None, :] + offs_dim[:, None], mask=there[None, :], other=0.0)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-            # `limit` and `own_last` do not lie behind `there_to`: what is not there is not seen either.
+            # `limit` and `own_last` do not lie after `there_to`: what is not there is not seen either.
             seen = position[None, :] < limit[:, None]
             if BRANCHED:
                 seen |= (position[None, :] >= own_first[:, None]) & (position[None, :] < own_last[:, None])

@@ -239,7 +239,7 @@ def _head_weights_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weigh blocks by a KV head's queries: summed over its query heads, mean over queries; 0 behind the last block.
+    """Weigh blocks by a KV head's queries: summed over its query heads, mean over queries; 0 after the last block.
 
     memory: [places, kv_heads, n]
     counts: blocks [sequences, kv_heads] where UNIT is 0; else tokens [sequences], in blocks of UNIT

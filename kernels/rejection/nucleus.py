@@ -129,7 +129,7 @@ def _coarse_kernel(given, counts_ptr, largest, found, edges, gamma, SPLIT: tl.co
         tl.store(found.mass + at, mass)
         tl.store(found.wanted + at, top_p * mass)
     if top_p < 1:
-        # The entries at and behind the threshold weigh at least (1 - top_p) of all, and are at most VOCAB: the least
+        # The entries at and after the threshold weigh at least (1 - top_p) of all, and are at most VOCAB: the least
         # that the threshold's own can weigh is that over VOCAB. The margin is for rounding.
         reach = tl.log2(SPLIT.VOCAB / (mass * (1.0 - top_p))) + 0.01
         index = split * SPLIT.CHUNK + tl.arange(0, SPLIT.CHUNK)

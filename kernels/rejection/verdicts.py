@@ -30,7 +30,7 @@ class Candidates(NamedTuple):
     held, most: how many entries each list has, [SPLITS_2], and the longest one
     peak, scale: for depths. tied: the bits of a depth, whose entries are searched by index
     vocab: the size of the vocabulary
-    index, bits: [SPLITS_2, CANDIDATES], the first entries of each list; bits are -1 behind a list's end
+    index, bits: [SPLITS_2, CANDIDATES], the first entries of each list; bits are -1 after a list's end
     """
 
     logits: Any

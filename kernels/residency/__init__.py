@@ -13,7 +13,7 @@ nothing.
 
 - The hand looks at lines in turn. A line that the round needs, or that is dirty, is passed over untouched. A set bit is
   cleared and the line passed over. Any other line, free or not, is the next victim.
-- It stops behind the last victim that is needed, else after two sweeps: then all bits it could clear are cleared.
+- It stops after the last victim that is needed, else after two sweeps: then all bits it could clear are cleared.
 - A page gets its bit when it is a hit, not when it is placed: pages wanted only once go first.
 
 All operations are kernels without a host round trip: they may be captured in a CUDA graph. Calls on one set of tables

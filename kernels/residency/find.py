@@ -11,7 +11,7 @@ from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, pa
 def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch", absent: int = -1) -> Tensor:
     """Return the lines of the pages of listed blocks, `absent` for a page in no line; changes nothing.
 
-    Returns [rows, sequences, kv_heads, width * pages_per_block] int32; lines behind a count are undefined.
+    Returns [rows, sequences, kv_heads, width * pages_per_block] int32; lines after a count are undefined.
     """
     if backend == "torch":
         _, lines = _pages_and_lines(tables, listed)

@@ -175,7 +175,7 @@ def _survey_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the first claims of JOINED items behind those of the items before, or count the lines to take of chunks.
+    """Write the first claims of JOINED items after those of the items before, or count the lines to take of chunks.
 
     The first `joiners` programs do the one, the others the other.
     """

@@ -65,7 +65,7 @@ class ListedBlocks:
 class Transfers(NamedTuple):
     """The pages to copy from the backing store into lines, and the pages that overflow because they found no line.
 
-    pages: [rows, width] int32, the first counts[row] in the order of the lists, each once; behind them the
+    pages: [rows, width] int32, the first counts[row] in the order of the lists, each once; after them the
         overflow[row] pages without a line; the rest is undefined
     lines: [rows, width] int32, where the first counts[row] pages go; the rest is undefined
     counts, overflow: [rows] int32

@@ -45,7 +45,7 @@ def select_top_k(
     valid, k: [rows] int32 or int64; a k beyond `valid` selects all
     width: of the lists; longer ones are cut to it. None: the greatest count, or n for `triton`, so that the host does
         not wait for the counts
-    Returns ascending lists [rows, width] int32 and counts [rows] int32; entries behind a count are undefined.
+    Returns ascending lists [rows, width] int32 and counts [rows] int32; entries after a count are undefined.
     Raises ValueError for weights that the backend does not take.
     """
     check_backend("select_top_k", backend)
@@ -66,7 +66,7 @@ def select_over_rows(
     forced: [groups, rows, n] uint8, not 0 where an entry is selected whatever it scores; its score must be 0
     inner: where rows are outer * inner, results have the shape [outer, groups, inner, …] (layers before sequences
         before heads); 0: [groups, rows, …]
-    Returns ascending lists [groups, rows, n] int32 and their counts [groups, rows] int32; entries behind a count are
+    Returns ascending lists [groups, rows, n] int32 and their counts [groups, rows] int32; entries after a count are
     undefined.
     """
     check_backend("select_over_rows", backend)

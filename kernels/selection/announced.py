@@ -23,9 +23,9 @@ def score_announced(
     It is the weighted sum of the evidence of the row's heads, times `stickiness` for a block that was announced before,
     and 0 outside the limits.
     evidence: [sequences, heads, blocks] float32, contiguous
-    heads, weights: [rows, width] int32 and float32, the blend of each row, with weights of 0 behind its last head
+    heads, weights: [rows, width] int32 and float32, the blend of each row, with weights of 0 after its last head
     before: [sequences, rows, words] int64, a bit a block, the lowest first: blocks that were announced before
-    limits: [at least 2, sequences] int32, the first block that counts, and the one behind the last that counts
+    limits: [at least 2, sequences] int32, the first block that counts, and the one after the last that counts
     """
     check_backend("score_announced", backend)
     (sequences, of_all, blocks), (rows, width) = evidence.shape, heads.shape

@@ -44,7 +44,7 @@ def _entry(bits, place):
 
 @jit
 def _clear_tallies(tallies_ptr, first, BINS: tl.constexpr, COUNT: tl.constexpr):
-    """Set COUNT bins from `first` on, and the three counts behind all bins, to 0."""
+    """Set COUNT bins from `first` on, and the three counts after all bins, to 0."""
     tl.store(tallies_ptr + first + tl.arange(0, COUNT), tl.zeros([COUNT], tl.int32))
     behind = tl.arange(0, 4)
     tl.store(tallies_ptr + BINS + behind, tl.zeros([4], tl.int32), mask=behind < 3)
