@@ -19,19 +19,6 @@ def trace_of(history: np.ndarray, rounds: int = 7) -> ReadTrace:
     return ReadTrace("1/9", 0.1, 0.11, 0.2, 0.05, history, accepted, accepted == 4)
 
 
-@pytest.fixture(scope="module")
-def numbered() -> ReadTrace:
-    """30 passages of one block: bit t of (passage, head) is bit t of their number."""
-    number = np.arange(30)[:, None] * 64 + np.arange(HEADS)
-    return trace_of(number[..., None].astype(np.uint32), rounds=11)
-
-
-def placed(trace: ReadTrace, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(passage, head) that each row has at each block, of a numbered trace."""
-    number = sum(trace.matrix(t, blocks).astype(int) << t for t in range(11))
-    return np.divmod(number, 64)  # type: ignore[return-value]
-
-
 def test_traces_come_back_from_their_file(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     traces = [trace_of(random.integers(0, 2**7, (3, 4, 5), dtype=np.uint32)) for _ in range(1)]

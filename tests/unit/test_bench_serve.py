@@ -10,13 +10,9 @@ import pytest
 from specahead.cli.main import main
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.engine.steps.requests import DraftedTokens
-from specahead.lab.benchmarks import serve
-from specahead.lab.benchmarks.read_trace import load_reads
 from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down
-from specahead.lab.benchmarks.serving.deployment import Pair
 from specahead.lab.benchmarks.serving.imposed import foreseeing, imposed_token
-from specahead.lab.benchmarks.serving.parts import AnnouncedReader, replayed_words
-from specahead.lab.benchmarks.serving.replay import write_replay
+from specahead.lab.benchmarks.serving.parts import AnnouncedReader
 from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline
 from specahead.sparsity.methods import BY_MEMORY, METHODS
 from specahead.sparsity.plan import uniform_plan
@@ -64,14 +60,6 @@ def test_what_was_drafted_ahead_counts_from_the_rounds_beginning() -> None:
     assert parts.whole == pytest.approx(19)
 
 
-def test_a_round_said_again_waits_for_its_verdict() -> None:
-    """Drafted in epoch 0, it held although epoch 1 had begun, and was said again when the verdict came."""
-    target = Timeline(judged(5, 5, 9, 9, 4, epoch=1), [((S, 0, 1), 0.999), ((S, 1, 1), 1.004)])
-    draft = Timeline([step(-6, -5, -3, -2, 2, 1)], [((S, 1, 1), 1.002)])
-    assert parts_of(target, draft) == RoundParts(*map(pytest.approx, (4, 0, 0, 0, 1, 0, 4)))
-    assert break_down(target, draft, "run", settled=1).met == 1
-
-
 def test_without_a_draft_the_target_is_all_there_is() -> None:
     result = break_down(Timeline(judged(1, 2, 7, 8, 4)), None, "run", settled=1)
     assert result.parts == RoundParts(*map(pytest.approx, (0, 0, 0, 0, 1, 3, 4)))
@@ -80,18 +68,6 @@ def test_without_a_draft_the_target_is_all_there_is() -> None:
 
 
 # Recorded selections.
-
-
-def test_a_laid_out_round_is_cut_to_its_context(tmp_path: Path) -> None:
-    trace = load_reads()[0]
-    write_replay(tmp_path / "replay.npy", trace, 2, 3, 4, 100)
-    stored = np.load(tmp_path / "replay.npy", mmap_mode="r")
-    assert stored.shape == (2, 3, 4, 2)
-    words = replayed_words(stored[1], 2, 70)
-    assert (words == BlockSelection.from_matrix(trace.shifted(1).matrix(2, 70)[:4]).words).all()
-    assert (replayed_words(stored[1], 5, 70) == words).all()
-    with pytest.raises(ValueError, match="256; replay nothing"):
-        write_replay(tmp_path / "replay.npy", trace, 1, 1, 257, 100)
 
 
 def test_what_is_replayed_is_all_that_is_read() -> None:
@@ -156,20 +132,6 @@ def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     assert 1 < drafted["figures"]["tokens_a_round"] <= 5 and drafted["figures"]["kv_read"] < 1
     assert drafted["breakdown"]["parts"]["draft_gpu"] > 0 < drafted["breakdown"]["parts"]["verify_gpu"]
     assert drafted["breakdown"]["target_idle"] + drafted["breakdown"]["draft_idle"] >= 1
-
-
-def test_each_service_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(start: object, folder: Path, pair: Pair, *others: object, one_endpoint: bool) -> None:
-        raise ChildProcessError(f"devices: {pair.gpus}, {pair.targets} targets")
-
-    monkeypatch.setattr(serve, "Deployment", refuse)
-    run = [*TINY, "--shapes", "1x100", "--tokens", "100", "--gpus", "5", "6"]
-    with pytest.raises(SystemExit, match="'target': 5, 'draft': 6}, 1 targets"):
-        main([*run, "--placement", "apart"])
-    with pytest.raises(SystemExit, match="'target-1': 5, 'target-2': 6}, 2 targets"):
-        main([*run, "--targets", "2"])
-    with pytest.raises(SystemExit, match="one each for target-1, target-2, draft"):
-        main([*run, "--targets", "2", "--placement", "apart"])
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,3 @@ def test_a_stopped_calibration_goes_on(
     with pytest.raises(ValueError, match="another calibration"):
         load_progress(file, "that")
     assert load_progress(tmp_path / "none", "this") is None
-
-
-def test_a_plan_from_sums_is_whole(
-    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], projections: list[Tensor]
-) -> None:
-    plan = to_plan(count(pair, passages, projections), 4, 4, 4, SETTINGS)
-    flat = [x for row in plan.head_importance for x in row]
-    assert sum(flat) / len(flat) == pytest.approx(1, abs=1e-3)
-    assert min(flat) > 0
-    assert all(weight > 0 for blend in plan.blends for _, _, weight in blend)
-    assert 0 < plan.provenance["blend_explained"] < 1

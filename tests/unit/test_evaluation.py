@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from specahead import models
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.lab.evaluation import cases, continuations, drafts, quality, report
+from specahead.lab.evaluation import cases, drafts, quality, report
 from specahead.lab.evaluation.continuations import Continuation
 from specahead.lab.evaluation.drafts import DraftStudy
 from specahead.lab.evaluation.methods import RIVALS
@@ -23,7 +22,6 @@ from specahead.lab.evaluation.rounds import Variant, VariantSums, evaluate_case,
 from specahead.lab.evaluation.run import Pair, variants_of
 from specahead.models import DEMO_TEXT
 from specahead.sparsity.rounds import round_settings
-from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
 from tests.stack import ROOT
 
@@ -113,16 +111,6 @@ def test_rows_say_what_the_sums_say() -> None:
     assert (sparse.acceptance, sparse.blocks, sparse.churn, sparse.churn4) == (0.65, 4, 0.75, 0.25)
 
 
-def test_tables_hold_every_row() -> None:
-    rows = some_rows()
-    text, markdown = report.to_text(rows), report.to_markdown(rows)
-    assert "+10.00%" in text
-    assert "2/3" in text
-    assert len(markdown.splitlines()) == 4
-    assert len({line.count("|") for line in markdown.splitlines()}) == 1
-    assert json.loads(report.to_json(rows))[1]["kv_read"] == 0.06
-
-
 def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]) -> None:
     loaded = drafts.load_pair(Pair(str(models.TARGET), str(models.DRAFT)), 440)
     (case,) = cases.perplexity_cases(texts, tokenizer, 400, 400)
@@ -146,20 +134,6 @@ def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]
     assert dense.mass == pytest.approx(listed.mass, abs=0.01)
     assert 0 < dense.middle < dense.mass < 1
     assert dense.kv_read > sparse[0].kv_read > sparse[1].kv_read > 0.2
-
-
-def test_attention_that_is_announced() -> None:
-    """Everything; the mandatory blocks alone; and one block of one head more."""
-    layers, heads, base, blocks = PLAN.target_layers, 2 * PLAN.target_kv_heads, 160, 11
-    weights = torch.full((layers, 5, heads, blocks), 1 / blocks)
-    rows = len(PLAN.sparse_layers) * PLAN.target_kv_heads
-    every, none = (BlockSelection.from_matrix(np.full((rows, 10), value)) for value in (True, False))
-    always = (PLAN.sink_blocks + 2) / blocks  # a sink, the window of one block, the round's own
-    assert continuations.announced_mass(weights, every, PLAN, base) == pytest.approx((1, always))
-    assert continuations.announced_mass(weights, none, PLAN, base) == pytest.approx((always, always))
-    one = BlockSelection.from_lists([[5], *[[]] * (rows - 1)], 10)
-    mass, of_mandatory = continuations.announced_mass(weights, one, PLAN, base)
-    assert mass - of_mandatory == pytest.approx(1 / blocks / rows)
 
 
 @pytest.mark.long

@@ -44,20 +44,6 @@ def test_the_oracle_knows_the_weights_of_the_round() -> None:
     assert as_sets(just_in_time.oracle(view)) == [best(row, 8, 1, 46) for row in weights.mean(0)]
 
 
-def test_quest_bounds_every_score_from_above() -> None:
-    view = layer_view(plan_with(), 1)
-    bounds = just_in_time.upper_bounds(view)
-    keys = torch.nn.functional.pad(view.keys.read(0, LENGTH), (0, 0, 0, -LENGTH % 16)).unflatten(1, (-1, 16))
-    grouped = view.queries.unflatten(1, (KV_HEADS, 2))
-    scores = torch.einsum("rhgd,hbtd->rhgbt", grouped, keys)
-    assert (bounds[:, :, :49] >= scores.amax((2, 4))[:, :, :49] - 1e-5).all()
-    by_hand = torch.maximum(
-        grouped[:, :, :, None] * keys.amin(2)[None, :, None], grouped[:, :, :, None] * keys.amax(2)[None, :, None]
-    ).sum(-1)
-    torch.testing.assert_close(bounds[:, :, :49], by_hand.amax(2)[:, :, :49])
-    assert as_sets(just_in_time.quest(view)) == [best(row, 8, 1, 46) for row in bounds.amax(0)]
-
-
 # The registry.
 
 
