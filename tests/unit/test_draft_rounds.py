@@ -24,7 +24,6 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, uniforms
 from specahead.engine.sampling.grammars import Grammars, unpack_mask
 from specahead.engine.steps import round_launches as launches
-from specahead.engine.steps.drafting import Draws
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.rejection import race, truncated_probs
 from specahead.lab.evaluation.attending import forward_weighing
@@ -238,17 +237,6 @@ def test_rounds_are_what_teacher_forced_passes_give(
     side.close()
 
 
-def test_the_last_round_of_a_session_is_short(runner: ModelRunner) -> None:
-    """A whole round weighs all its γ + 1 queries, also where it proposes fewer tokens."""
-    side = Side(runner)
-    sent = side.run(begin("a", 300, "ahead", GREEDY, 303))
-    (proposal,) = [item for item in proposals_in(sent) if item.at.round == 0]
-    (announcement,) = [event for event in sent if isinstance(event, Proposals) and event.at.round == 0]
-    assert len(proposal.tokens) == 2
-    assert side.decode(announcement).matrix().any()
-    side.close()
-
-
 def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) -> None:
     """With a share of everything the same; with a small one other evidence, and still γ tokens a round."""
     selections, proposed = [], []
@@ -275,22 +263,6 @@ def test_a_draft_that_fell_behind_catches_up_before_its_round(runner: ModelRunne
     proposals = check(side, reference, side.run(*behind))
     assert [proposal.at.base for proposal in proposals["a"]] == [306]
     side.close()
-
-
-@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.7500001, 4), (1.0, 4)])
-def test_a_draft_draws_from_a_nucleus_of_just_top_p(top_p: float, kept: int) -> None:
-    """Of four tokens of one probability, which is exact in binary."""
-    rows = 100
-    draws = Draws(
-        temperature=torch.ones(rows),
-        top_p=torch.full((rows,), top_p),
-        least=torch.zeros(1, 1),
-        uniforms=torch.from_numpy(uniforms(1, 0, rows, 0))[None],
-        support=64,
-    )
-    drawn, ids, probs = draws.draw(torch.zeros(rows, 4), torch.zeros(rows).long(), 0)
-    assert probs.tolist() == rows * [pytest.approx([1 / kept] * kept + [0.0] * (4 - kept))]
-    assert set(drawn.tolist()) == set(ids[0, :kept].tolist())
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

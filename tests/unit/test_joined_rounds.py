@@ -1,8 +1,5 @@
 """Rounds that read everything run in the pass of those that share budgets, and give what they give alone."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,7 +12,6 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
-from specahead.engine.steps import pass_runner
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
 from tests.plans import bundled_plan
@@ -98,38 +94,3 @@ def test_rounds_of_all_kinds_give_what_each_gives_alone(runner: ModelRunner, den
         assert verdict == wanted
         assert read == read_together if i % 5 < 3 else read is None
     torch.testing.assert_close(joined_kv, alone_kv, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("logprobs", [None, 2])
-def test_parts_of_prompts_are_launched_behind_a_step_before_it_is_waited_for(
-    runner: ModelRunner, logprobs: int | None
-) -> None:
-    """Unless the host has more to launch for what it gives, which a part of a prompt would delay."""
-    rounds, prompt = Rounds(runner, ()), SequenceKV()
-    drafts = replace(rounds.reads[0], drafts=True, group_means=False)
-    one = Drafted([], [], Sampling(0.0), 300)
-    inputs = [
-        SequenceInput(prompt, tokens(40, 1)),
-        SequenceInput(rounds.kv[0], rounds.prompts[0][-1:], "all", drafts, drafted=one),
-        SequenceInput(rounds.kv[3], rounds.prompts[3][-1:], "all", drafted=replace(one, base=420, logprobs=logprobs)),
-    ]
-    happened: list[str] = []
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            happened.append(name)
-            return function(*given)
-
-        return call
-
-    with (
-        patch("specahead.engine.steps.pass_runner.lay_out_pass", noted("laid out", pass_runner.lay_out_pass)),
-        patch("specahead.engine.steps.pass_runner.read_outputs", noted("read", pass_runner.read_outputs)),
-    ):
-        outputs = runner.forward(inputs)
-    step, part = ["laid out", "read"], ["laid out", "read"]
-    assert happened == [*step, *(["laid out", "laid out", "read", "read"] if logprobs is None else [*step, *part])]
-    assert [output.verdict is None for output in outputs] == [True, False, False]
-    assert (prompt.length, rounds.kv[0].length) == (40, rounds.lengths[0])
-    runner.kv.release(prompt)
-    rounds.end()

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specahead.kernels import kv_gather
 from specahead.kernels.kv_gather import gather_blocks, gather_layers, layer_copies, wait_for_layer
 
 pytest.importorskip("triton")
@@ -99,28 +98,6 @@ def test_layers_one_after_the_other(backend: str) -> None:
     assert done.tolist() == [programs] * layers
     for got, pair in zip(destinations, wanted, strict=True):
         assert all(same_bytes(*both) for both in zip(got, pair, strict=True))
-
-
-@pytest.mark.parametrize("in_flight", [512, 4096])
-def test_lists_longer_than_what_is_in_flight(in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many iterations of each program."""
-    monkeypatch.setattr(kv_gather, "IN_FLIGHT", in_flight)
-    source = random_bytes(64, 1536, torch.int16, 0)
-    destination = torch.zeros_like(source, device=DEVICE)
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    rows = ints(list(range(64)))
-    destinations = destination, torch.zeros_like(destination)
-    sources = on_host(source), on_host(source.flip(0))
-    gather_blocks(sources, destinations, ints(order.tolist()), rows, ints([61]), 3, "triton")
-    for origin, copy in zip(sources, destinations, strict=True):
-        assert same_bytes(copy[:61], origin[order[:61]])
-        assert not copy[61:].any()
-
-
-def test_the_kernel_needs_whole_words() -> None:
-    odd = (torch.zeros(4, 6, device=DEVICE),) * 2
-    with pytest.raises(ValueError, match="16-byte words"):
-        gather_blocks(odd, odd, ints([3, 0]), ints([1, 2]), ints([2]), 2, "triton")
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")

@@ -159,19 +159,6 @@ def test_what_is_guessed_before_a_draft_is_asked_changes_no_token(
     world.check_nothing_left()
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 12))
-def test_nothing_is_proposed_beyond_the_end(clock: Clock, max_tokens: int) -> None:
-    world = World(clock, max_tokens, Repeating(), proposer="lookup")
-    name = world.open([*world.model.plain([1, 2], 60, [])[0]], max_tokens)
-    world.run()
-    world.check_greedy(name)
-    commits = world.commits[name]
-    assert [len(commit.tokens) for commit in commits] == [5] * (max_tokens // 5) + [max_tokens % 5] * (
-        max_tokens % 5 > 0
-    )
-    assert all(commit.accepted == commit.drafted == len(commit.tokens) - 1 for commit in commits)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [RULED["plain"], RULED["all"]], ids=["plain", "all"])
 def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sampling) -> None:

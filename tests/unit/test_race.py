@@ -1,18 +1,12 @@
 """Draws that two models share: right distributions, the same in torch and Triton, and mostly the same token."""
 
-import math
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import specahead.kernels.rejection.positions
-from specahead.engine.loading.model import load_module
 from specahead.engine.sampling.distributions import USE_TARGET, uniforms
 from specahead.kernels.rejection import draw_own, race, truncated_probs
-from specahead.kernels.rejection.race import arrivals
-from specahead.models import DRAFT, TARGET
 from tests.unit.test_rejection import p_value
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,18 +14,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def numbers(count: int, seed: int = 1) -> Tensor:
     return torch.from_numpy(uniforms(seed, 0, count, USE_TARGET))
-
-
-def test_arrivals_are_exponential_and_know_nothing_of_one_another() -> None:
-    """Of tokens side by side as of others: in mean, spread, and where it counts, at the first to arrive."""
-    found = arrivals(numbers(100_000), torch.tensor([[0, 1, 2, 151_000]])).double()
-    assert (found > 0).all() and found.isfinite().all()
-    assert (found.mean(0) - 1).abs().max() < 0.02 and (found.var(0) - 1).abs().max() < 0.04
-    assert (torch.corrcoef(found.T) - torch.eye(4)).abs().max() < 0.02
-    for level in (1e-3, 1e-2, 0.5):
-        share = 1 - math.exp(-level)
-        assert ((found < level).double().mean(0) / share - 1).abs().max() < 4 / (100_000 * share) ** 0.5
-    assert ((found[:, 0] < 0.1) & (found[:, 1] < 0.1)).double().mean() == pytest.approx(0.0952**2, rel=0.15)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -64,20 +46,6 @@ def test_triton_draws_what_torch_draws(dtype: torch.dtype, monkeypatch: pytest.M
     assert draw_own(*(each[:0].to(DEVICE) for each in given), "triton").tolist() == []
 
 
-@pytest.mark.parametrize("count", [1, 7, 64])
-def test_of_few_tokens_triton_finds_the_same_first_one(count: int) -> None:
-    """Also where some are left out, at either end."""
-    generator = torch.Generator().manual_seed(4)
-    ids = torch.rand(40, 5000, generator=generator).argsort(1)[:, :count].contiguous()
-    probs = torch.rand(40, count, generator=generator)
-    if count > 1:
-        probs[:20, 0] = probs[10:, -1] = 0
-    given = numbers(120).view(40, 3)[:, 1]  # of one step, among those of others
-    wanted = race(probs, ids, given)
-    assert race(*(each.to(DEVICE) for each in (probs, ids, given)), "triton").tolist() == wanted.tolist()
-    assert (probs.gather(1, wanted[:, None]) > 0).all()
-
-
 @pytest.mark.parametrize("apart", [0.0, 0.5, 1.5])
 def test_two_who_draw_by_the_same_numbers_mostly_draw_the_same(apart: float) -> None:
     """At least Σ min(p, q) / Σ max(p, q) of the time, whatever order and share of the vocabulary each has."""
@@ -95,15 +63,3 @@ def test_two_who_draw_by_the_same_numbers_mostly_draw_the_same(apart: float) -> 
     assert agreed > least - 0.02
     assert agreed > 0.9 or apart > 0
     assert agreed > 1.5 * (p * q).sum(1).mean(), "numbers of their own would do as well"
-
-
-def test_the_bundled_pair_draws_the_same_more_often_than_not(books: list[str], tokenizer: Any) -> None:
-    texts = [tokenizer.encode(book[30_000:34_000])[:500] for book in books]
-    with torch.inference_mode():
-        models = [load_module(str(model), torch.float32, "cpu", "sdpa") for model in (TARGET, DRAFT)]
-        rows = [torch.cat([model(torch.tensor([text])).logits[0, 200:] for text in texts]) for model in models]
-    heat, nucleus = torch.full((len(rows[0]),), 0.8), torch.full((len(rows[0]),), 0.95)
-    p, q = (truncated_probs(each, heat, nucleus) for each in rows)
-    given = numbers(len(p))
-    ours, theirs = (race(each, torch.arange(p.shape[1])[None], given) for each in (p, q))
-    assert (ours == theirs).float().mean() > 0.54

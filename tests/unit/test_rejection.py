@@ -6,7 +6,6 @@ from torch import Tensor
 
 from specahead.kernels.rejection import accept_greedy, accept_sampled, draw
 
-ROWS = 200_000
 JUST_BELOW_ONE = 1 - 2.0**-53
 
 

@@ -31,12 +31,6 @@ def sizes(**how: float) -> Sizes:
     return Sizes(WEIGHT_TOKENS, **how)  # type: ignore[arg-type]
 
 
-def cost(sizes: Sizes, gamma: int, tokens: int, away: int = 0) -> float:
-    """Return what drafting adds to a step, in plain steps."""
-    load = Load(1, tokens, away=away)
-    return sizes.own_drafting(gamma, load) / sizes.plain(load)
-
-
 def chosen(sizes: Sizes, load: Load, chance: float = OF_SELF, most: int = 8) -> int:
     """Return how many tokens a target drafts that has measured nothing."""
     options = Options(Proposer.SELF, tuple(gammas(most)), adaptive=True)
