@@ -23,7 +23,7 @@ from specahead.config.access import (
     check_client_listener,
     check_service_listener,
 )
-from specahead.wire.access import PeerAccess, bearer_of, peer_of, read_peer_access
+from specahead.wire.access import PeerAccess, bearer_of, peer_of
 from specahead.wire.server import RunningServer, start_server
 from specahead.wire.tls import Tls, read_tls
 from tests.certificates import Files, make_certificate
@@ -200,19 +200,6 @@ def test_certificates_that_no_peer_would_take_are_refused_at_the_start(files: Fi
         with pytest.raises(SettingsError, match=reason):
             read_tls(*paths)
     assert read_tls("", "") is None
-
-
-def test_a_token_comes_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text(f"{TOKEN}\n")
-    assert read_peer_access(target_settings(service_token_file=str(file))) == PeerAccess(TOKEN)
-    assert TOKEN not in repr(target_settings(service_token=TOKEN)) + repr(PeerAccess(TOKEN))
-    for content in ("", "two words", "naïve"):
-        file.write_text(content)
-        with pytest.raises(SettingsError, match="expected one word of printable ASCII"):
-            read_peer_access(target_settings(service_token_file=str(file)))
-    with pytest.raises(SettingsError, match=r"service_token_file .*none cannot be read"):
-        read_peer_access(target_settings(service_token_file=str(tmp_path / "none")))
 
 
 def test_a_listener_off_loopback_asks_who_calls() -> None:

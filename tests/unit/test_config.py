@@ -217,18 +217,6 @@ def test_several_targets_and_drafts() -> None:
             resolve(flags, value)
 
 
-def test_services_that_run_already_are_given_by_several_addresses() -> None:
-    from orchestrator.cluster.placement import placed_services
-
-    flags = ("--target-address", "a:1, b:2", "--draft-address", "c:3")
-    with placed_services(resolve(*flags)) as (where, placement, look):
-        assert placement is None and look is None
-        assert where["target"].addresses == {"target-1": "a:1", "target-2": "b:2"}
-        assert where["draft"].addresses == {"draft": "c:3"}
-    with placed_services(resolve("--target-address", "a:1")) as (where, *_):
-        assert where["target"].addresses == {"target": "a:1"} and not where["draft"].addresses
-
-
 def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
     from orchestrator.cluster.room import gpus_of
 
@@ -252,23 +240,6 @@ def test_what_a_ray_that_gets_no_more_nodes_can_run() -> None:
         check_room([target, draft], {"CPU": 1.0, "GPU": 2.0})
     with pytest.raises(ClusterError, match=r"31 services need 3.1 CPU, .* has 3 and .*: place fewer services"):
         check_room([{"CPU": 0.1, "GPU": 0}] * 31, {"CPU": 3.0})
-
-
-def test_what_a_launch_decides_for_its_services() -> None:
-    """Names and ports; of a deterministic pair the target alone is deterministic."""
-    from orchestrator.cluster.fleet import placed_settings  # imports Ray
-
-    config = resolve("--deterministic", "--base-port", "4567", "--speculation", '{"gamma": 7}')
-    target, draft = placed_settings(config)
-    assert isinstance(draft, DraftSettings)
-    assert (target.name, target.port, target.host) == ("target", 4567, "")
-    assert (draft.name, draft.port, draft.targets) == ("draft", 4568, ())
-    assert (target.deterministic, draft.deterministic) == (True, False)
-    assert (target.chosen.gamma, draft.chosen.gamma) == (7, 7)
-    automatic = placed_settings(resolve())[0]
-    assert automatic.port == 0, "the node knows better"
-    target, draft = placed_settings(resolve("--kv-tokens", "800", "--host-kv-memory", "1"))
-    assert (target.kv_tokens, draft.kv_tokens) == (800, 0), "the draft holds all of its KV on its device"
 
 
 @pytest.mark.parametrize("flags", [("--target", "other"), ("--draft", "other")])
@@ -321,29 +292,6 @@ def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # Services by themselves
-
-
-def test_a_service_calls_its_own_settings_by_short_names() -> None:
-    common = ("--kv-tokens", "800", "--method", "dense", "--host", "0.0.0.0", "--insecure")
-    common += ("--port", "1", "--plan", "p")
-    target = alone(TargetSettings(), "--model", "m", *common)
-    assert (target.model, target.kv_tokens, target.method, target.host, target.port) == (
-        *("m", 800, "dense", "0.0.0.0", 1),
-    )
-    draft = alone(
-        DraftSettings(),
-        *common,
-        "--model",
-        "m",
-        "--speculation",
-        '{"overlap": false}',
-        "--target",
-        "a:1",
-        "--target",
-        "b:2",
-    )
-    assert (draft.model, draft.chosen.overlap, draft.method) == ("m", False, "dense")
-    assert draft.targets == ("a:1", "b:2")
 
 
 def test_a_service_takes_environment_and_file_by_the_names_of_a_launch(tmp_path: Path) -> None:

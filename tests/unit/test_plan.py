@@ -18,14 +18,11 @@ from transformers import LlamaConfig
 from orchestrator.api.endpoints import serve_clients
 from orchestrator.cluster.directory import Directory
 from orchestrator.requests.access import read_access
-from specahead.engine.steps.inputs import SequenceOutput
 from specahead.lab.evaluation.plans import save_plan
 from specahead.models import DRAFT, PLAN
 from specahead.sparsity.announce import LEAST_WINDOW, announce, announced_limits
-from specahead.sparsity.methods import AHEAD, load_served_plan
+from specahead.sparsity.methods import load_served_plan
 from specahead.sparsity.plan import PLAN_VERSION, Plan, PlanError, load_plan, uniform_plan
-from specahead.sparsity.reader import Reader
-from specahead.sparsity.selection import BlockSelection
 from target_service.pacing import policy_of
 from target_service.policy.acceptance import OF_DRAFT
 from target_service.service import run
@@ -243,10 +240,6 @@ async def test_the_client_endpoints_refuse_a_plan_of_another_version(tmp_path: P
 # What is announced
 
 
-def lists_of(selection: BlockSelection) -> list[list[int]]:
-    return [np.flatnonzero(row).tolist() for row in selection.matrix()]
-
-
 @settings(max_examples=60)
 @given(plans(), st.integers(1, 900), st.integers(0, 2**32 - 1), st.booleans())
 def test_announced_are_the_heaviest_blocks_within_the_budget(plan: Plan, base: int, seed: int, ties: bool) -> None:
@@ -270,17 +263,6 @@ def test_announced_are_the_heaviest_blocks_within_the_budget(plan: Plan, base: i
     assert chosen.sum() == min(max(0, count), free.sum())
     if chosen.any() and (free & ~chosen).any():
         assert scores[chosen].min() >= scores[free & ~chosen].max() - 1e-6
-
-
-def test_a_plan_without_sparse_layers_announces_nothing() -> None:
-    plan = uniform_plan(2, 2, 2, 2, dense_layers=(0, 1))
-    selection = announce(torch.rand(2, 2, 30), plan, 480)
-    assert (selection.num_heads, selection.num_blocks, selection.matrix().sum()) == (0, 30, 0)
-    reader = Reader(AHEAD, plan)
-    assert reader.read(selection, 480, 484) is None
-    reader.finish(SequenceOutput())
-    assert reader.chosen is not None
-    assert reader.chosen.all()
 
 
 # Selections

@@ -189,13 +189,6 @@ def test_a_sparsity_method_is_for_approximate_requests_and_of_the_plan() -> None
     refused("one of dense, ahead; got 'nonesuch'", exactness="approximate", sparsity="nonesuch")
 
 
-def test_names_and_seeds_of_choices() -> None:
-    request = read_request(CompletionRequest, {"prompt": PROMPT, "n": 2, "seed": 2**64 - 1, "request_id": "mine"})
-    records = to_records(request, [PROMPT, PROMPT], LIMITS)
-    assert [record.session for record in records] == ["mine-0", "mine-1", "mine-2", "mine-3"]
-    assert [record.asked.sampling.seed for record in records] == [2**64 - 1, 0] * 2
-
-
 @pytest.mark.parametrize(("prompts", "n"), [(3, 1), (1, 3), (2, 2)])
 def test_without_a_seed_each_choice_is_drawn_by_itself(prompts: int, n: int) -> None:
     """Also the choices of several equal prompts; nor does one choice's seed follow from another's."""
@@ -203,13 +196,6 @@ def test_without_a_seed_each_choice_is_drawn_by_itself(prompts: int, n: int) -> 
     seeds = [record.asked.sampling.seed for record in to_records(request, [PROMPT] * prompts, LIMITS)]
     assert len(set(seeds)) == prompts * n
     assert min(abs(one - other) for one, other in combinations(seeds, 2)) > 2**20
-
-
-def test_too_many_choices() -> None:
-    request = read_request(CompletionRequest, {"prompt": PROMPT, "n": 32})
-    assert len(to_records(request, [PROMPT] * 32, LIMITS)) == 1024
-    with pytest.raises(InvalidArgument, match="33 prompts with n 32: at most 1024 choices"):
-        to_records(request, [PROMPT] * 33, LIMITS)
 
 
 MANY = 5000

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -399,21 +398,6 @@ async def test_a_session_of_a_lost_target_goes_on_where_all_queues_are_full(begu
         assert await tokens_of(router, "a") == [3, 7][not begun :]
         assert router.routed == {"0": 1, "1": 1, "2": 1}
     assert [(request.tokens, request.resumed) for request in received] == [([1, 2, 3, 3][: 3 + begun], True)]
-
-
-async def test_the_log_probabilities_of_a_prompt_are_asked_for_until_they_were_told() -> None:
-    """Targets tell them with the first round: a session that is resumed without one asks for them again."""
-    opened: list[Open] = []
-
-    def serve(answer: Callable[[Open], list[Commit | Closed]]) -> Serve:
-        return serve_with(lambda request: [opened.append(request), *answer(request)][1:])  # type: ignore[func-returns-value,list-item]
-
-    async with routing_to(Target(serve(lambda _: []), serve(one_token), serve(lambda it: [last_commit(it)]))) as router:
-        held = record("a")
-        held.asked = replace(held.asked, wants_logprobs=True, wants_prompt_logprobs=True)
-        assert [token async for item in router.stream(held) for token in item.tokens] == [3, 7]
-    assert [(len(request.tokens), request.resumed) for request in opened] == [(3, False), (3, True), (4, True)]
-    assert [request.wants_prompt_logprobs for request in opened] == [True, True, False]
 
 
 async def test_a_target_that_drains_takes_no_new_sessions_and_finishes_those_it_has() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from specahead.config.speculation import MAX_BRANCHES
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.sampling.distributions import Sampling
@@ -163,22 +162,6 @@ def test_a_difference_against_an_unknown_selection_is_refused() -> None:
     assert stand.state() == before
 
 
-def test_frames_of_sessions_that_are_not_the_drafts_are_ignored() -> None:
-    """Those of another draft's session as well; whoever sends one is told that it is over."""
-    stand = Stand()
-    before = stand.state()
-    sent: list[m.TargetEvent] = []
-    stranger = DraftPeer("stranger", sent.append)
-    stand.verifier.protocol.attach(stranger)
-    ready, decline = m.Ready(stand.session.at), m.Decline("a", "full")
-    for event in (stand.proposal(), ready, decline, m.Resync("a")):
-        stand.verifier.protocol.receive(stranger, event)
-    stand.verifier.protocol.receive(stranger, m.Resync("unheard-of"))
-    assert sent == [m.End("a")] * 4 + [m.End("unheard-of")]
-    assert stand.state() == before
-    assert stand.verifier.counters["unknown_session_frames"] == 5
-
-
 def test_frames_that_no_honest_draft_sends() -> None:
     stand = Stand()
     at, before = stand.session.at, stand.state()
@@ -253,16 +236,6 @@ def test_what_was_drafted_ahead_and_crossed_the_verdict_that_it_foresaw_is_taken
     verdict = stand.sent[-1]
     assert isinstance(verdict, m.Verdict)
     assert (verdict.plain, verdict.accepted) == (False, 4)
-
-
-def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
-    stand = Stand(m.Exactness.EXACT)
-    many = [ahead(stand, 101, token) for token in range(MAX_BRANCHES + 1)]
-    with pytest.raises(InvalidArgument, match="17 proposals for one round, expected 16 at most"):
-        stand.receive(together(*many))
-    assert not stand.session.draft.proposals
-    stand.receive(together(*many[1:]))
-    assert stand.session.draft.proposals
 
 
 def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
@@ -499,24 +472,6 @@ def test_a_peer_gains_no_places_by_many_streams() -> None:
         verifier.abort("m0")
         admission.release_closed()
         assert [session.id for session in admission.admit()] == ["c0"]
-
-
-def test_a_client_of_a_stream_does_not_wait_for_all_sessions_of_another() -> None:
-    """The next place is that of the client with the fewest running; of one client's sessions that of the first."""
-    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
-    verifier = Verifier(runner, PLAN, target_settings(max_sessions=2, max_queued=10, max_context=600))
-    admission, served = verifier.admission, list[m.ServedEvent]()
-    for number in range(6):
-        admission.open(replace(exact(f"m{number}"), client="many"), served.append)
-    admission.admit()
-    for number in range(2):
-        admission.open(replace(exact(f"f{number}"), client="few"), served.append)
-    order = []
-    for ended in ("m0", "m1", "f0", "m2"):
-        verifier.abort(ended)
-        admission.release_closed()
-        order += [session.id for session in admission.admit()]
-    assert order == ["f0", "m2", "f1", "m3"]
 
 
 def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:

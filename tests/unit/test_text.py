@@ -71,15 +71,6 @@ def test_random_tokens_come_out_as_one_decoding_has_them(tokenizer: Any, seed: i
         place += len(chunk)
 
 
-def test_an_incomplete_end_is_shown_at_the_end_only(tokenizer: Any) -> None:
-    tokens = tokenizer.encode("x🙂")
-    detokenizer = Detokenizer(tokenizer)
-    shown = [detokenizer.push([token]) for token in tokens[:-1]]
-    assert "".join(shown) == "x"
-    assert detokenizer.finish() == REPLACEMENT
-    assert detokenizer.finish() == ""
-
-
 @pytest.fixture(scope="module")
 def byte_fallback() -> Any:
     """A tokenizer that decodes as Llama 2's: bytes by runs, and no space before the first word."""

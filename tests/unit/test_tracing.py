@@ -1,17 +1,14 @@
 """OpenTelemetry traces, gathered in memory: which requests have spans, whose children they are, what they say."""
 
-import sys
 from typing import Any
 
 import aiohttp
-import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.keys import Key, digest_of
 from orchestrator.sessions.tracing import tracing
-from specahead.config import SettingsError
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 
 ASK = {"model": MODEL, "prompt": "The secret of the sea", "max_tokens": 8}
@@ -48,9 +45,3 @@ async def test_a_request_is_followed_round_by_round(tokenizer: Any) -> None:
         assert span.attributes is not None
         assert (span.attributes["specahead.drafted"], span.attributes["specahead.accepted"]) == (4, 1)
     assert "secret" not in str([span.attributes for span in (request, *rounds)])
-
-
-def test_without_opentelemetry_the_setting_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(SettingsError, match=r"specahead\[otel\]"), tracing(0.5):
-        pass
