@@ -233,7 +233,7 @@ async def test_the_client_endpoints_refuse_a_plan_of_another_version(tmp_path: P
     config = launch_settings(["--target-address", "127.0.0.1:1", "--plan", str(plan)], {})
     directories = {"target": Directory({"target": "127.0.0.1:1"}), "draft": Directory()}
     with pytest.raises(PlanError, match=f"{plan}: version 1, this program reads {PLAN_VERSION}"):
-        async with serve_clients(config, read_access(config), [directories], {}):
+        async with serve_clients(config, read_access(config), directories, {}):
             pass
 
 

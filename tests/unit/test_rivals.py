@@ -1,17 +1,12 @@
 """What evaluation compares with the served methods: rivals that choose just in time."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.lab.evaluation import just_in_time
 from specahead.lab.evaluation.just_in_time import KeyBounds, LayerView, SequenceKeys
-from specahead.lab.evaluation.methods import RIVALS, compared_method
-from specahead.lab.evaluation.readers import LayerReader, make_reader
-from specahead.sparsity.methods import METHODS
-from specahead.sparsity.plan import Plan, PlanError
-from specahead.sparsity.reader import Reader
+from specahead.sparsity.plan import Plan
 from tests.unit.test_methods import BASE, KV_HEADS, LENGTH, as_sets, best, plan_with
 
 
@@ -45,14 +40,3 @@ def test_the_oracle_knows_the_weights_of_the_round() -> None:
 
 
 # The registry.
-
-
-def test_every_method_has_its_reader() -> None:
-    """Services' own where they serve a method."""
-    assert not set(RIVALS) & set(METHODS)
-    for methods, kind in ((METHODS, Reader), (RIVALS, LayerReader)):
-        for name, method in methods.items():
-            assert compared_method(name) is method
-            assert isinstance(make_reader(method, plan_with()), kind)
-    with pytest.raises(PlanError, match=r"'nonesuch'.*ahead.*quest"):
-        compared_method("nonesuch")
