@@ -163,6 +163,7 @@ class Pacing:
     def _load(self, everyone: bool = False) -> Load:
         """Return the load by the sessions that generate, or by all that run."""
         sessions = tokens = announcing = screened = pausing = undrafted = away = 0
+        expected = 0.0
         kv = self._runner.kv
         for session in self._sessions.values():
             screened += session.screening is not None
@@ -173,9 +174,22 @@ class Pacing:
             tokens += length
             announcing += length if session.announces else 0
             pausing += session.pace.pause.lasts(length)
-            undrafted += length if session.draft.peer is None else 0
+            if session.draft.peer is None:
+                found = max(0, session.asked.prompt_tokens - session.unread - session.pace.prompt_tokens)
+                # What the target has found it may have drafted for.
+                undrafted += length - found if self.policy.plan.drafted else length
+                expected += self._expected(session, found)
             away += 0 if kv.is_resident(session.kv) else length
-        return Load(sessions, tokens, announcing, min(screened, sessions), pausing, undrafted, away)
+        return Load(sessions, tokens, announcing, min(screened, sessions), pausing, undrafted, expected, away)
+
+    def _expected(self, session: TargetSession, found: int) -> float:
+        """Return how many tokens a session may be expected to generate, with a next turn if it has had one before.
+
+        found: tokens of its prompt whose KV was there.
+        """
+        typical, length = self.policy.reading.typical_answer, len(session.tokens)
+        left = min(session.asked.max_length - length, max(typical, length - session.asked.prompt_tokens))
+        return max(1.0, left) + (typical if 2 * found > session.asked.prompt_tokens else 0.0)
 
 
 def _kind_of(step: VerifyStep) -> RoundKind:

@@ -251,7 +251,7 @@ class Policy:
         rate = self._rate_of_rounds(plan, at)
         if not plan.drafted:
             return rate
-        return 1 / (1 / rate + self.reading.seconds_a_token(at.load.sessions, at.load.undrafted))
+        return 1 / (1 / rate + self.reading.seconds_a_token(at.load))
 
     def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         load, kinds = at.load, kinds_of(plan, at.load)

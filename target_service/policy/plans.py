@@ -74,7 +74,9 @@ class Load:
     pausing: int = 0
     """Sessions that nothing is proposed for while it is for others."""
     undrafted: int = 0
-    """Tokens of the sessions that have no draft now: a draft would have to read them first."""
+    """Tokens that a draft would have to read first of the sessions that have none now."""
+    expected: float = 0.0
+    """Tokens that these sessions may be expected to generate, in their next turns as well."""
     away: int = 0
     """Tokens of KV of the sessions whose KV has partly left the GPU."""
 

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from target_service.policy.plans import Load
+
 FORGOTTEN_AFTER = 16  # requests: older ones say little about the length of present prompts and answers
+USUAL_ANSWER = 256.0  # tokens
 OUTLIER, USUAL_TOKENS = 3.0, 8192  # times the mean, once it rests on so many tokens
 FORGOTTEN_TOKENS = 65_536  # tokens that the draft has read: older ones say little about how long it takes
 
@@ -19,7 +22,8 @@ class DraftReading:
     """Tokens of prompts that the target has read for requests that have ended."""
     answers: float = 0.0
     """Tokens that were generated for these requests."""
-    requests: float = 0.0
+    squares: float = 0.0
+    """The sum of the squares of how many tokens each request was answered with."""
 
     def note_read(self, seconds: float, tokens: int) -> None:
         """Take note that the draft has read `tokens` tokens for `seconds`. Far more than usual is a kernel that was
@@ -34,20 +38,23 @@ class DraftReading:
         """Take note of a request that has ended, with the tokens of its prompt that were read, and of its answer."""
         kept = 1 - 1 / FORGOTTEN_AFTER
         self.prompts, self.answers = kept * self.prompts + prompt, kept * self.answers + answer
-        self.requests = kept * self.requests + 1
+        self.squares = kept * self.squares + answer * answer
 
     def seconds_to_read(self, tokens: int) -> float:
         """Return how long the draft takes to read `tokens` tokens; 0 until it has read any."""
         return tokens * self.seconds / self.tokens if self.tokens else 0.0
 
-    def seconds_a_token(self, sessions: int, undrafted: int) -> float:
-        """Return the seconds of reading while each of `sessions` sessions generates a token; 0 until a request has
-        ended.
+    @property
+    def typical_answer(self) -> float:
+        """Tokens of the answer that a generated token belongs to, on average; USUAL_ANSWER before any is known."""
+        return self.squares / self.answers if self.answers else USUAL_ANSWER
 
-        undrafted: tokens of those that the draft has not read, which are half answered on average: where drafting
-        begins, they are read as well.
+    def seconds_a_token(self, load: Load) -> float:
+        """Return the seconds of reading while each session of a load generates a token: of what requests bring, or of
+        what the draft has to read before it can draft for these sessions, whichever is more.
         """
-        if not self.answers:
+        if not load.sessions:
             return 0.0
-        of_new = sessions * self.seconds_to_read(1) * self.prompts / self.answers
-        return max(of_new, self.seconds_to_read(undrafted) / (self.answers / self.requests / 2))
+        brought = self.prompts / self.answers if self.answers else 0.0
+        before = load.undrafted / load.tokens * load.undrafted / load.expected if load.expected else 0.0
+        return load.sessions * self.seconds_to_read(1) * max(brought, before)
