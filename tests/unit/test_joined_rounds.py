@@ -12,6 +12,7 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.grouping import join_rounds
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
 from tests.plans import bundled_plan
@@ -94,3 +95,13 @@ def test_rounds_of_all_kinds_give_what_each_gives_alone(runner: ModelRunner, den
         assert verdict == wanted
         assert read == read_together if i % 5 < 3 else read is None
     torch.testing.assert_close(joined_kv, alone_kv, atol=1e-4, rtol=1e-4)
+
+
+def test_the_end_of_a_prompt_is_not_joined() -> None:
+    """A pass that lists all blocks gives their weights, which thousands of tokens have no room for."""
+    drafted = Drafted([2], [], SAMPLED, 40)
+    sharing = SequenceInput(SequenceKV(), [1, 2], "all", budget_of(40, 1, ()), drafted)
+    whole = SequenceInput(SequenceKV(), [1, 2], "all", drafted=drafted)
+    end = SequenceInput(SequenceKV(), [1] * 39 + [2], "all", drafted=drafted)
+    joined = join_rounds([sharing, whole, end])
+    assert [item.read is not None for item in joined] == [True, True, False]

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specahead.config.garbage import no_garbage_collected
 from specahead.kernels.selection_difference import CodedDifferences, code_difference
 from specahead.sparsity.selection import BlockSelection, row_words
 from specahead.wire.selection_codec import decode_selection, encode_selection, with_header
@@ -92,7 +93,7 @@ def test_it_can_be_captured(backend: str) -> None:
     widths = torch.tensor([4, 4], dtype=torch.int32, device="cuda")
     wanted = code_difference(bitmaps, before, widths)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_garbage_collected(), torch.cuda.graph(graph):  # a graph collected during a capture aborts the process
         coded = code_difference(bitmaps, before, widths, backend=backend)
     graph.replay()
     for name in ("flags", "counts", "checksums"):

@@ -74,7 +74,8 @@ def with_alternatives(shape: PassShape, group: int) -> PassShape:
 def join_rounds(inputs: list[SequenceInput]) -> list[SequenceInput]:
     """Return the inputs with the rounds that read everything made ones that list all blocks, if others share budgets.
 
-    So they all run in one pass, which reads the model's weights once.
+    So they all run in one pass, which reads the model's weights once. Ends of prompts stay as they are: weighing what
+    thousands of tokens read takes gigabytes.
     """
     shared = next((item.read for item in inputs if item.drafted and item.read and not item.read.drafts), None)
     if shared is None:
@@ -82,7 +83,7 @@ def join_rounds(inputs: list[SequenceInput]) -> list[SequenceInput]:
     budget, memory = shared.budget, shared.budget.memory
     everything = SharedBudget.of_everything(replace(memory, index=NO_MEMORY), budget.dense_layers)
     whole = replace(shared, budget=everything, report_blocks=False)
-    joins = [item.read is None and item.drafted is not None for item in inputs]
+    joins = [item.read is None and item.drafted is not None and not item.ends_prompt for item in inputs]
     return [replace(item, read=whole) if joined else item for item, joined in zip(inputs, joins, strict=True)]
 
 
