@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from target_service.policy.plans import Load
 
 FORGOTTEN_AFTER = 16  # requests: older ones say little about the length of present prompts and answers
+MANY = 1024  # tokens: a part of so many says what reading takes by itself
 USUAL_ANSWER = 256.0  # tokens
 OUTLIER, USUAL_TOKENS = 3.0, 8192  # times the mean, once it rests on so many tokens
 FORGOTTEN_TOKENS = 65_536  # tokens that the draft has read: older ones say little about how long it takes
@@ -27,10 +28,13 @@ class DraftReading:
 
     def note_read(self, seconds: float, tokens: int) -> None:
         """Take note that the draft has read `tokens` tokens for `seconds`. Far more than usual is a kernel that was
-        compiled meanwhile.
+        compiled meanwhile; so was one before where it is far less.
         """
+        usual = self.seconds_to_read(tokens)
         if self.tokens >= USUAL_TOKENS:
-            seconds = min(seconds, OUTLIER * self.seconds_to_read(tokens))
+            seconds = min(seconds, OUTLIER * usual)
+        if tokens >= MANY and OUTLIER * seconds < usual:
+            self.seconds = self.tokens = 0.0
         kept = max(0.0, 1 - tokens / FORGOTTEN_TOKENS)
         self.seconds, self.tokens = kept * self.seconds + max(0.0, seconds), kept * self.tokens + tokens
 

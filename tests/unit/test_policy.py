@@ -30,6 +30,7 @@ from target_service.policy import (
     Verified,
 )
 from target_service.policy.choice import kinds_of
+from target_service.policy.reading import DraftReading
 
 A_TOKEN = 3.25e-8  # seconds to read one of KV
 WEIGHTS = 120_000.0  # of an 8B model, in tokens of its KV
@@ -441,3 +442,29 @@ def test_holding_is_tried_again_where_it_did_not_pay() -> None:
         policy.note_step(Ended(0.02 * rounds, 4, 13, load, (Measured(DRAFT_4, 0.02, 4),)))
         rounds += 1
     assert 500 < rounds < 5_000
+
+
+def test_what_a_draft_takes_to_read_is_soon_known_though_kernels_are_compiled_first() -> None:
+    reading = DraftReading()
+    reading.note_read(0.6, 3000)
+    reading.note_read(0.02, 2000)
+    assert reading.seconds_to_read(1000) == pytest.approx(0.01)
+    reading.note_read(0.0001, 1)  # a part so short says nothing of long ones
+    for _ in range(5):
+        reading.note_read(0.08, 8000)
+    reading.note_read(2.0, 8000)
+    assert reading.seconds_to_read(1000) < 0.015
+
+
+def test_reading_counts_by_what_sessions_without_a_draft_may_generate() -> None:
+    reading = DraftReading()
+    reading.note_read(0.1, 10_000)
+    load = Load(4, 80_000)
+    assert reading.seconds_a_token(load) == 0.0, "all are drafted for, and none has ended"
+    begun = replace(load, undrafted=20_000, expected=500)
+    assert reading.seconds_a_token(begun) == pytest.approx(0.2 / 500), "20,000 tokens are read while 500 are generated"
+    assert reading.seconds_a_token(replace(begun, expected=1000)) == pytest.approx(0.2 / 1000)
+    reading.note_answer(10_000, 100)
+    assert reading.seconds_a_token(load) == pytest.approx(4 * 0.1 / 100), "so do the requests that come"
+    reading.note_answer(0, 2)
+    assert 95 < reading.typical_answer < 100, "a token that is generated is of a long answer"
