@@ -19,7 +19,6 @@ from specahead.engine.steps.device_clock import DeviceClock
 from specahead.engine.steps.requests import gammas
 from specahead.engine.steps.runner import DraftRunner
 from specahead.engine.steps.step_loop import describe, prefill_chunk
-from specahead.sparsity.methods import METHODS
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.rounds import round_settings
 from specahead.wire.messages import Begin, End, Load, Refusal, Resync, TargetEvent, Verdict
@@ -63,10 +62,9 @@ class Drafter:
 
     def warm_up(self) -> None:
         """Capture the steps for prompts, and for rounds that announce nothing or by the plan."""
-        announces = METHODS[self.plan.method].announced
         self.runner.warm_up_prompts(self._settings.prefill_chunk)
         *fewer, _ = gammas(self._settings.most_drafted) if self._settings.adaptive else [0]
-        self.runner.warm_up_rounds(self._settings.max_sessions, announces, fewer)
+        self.runner.warm_up_rounds(self._settings.max_sessions, True, fewer)
 
     @property
     def is_idle(self) -> bool:

@@ -71,7 +71,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     if settings.device == "auto":
         settings = replace(settings, device=default_device())
     settings = choose_copies(settings)
-    plan = load_served_plan(settings.plan_file, settings.budget, settings.method, *settings.pair)
+    plan = load_served_plan(settings.plan_file, settings.budget, *settings.pair)
     log.info("loading the model", extra={"model": settings.model})
     opened = open_model(settings, "all" if settings.speculation.draft_quantization == "fp8" else "none")
     hello = draft_hello(settings, plan, opened)

@@ -16,7 +16,6 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.grammars import GrammarState
 from specahead.engine.steps.requests import Branch, CodedBitmap, DraftedTokens, MovedKV
 from specahead.engine.steps.rules import RoundRules, SessionRules, session_rules
-from specahead.sparsity.methods import method_named
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At, Begin, DraftEvent, Verdict
 from specahead.wire.selection_codec import NamedSelection, Reference
@@ -147,17 +146,14 @@ class DraftSession:
 
     @staticmethod
     def from_begin(peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None) -> "DraftSession":
-        """Return a session that stands where `begin` says, and proposes up to `gamma` tokens a round.
-
-        Raises PlanError for an unknown method.
-        """
+        """Return a session that stands where `begin` says, and proposes up to `gamma` tokens a round."""
         # A grammar decides when a text may end, which the target's min_tokens gives way to.
         sampling = begin.sampling if grammar is None else replace(begin.sampling, min_tokens=0)
         terms = Terms(
             sampling=sampling,
             max_length=begin.max_length,
             most_gamma=gamma,
-            announces=bool(begin.method) and method_named(begin.method).announced,
+            announces=begin.announces,
             draws_own=begin.draws_own,
             rules=session_rules(sampling, begin.prompt_tokens, begin.stop_token_ids),
             grammar=grammar,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import speculation_pb2 as protos_dot_speculation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x0cspecahead.v1\x1a\x18protos/speculation.proto\"\x82\x01\n\nServeFrame\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.specahead.v1.OpenH\x00\x12$\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x13.specahead.v1.AbortH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\xf9\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x1a\n\x0estop_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.specahead.v1.Sampling\x12*\n\texactness\x18\x07 \x01(\x0e\x32\x17.specahead.v1.Exactness\x12\x10\n\x08sparsity\x18\x08 \x01(\t\x12\x16\n\x0ewants_logprobs\x18\t \x01(\x08\x12\x1d\n\x15wants_prompt_logprobs\x18\n \x01(\x08\x12\x14\n\x0c\x61lternatives\x18\x0b \x01(\r\x12\x0f\n\x07grammar\x18\x0c \x01(\t\x12\x0e\n\x06\x63\x61ller\x18\x14 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x15 \x01(\r\x12\x0e\n\x06\x63lient\x18\x17 \x01(\t\x12\x0f\n\x07resumed\x18\x16 \x01(\x08\"O\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x13\n\x07top_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x03 \x03(\x02\x42\x02\x10\x01\"\x18\n\x05\x41\x62ort\x12\x0f\n\x07session\x18\x01 \x01(\t\"8\n\x0bServedFrame\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.specahead.v1.ServedEvent\"\xb2\x01\n\x0bServedEvent\x12&\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x14.specahead.v1.CommitH\x00\x12&\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x14.specahead.v1.ClosedH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x12&\n\x06report\x18\x04 \x01(\x0b\x32\x14.specahead.v1.ReportH\x00\x42\x07\n\x05\x65vent\"\xb8\x02\n\x06Report\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05opens\x18\x02 \x01(\x04\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_places\x18\x05 \x01(\r\x12\x15\n\rfree_kv_pages\x18\x06 \x01(\r\x12\x14\n\x0cqueue_places\x18\x07 \x01(\r\x12\x15\n\runread_tokens\x18\x08 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\t \x01(\x01\x12\x15\n\rqueue_seconds\x18\n \x01(\x01\x12\x0f\n\x07indexed\x18\x0b \x03(\x06\x12\x0f\n\x07\x65victed\x18\x0c \x03(\x06\x12\x10\n\x08kv_pages\x18\x14 \x01(\r\x12\x10\n\x08\x64raining\x18\x15 \x01(\x08\x12\x0c\n\x04left\x18\x16 \x03(\t\x12\r\n\x05taken\x18\x17 \x03(\t\"\x91\x05\n\x06\x43ommit\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x0f\n\x07\x64rafted\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.specahead.v1.FinishReason\x12\x16\n\x0ekv_tokens_read\x18\x06 \x01(\x04\x12\x17\n\x0fkv_tokens_total\x18\x07 \x01(\x04\x12\x17\n\x0f\x61nnounced_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cstale_rounds\x18\t \x01(\r\x12\x17\n\x0fprefill_seconds\x18\n \x01(\x02\x12\x14\n\x0cwait_seconds\x18\x0b \x01(\x02\x12\x15\n\rdraft_seconds\x18\x0c \x01(\x02\x12\x16\n\x0everify_seconds\x18\r \x01(\x02\x12\x19\n\x11kv_tokens_fetched\x18\x0e \x01(\x04\x12\x15\n\rcached_tokens\x18\x10 \x01(\r\x12\x15\n\rqueue_seconds\x18\x11 \x01(\x01\x12-\n\x08logprobs\x18\x12 \x03(\x0b\x32\x1b.specahead.v1.TokenLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x13 \x03(\x0b\x32\x1b.specahead.v1.TokenLogprobs\x12\x13\n\x0bpreemptions\x18\x18 \x01(\r\x12\x1d\n\x11screening_drafted\x18  \x03(\rB\x02\x10\x01\x12\x1e\n\x12screening_accepted\x18! \x03(\rB\x02\x10\x01\x12\x10\n\x08screened\x18\" \x01(\r\x12\x11\n\tconfirmed\x18# \x01(\rJ\x04\x08\x0f\x10\x10J\x04\x08\x1f\x10 R\x0ekv_tokens_late\"8\n\x06\x43losed\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x0f\n\rStatusRequest\"\xb4\x02\n\rServiceStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x10\n\x08\x61ttached\x18\x03 \x03(\t\x12\x0f\n\x07refusal\x18\x04 \x01(\t\x12;\n\x08\x63ounters\x18\x05 \x03(\x0b\x32).specahead.v1.ServiceStatus.CountersEntry\x12\x37\n\x06gauges\x18\x06 \x03(\x0b\x32\'.specahead.v1.ServiceStatus.GaugesEntry\x12\x0f\n\x07version\x18\x07 \x01(\t\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\" \n\x0c\x44rainRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\t\n\x07\x44rained\"\x1c\n\x07Targets\x12\x11\n\taddresses\x18\x01 \x03(\t\"\x0c\n\nTargetsSet*V\n\tExactness\x12\x19\n\x15\x45XACTNESS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45XACTNESS_EXACT\x10\x01\x12\x19\n\x15\x45XACTNESS_APPROXIMATE\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xd1\x01\n\rTargetControl\x12@\n\x05Serve\x12\x18.specahead.v1.ServeFrame\x1a\x19.specahead.v1.ServedFrame(\x01\x30\x01\x12\x42\n\x06Status\x12\x1b.specahead.v1.StatusRequest\x1a\x1b.specahead.v1.ServiceStatus\x12:\n\x05\x44rain\x12\x1a.specahead.v1.DrainRequest\x1a\x15.specahead.v1.Drained2\x91\x01\n\x0c\x44raftControl\x12\x42\n\x06Status\x12\x1b.specahead.v1.StatusRequest\x1a\x1b.specahead.v1.ServiceStatus\x12=\n\nSetTargets\x12\x15.specahead.v1.Targets\x1a\x18.specahead.v1.TargetsSetb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x0cspecahead.v1\x1a\x18protos/speculation.proto\"\x82\x01\n\nServeFrame\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.specahead.v1.OpenH\x00\x12$\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x13.specahead.v1.AbortH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\xed\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x1a\n\x0estop_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.specahead.v1.Sampling\x12*\n\texactness\x18\x07 \x01(\x0e\x32\x17.specahead.v1.Exactness\x12\x16\n\x0ewants_logprobs\x18\t \x01(\x08\x12\x1d\n\x15wants_prompt_logprobs\x18\n \x01(\x08\x12\x14\n\x0c\x61lternatives\x18\x0b \x01(\r\x12\x0f\n\x07grammar\x18\x0c \x01(\t\x12\x0e\n\x06\x63\x61ller\x18\x14 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x15 \x01(\r\x12\x0e\n\x06\x63lient\x18\x17 \x01(\t\x12\x0f\n\x07resumed\x18\x16 \x01(\x08J\x04\x08\x08\x10\t\"O\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x13\n\x07top_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x03 \x03(\x02\x42\x02\x10\x01\"\x18\n\x05\x41\x62ort\x12\x0f\n\x07session\x18\x01 \x01(\t\"8\n\x0bServedFrame\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.specahead.v1.ServedEvent\"\xb2\x01\n\x0bServedEvent\x12&\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x14.specahead.v1.CommitH\x00\x12&\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x14.specahead.v1.ClosedH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x12&\n\x06report\x18\x04 \x01(\x0b\x32\x14.specahead.v1.ReportH\x00\x42\x07\n\x05\x65vent\"\xb8\x02\n\x06Report\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05opens\x18\x02 \x01(\x04\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_places\x18\x05 \x01(\r\x12\x15\n\rfree_kv_pages\x18\x06 \x01(\r\x12\x14\n\x0cqueue_places\x18\x07 \x01(\r\x12\x15\n\runread_tokens\x18\x08 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\t \x01(\x01\x12\x15\n\rqueue_seconds\x18\n \x01(\x01\x12\x0f\n\x07indexed\x18\x0b \x03(\x06\x12\x0f\n\x07\x65victed\x18\x0c \x03(\x06\x12\x10\n\x08kv_pages\x18\x14 \x01(\r\x12\x10\n\x08\x64raining\x18\x15 \x01(\x08\x12\x0c\n\x04left\x18\x16 \x03(\t\x12\r\n\x05taken\x18\x17 \x03(\t\"\x91\x05\n\x06\x43ommit\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x0f\n\x07\x64rafted\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.specahead.v1.FinishReason\x12\x16\n\x0ekv_tokens_read\x18\x06 \x01(\x04\x12\x17\n\x0fkv_tokens_total\x18\x07 \x01(\x04\x12\x17\n\x0f\x61nnounced_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cstale_rounds\x18\t \x01(\r\x12\x17\n\x0fprefill_seconds\x18\n \x01(\x02\x12\x14\n\x0cwait_seconds\x18\x0b \x01(\x02\x12\x15\n\rdraft_seconds\x18\x0c \x01(\x02\x12\x16\n\x0everify_seconds\x18\r \x01(\x02\x12\x19\n\x11kv_tokens_fetched\x18\x0e \x01(\x04\x12\x15\n\rcached_tokens\x18\x10 \x01(\r\x12\x15\n\rqueue_seconds\x18\x11 \x01(\x01\x12-\n\x08logprobs\x18\x12 \x03(\x0b\x32\x1b.specahead.v1.TokenLogprobs\x12\x34\n\x0fprompt_logprobs\x18\x13 \x03(\x0b\x32\x1b.specahead.v1.TokenLogprobs\x12\x13\n\x0bpreemptions\x18\x18 \x01(\r\x12\x1d\n\x11screening_drafted\x18  \x03(\rB\x02\x10\x01\x12\x1e\n\x12screening_accepted\x18! \x03(\rB\x02\x10\x01\x12\x10\n\x08screened\x18\" \x01(\r\x12\x11\n\tconfirmed\x18# \x01(\rJ\x04\x08\x0f\x10\x10J\x04\x08\x1f\x10 R\x0ekv_tokens_late\"8\n\x06\x43losed\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x0f\n\rStatusRequest\"\xb4\x02\n\rServiceStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x10\n\x08\x61ttached\x18\x03 \x03(\t\x12\x0f\n\x07refusal\x18\x04 \x01(\t\x12;\n\x08\x63ounters\x18\x05 \x03(\x0b\x32).specahead.v1.ServiceStatus.CountersEntry\x12\x37\n\x06gauges\x18\x06 \x03(\x0b\x32\'.specahead.v1.ServiceStatus.GaugesEntry\x12\x0f\n\x07version\x18\x07 \x01(\t\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\" \n\x0c\x44rainRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\t\n\x07\x44rained\"\x1c\n\x07Targets\x12\x11\n\taddresses\x18\x01 \x03(\t\"\x0c\n\nTargetsSet*V\n\tExactness\x12\x19\n\x15\x45XACTNESS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45XACTNESS_EXACT\x10\x01\x12\x19\n\x15\x45XACTNESS_APPROXIMATE\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xd1\x01\n\rTargetControl\x12@\n\x05Serve\x12\x18.specahead.v1.ServeFrame\x1a\x19.specahead.v1.ServedFrame(\x01\x30\x01\x12\x42\n\x06Status\x12\x1b.specahead.v1.StatusRequest\x1a\x1b.specahead.v1.ServiceStatus\x12:\n\x05\x44rain\x12\x1a.specahead.v1.DrainRequest\x1a\x15.specahead.v1.Drained2\x91\x01\n\x0c\x44raftControl\x12\x42\n\x06Status\x12\x1b.specahead.v1.StatusRequest\x1a\x1b.specahead.v1.ServiceStatus\x12=\n\nSetTargets\x12\x15.specahead.v1.Targets\x1a\x18.specahead.v1.TargetsSetb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,46 +50,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVICESTATUS_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_SERVICESTATUS_GAUGESENTRY']._loaded_options = None
   _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_options = b'8\001'
-  _globals['_EXACTNESS']._serialized_start=2373
-  _globals['_EXACTNESS']._serialized_end=2459
-  _globals['_FINISHREASON']._serialized_start=2461
-  _globals['_FINISHREASON']._serialized_end=2581
+  _globals['_EXACTNESS']._serialized_start=2361
+  _globals['_EXACTNESS']._serialized_end=2447
+  _globals['_FINISHREASON']._serialized_start=2449
+  _globals['_FINISHREASON']._serialized_end=2569
   _globals['_SERVEFRAME']._serialized_start=65
   _globals['_SERVEFRAME']._serialized_end=195
   _globals['_OPEN']._serialized_start=198
-  _globals['_OPEN']._serialized_end=575
-  _globals['_TOKENLOGPROBS']._serialized_start=577
-  _globals['_TOKENLOGPROBS']._serialized_end=656
-  _globals['_ABORT']._serialized_start=658
-  _globals['_ABORT']._serialized_end=682
-  _globals['_SERVEDFRAME']._serialized_start=684
-  _globals['_SERVEDFRAME']._serialized_end=740
-  _globals['_SERVEDEVENT']._serialized_start=743
-  _globals['_SERVEDEVENT']._serialized_end=921
-  _globals['_REPORT']._serialized_start=924
-  _globals['_REPORT']._serialized_end=1236
-  _globals['_COMMIT']._serialized_start=1239
-  _globals['_COMMIT']._serialized_end=1896
-  _globals['_CLOSED']._serialized_start=1898
-  _globals['_CLOSED']._serialized_end=1954
-  _globals['_STATUSREQUEST']._serialized_start=1956
-  _globals['_STATUSREQUEST']._serialized_end=1971
-  _globals['_SERVICESTATUS']._serialized_start=1974
-  _globals['_SERVICESTATUS']._serialized_end=2282
-  _globals['_SERVICESTATUS_COUNTERSENTRY']._serialized_start=2188
-  _globals['_SERVICESTATUS_COUNTERSENTRY']._serialized_end=2235
-  _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_start=2237
-  _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_end=2282
-  _globals['_DRAINREQUEST']._serialized_start=2284
-  _globals['_DRAINREQUEST']._serialized_end=2316
-  _globals['_DRAINED']._serialized_start=2318
-  _globals['_DRAINED']._serialized_end=2327
-  _globals['_TARGETS']._serialized_start=2329
-  _globals['_TARGETS']._serialized_end=2357
-  _globals['_TARGETSSET']._serialized_start=2359
-  _globals['_TARGETSSET']._serialized_end=2371
-  _globals['_TARGETCONTROL']._serialized_start=2584
-  _globals['_TARGETCONTROL']._serialized_end=2793
-  _globals['_DRAFTCONTROL']._serialized_start=2796
-  _globals['_DRAFTCONTROL']._serialized_end=2941
+  _globals['_OPEN']._serialized_end=563
+  _globals['_TOKENLOGPROBS']._serialized_start=565
+  _globals['_TOKENLOGPROBS']._serialized_end=644
+  _globals['_ABORT']._serialized_start=646
+  _globals['_ABORT']._serialized_end=670
+  _globals['_SERVEDFRAME']._serialized_start=672
+  _globals['_SERVEDFRAME']._serialized_end=728
+  _globals['_SERVEDEVENT']._serialized_start=731
+  _globals['_SERVEDEVENT']._serialized_end=909
+  _globals['_REPORT']._serialized_start=912
+  _globals['_REPORT']._serialized_end=1224
+  _globals['_COMMIT']._serialized_start=1227
+  _globals['_COMMIT']._serialized_end=1884
+  _globals['_CLOSED']._serialized_start=1886
+  _globals['_CLOSED']._serialized_end=1942
+  _globals['_STATUSREQUEST']._serialized_start=1944
+  _globals['_STATUSREQUEST']._serialized_end=1959
+  _globals['_SERVICESTATUS']._serialized_start=1962
+  _globals['_SERVICESTATUS']._serialized_end=2270
+  _globals['_SERVICESTATUS_COUNTERSENTRY']._serialized_start=2176
+  _globals['_SERVICESTATUS_COUNTERSENTRY']._serialized_end=2223
+  _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_start=2225
+  _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_end=2270
+  _globals['_DRAINREQUEST']._serialized_start=2272
+  _globals['_DRAINREQUEST']._serialized_end=2304
+  _globals['_DRAINED']._serialized_start=2306
+  _globals['_DRAINED']._serialized_end=2315
+  _globals['_TARGETS']._serialized_start=2317
+  _globals['_TARGETS']._serialized_end=2345
+  _globals['_TARGETSSET']._serialized_start=2347
+  _globals['_TARGETSSET']._serialized_end=2359
+  _globals['_TARGETCONTROL']._serialized_start=2572
+  _globals['_TARGETCONTROL']._serialized_end=2781
+  _globals['_DRAFTCONTROL']._serialized_start=2784
+  _globals['_DRAFTCONTROL']._serialized_end=2929
 # @@protoc_insertion_point(module_scope)

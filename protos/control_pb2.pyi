@@ -39,7 +39,7 @@ class ServeFrame(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., beat: _Optional[_Union[_speculation_pb2.Beat, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "tokens", "prompt_tokens", "max_tokens", "stop_token_ids", "sampling", "exactness", "sparsity", "wants_logprobs", "wants_prompt_logprobs", "alternatives", "grammar", "caller", "choice", "client", "resumed")
+    __slots__ = ("session", "tokens", "prompt_tokens", "max_tokens", "stop_token_ids", "sampling", "exactness", "wants_logprobs", "wants_prompt_logprobs", "alternatives", "grammar", "caller", "choice", "client", "resumed")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -47,7 +47,6 @@ class Open(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
-    SPARSITY_FIELD_NUMBER: _ClassVar[int]
     WANTS_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     WANTS_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
@@ -63,7 +62,6 @@ class Open(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _speculation_pb2.Sampling
     exactness: Exactness
-    sparsity: str
     wants_logprobs: bool
     wants_prompt_logprobs: bool
     alternatives: int
@@ -72,7 +70,7 @@ class Open(_message.Message):
     choice: int
     client: str
     resumed: bool
-    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_speculation_pb2.Sampling, _Mapping]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., sparsity: _Optional[str] = ..., wants_logprobs: bool = ..., wants_prompt_logprobs: bool = ..., alternatives: _Optional[int] = ..., grammar: _Optional[str] = ..., caller: _Optional[str] = ..., choice: _Optional[int] = ..., client: _Optional[str] = ..., resumed: bool = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_speculation_pb2.Sampling, _Mapping]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., wants_logprobs: bool = ..., wants_prompt_logprobs: bool = ..., alternatives: _Optional[int] = ..., grammar: _Optional[str] = ..., caller: _Optional[str] = ..., choice: _Optional[int] = ..., client: _Optional[str] = ..., resumed: bool = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")

@@ -188,12 +188,12 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("at", "tokens", "sampling", "max_length", "method", "prompt_tokens", "stop_token_ids", "grammar", "gamma", "dense", "draws_own")
+    __slots__ = ("at", "tokens", "sampling", "max_length", "announces", "prompt_tokens", "stop_token_ids", "grammar", "gamma", "dense", "draws_own")
     AT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    METHOD_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
@@ -204,14 +204,14 @@ class Begin(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     max_length: int
-    method: str
+    announces: bool
     prompt_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     grammar: str
     gamma: int
     dense: bool
     draws_own: bool
-    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., method: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., gamma: _Optional[int] = ..., dense: bool = ..., draws_own: bool = ...) -> None: ...
+    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., announces: bool = ..., prompt_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., gamma: _Optional[int] = ..., dense: bool = ..., draws_own: bool = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("at", "accepted", "tokens", "plain", "gamma", "dense")

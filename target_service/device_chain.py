@@ -149,7 +149,7 @@ def plan_judging_step(
             item.input.draft_row = drafted.row
             if not item.held:
                 item.input.alternatives = beside(drafted.gamma)
-            if session.reading.reader is not None and session.reading.announced_by and drafted.announces:
+            if session.reading.reader is not None and session.reading.is_announced and drafted.announces:
                 base = len(session.tokens)
                 nothing = BlockSelection.of_nothing(session.reading.reader.announced_rows, plan.num_blocks(base))
                 item.input.read = session.reading.reader.read(nothing, base, base - 1 + item.input.rows)

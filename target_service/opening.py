@@ -8,7 +8,7 @@ from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.sampling.grammars import Grammars, GrammarState
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.steps.runner import TargetRunner
-from specahead.sparsity.methods import METHODS
+from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.wire.errors import InvalidArgument
@@ -60,9 +60,6 @@ class SessionMaker:
         need = pages_of_round(length, settings)
         if need > pages:
             raise InvalidArgument(f"{length} tokens need {need} KV pages of {PAGE_SIZE}, the target has {pages}")
-        if request.exactness is not Exactness.EXACT and (request.sparsity or self._plan.method) not in METHODS:
-            known, asked = ", ".join(METHODS), request.sparsity or self._plan.method
-            raise InvalidArgument(f"session {name}: sparsity must be one of {known}; got {asked!r}")
         if request.grammar and (self._grammars is None or self._hooks.imposes_verdicts):
             raise InvalidArgument(f"session {name}: this target follows no grammars")
 
@@ -86,7 +83,7 @@ class SessionMaker:
         session.kv.dense = session.reading.is_dense
         if session.screening is not None:
             session.kv.settled = session.screening.settled
-        if self._drafting is not None and (session.reading.is_dense or session.reading.announced_by):
+        if self._drafting is not None and (session.reading.is_dense or session.reading.is_announced):
             session.reading.memory = self._drafting.new_memory()
             session.kv.drafts = True
         return session
@@ -122,8 +119,7 @@ class SessionMaker:
             return screening_reader(self._plan, self._settings.self_read_share, self._hooks.reports_blocks)
         if request.exactness is Exactness.EXACT:
             return None
-        method = METHODS[request.sparsity or self._plan.method]
-        return self._hooks.new_reader(method, self._plan, self._hooks.reports_blocks)
+        return self._hooks.new_reader(AHEAD, self._plan, self._hooks.reports_blocks)
 
     def _screening(self, request: Open) -> Screening:
         """Return what a session that is screened holds back: nothing yet."""

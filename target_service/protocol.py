@@ -153,7 +153,7 @@ class DraftProtocol:
         """
         if event.selection:
             reader, base, committed = session.reading.reader, event.at.base, len(session.tokens)
-            if reader is None or not session.reading.announced_by:
+            if reader is None or not session.reading.is_announced:
                 raise InvalidArgument(f"session {session.id} takes no announcements")
             if base < committed - self._gamma:  # below the shortest of the outcomes that may have been drafted for
                 raise InvalidArgument(f"session {session.id}: announced up to {base}, {committed} tokens are committed")

@@ -89,7 +89,7 @@ async def run(
     if settings.device == "auto":
         settings = replace(settings, device=default_device())
     settings = choose_copies(settings)
-    plan = load_served_plan(settings.plan_file, settings.budget, settings.method, *settings.pair)
+    plan = load_served_plan(settings.plan_file, settings.budget, *settings.pair)
     if not plan.is_calibrated and settings.has_draft:
         log.warning(UNCALIBRATED)
     if plan.dense_layers and settings.host_kv_memory:

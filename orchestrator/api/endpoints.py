@@ -34,7 +34,7 @@ from specahead.config.garbage import keep_loaded
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
-from specahead.sparsity.methods import METHODS, load_served_plan
+from specahead.sparsity.methods import load_served_plan
 from specahead.wire.access import Guard
 from specahead.wire.server import start_server
 from specahead.wire.streams import run_together
@@ -104,7 +104,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
     """Return the model's frontend. Raises the errors of transformers for a tokenizer that it cannot load."""
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
-    plan = load_served_plan(config.target.plan_file, 0.0, "", *config.target.pair)
+    plan = load_served_plan(config.target.plan_file, 0.0, *config.target.pair)
     generation = load_generation_config(model)
     defaults = generation if clients.generation_config == "auto" else {}
     limits = Limits(
@@ -112,7 +112,6 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
         vocab_size=min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
         max_context=config.target.max_context,
         stop_token_ids=stop_token_ids(generation, tokenizer),
-        methods=tuple(METHODS),
         defaults=default_sampling(defaults),
         uncalibrated=not plan.is_calibrated,
     )

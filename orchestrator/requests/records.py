@@ -24,8 +24,6 @@ class Limits:
     vocab_size: int
     max_context: int
     stop_token_ids: list[int]
-    methods: tuple[str, ...] = ()
-    """Methods of sparsity that the plan allows."""
     kv_tokens: int = 0
     """The longest session for which KV has room; 0 until that is known."""
     defaults: Sampling = field(default_factory=Sampling)
@@ -96,9 +94,6 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
     records are named after the request with their numbers. As in vLLM, the choices of a prompt have consecutive seeds
     if the request has a seed, and random ones otherwise.
     """
-    if request.sparsity and request.sparsity not in limits.methods:
-        message = f"sparsity must be one of {', '.join(limits.methods)}; got {request.sparsity!r}"
-        raise InvalidArgument(message, "sparsity")
     name, choices = request.request_id or secrets.token_hex(12), request.n or 1
     count = choices * len(prompts)
     if count > MAX_CHOICES:
@@ -118,7 +113,6 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
             stop_token_ids=ends + (request.stop_token_ids or []),
             sampling=_sampling(request, limits, _seed(request, index % choices)),
             exactness=exactness,
-            sparsity=request.sparsity or "",
             wants_logprobs=request.wanted_logprobs is not None,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
             alternatives=request.wanted_logprobs or 0,

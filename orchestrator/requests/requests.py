@@ -82,8 +82,6 @@ class GenerationRequest(StructuredRequest):
     stream_options: StreamOptions | None = None
     # Fields of specahead alone.
     exactness: Literal["exact", "approximate"] | None = None
-    sparsity: str | None = None
-    """The method of an approximate request."""
     request_id: str | None = Field(None, max_length=MAX_NAME)
     # Fields of vLLM.
     ignore_eos: bool | None = None
@@ -126,9 +124,6 @@ class GenerationRequest(StructuredRequest):
             raise InvalidArgument(f"request_id: expected at most {MAX_NAME} printable characters", "request_id")
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options: only with stream", "stream_options")
-        if self.sparsity and self.exactness != "approximate":
-            reason = f"sparsity {self.sparsity!r} needs exactness 'approximate'"
-            raise InvalidArgument(reason, "sparsity")
         for name, value in (self.model_extra or {}).items():
             if name in _NOT_BUILT:
                 _check_neutral(name, value)

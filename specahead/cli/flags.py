@@ -63,10 +63,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--exactness", choices=["exact", "approximate"], default="exact")
-    parser.add_argument("--sparsity", default="", metavar="METHOD", help="how approximate reads the KV")
 
 
 def asked_sampling(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a request that these flags give; the server decides about the others."""
-    names = ("max_tokens", "temperature", "top_p", "seed", "exactness", "sparsity")
+    names = ("max_tokens", "temperature", "top_p", "seed", "exactness")
     return {name: value for name in names if (value := getattr(flags, name)) not in (None, "")}

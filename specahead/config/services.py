@@ -112,8 +112,6 @@ class _PlanSettings(Section, group="models and plan"):
     without a plan serves approximate uncalibrated: it reads everything unless a budget is stated."""
     budget: Annotated[float, Within(least=0, most=1)] = 0.0
     """Share of the KV blocks that approximate reads; 0: the plan's."""
-    method: Annotated[str, Called("sparsity")] = ""
-    """Sparsity method that approximate uses by default; empty: the plan's."""
 
 
 @dataclass(frozen=True, kw_only=True)

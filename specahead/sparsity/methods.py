@@ -1,9 +1,9 @@
-"""The served sparsity methods, by name."""
+"""How sessions read: by what a draft announces, or by the target's own memory."""
 
 from dataclasses import dataclass, replace
 
 from specahead.engine.loading.config import load_shape
-from specahead.sparsity.plan import ALL_TOKENS, LEAST_TOKENS, Plan, PlanError, load_plan, uniform_plan
+from specahead.sparsity.plan import ALL_TOKENS, LEAST_TOKENS, Plan, load_plan, uniform_plan
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,12 @@ class Method:
         return self.sparse and plan.group_size > 0 and plan.budget < 1
 
 
-DENSE = Method("dense", "reads everything")
 AHEAD = Method(
     "ahead",
     "draft and own weights under one budget for all heads, group means for the rest",
     sparse=True,
     announced=True,
 )
-METHODS: dict[str, Method] = {method.name: method for method in (DENSE, AHEAD)}
 # Screens the tokens of exact sessions between dense passes, which weigh everything. Clients cannot ask for it.
 BY_MEMORY = Method(
     "memory",
@@ -45,21 +43,13 @@ BY_MEMORY = Method(
 )
 
 
-def method_named(name: str) -> Method:
-    """Return the method of a name. Raises PlanError for an unknown name."""
-    try:
-        return METHODS[name]
-    except KeyError:
-        raise PlanError(f"sparsity method {name!r}; known are {', '.join(METHODS)}") from None
-
-
-def load_served_plan(file: str, budget: float, method: str, target: str = "", draft: str = "") -> Plan:
-    """Return a plan that services can use, with another budget or method unless they are 0 and "".
+def load_served_plan(file: str, budget: float, target: str = "", draft: str = "") -> Plan:
+    """Return a plan that services can use, with another budget unless that is 0.
 
     file: "" for a pair without a plan. It gets the one that follows from its models' configs (`uniform_plan`), which
         reads everything unless a budget is stated, since nobody knows yet how good a guide this draft is
     target, draft: the models, by folder or Hugging Face id; draft "": there is none
-    Raises PlanError for a plan that cannot be read or whose method is unknown.
+    Raises PlanError for a plan that cannot be read.
     """
     if file:
         plan = load_plan(file)
@@ -68,6 +58,4 @@ def load_served_plan(file: str, budget: float, method: str, target: str = "", dr
         heads = (drafting.num_layers, drafting.num_heads) if drafting else (1, 1)
         least = ALL_TOKENS if draft and not budget else LEAST_TOKENS
         plan = uniform_plan(shape.num_layers, shape.num_kv_heads, *heads, least_tokens=least)
-    plan = replace(plan, budget=budget or plan.budget, method=method or plan.method)
-    method_named(plan.method)
-    return plan
+    return replace(plan, budget=budget or plan.budget)

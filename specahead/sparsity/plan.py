@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 PLAN_VERSION = 4
+METHOD = "ahead"  # the only one; older plans name it, and their hashes cover its name
 LEAST_TOKENS = 1024  # `Plan.least_tokens` of served plans
 ALL_TOKENS = 2**31 - 1  # a `Plan.least_tokens` beyond every sequence, so that everything is read
 
@@ -31,8 +32,6 @@ class Plan:
     blends: tuple[Blend, ...]
     # [layer][kv_head]: how much a unit of the head's attention weight counts in a budget shared by all heads.
     head_importance: tuple[tuple[float, ...], ...]
-    # The method of requests that name none (specahead.sparsity.methods).
-    method: str = "ahead"
     # The share of the KV that a sparse layer reads on average, mandatory blocks and summaries included.
     budget: float = 0.1
     # The least number of tokens that a sparse layer reads on average: a sequence of no more is read wholly.
@@ -96,7 +95,7 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """A hash over everything that changes a result, which provenance does not."""
-        content = {key: value for key, value in asdict(self).items() if key != "provenance"}
+        content = {"method": METHOD} | {key: value for key, value in asdict(self).items() if key != "provenance"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -157,6 +156,8 @@ def load_plan(path: str | Path) -> Plan:
     if isinstance(content, dict) and content.get("version", PLAN_VERSION) != PLAN_VERSION:
         raise PlanError(f"{path}: version {content['version']}, this program reads {PLAN_VERSION}; calibrate again")
     known = {item.name for item in fields(Plan)}
+    if isinstance(content, dict) and content.get("method") == METHOD:
+        del content["method"]
     if not isinstance(content, dict) or set(content) != known | {"hash"}:
         raise PlanError(f"{path}: not a plan; expected the keys {sorted(known | {'hash'})}")
     stated = content.pop("hash")

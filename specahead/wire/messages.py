@@ -156,8 +156,8 @@ class Begin:
     tokens: list[int]
     sampling: Sampling
     max_length: int
-    method: str
-    """The sparsity method whose announcements are wanted; empty: none."""
+    announces: bool = False
+    """Whether announcements are wanted."""
     prompt_tokens: int = 0
     stop_token_ids: list[int] = field(default_factory=list)
     grammar: str = ""
@@ -217,8 +217,6 @@ class Open(OutputOptions):
     stop_token_ids: list[int]
     sampling: Sampling
     exactness: Exactness
-    sparsity: str = ""
-    """The sparsity method of an approximate session; empty: the plan's."""
     caller: str = ""
     choice: int = 0
     client: str = ""

@@ -20,12 +20,12 @@ class Reading:
     @property
     def is_dense(self) -> bool:
         """Whether all of its rounds read everything."""
-        return self.reader is None or self.reader.method.name == "dense"
+        return self.reader is None
 
     @property
-    def announced_by(self) -> str:
-        """The method whose announcements the session takes; empty if it takes none."""
-        return self.reader.method.name if self.reader is not None and self.reader.announced_rows else ""
+    def is_announced(self) -> bool:
+        """Whether the session takes announcements."""
+        return self.reader is not None and self.reader.announced_rows > 0
 
     def begin_anew(self) -> None:
         """Remember nothing of KV that has been released."""

@@ -165,7 +165,7 @@ class TargetSession:
             tokens=list(self.tokens),
             sampling=asked.sampling,
             max_length=asked.max_length,
-            method=self.reading.announced_by,
+            announces=self.reading.is_announced,
             prompt_tokens=asked.prompt_tokens,
             stop_token_ids=sorted(asked.stop_token_ids),
             grammar=grammar.source if grammar is not None else "",
@@ -178,7 +178,7 @@ class TargetSession:
     def draft_request(self) -> tuple[int, bool]:
         """The tokens that its draft is to propose in a round, and whether without announcements."""
         plan = self.next_round
-        return plan.gamma, bool(self.reading.announced_by) and not (plan.sparse and self.announces)
+        return plan.gamma, self.reading.is_announced and not (plan.sparse and self.announces)
 
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it is here."""

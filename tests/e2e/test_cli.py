@@ -85,7 +85,7 @@ def test_generate_passes_every_flag_on(stack: Stack) -> None:
     answer = json.loads(run(SPECAHEAD, "generate", *flags, "--prompt", long_prompt).stdout)
     assert answer["text"] == plain[: plain.index(stop)]
     assert answer["finish_reason"] == "stop"
-    flags += ["--exactness", "approximate", "--sparsity", "ahead"]
+    flags += ["--exactness", "approximate"]
     answer = json.loads(run(SPECAHEAD, "generate", *flags, "--prompt", long_prompt).stdout)
     assert answer["speculation"]["kv_read_fraction"] < 1
     assert answer["speculation"]["announced_bytes"] > 0

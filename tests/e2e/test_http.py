@@ -129,7 +129,6 @@ BAD_BODIES = {
     "infinite temperature": (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
     "max_tokens 2^64": (body(max_tokens=2**64), "max_tokens"),
     "stop of numbers": (body(stop=[1]), "stop"),
-    "unknown sparsity": (body(exactness="approximate", sparsity="most"), "sparsity"),
     "model of another type": (body(model=5), "model"),
 }
 BAD_CHATS = {

@@ -113,7 +113,7 @@ def messages() -> list[Target]:
     items = [m.Proposal(AT, token, [5, 5], [SUPPORT, SUPPORT], 0.1) for token in (7, 8)]
     drafted = [together(*items, selection=b"123"), m.Ready(AT), m.Decline("a", "full"), m.Resync("a"), m.Load(3)]
     drafted.append(m.Beat())
-    told = [m.Begin(AT, [1, 2], OPEN.sampling, 9, "ahead"), m.Verdict(AT, 1, [5, 6], False), m.End("a")]
+    told = [m.Begin(AT, [1, 2], OPEN.sampling, 9, True), m.Verdict(AT, 1, [5, 6], False), m.End("a")]
     served = [m.Commit(AT, [5], 4, 1, m.FinishReason.STOP), m.Closed("a", 8, "full"), m.Beat()]
     status = m.ServiceStatus("target", 1, ["draft"], "", {"rounds": 1.0}, {"sessions": 2.0})
     asked = inference_pb2.GenerateRequest(
@@ -254,13 +254,7 @@ TOKENIZE, DETOKENIZE = {"prompt": "The sea", "add_special_tokens": False}, {"tok
 
 def bodies() -> list[Target]:
     """Return a target for each kind of body of a request over HTTP."""
-    listed = {
-        "prompt": [[1, 2], [3]],
-        "echo": True,
-        "ignore_eos": True,
-        "exactness": "approximate",
-        "sparsity": "dense",
-    }
+    listed = {"prompt": [[1, 2], [3]], "echo": True, "ignore_eos": True, "exactness": "approximate"}
     return [
         _body("completion", _complete, COMPLETION, listed),
         _body(

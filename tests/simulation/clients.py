@@ -13,10 +13,7 @@ from tests.simulation.model import STOP, VOCAB, script
 from tests.simulation.scenario import Scenario
 from tests.simulation.services import CONTEXT, address_of
 
-_EXACTNESS = [
-    *[(control_pb2.EXACTNESS_EXACT, "")] * 6,
-    *((control_pb2.EXACTNESS_APPROXIMATE, method) for method in ("ahead", "dense")),
-]
+_EXACTNESS = [*[control_pb2.EXACTNESS_EXACT] * 3, control_pb2.EXACTNESS_APPROXIMATE]
 _LENGTHS = (1, 4, 8, 12, 24)
 _REASONS = {control_pb2.FINISH_REASON_STOP: "stop", control_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -32,7 +29,6 @@ class Request:
     max_tokens: int
     temperature: float
     exactness: int
-    sparsity: str
     choices: int
     stop: list[int]
     leaves_after: int = -1
@@ -55,7 +51,6 @@ class Request:
             seed=7,
             n=self.choices,
             exactness=self.exactness,  # type: ignore[arg-type]
-            sparsity=self.sparsity,
             stop_token_ids=self.stop,
         )
 
@@ -68,7 +63,7 @@ def make_requests(scenario: Scenario) -> list[Request]:
     for index in range(scenario.sessions):
         shared = random.choice((0, 0, 16, 33, 80))
         prompt = [*common[:shared], *(random.randrange(1, VOCAB) for _ in range(random.choice((1, 3, 20))))]
-        exactness, sparsity = random.choice(_EXACTNESS)
+        exactness = random.choice(_EXACTNESS)
         number = index if random.random() < 0.5 else random.randrange(scenario.names)
         requests.append(
             Request(
@@ -79,7 +74,6 @@ def make_requests(scenario: Scenario) -> list[Request]:
                 max_tokens=random.choice(_LENGTHS) if random.random() < 0.95 else CONTEXT - len(prompt),
                 temperature=random.choice((0.0, 0.0, 0.0, 1.0)),
                 exactness=exactness,
-                sparsity=sparsity,
                 choices=2 if random.random() < 0.05 else 1,
                 stop=[random.randrange(VOCAB)] if random.random() < 0.2 else [],
                 leaves_after=random.randrange(12) if random.random() < 0.1 else -1,

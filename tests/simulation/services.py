@@ -126,7 +126,7 @@ async def run_gateway(
     directory = Directory({target: address_of(target) for target in targets})
     timeouts = scenario.resume_timeout, scenario.request_timeout
     router = Router(directory, PeerAccess(), *timeouts)
-    limits = Limits(MODEL, VOCAB, CONTEXT, [STOP], ("ahead", "dense"))
+    limits = Limits(MODEL, VOCAB, CONTEXT, [STOP])
     observer = Observer(Metrics(MODEL), Tokenizer())
     frontend = Frontend(router, Tokenizer(), limits, observer, MODEL)
     keep(frontend)

@@ -23,7 +23,7 @@ from specahead.wire.messages import At, Commit, FinishReason, RoundFigures
 
 ANYONE = Callers([])
 MODEL = "tiny-target"
-LIMITS = Limits(MODEL, vocab_size=4096, max_context=2048, stop_token_ids=[0], methods=("dense", "ahead"))
+LIMITS = Limits(MODEL, vocab_size=4096, max_context=2048, stop_token_ids=[0])
 
 
 class ScriptedRouter:

@@ -70,7 +70,7 @@ def turns(clock: Clock, seed: int = 0, model: FakeModel | None = None, chains: b
     return Turns(world)
 
 
-@pytest.mark.parametrize(("exactness", "sparsity"), [(m.Exactness.EXACT, ""), (m.Exactness.APPROXIMATE, "ahead")])
+@pytest.mark.parametrize("exactness", m.Exactness)
 @pytest.mark.parametrize("agreement", [0, 3, 4])
 @pytest.mark.parametrize("chains", [True, False])
 def test_greedy_is_plain_decoding(
@@ -78,11 +78,13 @@ def test_greedy_is_plain_decoding(
 ) -> None:
     """And no round is plain but the first, none waits: a draft's step stands before each other one of the target's.
 
+
+
     Where nothing needs the host between them, all but the first of the target's are launched behind the draft's rounds.
     """
     made = turns(clock, 1, FakeModel(exactness is m.Exactness.APPROXIMATE, agreement, recent=1), chains)
-    how = {"exactness": exactness, "sparsity": sparsity}
     names = [made.world.open(prompt, 40, **how) for prompt in prompts(made.world.rng, 4)]
+    names = [made.world.open(prompt, 25, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
     made.run()
     for name in names:
         made.world.check_greedy(name)
@@ -103,13 +105,9 @@ def test_greedy_is_plain_decoding(
 
 
 @pytest.mark.parametrize(
-    ("exactness", "sparsity", "most"),
-    [(m.Exactness.EXACT, "", 0.8), (m.Exactness.APPROXIMATE, "ahead", 1.0)],
-    ids=["exact", "ahead"],
+    ("exactness", "most"), [(m.Exactness.EXACT, 0.8), (m.Exactness.APPROXIMATE, 1.0)], ids=["exact", "ahead"]
 )
-def test_alternatives_that_are_right_save_steps(
-    clock: Clock, exactness: m.Exactness, sparsity: str, most: float
-) -> None:
+def test_alternatives_that_are_right_save_steps(clock: Clock, exactness: m.Exactness, most: float) -> None:
     """The texts are the same, and the draft goes on behind an alternative as behind what it drafted itself. The text of
     `ahead` goes round in small circles, in which a token more a round hardly saves one.
     """
@@ -118,8 +116,7 @@ def test_alternatives_that_are_right_save_steps(
         model = FakeModel(exactness is m.Exactness.APPROXIMATE, agreement=2, recent=1, swaps=True)
         made = turns(clock, 1, model)
         made.world.target.beside = beside
-        how = {"exactness": exactness, "sparsity": sparsity}
-        names = [made.world.open(prompt, 60, **how) for prompt in prompts(made.world.rng, 4)]
+        names = [made.world.open(prompt, 60, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
         made.run()
         for name in names:
             made.world.check_greedy(name)
@@ -169,7 +166,7 @@ def test_a_step_behind_rounds_reads_what_they_announce(clock: Clock) -> None:
     for chains in (True, False):
         plan = replace(PLAN, budget=0.3, group_size=0)
         made = turns(clock, 3, FakeModel(ends=True, agreement=3, recent=1), chains, plan=plan)
-        name = made.world.open([3] * 150, 60, exactness=m.Exactness.APPROXIMATE, sparsity="ahead")
+        name = made.world.open([3] * 150, 60, exactness=m.Exactness.APPROXIMATE)
         made.run()
         made.world.check_greedy(name)
         reads.append(

@@ -196,8 +196,8 @@ def check(side: Side, reference: ModelRunner, sent: list[DraftEvent]) -> dict[st
     return proposals
 
 
-def begin(name: str, length: int, method: str, sampling: Sampling, max_length: int = 800) -> Begin:
-    return Begin(At(name, 0, 0, length), tokens(length, length), sampling, max_length, method)
+def begin(name: str, length: int, announces: bool, sampling: Sampling, max_length: int = 800) -> Begin:
+    return Begin(At(name, 0, 0, length), tokens(length, length), sampling, max_length, announces)
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
@@ -206,14 +206,14 @@ def test_rounds_are_what_teacher_forced_passes_give(
 ) -> None:
     side = Side(runner, overlap=overlaps)
     events: list[Any] = [
-        begin("a", 440, "ahead", GREEDY),
-        begin("b", 420, "ahead", SAMPLED),
-        begin("c", 180, "", GREEDY),
-        begin("d", 540, "ahead", GREEDY),
-        begin("e", 500, "dense", SAMPLED),
-        replace(begin("f", 300, "ahead", RULED), prompt_tokens=270, stop_token_ids=[5, 6]),
-        replace(begin("g", 310, "", replace(RULED, temperature=0.0)), prompt_tokens=250, stop_token_ids=[5, 6]),
-        begin("h", 320, "", Sampling(0.9, 1.0, 6, top_k=7)),
+        begin("a", 440, True, GREEDY),
+        begin("b", 420, True, SAMPLED),
+        begin("c", 180, False, GREEDY),
+        begin("d", 540, True, GREEDY),
+        begin("e", 500, False, SAMPLED),
+        replace(begin("f", 300, True, RULED), prompt_tokens=270, stop_token_ids=[5, 6]),
+        replace(begin("g", 310, False, replace(RULED, temperature=0.0)), prompt_tokens=250, stop_token_ids=[5, 6]),
+        begin("h", 320, False, Sampling(0.9, 1.0, 6, top_k=7)),
     ]
     announced: set[str] = set()
     for turn in range(3):
@@ -242,7 +242,7 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
     selections, proposed = [], []
     for share in (1.0, 0.999, 0.3):
         side = Side(runner, overlap=False, draft_read_share=share)
-        sent = side.run(begin("a", 500, "ahead", GREEDY))
+        sent = side.run(begin("a", 500, True, GREEDY))
         (proposal,) = proposals_in(sent)
         (announcement,) = [event for event in sent if isinstance(event, Proposals)]
         proposed.append(proposal.tokens)
@@ -258,7 +258,7 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
 
 def test_a_draft_that_fell_behind_catches_up_before_its_round(runner: ModelRunner, reference: ModelRunner) -> None:
     side = Side(runner, overlap=False)
-    side.run(begin("a", 300, "ahead", GREEDY))
+    side.run(begin("a", 300, True, GREEDY))
     behind = [Verdict(At("a", 1, k + 1, 300 + k), 0, [7 + k], plain=True) for k in range(6)]
     proposals = check(side, reference, side.run(*behind))
     assert [proposal.at.base for proposal in proposals["a"]] == [306]
@@ -275,8 +275,8 @@ def test_a_round_and_its_branches_propose_what_a_grammar_allows(
     grammars = Grammars(tokenizer, VOCAB, [0], Inline())
     side, alone = Side(runner, grammars, branches=branches), Side(runner, branches=branches)
     prompt = tokens(40, 3)
-    free = Begin(At("free", 0, 0, 40), prompt, sampling, 500, "", 40, [0])
-    bound = Begin(At("bound", 0, 0, 40), prompt, sampling, 500, "", 40, [0], source)
+    free = Begin(At("free", 0, 0, 40), prompt, sampling, 500, False, 40, [0])
+    bound = Begin(At("bound", 0, 0, 40), prompt, sampling, 500, False, 40, [0], source)
     expected = proposals_in(alone.run(free))
     alone.close()
     proposals = proposals_in(side.run(free, bound))

@@ -37,7 +37,7 @@ class DraftStand:
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
-        self.begin = m.Begin(m.At("a", 0, 0, 40), self.tokens, GREEDY, 90, "ahead")
+        self.begin = m.Begin(m.At("a", 0, 0, 40), self.tokens, GREEDY, 90, True)
         self.receive(self.begin)
 
     def receive(self, *events: m.TargetEvent) -> list[m.DraftEvent]:
@@ -132,7 +132,7 @@ def test_rejected_work_is_drafted_again_from_the_verdict_on() -> None:
 def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
     """Room that a broken stream leaves goes to a session of a stream that stands."""
     stand = DraftStand()  # holds 4 of 20 pages
-    big = m.Begin(m.At("b", 0, 0, 250), [1] * 250, GREEDY, 300, method="")
+    big = m.Begin(m.At("b", 0, 0, 250), [1] * 250, GREEDY, 300)
     sent: list[m.DraftEvent] = []
     other = TargetPeer(sent.append)
     stand.drafter.attach(other)
@@ -153,7 +153,7 @@ def test_a_round_announces_what_all_its_queries_weigh(overlaps: bool) -> None:
     drafter = Drafter(runner, plan, draft_settings(overlap=overlaps))
     peer = TargetPeer(sent.append)
     drafter.attach(peer)
-    drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, "ahead"))
+    drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, True))
     while (step := drafter.plan_step()) is not None:
         drafter.finish_step(step, drafter.execute(step))
     (said,) = [event for event in sent if isinstance(event, m.Proposals) and event.at.round == 0]
@@ -183,7 +183,7 @@ async def serve(stand: DraftStand, seconds: float) -> None:
 
 def begin(name: str, epoch: int = 0) -> m.Begin:
     """A session whose prompt is short enough to be run with its first round."""
-    return m.Begin(m.At(name, epoch, 0, 8), [1] * 8, GREEDY, 40, "ahead")
+    return m.Begin(m.At(name, epoch, 0, 8), [1] * 8, GREEDY, 40, True)
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ class SharedDraft:
 
     def begin(self, target: str, *names: str) -> None:
         for name in names:
-            self.receive(target, m.Begin(m.At(name, 0, 0, 40), [7] * 40, GREEDY, 90, ""))
+            self.receive(target, m.Begin(m.At(name, 0, 0, 40), [7] * 40, GREEDY, 90))
 
     def receive(self, target: str, event: m.TargetEvent) -> None:
         self.drafter.receive(self.peers[target], event)
@@ -286,7 +286,7 @@ def test_targets_share_the_room_of_a_draft() -> None:
 @pytest.mark.parametrize("tokens", [[10, 20, 30], [10, 11, 30], [10, 20, 31]])
 def test_a_round_behind_an_alternative_is_met_by_it_alone(tokens: list[int]) -> None:
     """The session then has the text that the verdict says, and behind it what was drafted there."""
-    begun = m.Begin(m.At("s", 0, 0, 3), [1, 2, 3], Sampling(0.0), 100, "")
+    begun = m.Begin(m.At("s", 0, 0, 3), [1, 2, 3], Sampling(0.0), 100)
     session = DraftSession.from_begin(TargetPeer(lambda event: None), begun, 3)
     session.tokens += [10, 11, 12]
     drafted = DraftedTokens([10, 11, 12], runs_last=False)

@@ -143,11 +143,10 @@ class Leaping(Repeating):
 def test_what_is_guessed_before_a_draft_is_asked_changes_no_token(
     clock: Clock, seed: int, agreement: int, branches: int, pages: int, aborted: set[int], in_target: bool
 ) -> None:
-    """Whoever drafts, gives way or leaves meanwhile; approximate sessions beside them are drafted alone."""
+    """Whoever drafts, gives way or leaves meanwhile."""
     how = {"pages": pages, "draft_pages": pages, "lookup": True, "prefill_chunk": 64, "ahead": not in_target}
     world = World(clock, seed, Leaping(agreement=agreement), branches=1 if in_target else branches, **how)  # type: ignore[arg-type]
     names = [world.open(prompt, 150) for prompt in prompts(random.Random(seed), 4, 30)]
-    names.append(world.open([4] * 60, 60, exactness=m.Exactness.APPROXIMATE, sparsity="dense"))
     if in_target:
         world.run = Turns(world).run  # type: ignore[method-assign]
     else:

@@ -11,7 +11,7 @@ from specahead.wire.outbox import FRAME_TOKENS, Outbox
 
 
 def begin(tokens: int) -> Begin:
-    return Begin(At("a", 0, 0, tokens), [1] * tokens, Sampling(), tokens + 1, "")
+    return Begin(At("a", 0, 0, tokens), [1] * tokens, Sampling(), tokens + 1)
 
 
 async def frames(outbox: Outbox[Begin | Ready], count: int) -> list[list[int]]:

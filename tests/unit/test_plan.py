@@ -1,6 +1,5 @@
 """The plan file, and the announcements that it steers."""
 
-import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
@@ -25,7 +24,6 @@ from specahead.sparsity.methods import load_served_plan
 from specahead.sparsity.plan import PLAN_VERSION, Plan, PlanError, load_plan, uniform_plan
 from target_service.pacing import policy_of
 from target_service.policy.acceptance import OF_DRAFT
-from target_service.service import run
 from tests.launch_settings import launch_settings
 from tests.settings import target_settings
 
@@ -74,7 +72,6 @@ CHANGES: dict[str, Any] = {
     "draft_heads": 4,
     "blends": (((0, 0, 0.5),),) * 8,
     "head_importance": ((1.0, 2.0),) * 4,
-    "method": "dense",
     "group_size": 64,
     "announced_share": 0.5,
     "memory_decay": 0.5,
@@ -161,10 +158,10 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, content: bytes) -> No
 def test_another_budget(tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     save_plan(SMALL, file)
-    assert load_served_plan(file, 0.0, "") == SMALL
-    assert load_served_plan(file, 1.0, "dense") == replace(SMALL, budget=1.0, method="dense")
+    assert load_served_plan(file, 0.0) == SMALL
+    assert load_served_plan(file, 1.0) == replace(SMALL, budget=1.0)
     with pytest.raises(PlanError, match="budget"):
-        load_served_plan(file, 1.5, "")
+        load_served_plan(file, 1.5)
 
 
 def test_both_sides_of_a_pair_without_a_plan_come_to_the_same_one(tmp_path: Path) -> None:
@@ -173,15 +170,13 @@ def test_both_sides_of_a_pair_without_a_plan_come_to_the_same_one(tmp_path: Path
         how = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
         LlamaConfig(hidden_size=48, vocab_size=97, head_dim=8, **how).save_pretrained(tmp_path / name)
     config = launch_settings(["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")], {})
-    plan, same = (
-        load_served_plan(side.plan_file, side.budget, side.method, *side.pair) for side in (config.target, config.draft)
-    )
+    plan, same = (load_served_plan(side.plan_file, side.budget, *side.pair) for side in (config.target, config.draft))
     assert plan == same and plan.hash == same.hash and not plan.is_calibrated and load_plan(PLAN).is_calibrated
     assert (plan.draft_layers, plan.draft_heads, plan.dense_layers) == (3, 6, ())
     assert [blend[0][0] for blend in plan.blends] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
     assert all(plan.reads_wholly(tokens) for tokens in (1, 1024, 10**6))  # until a budget is stated
     assert not load_plan(PLAN).reads_wholly(1025) and load_plan(PLAN).reads_wholly(1024)
-    stated = load_served_plan("", 0.25, "", *config.target.pair)
+    stated = load_served_plan("", 0.25, *config.target.pair)
     assert (stated.budget, stated.reads_wholly(1024), stated.reads_wholly(1025)) == (0.25, True, False)
     third = pytest.approx(1 / 3)
     assert plan.blends[2:4] == (
@@ -206,24 +201,6 @@ def _heard(kv_heads: int, draft_heads: int) -> set[int]:
     return (
         set(range(draft_heads)) if draft_heads >= kv_heads else {i * draft_heads // kv_heads for i in range(kv_heads)}
     )
-
-
-def test_services_refuse_a_plan_that_they_cannot_serve(tmp_path: Path) -> None:
-    """Before they load a model, of which there is none here; another method makes another plan to shake hands on."""
-    path = tmp_path / "plan.json"
-
-    def opened(plan: Plan, method: str = "") -> None:
-        save_plan(plan, path)
-        settings = target_settings(model=str(tmp_path), plan=str(path), method=method)
-        asyncio.run(run(settings, lambda server: None))
-
-    for name in ("nonesuch", "oracle", "sts"):
-        with pytest.raises(PlanError, match=f"'{name}'; known are dense, ahead"):
-            opened(SMALL, method=name)
-    with pytest.raises((OSError, ValueError)) as refusal:
-        opened(SMALL, method="dense")
-    assert not isinstance(refusal.value, PlanError)
-    assert replace(SMALL, method="dense").hash != SMALL.hash == replace(SMALL, method="ahead").hash
 
 
 async def test_the_client_endpoints_refuse_a_plan_of_another_version(tmp_path: Path) -> None:

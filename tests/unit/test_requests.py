@@ -23,7 +23,7 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Exactness
 
-LIMITS = Limits("tiny", vocab_size=4096, max_context=100, stop_token_ids=[0, 7], methods=("dense", "ahead"))
+LIMITS = Limits("tiny", vocab_size=4096, max_context=100, stop_token_ids=[0, 7])
 PROMPT = [5, 6, 7]
 
 
@@ -180,13 +180,6 @@ def test_a_tiny_temperature_is_raised_but_0_stays_greedy(given: float, used: flo
     sampling = asked(temperature=given).sampling
     assert sampling.temperature == used
     assert sampling.greedy == (given == 0)
-
-
-def test_a_sparsity_method_is_for_approximate_requests_and_of_the_plan() -> None:
-    assert asked().sparsity == asked(exactness="approximate").sparsity == ""
-    assert asked(exactness="approximate", sparsity="dense").sparsity == "dense"
-    refused("'approximate'", sparsity="dense")
-    refused("one of dense, ahead; got 'nonesuch'", exactness="approximate", sparsity="nonesuch")
 
 
 @pytest.mark.parametrize(("prompts", "n"), [(3, 1), (1, 3), (2, 2)])

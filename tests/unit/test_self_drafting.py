@@ -92,7 +92,7 @@ def test_greedy_is_plain_decoding_in_every_pool_and_whoever_leaves(
     """Some give way for room, some are aborted, and drafts are right in half to all of the places."""
     world = self_drafted(clock, seed, FakeModel(agreement=agreement), gamma=gamma, pages=pages)
     texts = prompts(random.Random(seed), 5, 100)
-    names = [world.open(prompt, 60, exactness=exactness, sparsity="ahead") for prompt in texts]
+    names = [world.open(prompt, 60, exactness=exactness) for prompt in texts]
     world.run_and_check_greedy(names, aborted)
     drafted, accepted = totals(world)
     counted = world.verifier.counters

@@ -40,7 +40,6 @@ class Stand:
     exactness: m.Exactness = m.Exactness.APPROXIMATE
     sampling: Sampling = GREEDY
     base: int = 100
-    sparsity: str = ""
     max_context: int = 500
     max_sessions: int = 64
     sent: list[m.TargetEvent] = field(default_factory=list)
@@ -67,7 +66,7 @@ class Stand:
         self.heads = announced_rows(PLAN)
 
     def opening(self, name: str, **changes: Any) -> m.Open:
-        known = m.Open(name, self.tokens, self.base, 200, [], self.sampling, self.exactness, self.sparsity)
+        known = m.Open(name, self.tokens, self.base, 200, [], self.sampling, self.exactness)
         return replace(known, **changes)
 
     def step(self) -> bool:
@@ -82,7 +81,7 @@ class Stand:
     def proposal(self, tokens: list[int] | None = None, selection: bytes | None = None, **changes: Any) -> m.Proposals:
         """Return a proposal for the current round, with an announcement where the session takes one."""
         if selection is None:
-            announces = self.session.reading.announced_by
+            announces = self.session.reading.is_announced
             selection = encode_selection(self.selection(self.session.at.base)) if announces else b""
         made = m.Proposal(self.session.at, self.session.tokens[-1], tokens or [1, 2, 3, 4])
         return together(replace(made, **changes), selection=selection)

@@ -202,8 +202,8 @@ def test_no_round_of_a_draft_is_captured_for_a_request(
             drafter.finish_step(step, drafter.execute(step))
 
     for number, (one, other) in enumerate(itertools.pairwise(SAMPLINGS)):
-        for name, sampling, method in ((f"a{number}", one, plan.method), (f"b{number}", other, "")):
-            run(Begin(At(name, 0, 0, 30), list(range(40, 70)), sampling, 200, method, 30, [3]))
+        for name, sampling, announces in ((f"a{number}", one, True), (f"b{number}", other, False)):
+            run(Begin(At(name, 0, 0, 30), list(range(40, 70)), sampling, 200, announces, 30, [3]))
         for accepted, gamma in ((GAMMA, 0), (0, 0), (GAMMA, 2), (0, 1), (1, 4)) if not settings["gamma"] else STEADY:
             run(*(_verdict(session, accepted, gamma) for session in peer.sessions.values()))
         run(*(End(name) for name in peer.sessions))

@@ -90,7 +90,7 @@ def measure(
     """Have so many sessions say a text at once; return the seconds of each token, and the counters. runners: of the
     target, and of a draft if there is one.
     """
-    plan = load_served_plan(settings.plan_file, 0.0, "", *settings.pair)
+    plan = load_served_plan(settings.plan_file, 0.0, *settings.pair)
     verifier = Verifier(runners[0], plan, settings)
     steps: Any = verifier
     if settings.draft_in_target:

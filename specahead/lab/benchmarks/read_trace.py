@@ -241,7 +241,6 @@ def _generate(stub: inference_pb2_grpc.InferenceStub, index: int, prompt: list[i
         temperature=1,
         seed=index,
         exactness="EXACTNESS_APPROXIMATE",
-        sparsity="ahead",
         ignore_eos=True,
     )
     for _ in stub.Generate(request):

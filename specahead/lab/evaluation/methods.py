@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specahead.lab.evaluation import just_in_time
 from specahead.lab.evaluation.just_in_time import Choose
-from specahead.sparsity.methods import METHODS, Method
+from specahead.sparsity.methods import AHEAD, Method
 from specahead.sparsity.plan import Plan, PlanError
 
 
@@ -35,12 +35,13 @@ _ALL = [
     Rival("oracle", "the target's own heaviest blocks of the round itself", just_in_time.oracle),
     Rival("quest", "bounds from minima and maxima of keys (Quest)", just_in_time.quest, summaries=_bounds),
 ]
+OURS = {"dense": Method("dense", "reads everything"), AHEAD.name: AHEAD}
 RIVALS: dict[str, Rival] = {rival.name: rival for rival in _ALL}
 
 
 def compared_method(name: str) -> Method | Rival:
     """Return the served method or the rival of a name. Raises PlanError for a name that is neither."""
-    found = METHODS.get(name) or RIVALS.get(name)
+    found = OURS.get(name) or RIVALS.get(name)
     if found is None:
-        raise PlanError(f"sparsity method {name!r}; known are {', '.join([*METHODS, *RIVALS])}")
+        raise PlanError(f"sparsity method {name!r}; known are {', '.join([*OURS, *RIVALS])}")
     return found

@@ -269,7 +269,7 @@ def _write_pair(folder: Path, pair: Pair, context: int) -> tuple[dict[str, str],
     sizes = (big.num_hidden_layers, big.num_key_value_heads)
     heads = (small.num_hidden_layers, small.num_attention_heads)
     plan = folder / "plan.json"
-    save_plan(uniform_plan(*sizes, *heads, method="ahead", budget=pair.budget), plan)
+    save_plan(uniform_plan(*sizes, *heads, budget=pair.budget), plan)
     return folders, str(plan)
 
 
