@@ -22,8 +22,8 @@ from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import DraftRunner
 from specahead.engine.steps.step_loop import preparation_of, run_step_loop
 from specahead.kernels.compiling import end_compiling
-from specahead.sparsity.methods import load_served_plan
 from specahead.sparsity.plan import Plan
+from specahead.sparsity.served_plan import load_served_plan
 from specahead.wire.access import read_peer_access
 from specahead.wire.convert import status_to_pb
 from specahead.wire.messages import Hello, ServiceStatus

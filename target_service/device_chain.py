@@ -198,6 +198,6 @@ def _host_looks_at_reads(session: TargetSession, drafted: DraftedRound) -> bool:
     reader = session.reading.reader
     if reader is None:
         return False
-    if reader.method.reads_by_memory or (drafted.announces and session.next_round.sparse):
+    if not reader.is_announced or (drafted.announces and session.next_round.sparse):
         return reader.report_blocks
     return drafted.announces or not reader.reads_all_alone

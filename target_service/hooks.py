@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specahead.engine.steps.device_chain import Imposed
-from specahead.sparsity.methods import Method
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.wire.messages import At, DraftEvent
@@ -31,8 +30,8 @@ class Hooks:
     """Is called with each sparse round after its commit."""
     on_draft_event: Callable[[DraftEvent], None] | None = None
     """Is called with each message of a draft before it is applied."""
-    new_reader: Callable[[Method, Plan, bool], Reader] = Reader
-    """Makes the reader of a sparse session, given its method, the plan and whether it reports the blocks it read."""
+    new_reader: Callable[[Plan, bool], Reader] = Reader
+    """Makes the reader of a sparse session, given the plan and whether it reports the blocks it read."""
 
     @property
     def imposes_verdicts(self) -> bool:

@@ -8,7 +8,6 @@ from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.sampling.grammars import Grammars, GrammarState
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.steps.runner import TargetRunner
-from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.wire.errors import InvalidArgument
@@ -119,7 +118,7 @@ class SessionMaker:
             return screening_reader(self._plan, self._settings.self_read_share, self._hooks.reports_blocks)
         if request.exactness is Exactness.EXACT:
             return None
-        return self._hooks.new_reader(AHEAD, self._plan, self._hooks.reports_blocks)
+        return self._hooks.new_reader(self._plan, self._hooks.reports_blocks)
 
     def _screening(self, request: Open) -> Screening:
         """Return what a session that is screened holds back: nothing yet."""

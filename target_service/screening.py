@@ -11,7 +11,6 @@ from enum import Enum
 from functools import reduce
 
 from specahead.engine.sampling.distributions import Support
-from specahead.sparsity.methods import BY_MEMORY
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.wire.messages import Commit, FinishReason, RoundFigures
@@ -29,7 +28,7 @@ class Confirms(Enum):
 
 def screening_reader(plan: Plan, share: float, report_blocks: bool) -> Reader:
     """Return how a session reads `share` of its KV to screen: by what its dense passes have weighed."""
-    return Reader(BY_MEMORY, replace(plan, budget=share, least_tokens=0), report_blocks)
+    return Reader(replace(plan, budget=share, least_tokens=0), report_blocks, is_announced=False)
 
 
 @dataclass

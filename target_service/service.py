@@ -21,8 +21,8 @@ from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import TargetRunner
 from specahead.engine.steps.step_loop import preparation_of, run_step_loop
 from specahead.kernels.compiling import end_compiling
-from specahead.sparsity.methods import load_served_plan
 from specahead.sparsity.plan import Plan, PlanError
+from specahead.sparsity.served_plan import load_served_plan
 from specahead.wire.access import read_peer_access
 from specahead.wire.errors import Unavailable
 from specahead.wire.handshake import make_hello

@@ -21,7 +21,6 @@ from specahead.engine.steps.requests import gammas
 from specahead.engine.steps.runner import TargetRunner
 from specahead.engine.steps.step_loop import describe, prefill_chunk
 from specahead.sparsity.announce import announced_rows
-from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.errors import ServiceError
@@ -95,14 +94,14 @@ class Verifier:
         )
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         reads_by_memory = (self._drafting is not None or settings.most_held > 0) and plan.group_size > 0
-        if reads_by_memory or AHEAD.uses_means(plan):
+        if reads_by_memory or plan.uses_means:
             runner.kv.keep_group_means(plan.group_size)
 
     def warm_up(self) -> None:
         """Prepare the runner for the steps of plain, exact and approximate sessions."""
         reads: list[SparseRead | None] = [None]
         any_length = replace(self.plan, least_tokens=0)
-        reader = self._hooks.new_reader(AHEAD, any_length, self._hooks.reports_blocks)
+        reader = self._hooks.new_reader(any_length, self._hooks.reports_blocks)
         nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
         read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
         reads += [] if read is None else [read]

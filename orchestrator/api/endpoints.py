@@ -34,7 +34,7 @@ from specahead.config.garbage import keep_loaded
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
-from specahead.sparsity.methods import load_served_plan
+from specahead.sparsity.served_plan import load_served_plan
 from specahead.wire.access import Guard
 from specahead.wire.server import start_server
 from specahead.wire.streams import run_together

@@ -70,5 +70,4 @@ def shared_room(plan: Plan, base: int, blocks: int) -> int:
 
 def summary_tokens(plan: Plan, base: int) -> float:
     """Return the cost of reading all group means of a head in tokens of KV: a group has three vectors, a token two."""
-    stood_in = plan.group_size > 0 and plan.budget < 1
-    return 1.5 * ((base - 1) // plan.group_size) if stood_in else 0.0
+    return 1.5 * ((base - 1) // plan.group_size) if plan.uses_means else 0.0

@@ -38,7 +38,7 @@ class Plan:
     least_tokens: int = 0
     # Tokens of a block.
     block_size: int = 16
-    # Tokens of a group, whose means stand in for its unread blocks in methods that use them; 0: none do.
+    # Tokens of a group, whose means stand in for its unread blocks; 0: none do.
     group_size: int = 512
     # Blocks at a sequence's beginning, and before its committed end, that are always read.
     sink_blocks: int = 1
@@ -112,6 +112,11 @@ class Plan:
     @cached_property
     def sparse_layers(self) -> list[int]:
         return [layer for layer in range(self.target_layers) if layer not in self.dense_layers]
+
+    @property
+    def uses_means(self) -> bool:
+        """Whether group means stand in for what is not read."""
+        return self.group_size > 0 and self.budget < 1
 
     def num_blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -1,4 +1,4 @@
-"""Which blocks each round of a session reads, by the session's method."""
+"""Which blocks each round of a session reads: one budget over all layers and heads, by the target's memory."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,6 @@ from torch import Tensor
 from specahead.engine.steps.inputs import ReadMemory, SequenceOutput, SharedBudget, SparseRead
 from specahead.sparsity.announce import announced_rows, summary_tokens
 from specahead.sparsity.budgets import dense_layers, new_memory, shared_budget
-from specahead.sparsity.methods import Method
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection
 
@@ -17,10 +16,12 @@ from specahead.sparsity.selection import BlockSelection
 class Reader:
     """Chooses what one session reads. Call `read` before a pass and `finish` after it, once a round."""
 
-    method: Method
     plan: Plan
     report_blocks: bool = False
     """Whether `chosen` is wanted of sparse rounds, for measurements."""
+    is_announced: bool = True
+    """Whether a draft announces blocks, which are read in any case. Otherwise the memory alone decides, of what rounds
+    that read everything have weighed: so tokens of exact sessions are screened."""
     summary_tokens: float = 0.0
     """Tokens of KV that each sparse head read beside its blocks in the last round."""
     _memory: ReadMemory | None = field(default=None, repr=False)
@@ -39,31 +40,31 @@ class Reader:
 
     def anew(self) -> "Reader":
         """Return a reader like this one that remembers nothing."""
-        return type(self)(self.method, self.plan, self.report_blocks)
+        return type(self)(self.plan, self.report_blocks, self.is_announced)
 
     @property
     def announced_rows(self) -> int:
-        """The number of rows that an announcement must have; 0 if the method takes none."""
-        return announced_rows(self.plan) if self.method.announced else 0
+        """The number of rows that an announcement must have; 0 if none is taken."""
+        return announced_rows(self.plan) if self.is_announced else 0
 
     def read(
         self, announced: BlockSelection | None, base: int, length: int, everything: bool = False, weighs: bool = True
     ) -> SparseRead | None:
         """Return the read of a round that builds on `base` committed tokens and ends at `length`; None: everything.
 
-        announced: the draft's selection, if there is one. Without it a method that needs one reads everything, and so
-            does a method that reads by its memory alone in its first round
+        announced: the draft's selection, if there is one. Without it a reader that is announced to reads everything,
+            and so does another in its first round
         everything: whether the round must read everything
-        weighs: whether a method that reads by its memory alone takes up the weights of such a round, as it always does
-            the first time
-        Raises ValueError for a selection with another number of rows than the method's.
+        weighs: whether a reader by its memory alone takes up the weights of such a round, as it always does the first
+            time
+        Raises ValueError for a selection with another number of rows than `announced_rows`.
         """
-        method, plan = self.method, self.plan
-        needs_all = plan.reads_wholly(length) or self._needs_all(announced is not None)
-        if needs_all or (everything and not method.reads_by_memory):
+        plan = self.plan
+        needs_all = plan.reads_wholly(length) or self._needs_all(announced is None)
+        if needs_all or (everything and self.is_announced):
             self.read_all(length)
             return None
-        if method.reads_by_memory and (everything or not self._has_weighed):
+        if not self.is_announced and (everything or not self._has_weighed):
             self.read_all(length)
             if self._has_weighed and not weighs:
                 return None
@@ -71,12 +72,12 @@ class Reader:
             return self._read_of(SharedBudget.of_everything(self._own_memory(), dense_layers(plan)))
         self._length, self._reads_all, self._weighs = length, False, False
         if announced is not None and announced.num_heads != self.announced_rows:
-            raise ValueError(f"{method.name}: {announced.num_heads} rows announced, expected {self.announced_rows}")
+            raise ValueError(f"{announced.num_heads} rows announced, expected {self.announced_rows}")
         self.summary_tokens = summary_tokens(plan, base)
         return self._read_of(shared_budget(plan, self._own_memory(), base, length, announced))
 
     def _read_of(self, budget: SharedBudget) -> SparseRead:
-        return SparseRead(self.plan.block_size, budget, self.method.uses_means(self.plan), self.report_blocks)
+        return SparseRead(self.plan.block_size, budget, self.plan.uses_means, self.report_blocks)
 
     def read_all(self, length: int) -> None:
         """Take note of a round that ends at `length` and reads everything, in place of `read`."""
@@ -85,11 +86,10 @@ class Reader:
     @property
     def reads_all_alone(self) -> bool:
         """Whether rounds without an announcement read everything."""
-        return self._needs_all(is_announced=False)
+        return self._needs_all(nothing_announced=True)
 
-    def _needs_all(self, is_announced: bool) -> bool:
-        method = self.method
-        return not method.sparse or (method.announced and not is_announced) or not self.plan.sparse_layers
+    def _needs_all(self, nothing_announced: bool) -> bool:
+        return (self.is_announced and nothing_announced) or not self.plan.sparse_layers
 
     def _own_memory(self) -> ReadMemory:
         self._memory = self._memory or new_memory(self.plan, self.plan.memory_decay)

@@ -14,7 +14,6 @@ from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down
 from specahead.lab.benchmarks.serving.imposed import foreseeing, imposed_token
 from specahead.lab.benchmarks.serving.parts import AnnouncedReader
 from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline
-from specahead.sparsity.methods import AHEAD, BY_MEMORY
 from specahead.sparsity.plan import uniform_plan
 from specahead.sparsity.selection import BlockSelection
 
@@ -74,10 +73,10 @@ def test_what_is_replayed_is_all_that_is_read() -> None:
     """But by readers for which no draft announces."""
     plan = uniform_plan(2, 2, 1, 1, budget=0.5)
     announced = BlockSelection.from_matrix(np.eye(4, 40, 5, dtype=bool))
-    read = AnnouncedReader(AHEAD, plan).read(announced, 600, 604)
+    read = AnnouncedReader(plan).read(announced, 600, 604)
     assert read is not None
     assert read.budget.room == 0 and (read.budget.bitmap == announced.resized(38).words).all()
-    reader = AnnouncedReader(BY_MEMORY, plan).anew()
+    reader = AnnouncedReader(plan, is_announced=False).anew()
     reader.read(None, 600, 604)
     reader.finish(SequenceOutput())
     read = reader.read(None, 600, 604)

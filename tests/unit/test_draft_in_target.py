@@ -73,18 +73,13 @@ def turns(clock: Clock, seed: int = 0, model: FakeModel | None = None, chains: b
 @pytest.mark.parametrize("exactness", m.Exactness)
 @pytest.mark.parametrize("agreement", [0, 3, 4])
 @pytest.mark.parametrize("chains", [True, False])
-def test_greedy_is_plain_decoding(
-    clock: Clock, exactness: m.Exactness, sparsity: str, agreement: int, chains: bool
-) -> None:
+def test_greedy_is_plain_decoding(clock: Clock, exactness: m.Exactness, agreement: int, chains: bool) -> None:
     """And no round is plain but the first, none waits: a draft's step stands before each other one of the target's.
-
-
 
     Where nothing needs the host between them, all but the first of the target's are launched behind the draft's rounds.
     """
     made = turns(clock, 1, FakeModel(exactness is m.Exactness.APPROXIMATE, agreement, recent=1), chains)
-    names = [made.world.open(prompt, 40, **how) for prompt in prompts(made.world.rng, 4)]
-    names = [made.world.open(prompt, 25, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
+    names = [made.world.open(prompt, 40, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
     made.run()
     for name in names:
         made.world.check_greedy(name)

@@ -11,7 +11,6 @@ from specahead.engine.steps.inputs import SequenceOutput
 from specahead.kernels.selection import Remembered, score_blocks, select_over_rows
 from specahead.lab.evaluation.choice import choose, mandatory
 from specahead.sparsity.announce import LEAST_WINDOW, announce, shared_room, summary_tokens
-from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.plan import Plan, uniform_plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
@@ -99,7 +98,7 @@ def read_of_ahead(plan: Plan, announced: Tensor, memory: Tensor) -> Tensor:
     announced: bool and memory: float32, of the same shape.
     """
     selection = BlockSelection.from_matrix(announced.flatten(0, 1).numpy())
-    read = Reader(AHEAD, plan).read(selection, BASE, LENGTH)
+    read = Reader(plan).read(selection, BASE, LENGTH)
     assert read is not None
     budget = read.budget
     bitmap = torch.from_numpy(budget.bitmap.view("int64").copy())[None]
@@ -137,7 +136,7 @@ def test_ahead_reads_the_announcement_then_what_weighed_most() -> None:
 
 
 def test_without_an_announcement_everything_is_read() -> None:
-    reader = Reader(AHEAD, plan_with())
+    reader = Reader(plan_with())
     assert reader.read(None, BASE, LENGTH) is None
     reader.finish(SequenceOutput())
     assert reader.tokens_read == (LAYERS * KV_HEADS * 50 * 16, LAYERS * KV_HEADS * 50 * 16)
@@ -146,7 +145,7 @@ def test_without_an_announcement_everything_is_read() -> None:
 @pytest.mark.parametrize("reports", [False, True])
 def test_tokens_read_include_summaries(reports: bool) -> None:
     plan = plan_with(group_size=256)
-    reader = Reader(AHEAD, plan, report_blocks=reports)
+    reader = Reader(plan, report_blocks=reports)
     announced = announce(evidence_of(0).mean(0), plan, BASE)
     read = reader.read(announced, BASE, LENGTH)
     assert read is not None

@@ -20,7 +20,6 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput
-from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
@@ -54,7 +53,7 @@ class Side:
         self.fetched = 0  # tokens, by what outputs say
         self.runner.warm_up([], 1)
         self.sequences = [SequenceKV() for _ in LENGTHS]
-        self.readers = [None if method == "dense" else Reader(AHEAD, plan, True) for _ in LENGTHS]
+        self.readers = [None if method == "dense" else Reader(plan, True) for _ in LENGTHS]
 
     def read_prompts(self, chunk: int) -> list[Tensor]:
         """In chunks of all that have some left, side by side."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specahead.sparsity.methods import load_served_plan
 from transformers import LlamaConfig
 
 from orchestrator.api.endpoints import serve_clients
@@ -20,8 +21,8 @@ from orchestrator.requests.access import read_access
 from specahead.lab.evaluation.plans import save_plan
 from specahead.models import DRAFT, PLAN
 from specahead.sparsity.announce import LEAST_WINDOW, announce, announced_limits
-from specahead.sparsity.methods import load_served_plan
 from specahead.sparsity.plan import PLAN_VERSION, Plan, PlanError, load_plan, uniform_plan
+from specahead.sparsity.served_plan import load_served_plan
 from target_service.pacing import policy_of
 from target_service.policy.acceptance import OF_DRAFT
 from tests.launch_settings import launch_settings

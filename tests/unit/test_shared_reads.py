@@ -13,7 +13,6 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.choice import choose_over_all, mandatory
 from specahead.sparsity.announce import LEAST_WINDOW, announced_rows, shared_room
 from specahead.sparsity.budgets import dense_layers, new_memory
-from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
@@ -67,7 +66,7 @@ def test_rounds_read_and_remember_the_same(gamma: int) -> None:
     for runner in runners:
         runner.kv.keep_group_means(PLAN.group_size)
     lengths = (1200, 530, 90)
-    readers = [[ChosenBefore(runners[0]) for _ in lengths], [Reader(AHEAD, PLAN, report_blocks=True) for _ in lengths]]
+    readers = [[ChosenBefore(runners[0]) for _ in lengths], [Reader(PLAN, report_blocks=True) for _ in lengths]]
     sequences = [[SequenceKV() for _ in lengths] for _ in runners]
     for runner, held in zip(runners, sequences, strict=True):
         for i, (length, kv) in enumerate(zip(lengths, held, strict=True)):

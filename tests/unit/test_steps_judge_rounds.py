@@ -20,7 +20,6 @@ from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import Branch, RoundRequest, RoundSettings
 from specahead.sparsity.announce import announced_rows
-from specahead.sparsity.methods import AHEAD
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
 from specahead.sparsity.selection import BlockSelection
@@ -120,7 +119,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
 
     def input_of(i: int, announced: BlockSelection) -> SequenceInput:
         """Each time with a memory of its own: of nothing."""
-        read = Reader(AHEAD, plan).read(announced, len(texts[i]), len(texts[i]) + GAMMA)
+        read = Reader(plan).read(announced, len(texts[i]), len(texts[i]) + GAMMA)
         return SequenceInput(kvs[target][i], [texts[i][-1], *judged[i].tokens], "all", read, judged[i])
 
     nothing = [BlockSelection.of_nothing(rows, plan.num_blocks(len(text))) for text in texts]
@@ -199,7 +198,7 @@ class Judging:
             judged, read = Drafted([0] * GAMMA, [], self.samplings[i], len(text)), None
             if self.reads:
                 nothing = BlockSelection.of_nothing(self.rows, self.plan.num_blocks(len(text)))
-                read = Reader(AHEAD, self.plan).read(nothing, len(text), len(text) + GAMMA + beside)
+                read = Reader(self.plan).read(nothing, len(text), len(text) + GAMMA + beside)
             behind = SequenceInput(
                 kv, [text[-1], *judged.tokens], "all", read, judged, draft_row=i, alternatives=beside
             )

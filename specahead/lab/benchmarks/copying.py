@@ -27,7 +27,7 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.sparsity.methods import load_served_plan
+from specahead.sparsity.served_plan import load_served_plan
 from specahead.wire.messages import Exactness, Open
 from target_service.draft_in_target import StepsByTurns
 from target_service.verifier import Verifier

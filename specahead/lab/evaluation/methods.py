@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from specahead.lab.evaluation import just_in_time
 from specahead.lab.evaluation.just_in_time import Choose
-from specahead.sparsity.methods import AHEAD, Method
 from specahead.sparsity.plan import Plan, PlanError
 
 
@@ -35,13 +34,12 @@ _ALL = [
     Rival("oracle", "the target's own heaviest blocks of the round itself", just_in_time.oracle),
     Rival("quest", "bounds from minima and maxima of keys (Quest)", just_in_time.quest, summaries=_bounds),
 ]
-OURS = {"dense": Method("dense", "reads everything"), AHEAD.name: AHEAD}
+OURS = "dense", "ahead"  # what services run, and the same with everything read
 RIVALS: dict[str, Rival] = {rival.name: rival for rival in _ALL}
 
 
-def compared_method(name: str) -> Method | Rival:
-    """Return the served method or the rival of a name. Raises PlanError for a name that is neither."""
-    found = OURS.get(name) or RIVALS.get(name)
-    if found is None:
+def rival_of(name: str) -> Rival | None:
+    """Return the rival of a name, None for a method of ours. Raises PlanError for a name that is neither."""
+    if name not in OURS and name not in RIVALS:
         raise PlanError(f"sparsity method {name!r}; known are {', '.join([*OURS, *RIVALS])}")
-    return found
+    return RIVALS.get(name)

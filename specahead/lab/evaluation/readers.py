@@ -3,7 +3,7 @@
 `LayerReader` answers what `specahead.sparsity.reader.Reader` answers. Its passes run by `lab.evaluation.attending`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from specahead.kernels.backends import default_backend
 from specahead.kernels.paged_attention import Batch, BlockLists, paged_attention
 from specahead.kernels.selection import compact
 from specahead.lab.evaluation.just_in_time import JustInTime, SequenceKeys
-from specahead.lab.evaluation.methods import Rival
-from specahead.sparsity.methods import Method
+from specahead.lab.evaluation.methods import Rival, rival_of
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 
@@ -101,6 +100,9 @@ def attend_chosen(
     return paged_attention(batch, blocks, backend=default_backend(device))
 
 
-def make_reader(method: Method | Rival, plan: Plan) -> Reader | LayerReader:
-    """Return what says what a variant's rounds read."""
-    return LayerReader(method, plan) if isinstance(method, Rival) else Reader(method, plan, report_blocks=method.sparse)
+def make_reader(method: str, plan: Plan) -> Reader | LayerReader:
+    """Return what says what the rounds of a method read. Raises PlanError for an unknown name."""
+    rival = rival_of(method)
+    if rival is not None:
+        return LayerReader(rival, plan)
+    return Reader(replace(plan, budget=1.0)) if method == "dense" else Reader(plan, report_blocks=True)

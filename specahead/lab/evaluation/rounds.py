@@ -16,7 +16,6 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.attending import forward_attending, forward_weighing
 from specahead.lab.evaluation.cases import Case
 from specahead.lab.evaluation.forks import fork
-from specahead.lab.evaluation.methods import Rival, compared_method
 from specahead.lab.evaluation.readers import LayerReader, make_reader
 from specahead.lab.evaluation.workers import note_round
 from specahead.sparsity.announce import announce
@@ -149,8 +148,7 @@ class _Run:
 
     def __init__(self, target: ModelRunner, prompt: SequenceKV, variant: Variant) -> None:
         self.variant = variant
-        self.method = compared_method(variant.method)
-        self.reader = make_reader(self.method, variant.plan)
+        self.reader = make_reader(variant.method, variant.plan)
         self.kv = fork(target.kv, prompt)
         self.sums = VariantSums()
         self.right = True
@@ -162,7 +160,7 @@ class _Run:
 
         evidence: [queries, draft_layers, draft_heads, blocks].
         """
-        if isinstance(self.method, Rival) or not self.method.announced:
+        if self.variant.method != "ahead":
             return None
         self.last_announced = announce(evidence.mean(0), self.variant.plan, base, self.last_announced)
         return self.last_announced

@@ -8,7 +8,7 @@ from specahead.engine.loading.model import default_device, load_model, resolve_d
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.cases import Case
-from specahead.lab.evaluation.methods import compared_method
+from specahead.lab.evaluation.methods import rival_of
 from specahead.lab.evaluation.models import load_runner
 from specahead.lab.evaluation.rounds import SIDE_BY_SIDE, Variant, VariantSums, evaluate_case
 from specahead.lab.evaluation.workers import held_models, memory_of, run_in_workers
@@ -43,7 +43,7 @@ def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) 
     asked = [(budget, parse_budget(budget, plan)) for budget in budgets]
     variants = [Variant("dense", "", plan, gamma)]
     for name in methods:
-        compared_method(name)
+        rival_of(name)
         variants += [Variant(name, *each, gamma) for each in asked if name != "dense"]
     return variants
 

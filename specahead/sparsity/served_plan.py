@@ -1,0 +1,24 @@
+"""The plan that services use: of a file, or the one that follows from the sizes of the models."""
+
+from dataclasses import replace
+
+from specahead.engine.loading.config import load_shape
+from specahead.sparsity.plan import ALL_TOKENS, LEAST_TOKENS, Plan, load_plan, uniform_plan
+
+
+def load_served_plan(file: str, budget: float, target: str = "", draft: str = "") -> Plan:
+    """Return a plan that services can use, with another budget unless that is 0.
+
+    file: "" for a pair without a plan. It gets the one that follows from its models' configs (`uniform_plan`), which
+        reads everything unless a budget is stated, since nobody knows yet how good a guide this draft is
+    target, draft: the models, by folder or Hugging Face id; draft "": there is none
+    Raises PlanError for a plan that cannot be read.
+    """
+    if file:
+        plan = load_plan(file)
+    else:
+        shape, drafting = load_shape(target), load_shape(draft) if draft else None
+        heads = (drafting.num_layers, drafting.num_heads) if drafting else (1, 1)
+        least = ALL_TOKENS if draft and not budget else LEAST_TOKENS
+        plan = uniform_plan(shape.num_layers, shape.num_kv_heads, *heads, least_tokens=least)
+    return replace(plan, budget=budget or plan.budget)
