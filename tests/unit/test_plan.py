@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specahead.sparsity.methods import load_served_plan
 from transformers import LlamaConfig
 
 from orchestrator.api.endpoints import serve_clients
