@@ -4,12 +4,10 @@ import json
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from openai import NotFoundError, OpenAI
 
 from protos import inference_pb2
 from specahead.engine.loading.model import load_module
@@ -105,77 +103,57 @@ def test_greedy_exact_equals_transformers(
 ) -> None:
     stack = launch("--plan", sparse_plan_file(), "--speculation", json.dumps(speculation), *flags.split())
     assert ("draft" in stack.services) == ("together" not in flags)
-    drafted, accepted = check(stack, "", prompts[every] + [copied()] * ("lookup" in speculation), greedy)
+    drafted, accepted = check(stack, prompts[every] + [copied()] * ("lookup" in speculation), greedy)
     also(stack, prompts[every])
     assert stack.stop() == 0
     assert accepted > 0.4 * drafted, "fewer drafted tokens were accepted than these books give"
 
 
-MODELS = f"""
-models:
-  - target: {TARGET}
-    draft: {DRAFT}
-    served_model_name: pair
-    speculation: {{gamma: 4, branches: 3, hold: 12}}
-  - target: {TARGET}
-    draft: lookup
-    speculation: {{gamma: 4, hold: 12}}
-    served_model_name: lookup
-  - target: {TARGET}
-    draft: self
-    served_model_name: self
-    speculation: {{gamma: 6}}
-"""
-
-
-def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
-    launch: Callable[..., Stack], tmp_path: Path, prompts: list[list[int]], greedy: Proof
+@pytest.mark.parametrize(
+    ("draft", "speculation", "counter"),
+    [
+        ("", {"gamma": 4, "branches": 3, "hold": 12}, ""),
+        ("lookup", {"gamma": 4, "hold": 12}, "lookup_accepted_tokens"),
+        ("self", {"gamma": 6}, "self_accepted_tokens"),
+    ],
+    ids=["held", "lookup", "self"],
+)
+def test_greedy_exact_with_held_tokens_and_without_a_draft_equals_transformers(
+    draft: str,
+    speculation: dict[str, Any],
+    counter: str,
+    launch: Callable[..., Stack],
+    prompts: list[list[int]],
+    greedy: Proof,
 ) -> None:
-    """One model has a draft and holds tokens back. The others, a service each, propose by prompt lookup with held
-    tokens or draft for themselves.
+    """A draft whose tokens are held back; a target that proposes by prompt lookup and holds them; one that drafts for
+    itself. counter: what the target counts for tokens that it proposed itself.
     """
-    file = tmp_path / "models.yaml"
-    file.write_text(MODELS)
-    stack = launch("--config", str(file), altered='{"self_read_share": 0.25}')
-    assert list(stack.services) == ["target@pair", "draft@pair", "target@lookup", "target@self"]
-    drafted, accepted = check(stack, "pair", prompts[2::3], greedy)
-    assert accepted > 0.2 * drafted, "fewer drafted tokens were accepted than these books give"
-    assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name="pair") == accepted
-    check_confirmed(stack, "pair", 80)
-    counters = {"lookup": "lookup_accepted_tokens", "self": "self_accepted_tokens"}
-    for model, counter in counters.items():  # the load of the machine decides when self drafts
-        assert metric(stack.http, "spec_decode_num_draft_tokens_total", model_name=model) == 0
-        drafted, accepted = check(stack, model, prompts[::5], greedy)
-        assert accepted > max(20, 0.4 * drafted), "fewer were accepted than these books give"
-        assert metric(stack.http, "service_events_total", service=f"target@{model}", name=counter) == accepted
-        assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name=model) == accepted
-    check_confirmed(stack, "lookup", 40)
-    with OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["pair", "lookup", "self"]
-        with pytest.raises(NotFoundError, match="The model `another` does not exist"):
-            client.completions.create(model="another", prompt="a")
+    models = ("--target", str(TARGET), "--draft", draft or str(DRAFT))
+    stack = launch(*models, "--speculation", json.dumps(speculation), altered='{"self_read_share": 0.25}')
+    drafted, accepted = check(stack, prompts[::5] if draft else prompts[2::3], greedy)
+    assert accepted > max(20, (0.4 if draft else 0.2) * drafted), "fewer were accepted than these books give"
+    assert metric(stack.http, "spec_decode_num_accepted_tokens_total") == accepted
+    if counter:
+        assert metric(stack.http, "service_events_total", name=counter) == accepted
+    if draft != "self":
+        check_confirmed(stack, 30 if draft else 80)
 
 
-def check_confirmed(stack: Stack, model: str, least: int) -> None:
-    """Sparse attention screened more than `least` tokens of a model, of which more than a third were confirmed."""
+def check_confirmed(stack: Stack, least: int) -> None:
+    """Sparse attention screened more than `least` tokens, of which more than a third were confirmed."""
     names = "confirmed_tokens", "screened_tokens"
-    confirmed, screened = (
-        metric(stack.http, "service_events_total", service=f"target@{model}", name=name) for name in names
-    )
+    confirmed, screened = (metric(stack.http, "service_events_total", name=name) for name in names)
     assert confirmed > 0.35 * screened > 0.35 * least, "fewer were confirmed than these books give"
 
 
-def check(stack: Stack, model: str, prompts: list[list[int]], greedy: Proof) -> tuple[int, int]:
+def check(stack: Stack, prompts: list[list[int]], greedy: Proof) -> tuple[int, int]:
     """Compare the tokens of all prompts. Return how many tokens were drafted and how many were accepted."""
     stub = stack.stub()
 
     def run(prompt: list[int]) -> tuple[list[int], inference_pb2.SpeculationSummary]:
         request = inference_pb2.GenerateRequest(
-            model=model,
-            token_ids=inference_pb2.TokenIds(ids=prompt),
-            max_tokens=NEW_TOKENS,
-            temperature=0,
-            ignore_eos=True,
+            token_ids=inference_pb2.TokenIds(ids=prompt), max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True
         )
         responses = list(stub.Generate(request))
         return [t for response in responses for t in response.token_ids], responses[-1].speculation

@@ -62,7 +62,7 @@ def test_sampled_exact_has_the_targets_distribution(stack: Stack, tokenizer: Any
 
     def run(seed: int) -> list[int]:
         result = generate(stub, prompt, max_tokens=4, temperature=TEMPERATURE, top_p=TOP_P, seed=seed, ignore_eos=True)
-        assert result.speculation.drafted >= 3, "the first three tokens go through the acceptance rule"
+        assert result.speculation.drafted >= 2, "the second and third token go through the acceptance rule"
         return result.tokens[:3]
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
