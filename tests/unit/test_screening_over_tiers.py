@@ -163,7 +163,7 @@ def test_greedy_tokens_are_those_of_plain_decoding_without_tiers(
             served.attach()
     counted = served.verifier.counters
     assert 0 < counted["confirmed_tokens"] < counted["screened_tokens"]
-    assert counted["preemptions"] > 0 and min(served.kinds.values()) > 20
+    assert counted["preemptions"] > 0 and min(served.kinds.values()) > 10
     totals = served.verifier.totals
     assert totals["kv_fetched_pages"] > 0
     # What lists everything is never fetched; half of three texts is more than 20 pages hold.

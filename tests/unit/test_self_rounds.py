@@ -362,7 +362,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers() -> None
         if len(served["2"]) > 20:
             verifier.abort("2")
         for item in step.rounds:
-            if item.session.id in verifier.admission.running:
+            if item.session.id in verifier.admission.running and item.input.read is not None:
                 assert item.session.kv.groups, "group means stand in for what the drafting passes leave out"
     assert verifier.counters["self_accepted_tokens"] > 20
     assert fetched > 0 and verifier.totals.get("kv_fetched_pages", 0) > 0
