@@ -99,7 +99,7 @@ def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> 
 def _tokens_read(item: VerifyRound, length: int, plan: Plan, kv: KVCache) -> tuple[int, int]:
     """Return how many (layer, KV head, token) triples a round over `length` tokens read, and how many there were.
 
-    What a round reads in the pass that reads its prompt does not count, as that of all prompts.
+    A round in the pass that reads the end of its prompt counts as part of the prompt: it read nothing of its own.
     """
     session = item.session
     if item.input.ends_prompt:

@@ -180,7 +180,16 @@ class Pacing:
                 undrafted += length - found if self.policy.plan.drafted else length
                 expected += self._expected(session, found)
             away += 0 if kv.is_resident(session.kv) else length
-        return Load(sessions, tokens, announcing, min(screened, sessions), pausing, undrafted, expected, away)
+        return Load(
+            sessions=sessions,
+            tokens=tokens,
+            announcing=announcing,
+            screened=min(screened, sessions),
+            pausing=pausing,
+            undrafted=undrafted,
+            expected=expected,
+            away=away,
+        )
 
     def _expected(self, session: TargetSession, found: int) -> float:
         """Return how many tokens a session may be expected to generate, with a next turn if it has had one before.

@@ -16,8 +16,9 @@ from specahead.kernels.linear import BLOCK
 
 log = logging.getLogger(__name__)
 
+QUANTIZATION_KEYS = ("draft_quantization", "screening_quantization")
 LEAST_CAPABILITY = (8, 9)  # of GPUs that convert numbers of 8 bits (e4m3)
-MOST_OF_KV = 1 / 4  # of the memory that weights leave: more KV is worth more than a copy that takes more
+MOST_OF_KV = 1 / 4  # of the memory that weights leave: beyond that, room for KV is worth more than copies
 
 
 Settings = TypeVar("Settings", TargetSettings, DraftSettings)
@@ -43,9 +44,6 @@ def choose_copies(settings: Settings) -> Settings:
     if sizes:
         log.info("chose 8-bit copies of weights", extra={**chosen, "gib": sum(sizes[name] for name in made) / 2**30})
     return replace(settings, speculation=replace(said, **chosen))
-
-
-QUANTIZATION_KEYS = ("draft_quantization", "screening_quantization")
 
 
 def can_copy(config: Any, dtype: str, device: str, model: str) -> bool:
