@@ -41,21 +41,23 @@ class Admission:
                 return
             self.drop(known)
         self._forget(peer, name)
-        if begin.max_length > self._settings.max_context:
+        skipped = self._settings.chosen.skipped_by_draft(begin.prompt_tokens, begin.announces)
+        if begin.max_length - skipped > self._settings.max_context:
             reads = self._settings.max_context
-            self._decline_for_good(peer, name, f"{begin.max_length} tokens, the draft model reads {reads}")
+            self._decline_for_good(peer, name, f"{begin.max_length - skipped} tokens, the draft model reads {reads}")
             return
         if begin.grammar and self.grammars is None:
             self._decline_for_good(peer, name, "this draft follows no grammars")
             return
-        if not self._has_room(len(begin.tokens)):
+        tokens = begin.tokens[skipped:]
+        if not self._has_room(len(tokens)):
             self._decline(peer, name)
             self.waiting.append((peer, name))
             return
         grammar = None
         if begin.grammar and self.grammars is not None:
-            grammar = self.grammars.start(begin.grammar, begin.tokens, begin.prompt_tokens)
-        session = DraftSession.from_begin(peer, begin, self._settings.most_drafted, grammar)
+            grammar = self.grammars.start(begin.grammar, tokens, begin.prompt_tokens - skipped)
+        session = DraftSession.from_begin(peer, begin, self._settings.most_drafted, grammar, skipped)
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session
         self.sessions.append(session)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 # Counters that exist before they count: Prometheus sees no rise in one that begins with 1.
 _COUNTED = ("failed_steps", "resyncs", "declined_sessions")
+_BETWEEN_STEPS = 2  # parts of a chunk that a draft reads at once where the target waits for it
 _FORESIGHT = 0.5  # share of verdicts foreseen from which overlap pays
 
 
@@ -41,10 +42,10 @@ class Drafter:
     ) -> None:
         """grammars: compiles the grammars of sessions; None declines sessions with one."""
         device = str(runner.kv.device) if settings.device == "auto" else settings.device
-        settings = replace(
-            settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device), device=device
-        )
-        chosen = settings.chosen
+        chosen, chunk = settings.chosen, prefill_chunk(settings.prefill_chunk, runner.kv.device)
+        if not chosen.overlap:
+            chunk = max(1, chunk // _BETWEEN_STEPS)
+        settings = replace(settings, prefill_chunk=chunk, device=device)
         self.runner, self.plan = runner, plan
         self.overlaps = chosen.overlap
         """Whether rounds are drafted before the verdict on the round before."""
@@ -145,37 +146,38 @@ class Drafter:
 
     # Steps.
 
-    def plan_step(self) -> DraftStep | None:
+    def plan_step(self, may_read: Callable[[str], bool] = lambda session: True) -> DraftStep | None:
         """Apply the events that have come and return the next step, None if there is nothing to do.
 
-        The pages that it writes are reserved; when they run out, sessions give way.
+        may_read: says whether the prompt of a session, by its name, may be read now. The pages that the step writes are
+        reserved; when they run out, sessions give way.
         """
         self._apply_inbox()
         self._tell_load()
-        while (work := self._find_work()) is not None:
+        while (work := self._find_work(may_read)) is not None:
             step = plan_draft_step(work, self.plan, self._settings, self.runner.kv)
             if self.runner.kv.reserve(step.work):
                 return step
             self.admission.preempt_youngest()
         return None
 
-    def plan_chained_rounds(self, places: Mapping[str, int]) -> DraftStep | None:
+    def plan_chained_rounds(self, places: Mapping[str, int], may_read: Callable[[str], bool]) -> DraftStep | None:
         """Apply the events that have come, and return the rounds to launch after a step of the target that judges the
         present ones; None if there is something else to do, or no room.
 
-        places: the place of each session in that step, by name.
+        places: the place of each session in that step, by name. may_read: as of plan_step.
         """
         self._apply_inbox()
         self._tell_load()
-        if self.overlaps or self._find_work() is not None:
+        if self.overlaps or self._find_work(may_read) is not None:
             return None
         step = plan_chained_rounds(self.admission.sessions, places, self.plan)
         return step if step is not None and self.runner.kv.reserve(step.work) else None
 
-    def _find_work(self) -> Work | None:
+    def _find_work(self, may_read: Callable[[str], bool]) -> Work | None:
         sessions = self.admission.sessions
         foresight = 0.0 if len(sessions) == 1 else _FORESIGHT  # a draft's only session holds up no other
-        return find_work(sessions, foresight, self.overlaps, self._settings)
+        return find_work(sessions, foresight, self.overlaps, self._settings, may_read)
 
     def next_deadline(self) -> float | None:
         """Return None: new work comes with events only."""

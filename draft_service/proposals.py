@@ -67,7 +67,7 @@ def send_round(session: DraftSession, round_: DraftedRound, counters: Counter[st
     Also a second time, for an overlap that its verdict met although the target began a new epoch.
     """
     overlaps = round_ is session.overlap
-    at = session.at._replace(round=session.at.round + overlaps, base=round_.base)
+    at = session.at._replace(round=session.at.round + overlaps, base=session.skipped + round_.base)
     # The target knows nothing yet of the present round itself.
     announced = _announcement(round_, session.newest_known if overlaps else session.reference, counters)
     drafted = [outcome.drafted for outcome in round_.outcomes]

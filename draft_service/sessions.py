@@ -128,6 +128,8 @@ class DraftSession:
     """Committed tokens, then drafted ones."""
     gamma: int
     """Tokens that the target wants proposed a round."""
+    skipped: int = 0
+    """Tokens at the beginning of the prompt that the draft does not read. All but `at` counts from there on."""
     dense: bool = False
     """Whether the target wants no announcements at present."""
     kv: SequenceKV = field(default_factory=SequenceKV)
@@ -145,21 +147,27 @@ class DraftSession:
     statistics: VerdictStatistics = field(default_factory=VerdictStatistics)
 
     @staticmethod
-    def from_begin(peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None) -> "DraftSession":
-        """Return a session that stands where `begin` says, and proposes up to `gamma` tokens a round."""
+    def from_begin(
+        peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None, skipped: int = 0
+    ) -> "DraftSession":
+        """Return a session that stands where `begin` says, and proposes up to `gamma` tokens a round.
+
+        grammar: of the text without the `skipped` tokens.
+        """
         # A grammar decides when a text may end, which the target's min_tokens gives way to.
         sampling = begin.sampling if grammar is None else replace(begin.sampling, min_tokens=0)
         terms = Terms(
             sampling=sampling,
-            max_length=begin.max_length,
+            max_length=begin.max_length - skipped,
             most_gamma=gamma,
             announces=begin.announces,
             draws_own=begin.draws_own,
-            rules=session_rules(sampling, begin.prompt_tokens, begin.stop_token_ids),
+            rules=session_rules(sampling, begin.prompt_tokens - skipped, begin.stop_token_ids),
             grammar=grammar,
         )
         at = begin.at._replace(base=len(begin.tokens))
-        return DraftSession(peer, at, terms, list(begin.tokens), min(begin.gamma or gamma, gamma), begin.dense)
+        tokens, wanted = list(begin.tokens[skipped:]), min(begin.gamma or gamma, gamma)
+        return DraftSession(peer, at, terms, tokens, wanted, skipped, begin.dense)
 
     @property
     def id(self) -> str:
@@ -169,7 +177,7 @@ class DraftSession:
     @property
     def committed(self) -> int:
         """How many tokens are committed."""
-        return self.at.base
+        return self.at.base - self.skipped
 
     @property
     def pending(self) -> list[int]:
@@ -216,7 +224,7 @@ class DraftSession:
         A verdict whose base lies before the committed tokens takes back the tokens between. Raises ValueError for one
         whose base lies after them or that skips a round, or if KV to be taken back is shared with another session.
         """
-        base, tokens = verdict.at.base, verdict.tokens
+        base, tokens = verdict.at.base - self.skipped, verdict.tokens
         if verdict.at.round != self.at.round + 1:
             raise ValueError(f"verdict opens round {verdict.at.round}, round {self.at.round} is under judgement here")
         if not 0 < base <= self.committed:
@@ -227,7 +235,7 @@ class DraftSession:
         self._take_statistics(verdict, met is not None)
         if not verdict.plain:
             self.reference = self.newest_known
-        self.at = verdict.at._replace(base=base + len(tokens))
+        self.at = verdict.at._replace(base=verdict.at.base + len(tokens))
         self.overlap = None
         if met is None or overlap is None:
             self.tokens[base:] = tokens

@@ -1,6 +1,6 @@
 """Plans one model step of a drafter: a round for each session that has one to draft, and parts of prompts to read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,14 +86,21 @@ class Work:
     """Sessions with a prompt to read."""
 
 
-def find_work(sessions: list[DraftSession], foresight: float, overlaps: bool, settings: DraftSettings) -> Work | None:
+def find_work(
+    sessions: list[DraftSession],
+    foresight: float,
+    overlaps: bool,
+    settings: DraftSettings,
+    may_read: Callable[[str], bool],
+) -> Work | None:
     """Return what there is to do; None if there is nothing.
 
     foresight: share of verdicts that a session must have foreseen for its next round to be drafted before the verdict.
-    overlaps: whether rounds are drafted before the verdict at all.
+    overlaps: whether rounds are drafted before the verdict at all. may_read: says whether the prompt of a session, by
+    its name, may be read now.
     """
     most_unread = CATCHING_UP * (settings.most_drafted + 1)
-    reading = [each for each in sessions if len(each.tokens) - each.kv.length > most_unread]
+    reading = [each for each in sessions if len(each.tokens) - each.kv.length > most_unread and may_read(each.id)]
     read = [each for each in sessions if len(each.tokens) - each.kv.length <= most_unread]
     due = [
         session
@@ -227,7 +234,9 @@ def _draws(session: DraftSession, position: int, count: int) -> np.ndarray:
     """Return the numbers in [0, 1) that draw the tokens from a position on, float64 [count]; 0 for greedy sessions."""
     use = USE_TARGET if session.terms.draws_own else USE_DRAFT
     sampling = session.terms.sampling
-    return np.zeros(count) if sampling.greedy else uniforms(sampling.seed, position, count, use)
+    if sampling.greedy:
+        return np.zeros(count)
+    return uniforms(sampling.seed, session.skipped + position, count, use)
 
 
 def _announcement_request(session: DraftSession, plan: Plan, base: int) -> AnnouncementRequest | None:

@@ -100,7 +100,7 @@ class StepsByTurns:
             self._spoke = False
             order = (self.drafter, self.verifier) if self._drafts_next else (self.verifier, self.drafter)
             for owner in order:
-                step = owner.plan_step()
+                step = self.verifier.plan_step() if owner is self.verifier else self.drafter.plan_step(self._may_read)
                 if step is not None:
                     self._drafts_next = owner is self.verifier
                     return LaunchRounds(step) if isinstance(step, DraftStep) and self._can_launch(step) else step
@@ -127,16 +127,17 @@ class StepsByTurns:
         Of a round that follows a step the draft hears once it has ended where it stands: the target knows already. It
         drops one whose step has taken back tokens that the draft built on.
         """
-        session, at, base = item.session, item.session.at, item.base
+        session, at, base = item.session, item.session.at, item.session.skipped + item.base
         if item.request.follows is not None:
             judged = self.verifier.admission.running.get(session.id)
             if judged is None or judged.draft.last_judged is None:
                 return None
             key, verdict = judged.draft.last_judged
-            if key != (at.epoch, at.round) or verdict.at.base != session.committed:
+            if key != (at.epoch, at.round) or verdict.at.base != session.at.base:
                 return None
             at, base = judged.at, len(judged.tokens)
-        return DraftedRound(at, session.tokens_to_propose(base), row, item.request.announce is not None)
+        proposed = session.tokens_to_propose(base - session.skipped)
+        return DraftedRound(at, proposed, row, item.request.announce is not None)
 
     def _plan_following_rounds(self, judging: VerifyStep) -> DraftStep | None:
         """Return what the draft drafts while a step of the target runs; None if that has to wait.
@@ -145,7 +146,15 @@ class StepsByTurns:
         """
         if any(item.input.draft_row is None or item.is_void for item in judging.rounds):
             return None
-        return self.drafter.plan_chained_rounds({item.session.id: row for row, item in enumerate(judging.rounds)})
+        places = {item.session.id: row for row, item in enumerate(judging.rounds)}
+        return self.drafter.plan_chained_rounds(places, self._may_read)
+
+    def _may_read(self, session: str) -> bool:
+        """Return whether the draft may read a session's prompt: the target has, and no short prompt waits to be read by
+        the target, whose first token would come later.
+        """
+        judged = self.verifier.admission.running.get(session)
+        return judged is not None and judged.unread <= 0 and not self.verifier.reads_short_prompts
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with the draft ends; None if none is waiting."""

@@ -79,6 +79,8 @@ class SessionMaker:
             first_guess=FirstGuess(READ_AT_ONCE - 1) if guesses_first else None,
             draft=DraftState(draws_own=self._runner.deterministic),
         )
+        if session.lookup is not None:
+            session.lookup.extend(session.tokens, len(session.tokens))  # beside the step that runs
         session.kv.dense = session.reading.is_dense
         if session.screening is not None:
             session.kv.settled = session.screening.settled

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from specahead.config import TargetSettings
+from specahead.config.speculation import ResolvedSpeculation
 from specahead.engine.steps.requests import gammas
 from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.plan import Plan
@@ -58,10 +59,15 @@ class Pacing:
     """Lets the policy decide over the rounds of the running sessions."""
 
     def __init__(
-        self, policy: Policy, runner: TargetRunner, sessions: Mapping[str, TargetSession], imposed: bool = False
+        self,
+        policy: Policy,
+        runner: TargetRunner,
+        sessions: Mapping[str, TargetSession],
+        speculation: ResolvedSpeculation,
+        imposed: bool = False,
     ) -> None:
         """sessions: the running ones, by name. imposed: whether verdicts are imposed: then no proposal is useless."""
-        self.policy = policy
+        self.policy, self._speculation = policy, speculation
         self._runner, self._sessions, self._imposed = runner, sessions, imposed
         self._captures_seen = 0
         self._draft_has_read = False  # in this process, prompts, since the last step
@@ -111,7 +117,10 @@ class Pacing:
         session, pace = item.session, item.session.pace
         seen.tokens += commit.accepted + 1
         if commit.finish_reason is not FinishReason.NONE:
-            self.policy.reading.note_answer(pace.prompt_tokens, len(session.tokens) - session.asked.prompt_tokens)
+            prompt = session.asked.prompt_tokens
+            read = min(pace.prompt_tokens, prompt - self._skipped(session))
+            was_cut = commit.finish_reason is FinishReason.LENGTH
+            self.policy.reading.note_answer(read, len(session.tokens) - prompt, was_cut)
         since, pace.committed_at = pace.committed_at, None if seen.disturbed or item.is_guessed else seen.now
         if session.screening is not None and not item.screens:
             if commit.screened:
@@ -162,7 +171,7 @@ class Pacing:
 
     def _load(self, everyone: bool = False) -> Load:
         """Return the load by the sessions that generate, or by all that run."""
-        sessions = tokens = announcing = screened = pausing = undrafted = away = 0
+        sessions = tokens = announcing = screened = pausing = skipped = undrafted = away = 0
         expected = 0.0
         kv = self._runner.kv
         for session in self._sessions.values():
@@ -174,10 +183,13 @@ class Pacing:
             tokens += length
             announcing += length if session.announces else 0
             pausing += session.pace.pause.lasts(length)
+            own_skipped = self._skipped(session)
+            skipped += own_skipped
             if session.draft.peer is None:
                 found = max(0, session.asked.prompt_tokens - session.unread - session.pace.prompt_tokens)
                 # What the target has found it may have drafted for.
-                undrafted += length - found if self.policy.plan.drafted else length
+                known = found if self.policy.plan.drafted else 0
+                undrafted += length - max(known, own_skipped)
                 expected += self._expected(session, found)
             away += 0 if kv.is_resident(session.kv) else length
         return Load(
@@ -186,10 +198,15 @@ class Pacing:
             announcing=announcing,
             screened=min(screened, sessions),
             pausing=pausing,
+            skipped=skipped,
             undrafted=undrafted,
             expected=expected,
             away=away,
         )
+
+    def _skipped(self, session: TargetSession) -> int:
+        """Return how many tokens of a session's prompt a draft does not read."""
+        return self._speculation.skipped_by_draft(session.asked.prompt_tokens, session.reading.is_announced)
 
     def _expected(self, session: TargetSession, found: int) -> float:
         """Return how many tokens a session may be expected to generate, with a next turn if it has had one before.

@@ -96,7 +96,7 @@ class StepPlanner:
     def _plan_prompts(self, step: VerifyStep, reading: list[TargetSession]) -> None:
         """Add parts of prompts to a step. Where one is the last, the session's round follows in the same pass."""
         deterministic = self._runner.deterministic
-        for session, share in share_prompts(reading, self._settings.prefill_chunk):
+        for session, share in share_prompts(reading, self._settings.prefill_chunk, bool(step.rounds)):
             if is_followed_by_round(session, share, deterministic):
                 proposal = _proposal_of(session)
                 own = session.look_up(self._settings.most_drafted) if proposal is None else proposal.tokens

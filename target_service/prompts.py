@@ -1,38 +1,41 @@
 """Which parts of prompts a step reads."""
 
+import math
 from collections.abc import Sequence
 
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput
-from specahead.engine.steps.step_loop import share_prefill
+from specahead.engine.steps.step_loop import OLDEST, share_prefill
 from target_service.session import TargetSession
 
 LEAST_PART = 4  # a step reads a fourth of a chunk at least, where there is as much to read
+BESIDE_ROUNDS = 2  # and half of a chunk at most, where sessions wait for their next rounds meanwhile
 SCORED_ROWS = 256  # tokens of prompts whose log probabilities are asked for, that a step reads
 
 
-def share_prompts(sessions: Sequence[TargetSession], chunk: int) -> list[tuple[TargetSession, int]]:
+def share_prompts(
+    sessions: Sequence[TargetSession], chunk: int, beside_rounds: bool
+) -> list[tuple[TargetSession, int]]:
     """Return how many tokens of its prompt each session reads in a step, for those that read any, in order of their
-    arrival. chunk: tokens of all of them together, at most.
+    arrival. chunk: tokens of all of them together, at most. beside_rounds: whether the step has rounds as well.
     """
     starts, readable = [session.kv.length for session in sessions], _readable(sessions)
-    shares = share_prefill(starts, readable, tokens_of_step(readable, chunk))
+    shares = share_prefill(starts, readable, tokens_of_step(readable, chunk, beside_rounds))
     return [(session, share) for session, share in zip(sessions, shares, strict=True) if share]
 
 
-def tokens_of_step(remaining: Sequence[int], chunk: int) -> int:
-    """Return how many tokens of prompts a step reads, of prompts that have so many tokens left each.
+def tokens_of_step(remaining: Sequence[int], chunk: int, beside_rounds: bool) -> int:
+    """Return how many tokens of prompts a step reads. remaining: the tokens that each prompt has left.
 
-    Where short prompts end in it, it reads as many tokens of others as of these, and no whole chunk: the first tokens
-    of the short ones come when the step has ended. So the oldest prompt has half of each step.
+    A first token comes when the step has ended that reads the end of its prompt. So a step in which a short prompt
+    ends reads little beside it, and short prompts that have come together end one after another.
     """
-    ending, half = 0, chunk - chunk // 2
-    for tokens in sorted(remaining):
-        if ending + tokens > half:
-            break
-        ending += tokens
-    return min(chunk, max(2 * ending, chunk // LEAST_PART)) if ending else chunk
+    least, most = chunk // LEAST_PART, chunk // BESIDE_ROUNDS if beside_rounds else chunk
+    shortest = min(remaining, default=0)
+    if shortest > least:
+        return most
+    return min(most, max(least, math.ceil(shortest / (1 - OLDEST))))
 
 
 def is_followed_by_round(session: TargetSession, share: int, deterministic: bool) -> bool:

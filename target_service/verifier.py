@@ -33,6 +33,7 @@ from target_service.opening import SessionMaker
 from target_service.pacing import Pacing, policy_of
 from target_service.patience import Patience
 from target_service.planning import StepPlanner
+from target_service.prompts import LEAST_PART
 from target_service.protocol import DraftProtocol
 from target_service.reporting import ReadingRate
 from target_service.screening import screening_reader
@@ -84,7 +85,7 @@ class Verifier:
         self.admission = Admission(runner, settings, self.counters, maker)
         self.policy = policy_of(settings, plan, runner, self.counters)
         imposed = hooks.imposes_verdicts and not settings.adaptive
-        self.pacing = Pacing(self.policy, runner, self.admission.running, imposed)
+        self.pacing = Pacing(self.policy, runner, self.admission.running, settings.chosen, imposed)
         self.protocol = DraftProtocol(
             self.admission.running, plan, settings, runner.vocab_size, self.counters, self.patience, hooks
         )
@@ -116,6 +117,12 @@ class Verifier:
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
         own_gammas = [] if self._drafting is None else self.policy.options.gammas
         self.runner.warm_up(reads, self.settings.max_sessions, own_gammas, screened, self.settings.screens_lightly)
+
+    @property
+    def reads_short_prompts(self) -> bool:
+        """Whether a session waits for its first token whose prompt is so short that the next step reads its end."""
+        least = self.settings.prefill_chunk // LEAST_PART
+        return any(0 < session.unread <= least for session in self.admission.running.values())
 
     @property
     def is_idle(self) -> bool:

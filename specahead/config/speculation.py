@@ -35,7 +35,10 @@ class Speculation(Keyed, group="speculation"):
     each round is dense; null: as many as are fastest, where screening can pay."""
     lookup: bool | None = None
     """Whether exact sessions whose last 16 tokens occurred before propose up to 15 tokens that followed there, before
-    their draft model is asked; null: no."""
+    their draft model is asked; null: where it is on a GPU."""
+    draft_context: Annotated[int, Within(least=0)] = 8192
+    """A draft that announces no blocks reads the last tokens of a prompt alone: at least as many as this, at most twice
+    as many; 0: all."""
     draft_read_share: Share | None = None
     """Share of the KV that the draft's passes after a round's first one read; null: 0.1 on a GPU, 1 on a CPU."""
     branches: Annotated[int, Within(least=1, most=MAX_BRANCHES)] | None = None
@@ -59,6 +62,16 @@ class ResolvedSpeculation(Speculation):
     lookup: bool
     draft_read_share: float
     branches: int
+
+    def skipped_by_draft(self, prompt_tokens: int, announces: bool) -> int:
+        """Return how many tokens at the beginning of a prompt a draft does not read.
+
+        It is a multiple of `draft_context`, so that the next turns of a conversation mostly skip as many, and find the
+        KV of the last one. announces: whether the draft announces blocks of this session.
+        """
+        if announces or not self.draft_context:
+            return 0
+        return max(0, prompt_tokens // self.draft_context - 1) * self.draft_context
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ def resolve(asked: Speculation, where: Circumstances) -> ResolvedSpeculation:
     resolved = {
         "max_gamma": max_gamma,
         "hold": asked.hold if asked.hold is not None or _may_hold(max_gamma, where) else 0,
-        "lookup": bool(asked.lookup),
+        "lookup": asked.lookup if asked.lookup is not None else where.on_gpu and where.has_draft,
         "draft_read_share": share,
         "branches": branches if asked.overlap else 1,
     }

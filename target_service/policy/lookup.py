@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
+import numpy as np
+
 from target_service.policy.pace import Pause
 
 SHORTEST = 3  # tokens that must have occurred before
 LONGEST = 16  # tokens that are compared
 PLACES = 16  # where the last tokens occurred that are compared, at most, the latest ones
-_TOKEN_BITS = 24  # of a token id within the key of an n-gram
+_TOKEN_BITS = 21  # of a token id within the key of an n-gram, so that keys are int64
+MANY = 512  # tokens that are indexed at once by array operations
 _KEY_MASK = (1 << SHORTEST * _TOKEN_BITS) - 1
 
 
@@ -30,6 +33,8 @@ class PromptLookup:
 
     def extend(self, tokens: Sequence[int], end: int) -> None:
         """Index the n-grams that end before place `end`, of a text that begins with that of the last call."""
+        if not self._before and end >= MANY:
+            self._begin(np.array(tokens[:end], np.int64))
         for place in range(len(self._before), end):
             previous = 0
             if place >= SHORTEST:
@@ -37,6 +42,19 @@ class PromptLookup:
                 self._latest[self._key] = place
             self._before.append(previous)
             self._key = _with_token(self._key, tokens[place])
+
+    def _begin(self, tokens: np.ndarray) -> None:
+        """Index a long text at once. tokens: int64 [at least SHORTEST]."""
+        keys = np.zeros(len(tokens) - SHORTEST + 1, np.int64)
+        for offset in range(SHORTEST):
+            keys = keys << _TOKEN_BITS | tokens[offset : offset + len(keys)]
+        *before, self._key = keys.tolist()  # the last one ends where no token follows yet
+        order = np.argsort(keys[:-1], kind="stable")
+        repeats = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
+        previous = np.zeros(len(tokens), np.int64)
+        previous[SHORTEST + order[repeats + 1]] = SHORTEST + order[repeats]
+        self._before = previous.tolist()
+        self._latest = dict(zip(before, range(SHORTEST, len(tokens)), strict=True))
 
     def propose(self, tokens: Sequence[int], count: int, least: int = SHORTEST, stays: int | None = None) -> list[int]:
         """Return the tokens behind the latest of the longest matches of the text's last tokens: one for each matching

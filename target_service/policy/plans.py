@@ -73,6 +73,8 @@ class Load:
     """Sessions that may hold tokens back."""
     pausing: int = 0
     """Sessions that nothing is proposed for while it is for others."""
+    skipped: int = 0
+    """Tokens of these that a draft does not read."""
     undrafted: int = 0
     """Tokens that a draft would have to read first of the sessions that have none now."""
     expected: float = 0.0

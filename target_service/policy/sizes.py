@@ -70,7 +70,7 @@ class Sizes:
         by DRAFT_KV.
         """
         passes = kind.gamma + 1 if kind.proposer is Proposer.DRAFT else 0
-        return passes * (self.weight_tokens + DRAFT_KV * load.tokens)
+        return passes * (self.weight_tokens + DRAFT_KV * (load.tokens - load.skipped))
 
     def own_drafting(self, gamma: int, load: Load) -> float:
         """Return what the passes take in which the target drafts `gamma` tokens of each session by itself.

@@ -17,7 +17,7 @@ from specahead.engine.sampling.judging import Drafted
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.engine.steps.step_loop import share_prefill
+from specahead.engine.steps.step_loop import OLDEST, share_prefill
 from specahead.wire import messages as m
 from target_service.prompts import LEAST_PART, tokens_of_step
 from tests.unit.clock import Clock
@@ -150,11 +150,13 @@ def test_a_proposal_that_is_here_is_judged_with_the_prompts_end(clock: Clock) ->
 # Which prompts a step reads
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40_000)), min_size=1, max_size=12))
-@example([(0, 36_000), (1, 1500)])
-def test_short_prompts_are_read_at_once_and_long_ones_go_on(arrivals: list[tuple[int, int]]) -> None:
-    """A prompt that fits into half of a chunk is read in the next step if it is the shortest, and the oldest has about
-    half of every step. arrivals: before which step each prompt comes, and how many tokens it has.
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40_000)), min_size=1, max_size=12), st.booleans())
+@example([(0, 36_000), (1, 1500)], True)
+def test_short_prompts_are_read_at_once_and_long_ones_go_on(
+    arrivals: list[tuple[int, int]], beside_rounds: bool
+) -> None:
+    """A prompt that fits into a quarter of a chunk is read in the next step if it is the shortest, and the oldest has
+    about a quarter of every step. arrivals: before which step each prompt comes, and how many tokens it has.
     """
     chunk, unit = 8192, 512
     waiting = sorted(arrivals, key=lambda each: each[0])
@@ -167,21 +169,22 @@ def test_short_prompts_are_read_at_once_and_long_ones_go_on(arrivals: list[tuple
                 return
             continue
         left = [tokens for _, tokens in reading]
-        budget = tokens_of_step(left, chunk)
+        budget = tokens_of_step(left, chunk, beside_rounds)
         shares = share_prefill([read for read, _ in reading], left, budget)
         shortest = left.index(min(left))
         assert sum(shares) <= budget <= chunk
-        assert shares[shortest] == left[shortest] or left[shortest] > chunk // 2
-        assert shares[0] >= min(left[0], budget // 2 - unit)
+        assert shares[shortest] == left[shortest] or left[shortest] > chunk // LEAST_PART
+        assert shares[0] >= min(left[0], OLDEST * budget - unit)
         assert sum(shares) >= min(sum(left), chunk // LEAST_PART - 2 * unit)
         for prompt, share in zip(reading, shares, strict=True):
             prompt[0], prompt[1] = prompt[0] + share, prompt[1] - share
         reading = [prompt for prompt in reading if prompt[1]]
-        assert step < 400
+        assert step < 800
 
 
 def test_a_short_turn_waits_for_no_whole_chunk_of_a_long_prompt() -> None:
-    assert tokens_of_step([36_000], 8192) == tokens_of_step([36_000, 20_000], 8192) == 8192
-    assert tokens_of_step([36_000, 1500], 8192) == 3000
-    assert tokens_of_step([36_000, 100], 8192) == 2048
-    assert tokens_of_step([36_000, 1500, 1400, 1300], 8192) == 5400, "those of two end in it"
+    assert tokens_of_step([36_000], 8192, False) == tokens_of_step([36_000, 20_000], 8192, False) == 8192
+    assert tokens_of_step([36_000, 20_000], 8192, True) == 4096, "others wait for their next rounds"
+    assert tokens_of_step([36_000, 1800], 8192, True) == 2400
+    assert tokens_of_step([36_000, 100], 8192, True) == 2048
+    assert tokens_of_step([36_000, 1800, 1700, 1900], 8192, False) == 2267, "one ends in it, and others go on"

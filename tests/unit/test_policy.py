@@ -30,7 +30,7 @@ from target_service.policy import (
     Verified,
 )
 from target_service.policy.choice import kinds_of
-from target_service.policy.reading import DraftReading
+from target_service.policy.reading import USUAL_ANSWER, DraftReading
 
 A_TOKEN = 3.25e-8  # seconds to read one of KV
 WEIGHTS = 120_000.0  # of an 8B model, in tokens of its KV
@@ -446,14 +446,14 @@ def test_holding_is_tried_again_where_it_did_not_pay() -> None:
 
 def test_what_a_draft_takes_to_read_is_soon_known_though_kernels_are_compiled_first() -> None:
     reading = DraftReading()
-    reading.note_read(0.6, 3000)
-    reading.note_read(0.02, 2000)
-    assert reading.seconds_to_read(1000) == pytest.approx(0.01)
     reading.note_read(0.0001, 1)  # a part so short says nothing of long ones
-    for _ in range(5):
-        reading.note_read(0.08, 8000)
-    reading.note_read(2.0, 8000)
-    assert reading.seconds_to_read(1000) < 0.015
+    assert reading.seconds_to_read(1000) == 0.0
+    for seconds in (0.6, 0.02, 0.02, 0.8, 0.022, 0.018, 0.3):
+        reading.note_read(seconds, 2000)
+    assert reading.seconds_to_read(1000) == pytest.approx(0.011)
+    for _ in range(9):
+        reading.note_read(0.04, 2000)
+    assert reading.seconds_to_read(1000) == pytest.approx(0.02), "contexts are longer now"
 
 
 def test_reading_counts_by_what_sessions_without_a_draft_may_generate() -> None:
@@ -464,7 +464,18 @@ def test_reading_counts_by_what_sessions_without_a_draft_may_generate() -> None:
     begun = replace(load, undrafted=20_000, expected=500)
     assert reading.seconds_a_token(begun) == pytest.approx(0.2 / 500), "20,000 tokens are read while 500 are generated"
     assert reading.seconds_a_token(replace(begun, expected=1000)) == pytest.approx(0.2 / 1000)
-    reading.note_answer(10_000, 100)
+    reading.note_answer(10_000, 100, was_cut=False)
     assert reading.seconds_a_token(load) == pytest.approx(4 * 0.1 / 100), "so do the requests that come"
-    reading.note_answer(0, 2)
+    reading.note_answer(0, 2, was_cut=False)
     assert 95 < reading.typical_answer < 100, "a token that is generated is of a long answer"
+
+
+def test_an_answer_that_the_clients_limit_ended_says_little_about_the_length_of_answers() -> None:
+    """Short answers that warm a service up do not keep later ones from being drafted."""
+    reading = DraftReading()
+    for _ in range(20):
+        reading.note_answer(3000, 24, was_cut=True)
+    assert reading.typical_answer == pytest.approx(USUAL_ANSWER)
+    for _ in range(40):
+        reading.note_answer(3000, 24, was_cut=False)
+    assert reading.typical_answer < 50

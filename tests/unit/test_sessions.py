@@ -50,6 +50,35 @@ def test_greedy_is_plain_decoding(
     assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"] == 0
 
 
+PENALTIES = Sampling(0.8, seed=5, frequency_penalty=0.5, repetition_penalty=1.2)
+
+
+class Nearsighted(FakeModel):
+    """Target and draft look back a few tokens, so that what a draft has not read makes no difference."""
+
+    def target(self, tokens: list[int]) -> np.ndarray:
+        return super().target(tokens[-6:])
+
+    def draft(self, tokens: list[int]) -> np.ndarray:
+        return super().draft(tokens[-6:])
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.9, seed=3), PENALTIES])
+def test_a_draft_may_read_the_last_tokens_of_a_prompt_alone(clock: Clock, ahead: bool, sampling: Sampling) -> None:
+    """It proposes what it would propose if it had read all, but for what rules count in the prompt."""
+    world = World(clock, 1, Nearsighted(agreement=4), ahead=ahead, draft_reads=20, draft_context=90)
+    world.attach()
+    texts = [[world.rng.randrange(VOCAB) for _ in range(count)] for count in (130, 200, 300, 25)]
+    names = [world.open(text, 25, sampling=sampling) for text in texts]
+    world.run()
+    if sampling.greedy:
+        finish(world, *names)
+    drafted, accepted = totals(world)
+    assert drafted > 60
+    assert accepted > (0.5 if sampling is PENALTIES else 0.95) * drafted
+
+
 def test_work_ahead_that_is_right_is_kept(clock: Clock) -> None:
     """In lockstep a draft that agrees is a round ahead each time: no epoch passes, nothing is drafted twice."""
     world = World(clock, model=FakeModel(ends=True))
@@ -456,16 +485,18 @@ class Whimsical(Policy):
     st.sampled_from([1, 3, 8]),
     st.booleans(),
     st.sampled_from([0, 0, 6]),
+    st.sampled_from([0, 10]),
 )
 def test_greedy_is_plain_decoding_whatever_is_chosen(
-    seed: int, gamma: int, branches: int, ahead: bool, faults: int
+    seed: int, gamma: int, branches: int, ahead: bool, faults: int, reads: int
 ) -> None:
     """Rounds of any length, announced or not, with pauses and trials, by chance; also where the link misbehaves."""
     clock = Clock()
     with patch("target_service.verifier.time", clock):
         model = FakeModel(ends=True, agreement=3)
         wrong = Faults(faults, jumps=faults // 3)
-        world = World(clock, seed, model, gamma=gamma, branches=branches, ahead=ahead, faults=wrong)
+        how = {"gamma": gamma, "branches": branches, "ahead": ahead, "draft_reads": reads}
+        world = World(clock, seed, model, faults=wrong, **how)
         whims = Whimsical(gamma, world.rng, world.verifier.policy)
         world.verifier.pacing.policy = whims
         world.attach()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specahead.engine.steps.step_loop import HUNG, MOST_FAILURES, run_step_loop, share_prefill
+from specahead.engine.steps.step_loop import HUNG, MOST_FAILURES, OLDEST, run_step_loop, share_prefill
 from specahead.kernels.prompt_attention import UNIT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,8 +132,9 @@ def test_prompts_share_a_step(remaining: list[int], budget: int) -> None:
     assert sum(shares) == min(budget, sum(remaining))
     if remaining:
         shortest = min(remaining)
-        assert shares[remaining.index(shortest)] >= min(shortest, budget // 2)
-        assert shares[0] >= min(remaining[0], budget // 2)
+        of_oldest = int(OLDEST * budget)
+        assert shares[remaining.index(shortest)] >= min(shortest, budget - of_oldest)
+        assert shares[0] >= min(remaining[0], of_oldest)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 9000)), min_size=1, max_size=6), st.integers(1024, 9000))

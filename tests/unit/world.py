@@ -95,6 +95,7 @@ class World:
         weight_tokens: float = 0.0,
         hooks: Hooks = NO_HOOKS,
         draft_context: int = 500,
+        draft_reads: int = 0,
         runner: type[FakeRunner] = FakeRunner,
         grammars: Grammars | None = None,
         proposer: str = "none",
@@ -103,7 +104,9 @@ class World:
         screening_quantization: str = "none",
         lookup: bool = False,
     ) -> None:
-        """proposer: what proposes while no draft is attached, as --draft says."""
+        """proposer: what proposes while no draft is attached, as --draft says. draft_reads: the last tokens of a prompt
+        that its draft reads at least; 0: all.
+        """
         self.clock, self.rng = clock, random.Random(seed)
         self.model = model or FakeModel()
         self.faults = faults or Faults()
@@ -129,7 +132,12 @@ class World:
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
         settings = draft_settings(
-            gamma=gamma, overlap=ahead, branches=branches, prefill_chunk=prefill_chunk, max_context=draft_context
+            gamma=gamma,
+            overlap=ahead,
+            branches=branches,
+            prefill_chunk=prefill_chunk,
+            max_context=draft_context,
+            draft_context=draft_reads,
         )
         self.drafter = Drafter(self.draft, plan, settings, grammars)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)

@@ -284,6 +284,10 @@ class ModelRunner(TargetOrDraftRunner):
         compile_ahead([lambda: merges, *layers])
         scratch = SequenceKV()
         room = min(tokens, self.kv.pool.available * PAGE_SIZE, (self._limits.pages * PAGE_SIZE) - MAX_OVERHANG)
+        odd = SequenceKV(), SequenceKV()  # Triton compiles anew for numbers that are no multiples of 16
+        self.forward([SequenceInput(kv, [0] * max(1, room // 2 - 17 - index)) for index, kv in enumerate(odd)])
+        for sequence in odd:
+            self.kv.release(sequence)
         self.forward([SequenceInput(scratch, [0] * room)])
         if self.kv.means is not None:
             self.kv.extend_group_means([scratch], [min(room, self.kv.means.group_size)])

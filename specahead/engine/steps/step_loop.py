@@ -16,6 +16,7 @@ from specahead.kernels.prompt_attention import UNIT
 log = logging.getLogger(__name__)
 
 HUNG = 70  # the exit status of a process whose model hangs
+OLDEST = 0.25  # share of the tokens of a step that the oldest prompt has at least, beside shorter ones
 MOST_FAILURES = 3  # steps that may fail one after another before a service gives up
 
 Work = TypeVar("Work")
@@ -129,7 +130,7 @@ def prefill_chunk(asked: int, device: torch.device) -> int:
 def share_prefill(starts: list[int], remaining: list[int], budget: int) -> list[int]:
     """Return how many prompt tokens each sequence may run in this step, in order of arrival.
 
-    Half of the budget goes to the shortest prompts first, so that they never queue behind a long one; the rest to the
+    Most of the budget goes to the shortest prompts first, so that they never queue behind a long one; the rest to the
     oldest, so that a long one never starves. starts: tokens of each that are read. A part that does not end its prompt
     ends at a multiple of UNIT, and tokens beyond it wait: a part that began between two of these would be padded with
     half as many queries again (kernels/prompt_attention.py). Budgets below two of them are given whole.
@@ -144,8 +145,9 @@ def share_prefill(starts: list[int], remaining: list[int], budget: int) -> list[
         return amount
 
     shortest = sorted(range(len(remaining)), key=remaining.__getitem__)
-    left = give(shortest, budget - budget // 2)
-    give(list(range(len(remaining))), left + budget // 2)
+    of_oldest = int(OLDEST * budget)
+    left = give(shortest, budget - of_oldest)
+    give(list(range(len(remaining))), left + of_oldest)
     if budget < 2 * UNIT:
         return shares
     return [

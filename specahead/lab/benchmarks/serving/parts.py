@@ -197,10 +197,10 @@ class MeasuredDrafter(Drafter):
         self._arrived(event)
         super().receive(peer, event)
 
-    def plan_step(self) -> DraftStep | None:
+    def plan_step(self, may_read: Callable[[str], bool] = lambda session: True) -> DraftStep | None:
         if not self.session_count:
             self._take(self._read_controls())
-        return super().plan_step()
+        return super().plan_step(may_read)
 
     def _take(self, controls: Controls) -> None:
         if controls != self._controls:
@@ -225,7 +225,7 @@ class MeasuredDrafter(Drafter):
     def _foreseeing(self, step: DraftStep, result: DraftStepResult, foresight: float) -> list[RoundOutput]:
         """Return the rounds of a step with imposed tokens among the draft's choices."""
         starts = [
-            start
+            item.session.skipped + start
             for item in step.rounds
             for start in [branch.length + 1 for branch in item.request.branches] or [item.base]
         ]
