@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 # Counters that exist before they count: Prometheus sees no rise in one that begins with 1.
 _COUNTED = ("failed_steps", "resyncs", "declined_sessions")
-_BETWEEN_STEPS = 2  # parts of a chunk that a draft reads at once where the target waits for it
 _FORESIGHT = 0.5  # share of verdicts foreseen from which overlap pays
 
 
@@ -43,8 +42,6 @@ class Drafter:
         """grammars: compiles the grammars of sessions; None declines sessions with one."""
         device = str(runner.kv.device) if settings.device == "auto" else settings.device
         chosen, chunk = settings.chosen, prefill_chunk(settings.prefill_chunk, runner.kv.device)
-        if not chosen.overlap:
-            chunk = max(1, chunk // _BETWEEN_STEPS)
         settings = replace(settings, prefill_chunk=chunk, device=device)
         self.runner, self.plan = runner, plan
         self.overlaps = chosen.overlap
@@ -53,6 +50,7 @@ class Drafter:
         self._settings = settings
         self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
+        self._parts_read = 0  # steps that read prompts
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self.reading = DeviceClock(runner.kv.device)
         """Times the reading of prompts, by tokens."""
@@ -155,8 +153,9 @@ class Drafter:
         self._apply_inbox()
         self._tell_load()
         while (work := self._find_work(may_read)) is not None:
-            step = plan_draft_step(work, self.plan, self._settings, self.runner.kv)
+            step = plan_draft_step(work, self.plan, self._settings, self.runner.kv, self._parts_read)
             if self.runner.kv.reserve(step.work):
+                self._parts_read += bool(step.inputs)
                 return step
             self.admission.preempt_youngest()
         return None

@@ -111,15 +111,19 @@ def find_work(
     return Work(due, reading) if due or reading else None
 
 
-def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache) -> DraftStep:
-    """Return the next step. Targets hear of sessions that are drafted for the first time (Ready)."""
+def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache, number: int) -> DraftStep:
+    """Return the next step. Targets hear of sessions that are drafted for the first time (Ready).
+
+    number: of the step among those that read prompts.
+    """
     for session in work.due:
         if session.ready_due:
             session.ready_due = False
             session.peer.send(Ready(session.at))
     gamma = max((session.gamma for session in work.due), default=0)  # rounds of one step have one shape
     unread = [len(session.pending) - 1 for session in work.reading]
-    shares = share_prefill([session.kv.length for session in work.reading], unread, settings.prefill_chunk)
+    starts = [session.kv.length for session in work.reading]
+    shares = share_prefill(starts, unread, settings.prefill_chunk, number)
     parts = [(session, share) for session, share in zip(work.reading, shares, strict=True) if share]
     for session in (*work.due, *(session for session, _ in parts)):
         if session.moved is not None and session.present is None:  # a verdict cut it short: not worth moving

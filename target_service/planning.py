@@ -40,6 +40,7 @@ class StepPlanner:
         """
         self._runner, self._plan, self._settings, self._policy = runner, plan, settings, policy
         self._drafting, self._patience, self._counters = drafting, patience, counters
+        self._parts_read = 0  # steps that read prompts
 
     def plan(self, sessions: Iterable[TargetSession], now: float) -> VerifyStep | None:
         """Return the next step of these sessions, in order of their arrival; None if there is nothing to run."""
@@ -95,8 +96,10 @@ class StepPlanner:
 
     def _plan_prompts(self, step: VerifyStep, reading: list[TargetSession]) -> None:
         """Add parts of prompts to a step. Where one is the last, the session's round follows in the same pass."""
-        deterministic = self._runner.deterministic
-        for session, share in share_prompts(reading, self._settings.prefill_chunk, bool(step.rounds)):
+        deterministic, chunk = self._runner.deterministic, self._settings.prefill_chunk
+        shared = share_prompts(reading, chunk, bool(step.rounds), self._parts_read)
+        self._parts_read += bool(shared)
+        for session, share in shared:
             if is_followed_by_round(session, share, deterministic):
                 proposal = _proposal_of(session)
                 own = session.look_up(self._settings.most_drafted) if proposal is None else proposal.tokens

@@ -1,12 +1,11 @@
 """Which parts of prompts a step reads."""
 
-import math
 from collections.abc import Sequence
 
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput
-from specahead.engine.steps.step_loop import OLDEST, share_prefill
+from specahead.engine.steps.step_loop import oldest_first, share_prefill
 from target_service.session import TargetSession
 
 LEAST_PART = 4  # a step reads a fourth of a chunk at least, where there is as much to read
@@ -15,27 +14,26 @@ SCORED_ROWS = 256  # tokens of prompts whose log probabilities are asked for, th
 
 
 def share_prompts(
-    sessions: Sequence[TargetSession], chunk: int, beside_rounds: bool
+    sessions: Sequence[TargetSession], chunk: int, beside_rounds: bool, number: int
 ) -> list[tuple[TargetSession, int]]:
     """Return how many tokens of its prompt each session reads in a step, for those that read any, in order of their
-    arrival. chunk: tokens of all of them together, at most. beside_rounds: whether the step has rounds as well.
+    arrival. chunk: tokens of all of them together, at most. beside_rounds: whether the step has rounds as well. number:
+    of the step among those that read prompts.
     """
     starts, readable = [session.kv.length for session in sessions], _readable(sessions)
-    shares = share_prefill(starts, readable, tokens_of_step(readable, chunk, beside_rounds))
+    first = readable[:1] if oldest_first(number) else readable
+    shares = share_prefill(starts, readable, tokens_of_step(first, chunk, beside_rounds), number)
     return [(session, share) for session, share in zip(sessions, shares, strict=True) if share]
 
 
 def tokens_of_step(remaining: Sequence[int], chunk: int, beside_rounds: bool) -> int:
-    """Return how many tokens of prompts a step reads. remaining: the tokens that each prompt has left.
+    """Return how many tokens of prompts a step reads. remaining: the tokens left of each prompt that may come first.
 
     A first token comes when the step has ended that reads the end of its prompt. So a step in which a short prompt
     ends reads little beside it, and short prompts that have come together end one after another.
     """
     least, most = chunk // LEAST_PART, chunk // BESIDE_ROUNDS if beside_rounds else chunk
-    shortest = min(remaining, default=0)
-    if shortest > least:
-        return most
-    return min(most, max(least, math.ceil(shortest / (1 - OLDEST))))
+    return least if min(remaining, default=chunk) <= least else most
 
 
 def is_followed_by_round(session: TargetSession, share: int, deterministic: bool) -> bool:

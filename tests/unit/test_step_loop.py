@@ -11,7 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specahead.engine.steps.step_loop import HUNG, MOST_FAILURES, OLDEST, run_step_loop, share_prefill
+from specahead.engine.steps.step_loop import (
+    HUNG,
+    MOST_FAILURES,
+    OLDEST_EVERY,
+    oldest_first,
+    run_step_loop,
+    share_prefill,
+)
 from specahead.kernels.prompt_attention import UNIT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,24 +131,22 @@ def test_a_step_that_hangs_ends_the_process() -> None:
     assert "taken more than 0.2 s" in ended.stderr
 
 
-@given(st.lists(st.integers(1, 400), max_size=8), st.integers(2, 300))
-def test_prompts_share_a_step(remaining: list[int], budget: int) -> None:
-    """The whole budget is used where there is work; the shortest prompt and the oldest both move on."""
-    shares = share_prefill([0] * len(remaining), remaining, budget)
+@given(st.lists(st.integers(1, 400), max_size=8), st.integers(2, 300), st.integers(0, 9))
+def test_prompts_share_a_step(remaining: list[int], budget: int, number: int) -> None:
+    """The whole budget is used where there is work; the shortest prompt comes first, or the oldest."""
+    shares = share_prefill([0] * len(remaining), remaining, budget, number)
     assert all(0 <= share <= left for share, left in zip(shares, remaining, strict=True))
     assert sum(shares) == min(budget, sum(remaining))
     if remaining:
-        shortest = min(remaining)
-        of_oldest = int(OLDEST * budget)
-        assert shares[remaining.index(shortest)] >= min(shortest, budget - of_oldest)
-        assert shares[0] >= min(remaining[0], of_oldest)
+        first = 0 if oldest_first(number) else remaining.index(min(remaining))
+        assert shares[first] == min(remaining[first], budget)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 9000)), min_size=1, max_size=6), st.integers(1024, 9000))
 def test_large_parts_of_prompts_end_where_a_piece_does(prompts: list[tuple[int, int]], budget: int) -> None:
-    """The oldest always moves on, so that every prompt is read in the end."""
+    """The oldest moves on in every fourth step, so that every prompt is read in the end."""
     starts, remaining = [start for start, _ in prompts], [left for _, left in prompts]
-    shares = share_prefill(starts, remaining, budget)
+    shares = share_prefill(starts, remaining, budget, OLDEST_EVERY - 1)
     assert sum(shares) <= budget and shares[0] > 0
     for start, share, left in zip(starts, shares, remaining, strict=True):
         assert 0 <= share <= left

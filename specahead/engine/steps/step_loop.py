@@ -16,7 +16,7 @@ from specahead.kernels.prompt_attention import UNIT
 log = logging.getLogger(__name__)
 
 HUNG = 70  # the exit status of a process whose model hangs
-OLDEST = 0.25  # share of the tokens of a step that the oldest prompt has at least, beside shorter ones
+OLDEST_EVERY = 4  # steps that read prompts, of which the oldest prompt comes first in one
 MOST_FAILURES = 3  # steps that may fail one after another before a service gives up
 
 Work = TypeVar("Work")
@@ -127,30 +127,31 @@ def prefill_chunk(asked: int, device: torch.device) -> int:
     return asked or (8192 if device.type == "cuda" else 512)
 
 
-def share_prefill(starts: list[int], remaining: list[int], budget: int) -> list[int]:
+def share_prefill(starts: list[int], remaining: list[int], budget: int, number: int) -> list[int]:
     """Return how many prompt tokens each sequence may run in this step, in order of arrival.
 
-    Most of the budget goes to the shortest prompts first, so that they never queue behind a long one; the rest to the
-    oldest, so that a long one never starves. starts: tokens of each that are read. A part that does not end its prompt
-    ends at a multiple of UNIT, and tokens beyond it wait: a part that began between two of these would be padded with
-    half as many queries again (kernels/prompt_attention.py). Budgets below two of them are given whole.
+    The shortest prompts come first, so that they never queue behind a long one; in every OLDEST_EVERY-th step the
+    oldest comes first, so that a long one never starves. Most steps read one prompt: each further one has the host
+    launch as much attention again. starts: tokens of each that are read. number: of the step among those that read
+    prompts. A part that does not end its prompt ends at a multiple of UNIT, and tokens beyond it wait: a part that
+    began between two of these would be padded with half as many queries again (kernels/prompt_attention.py). Budgets
+    below two of them are given whole.
     """
-    shares = [0] * len(remaining)
-
-    def give(order: list[int], amount: int) -> int:
-        for i in order:
-            share = min(remaining[i] - shares[i], amount)
-            shares[i] += share
-            amount -= share
-        return amount
-
-    shortest = sorted(range(len(remaining)), key=remaining.__getitem__)
-    of_oldest = int(OLDEST * budget)
-    left = give(shortest, budget - of_oldest)
-    give(list(range(len(remaining))), left + of_oldest)
+    order = sorted(range(len(remaining)), key=remaining.__getitem__)
+    if order and oldest_first(number):
+        order = [0, *(index for index in order if index)]
+    shares, left = [0] * len(remaining), budget
+    for index in order:
+        shares[index] = min(remaining[index], left)
+        left -= shares[index]
     if budget < 2 * UNIT:
         return shares
     return [
         share if share == left else max(0, (start + share) // UNIT * UNIT - start)
         for start, share, left in zip(starts, shares, remaining, strict=True)
     ]
+
+
+def oldest_first(number: int) -> bool:
+    """Return whether the oldest prompt comes first in a step, by its number among those that read prompts."""
+    return number % OLDEST_EVERY == OLDEST_EVERY - 1
