@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ from specahead.config import add_launch_flags
 from specahead.config.garbage import collect_seldom
 from specahead.config.version import running_version
 from specahead.lab.benchmarks import flags as bench
-from specahead.lab.evaluation.flags import add_calibrate_flags, add_evaluate_flags
+from specahead.lab.evaluation.flags import EVALUATIONS, add_calibrate_flags, add_evaluate_flags
+from specahead.lab.evaluation.tasks.flags import add_acceptance_flags, add_tasks_flags
 
 
 class Command(NamedTuple):
@@ -37,9 +39,16 @@ COMMANDS = {
     "calibrate": Command(
         add_calibrate_flags, "specahead.lab.evaluation.calibration.command", "make a plan for a pair of models"
     ),
-    "evaluate": Command(
-        add_evaluate_flags, "specahead.lab.evaluation.command", "measure what the sparsity methods cost in quality"
+    "evaluate tasks": Command(
+        add_tasks_flags, "specahead.lab.evaluation.tasks.command", "ask a running server long-context tasks, and score"
     ),
+    "evaluate acceptance": Command(
+        add_acceptance_flags, "specahead.lab.evaluation.tasks.acceptance", "what a running server accepts, by task"
+    ),
+    **{
+        f"evaluate {task}": Command(partial(add_evaluate_flags, task), "specahead.lab.evaluation.command", about)
+        for task, about in EVALUATIONS.items()
+    },
     "bench stack": Command(
         bench.add_stack_flags, "specahead.lab.benchmarks.stack", "what a round costs without models"
     ),
@@ -73,6 +82,8 @@ COMMANDS = {
     ),
 }
 
+GROUPS = {"bench": "measure speed", "evaluate": "measure quality"}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one subcommand. Errors of the server or of the arguments end in one line and exit status 1."""
@@ -97,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
-            about = groups[""].add_parser(group, help="measure speed")
+            about = groups[""].add_parser(group, help=GROUPS[group])
             groups[group] = about.add_subparsers(metavar="WHAT", required=True)
         chosen = groups[group].add_parser(last, help=command.help, description=command.help)
         command.declare(chosen)

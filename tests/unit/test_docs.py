@@ -31,7 +31,10 @@ HOMES = ("", "tests", "specahead", "specahead/engine", "specahead/lab")  # folde
 # Names that belong to Ray, transformers, Kubernetes and others.
 FOREIGN_FLAGS = {"--node-ip-address", "--head"}
 FOREIGN_WORDS = {"start_server_span"}
-FOREIGN_PROGRAMS = ("ray ", "torchrun ", "curl ", "grpcurl ", "pip ", "docker ", "helm ", "kubectl ", "pytest ", "git ")
+FOREIGN_PROGRAMS = (
+    *("ray ", "torchrun ", "curl ", "grpcurl ", "pip ", "docker ", "helm ", "kubectl ", "pytest ", "git "),
+    "lm_eval ",
+)
 PROTOBUF = "specahead.v1"
 MADE_BY_FASTAPI = {"/docs", "/openapi.json"}
 MOST_LINES = {"README.md": 100, "docs/architecture.md": 250, "docs/performance.md": 150, "docs/quality.md": 150}
@@ -208,6 +211,8 @@ def keys_of(flag: str) -> list[str]:
 def missing_keys(text: str) -> Iterator[str]:
     """Yield unknown keys of settings whose values are JSON."""
     for line in [*fenced(text), *quoted(text)]:
+        if line.startswith(FOREIGN_PROGRAMS):
+            continue
         for setting, value in re.findall(rf"(--[a-z-]+ |{ENVIRONMENT_PREFIX}\w+=)'(\{{[^']*\}})'", line):
             flag = setting.replace(ENVIRONMENT_PREFIX, "--").lower().replace("_", "-").strip(" =")
             yield from json.loads(value).keys() - set(keys_of(flag))

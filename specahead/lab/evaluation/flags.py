@@ -37,10 +37,20 @@ def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="target layers that read everything")
 
 
-def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare what `evaluate` takes."""
+EVALUATIONS = {
+    "perplexity": "what sparse verification costs in perplexity, by method and budget",
+    "recall": "whether hidden keys are recalled, by method and budget",
+    "copy": "how well code and random tokens are copied, by method and budget",
+    "drafts": "what a draft may leave unread",
+    "self": "what a target accepts that drafts for itself",
+    "identity": "whether all ways of serving give the same tokens",
+}
+
+
+def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
+    """Declare what `evaluate TASK` takes; task: one of EVALUATIONS, which load the models themselves."""
+    parser.set_defaults(task=task)
     _add_pair(parser, required=False)
-    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "self", "identity"])
     parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(

@@ -1,0 +1,143 @@
+"""`specahead evaluate acceptance`: what a server accepts of drafted tokens, by task, temperature and exactness."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from specahead.lab.evaluation.plans import save_plan
+from specahead.lab.evaluation.report import align
+from specahead.lab.evaluation.tasks.asking import Record, Way
+from specahead.lab.evaluation.tasks.command import ask, choose_questions, settings_of
+from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio
+from specahead.lab.evaluation.tasks.others import continuation
+from specahead.lab.evaluation.tasks.ruler import NOISE
+from specahead.sparsity.plan import load_plan
+
+
+@dataclass(frozen=True)
+class AcceptanceRow:
+    """The rounds of one task, context, temperature and exactness."""
+
+    task: str
+    context: int
+    temperature: float
+    exactness: str
+    answers: int
+    tokens: int
+    """Generated."""
+    rounds: int
+    """With proposed tokens."""
+    plain_rounds: int
+    accepted: tuple[float, float, float] | None
+    """Accepted tokens a round with proposals, and the bootstrap interval over answers; None: there were none."""
+    chances: tuple[float, ...]
+    """By position: the chance that a proposed token is accepted, given that those before it were."""
+    rounds_by_gamma: tuple[int, ...]
+    """Rounds that proposed 0, 1, 2 … tokens: what the policy chose."""
+    confirmed: float | None
+    """The share of screened tokens that dense passes confirmed; None: nothing was screened."""
+    kv_read: float
+    """The mean share of the KV that verification read."""
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Ask, print the table, write the JSON file, and update the plan that is named. Raises as `evaluate tasks`."""
+    plan = load_plan(flags.plan) if flags.plan else None
+    if plan is not None and not plan.is_calibrated:
+        raise ValueError(f"{flags.plan}: the plan is not calibrated; make one with specahead calibrate first")
+    texts = {f"continue {Path(file).name}": Path(file).read_text(encoding="utf-8") for file in flags.text}
+    questions = choose_questions(flags, NOISE, {name: continuation(text) for name, text in texts.items()})
+    ways = [Way(name, heat) for heat in flags.temperatures for name in flags.exactness or [""]]
+    records, answers = ask(flags, questions, ways, {"max_tokens": flags.generated})
+    rows = to_rows(records)
+    head = {"settings": settings_of(flags), "rows": [asdict(row) for row in rows]}
+    answers.save(head)
+    print(to_text(rows))
+    if plan is not None:
+        chance, rounds = prior_of(records)
+        known = {"acceptance": round(chance, 4), "acceptance_rounds": rounds}
+        save_plan(replace(plan, provenance=plan.provenance | known), flags.plan)
+        print(
+            f"{flags.plan}: a drafted token is accepted with {chance:.3f}, by {rounds} rounds; it was {plan.acceptance}"
+        )
+
+
+def to_rows(records: Sequence[Record]) -> list[AcceptanceRow]:
+    """Return a row for each task, context, temperature and exactness. Raises ValueError for answers of a server that
+    says nothing of speculation."""
+    groups: dict[tuple[str, int, float, str], list[Record]] = {}
+    for record in records:
+        key = record.task, record.context, record.temperature, record.exactness
+        groups.setdefault(key, []).append(record)
+    return [_row(key, group) for key, group in groups.items()]
+
+
+def _row(key: tuple[str, int, float, str], records: Sequence[Record]) -> AcceptanceRow:
+    said = [_speculation(record) for record in records]
+    screened = sum(each["screened"] for each in said)
+    return AcceptanceRow(
+        *key,
+        answers=len(records),
+        tokens=sum(record.generated for record in records),
+        rounds=sum(each["rounds"] for each in said),
+        plain_rounds=sum(each["plain_rounds"] for each in said),
+        accepted=bootstrap_ratio([each["accepted"] for each in said], [each["rounds"] for each in said]),
+        chances=tuple(kept / judged for kept, judged in _positions(said) if judged),
+        rounds_by_gamma=tuple(_summed([each["rounds_by_gamma"] for each in said])),
+        confirmed=sum(each["confirmed"] for each in said) / screened if screened else None,
+        kv_read=sum(each["kv_read_fraction"] for each in said) / len(said),
+    )
+
+
+def _speculation(record: Record) -> dict[str, Any]:
+    if record.speculation is None:
+        raise ValueError("the server's answers have no `speculation`: acceptance is measured at a server of specahead")
+    return record.speculation
+
+
+def _summed(lists: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
+
+
+def _positions(said: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Return by position how many proposed tokens were accepted and, at most, judged.
+
+    A token is judged where all before it were accepted and the round proposed it; of rounds with different numbers of
+    tokens only the lesser of both counts is known, so that later positions may be slightly better than they look.
+    """
+    kept = _summed([each["accepted_per_position"] for each in said])
+    by_gamma = _summed([each["rounds_by_gamma"] for each in said])
+    reached = [sum(by_gamma), *kept]
+    return [(count, min(reached[i], sum(by_gamma[i + 1 :]))) for i, count in enumerate(kept)]
+
+
+def prior_of(records: Sequence[Record]) -> tuple[float, int]:
+    """Return the chance that a drafted token of an `exact` request is accepted, over all positions, and the rounds it
+    was found in. Raises ValueError if there were none."""
+    said = [_speculation(record) for record in records if record.exactness == "exact"]
+    positions = _positions(said)
+    judged = sum(count for _, count in positions)
+    if not judged:
+        raise ValueError("no exact request had a round with drafted tokens: the plan stays as it is")
+    return sum(kept for kept, _ in positions) / judged, sum(each["rounds"] for each in said)
+
+
+def to_text(rows: Sequence[AcceptanceRow]) -> str:
+    """Return the table."""
+    head = ["task", "exactness", "context", "temperature", "tokens", "rounds", "plain", "accepted a round", "95 %"]
+    head += ["by position", "most rounds propose", "confirmed", "KV read"]
+    return align([head, *map(_cells, rows)])
+
+
+def _cells(row: AcceptanceRow) -> list[str]:
+    cells = [row.task, row.exactness or "not said", str(row.context), f"{row.temperature:g}", str(row.tokens)]
+    cells += [str(row.rounds), str(row.plain_rounds)]
+    accepted = row.accepted
+    cells += [f"{accepted[0]:.2f}", f"{accepted[1]:.2f} to {accepted[2]:.2f}"] if accepted else ["", ""]
+    cells.append(" ".join(f"{chance:.2f}" for chance in row.chances[:4]))
+    most = max(range(len(row.rounds_by_gamma)), key=lambda gamma: row.rounds_by_gamma[gamma], default=0)
+    cells += [str(most), "" if row.confirmed is None else f"{100 * row.confirmed:.1f} %"]
+    return [*cells, f"{100 * row.kv_read:.1f} %"]

@@ -1,0 +1,52 @@
+"""The flags of `specahead evaluate tasks` and `evaluate acceptance`, declared without loading anything that is slow."""
+
+import argparse
+
+
+def _add_asking(parser: argparse.ArgumentParser) -> None:
+    """Declare what both commands take: the server, the samples, the file of answers."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="an OpenAI-style server (default: %(default)s)")
+    parser.add_argument("--model", default="", help="default: the first one that the server lists")
+    parser.add_argument("--api-key", default="", metavar="KEY", help="or SPECAHEAD_API_KEY in the environment")
+    parser.add_argument("--chat", action="store_true", help="ask for chat completions; default: completions")
+    parser.add_argument("--timeout", type=float, default=600, metavar="S", help="of a request")
+    parser.add_argument("--concurrency", type=int, default=4, metavar="N", help="samples that are asked at once")
+    parser.add_argument("--tokenizer", required=True, metavar="MODEL", help="Hugging Face id or folder of the model")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4096], metavar="N", help="tokens with the answer")
+    parser.add_argument("--samples", type=int, metavar="N", help="of each task and context (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--longbench", nargs="+", default=[], metavar="FILE", help="JSON lines: context, input, answers"
+    )
+    parser.add_argument("--json", metavar="FILE", help="rows and answers, written as they come")
+    parser.add_argument("--resume", action="store_true", help="ask again for nothing that the --json file answers")
+    parser.add_argument(
+        "--exactness",
+        nargs="*",
+        default=["exact", "approximate"],
+        metavar="NAME",
+        help="compared with each other; without a name the field is not sent, for other servers",
+    )
+
+
+def add_tasks_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `evaluate tasks` takes."""
+    _add_asking(parser)
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="default: all")
+    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="haystacks (default: RULER's noise)")
+    parser.add_argument("--plot", metavar="FILE")
+    parser.set_defaults(samples=20)
+
+
+def add_acceptance_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `evaluate acceptance` takes."""
+    _add_asking(parser)
+    chosen = ["copy_code", "edit_code", "key_value", "niah_multivalue"]
+    parser.add_argument(
+        "--tasks", nargs="*", default=chosen, metavar="NAME", help=f"generated tasks (default: {' '.join(chosen)})"
+    )
+    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="each a task to continue its passages")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="X")
+    parser.add_argument("--generated", type=int, default=256, metavar="N", help="tokens of an answer at most")
+    parser.add_argument("--plan", metavar="FILE", help="write what exact requests accept into this plan, as a prior")
+    parser.set_defaults(samples=8)

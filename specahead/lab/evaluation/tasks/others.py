@@ -1,0 +1,98 @@
+"""Tasks beside RULER's: key-value retrieval, copying and editing of code, and questions from LongBench's files."""
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+from specahead.lab.evaluation.tasks.ruler import uuids, words
+from specahead.lab.evaluation.tasks.samples import Haystack, Sample, Task, hide
+
+CODE_LINES = 24  # assignments of a generated function
+
+
+def _key_value(rng: random.Random, size: int) -> Sample:
+    """Key-value retrieval of Liu et al., Lost in the Middle (arXiv 2307.03172, section 3.1)."""
+    drawn = uuids(rng, 2 * size + 2)
+    pairs = list(zip(drawn[::2], drawn[1::2], strict=True))
+    rows = [f' "{key}": "{value}",\n' for key, value in pairs]
+    text, depths = hide(rows[1:], rows[:1], rng)
+    prompt = (
+        "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+        f'{{{text.strip().rstrip(",")}}}\n\nKey: "{pairs[0][0]}"\nCorresponding value:'
+    )
+    return Sample(prompt, (pairs[0][1],), depths)
+
+
+def _function(rng: random.Random, name: str, variable: str) -> str:
+    """Return a Python function whose assignments and last line all name the variable."""
+    lines = [f"def {name}(first, second):", f"    {variable} = first + {rng.randrange(1000, 10_000)}"]
+    for _ in range(CODE_LINES):
+        sign, argument = rng.choice("+-^|"), rng.choice(("first", "second"))
+        numbers = rng.randrange(10, 100), rng.randrange(1000, 10_000)
+        lines.append(f"    {variable} = ({variable} * {numbers[0]} {sign} {argument}) % {numbers[1]}")
+    return "\n".join([*lines, f"    return {variable} - {rng.randrange(1000, 10_000)}"]) + "\n\n\n"
+
+
+def _code(edited: bool, rng: random.Random, size: int) -> Sample:
+    """Write one function of a long file out again, with a variable renamed if edited; references are its lines."""
+    names = words(rng, size + 3, joint="_")
+    variable, renamed, name = names[:3]
+    asked = _function(rng, name, variable)
+    functions = [_function(rng, other, variable) for other in names[3:]]
+    text, depths = hide(functions, [asked], rng)
+    change = f"with its variable `{variable}` renamed to `{renamed}`" if edited else "exactly as it stands there"
+    prompt = (
+        f"A file of Python:\n\n```python\n{text.strip()}\n```\n\nThe function `{name}` again, {change}:\n\n```python\n"
+    )
+    answer = asked.replace(variable, renamed) if edited else asked
+    lines = [line.strip() for line in answer.splitlines() if line.strip() and (renamed in line or not edited)]
+    return Sample(prompt, tuple(lines), depths)
+
+
+def _question(row: dict[str, object], rng: random.Random, size: int) -> Sample:
+    """A question about a text, of which the first and last `size` characters are kept, as LongBench cuts."""
+    text = str(row["context"])
+    if 2 * size < len(text):
+        text = text[:size] + text[-size:]
+    prompt = (
+        f"Answer the question based on the given text. Only give me the answer and do not output any other words.\n\n"
+        f"The text:\n{text}\n\nQuestion: {row['input']}\nAnswer:"
+    )
+    answers = row["answers"]
+    assert isinstance(answers, list)
+    return Sample(prompt, tuple(map(str, answers)))
+
+
+def longbench_tasks(path: Path) -> list[Task]:
+    """Return a task for each line of a file in LongBench's form (arXiv 2308.14508): `context`, `input`, `answers`.
+
+    Raises ValueError for a line that is not of this form.
+    """
+    tasks = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        if not isinstance(row, dict) or not row.get("context") or "input" not in row or not row.get("answers"):
+            raise ValueError(f"{path}, line {number}: expected an object with `context`, `input` and `answers`")
+        tasks.append(Task(partial(_question, row), 64, any_reference=True, most=-(-len(str(row["context"])) // 2)))
+    return tasks
+
+
+def other_tasks() -> dict[str, Task]:
+    """Return the generated tasks by name."""
+    return {
+        "key_value": Task(_key_value, 64),
+        "copy_code": Task(partial(_code, False), 640),
+        "edit_code": Task(partial(_code, True), 640),
+    }
+
+
+def _continue(haystack: Haystack, rng: random.Random, size: int) -> Sample:
+    return Sample("".join(haystack.cut(rng, size)).rstrip(), ())
+
+
+def continuation(text: str) -> Task:
+    """Return the task to go on with passages of a text, which nothing judges. Its answers have no score."""
+    return Task(partial(_continue, Haystack.of_text(text)), 0)

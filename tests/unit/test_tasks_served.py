@@ -1,0 +1,203 @@
+"""`evaluate tasks` and `evaluate acceptance` against a server of this process, by real HTTP."""
+
+import json
+import re
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from specahead.cli.main import main
+from specahead.lab.evaluation.tasks.acceptance import prior_of, to_rows
+from specahead.lab.evaluation.tasks.asking import Record
+from specahead.models import PLAN, TARGET
+from specahead.sparsity.plan import load_plan
+
+TASKS = ["niah_single_1", "niah_multikey_2"]
+
+
+class Server(ThreadingHTTPServer):
+    """Finds needles; with `approximate` none of keys that are hidden among others. fails_after: answers until 500."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[dict[str, Any]] = []
+        self.fails_after = 10**6
+        self.speculates = True
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        chat = path == "/v1/chat/completions"
+        prompt = body["messages"][0]["content"] if chat else body["prompt"]
+        key = re.findall(r"special magic number for (\S+) mentioned", prompt)
+        found = re.findall(rf"for {re.escape(key[0])} is: (\d+)\.", prompt) if key else []
+        hidden = prompt.count("One of the special magic") > 1
+        text = " ".join(["It is", *found] if not (hidden and body.get("exactness") == "approximate") else ["no"])
+        heat = body["temperature"] > 0
+        speculation: dict[str, Any] = {
+            "rounds": 10,
+            "plain_rounds": 1,
+            "drafted": 40,
+            "accepted": 15 if heat else 30,
+            "screened": 0,
+        }
+        speculation |= {"accepted_per_position": [6, 4, 3, 2] if heat else [9, 8, 7, 6], "confirmed": 0}
+        speculation |= {"rounds_by_gamma": [1, 0, 0, 0, 10], "kv_read_fraction": 0.5}
+        choice = {"message": {"content": text}} if chat else {"text": text}
+        body = {"choices": [choice], "usage": {"completion_tokens": 41}}
+        return body | ({"speculation": speculation} if self.speculates else {})
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.reply(200, {"data": [{"id": "served"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if len(self.server.asked) >= self.server.fails_after:
+            self.reply(500, {"error": {"message": "gone"}})
+            return
+        self.server.asked.append(body)
+        self.reply(200, self.server.answer(self.path, body))
+
+    def reply(self, status: int, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as served:
+        thread = Thread(target=served.serve_forever, args=(0.02,))
+        thread.start()
+        yield served
+        served.shutdown()
+        thread.join()
+
+
+def arguments(command: str, server: Server, *more: str) -> list[str]:
+    asked = ["--url", server.url, "--tokenizer", str(TARGET), "--contexts", "1024", "--samples", "3"]
+    return ["evaluate", command, *asked, *more]
+
+
+def test_scores_by_task_and_exactness(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, plot = tmp_path / "tasks.json", tmp_path / "tasks.png"
+    main(arguments("tasks", server, "--tasks", *TASKS, "--json", str(file), "--plot", str(plot)))
+    content = json.loads(file.read_text())
+    scores = {(row["task"], row["exactness"]): row["score"] for row in content["rows"]}
+    assert scores == {
+        ("niah_single_1", "exact"): 1, ("niah_single_1", "approximate"): 1,
+        ("niah_multikey_2", "exact"): 1, ("niah_multikey_2", "approximate"): 0,
+        ("mean of 2", "exact"): 1, ("mean of 2", "approximate"): 0.5,
+    }  # fmt: skip
+    assert content["rows"][-1]["of_exact"][0] == 0.5 and content["rows"][0]["of_exact"] is None
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split()[:4] == ["task", "exactness", "context", "samples"]
+    assert " ".join(out[2].split()) == "niah_single_1 approximate 1024 3 100.0 % 43.8 to 100.0 100.0 % 100.0 to 100.0"
+    assert plot.stat().st_size > 0
+    assert len(server.asked) == len(content["answers"]) == 12
+    for body in server.asked:
+        assert (body["model"], body["temperature"], body["max_tokens"]) == ("served", 0, 128)
+    for answer in content["answers"]:
+        assert 0.9 * 1024 <= answer["prompt_tokens"] + 128 <= 1024
+
+
+def test_a_run_that_ended_goes_on(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tasks.json"
+    command = arguments("tasks", server, "--tasks", *TASKS, "--json", str(file), "--resume", "--concurrency", "1")
+    server.fails_after = 5
+    with pytest.raises(SystemExit, match=r"error: .*500: .*gone"):
+        main(command)
+    assert len(json.loads(file.read_text())["answers"]) == 5
+    server.fails_after = 10**6
+    main(command)
+    asked = [json.dumps(body) for body in server.asked]
+    assert len(asked) == len(set(asked)) == 12
+    first = capsys.readouterr().out
+    main(command)
+    assert len(server.asked) == 12 and capsys.readouterr().out == first
+    main([*command, "--seed", "1"])
+    assert len(server.asked) == 24
+    file.write_text("{}")
+    with pytest.raises(SystemExit, match="not the file of an earlier run"):
+        main(command)
+
+
+def test_chat_of_a_server_that_knows_no_exactness(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.json"
+    server.speculates = False
+    more = ("--tasks", TASKS[0], "--chat", "--exactness", "--json", str(file))
+    main(arguments("tasks", server, *more))
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["exactness"], row["score"], row["of_exact"]) == ("", 1, None)
+    assert all("exactness" not in body and body["messages"][0]["role"] == "user" for body in server.asked)
+
+
+def test_flags_that_do_not_fit(server: Server) -> None:
+    for more, words in (
+        (("--tasks", "nonsense"), "--tasks nonsense: expected some of niah_single_1"),
+        (("--resume",), "name one"),
+        (("--concurrency", "0"), "must be positive"),
+        (("--tasks", "copy_code"), "the shortest prompt has"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            main(arguments("tasks", server, *more))
+
+
+def test_acceptance_by_task_and_temperature_goes_into_the_plan(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, plan, text = tmp_path / "acceptance.json", tmp_path / "plan.json", tmp_path / "prose.txt"
+    plan.write_text(Path(PLAN).read_text())
+    text.write_text("It was a day like any other. The rain had stopped.\n" * 100)
+    command = arguments("acceptance", server, "--tasks", TASKS[0], "--text", str(text), "--generated", "64")
+    main([*command, "--json", str(file), "--plan", str(plan)])
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 8 and {row["task"] for row in rows} == {"niah_single_1", "continue prose.txt"}
+    for row in rows:
+        assert (row["answers"], row["rounds"], row["plain_rounds"], row["tokens"]) == (3, 30, 3, 123)
+        assert row["accepted"] == [1.5 if row["temperature"] else 3.0] * 3
+        assert row["chances"][0] == (0.6 if row["temperature"] else 0.9)
+    assert {body["max_tokens"] for body in server.asked} == {64}
+    before, after = load_plan(PLAN), load_plan(plan)
+    # Tokens accepted over tokens judged, of rounds at both temperatures.
+    chance = round((30 + 15) / (10 + 9 + 8 + 7 + 10 + 6 + 4 + 3), 4)
+    assert after.acceptance == chance and after.hash == before.hash
+    changed = {"acceptance": chance, "acceptance_rounds": 120}
+    assert after.provenance == before.provenance | changed
+    assert f"accepted with {chance:.3f}" in capsys.readouterr().out
+    server.speculates = False
+    with pytest.raises(SystemExit, match="no `speculation`"):
+        main(command)
+
+
+def record(exactness: str, **speculation: Any) -> Record:
+    none: dict[str, Any] = {"rounds": 0, "plain_rounds": 5, "accepted": 0, "screened": 0, "confirmed": 0}
+    none |= {"accepted_per_position": [], "rounds_by_gamma": [5], "kv_read_fraction": 1.0}
+    return Record("t", 1, 0, exactness, 0.0, "", 0, (), None, 5, "", none | speculation)
+
+
+def test_rounds_of_different_lengths_are_judged_where_they_reach() -> None:
+    one = record("exact", rounds=4, accepted=3, accepted_per_position=[3], rounds_by_gamma=[0, 4])
+    two = record("exact", rounds=2, accepted=3, accepted_per_position=[2, 1], rounds_by_gamma=[1, 0, 2])
+    (row,) = to_rows([one, two])
+    assert row.chances == (5 / 6, 1 / 2) and row.rounds_by_gamma == (1, 4, 2)
+    assert prior_of([one, two, record("approximate", rounds=9)]) == (6 / 8, 6)
+
+
+def test_without_drafted_rounds_there_is_no_prior() -> None:
+    (row,) = to_rows([record("exact")])
+    assert row.accepted is None and row.confirmed is None and row.chances == ()
+    with pytest.raises(ValueError, match="no exact request had a round"):
+        prior_of([record("exact"), record("approximate", rounds=1, accepted_per_position=[1], rounds_by_gamma=[0, 1])])
