@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from specahead.cli.main import main
 from specahead.config.version import running_version
 from specahead.lab.evaluation.plans import save_plan
+from specahead.models import TARGET
 from specahead.sparsity.plan import uniform_plan
 from tests.client import generate, metric, wait_for, wait_until_idle
 from tests.conftest import RAY_ENVIRONMENT
@@ -222,3 +224,22 @@ def test_status_tells_of_services_sessions_and_kv(stack: Stack) -> None:
     table = run(SPECAHEAD, "status", "--url", stack.http)
     rows = [line.split() for line in table.stdout.decode().splitlines()]
     assert table.returncode == 0 and ["target", "connected", str(stack.target_pid), "0", "0"] in [r[:5] for r in rows]
+
+
+def test_tasks_and_acceptance_are_asked_of_it(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bundled pair answers; its rounds are counted, and what it read is less where it may be."""
+    asked = ["--url", stack.http, "--tokenizer", str(TARGET), "--contexts", "1024", "--samples", "2", "--json"]
+    tasks, acceptance = tmp_path / "tasks.json", tmp_path / "acceptance.json"
+    main(["evaluate", "tasks", *asked, str(tasks), "--tasks", "niah_single_1"])
+    rows = json.loads(tasks.read_text())["rows"]
+    assert [(row["exactness"], row["samples"]) for row in rows] == [("exact", 2), ("approximate", 2)]
+    only = ["--tasks", "key_value", "--generated", "24", "--temperatures", "0"]
+    main(["evaluate", "acceptance", *asked, str(acceptance), *only])
+    exact, approximate = json.loads(acceptance.read_text())["rows"]
+    for row in (exact, approximate):
+        assert (
+            row["tokens"] == 48 and row["rounds"] and sum(row["rounds_by_gamma"]) == row["rounds"] + row["plain_rounds"]
+        )
+        assert 0 <= row["accepted"][1] <= row["accepted"][0] <= row["accepted"][2] <= 4
+    assert exact["kv_read"] == 1 > approximate["kv_read"]
+    assert "accepted a round" in capsys.readouterr().out

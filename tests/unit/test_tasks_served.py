@@ -104,7 +104,10 @@ def test_scores_by_task_and_exactness(server: Server, tmp_path: Path, capsys: py
     assert content["rows"][-1]["of_exact"][0] == 0.5 and content["rows"][0]["of_exact"] is None
     out = capsys.readouterr().out.splitlines()
     assert out[0].split()[:4] == ["task", "exactness", "context", "samples"]
-    assert " ".join(out[2].split()) == "niah_single_1 approximate 1024 3 100.0 % 43.8 to 100.0 100.0 % 100.0 to 100.0"
+    assert (
+        " ".join(out[2].split())
+        == "niah_single_1 approximate 1024 3 50.0 % 100.0 % 43.8 to 100.0 100.0 % 100.0 to 100.0"
+    )
     assert plot.stat().st_size > 0
     assert len(server.asked) == len(content["answers"]) == 12
     for body in server.asked:
@@ -144,6 +147,18 @@ def test_chat_of_a_server_that_knows_no_exactness(server: Server, tmp_path: Path
     assert all("exactness" not in body and body["messages"][0]["role"] == "user" for body in server.asked)
 
 
+def test_a_short_text_is_asked_about_once_and_counts_in_each_context(server: Server, tmp_path: Path) -> None:
+    questions, file = tmp_path / "qa.jsonl", tmp_path / "tasks.json"
+    questions.write_text(json.dumps({"context": "It is so.", "input": "How is it?", "answers": ["it is"]}) + "\n")
+    more = ("--tasks", TASKS[0], "--longbench", str(questions), "--contexts", "512", "1024", "--concurrency", "1")
+    main(arguments("tasks", server, *more, "--exactness", "exact", "--json", str(file)))
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["task"] == "longbench"]
+    assert [(row["context"], row["samples"], row["score"], row["kv_read"]) for row in rows] == [
+        (512, 1, 1, 0.5), (1024, 1, 1, 0.5)
+    ]  # fmt: skip
+    assert sum("How is it?" in body["prompt"] for body in server.asked) == 1
+
+
 def test_flags_that_do_not_fit(server: Server) -> None:
     for more, words in (
         (("--tasks", "nonsense"), "--tasks nonsense: expected some of niah_single_1"),
@@ -177,6 +192,9 @@ def test_acceptance_by_task_and_temperature_goes_into_the_plan(
     changed = {"acceptance": chance, "acceptance_rounds": 120}
     assert after.provenance == before.provenance | changed
     assert f"accepted with {chance:.3f}" in capsys.readouterr().out
+    server.asked.clear()
+    main(arguments("acceptance", server, "--tasks", "--text", str(text), "--temperatures", "0", "--generated", "8"))
+    assert len(server.asked) == 6 and all("rain had stopped" in body["prompt"] for body in server.asked)
     server.speculates = False
     with pytest.raises(SystemExit, match="no `speculation`"):
         main(command)

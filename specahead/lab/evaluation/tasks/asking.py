@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,8 @@ class Asker:
 
     def count(self, prompt: str) -> int:
         """Return the tokens that a prompt has at the server."""
-        return len(self._tokenizer.encode(self._template + prompt, add_special_tokens=not self._template))
+        text = self._template + prompt
+        return len(self._tokenizer.encode(text, add_special_tokens=not self._template, verbose=False))
 
     def ask_all(
         self, questions: Sequence[Question], ways: Sequence[Way], concurrency: int, fields: dict[str, Any]
@@ -157,6 +158,7 @@ class Asker:
                     speculation=answer.speculation,
                 )
                 self._answers.add(known)
-            records.append(known)
+            # The same request may belong to several contexts, where a text is shorter than these.
+            records.append(replace(known, task=question.task, context=question.context, index=question.index))
             note()
         return records

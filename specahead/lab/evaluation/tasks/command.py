@@ -32,6 +32,8 @@ class TaskRow:
     """The mean, from 0 to 1."""
     interval: Interval
     """Wilson's, 95 %."""
+    kv_read: float | None
+    """The mean share of the KV that verification read; None: the server does not say."""
     of_exact: tuple[float, float, float] | None
     """The score over that of `exact` on the same samples, with its bootstrap interval; None: nothing to compare."""
 
@@ -79,10 +81,10 @@ def choose_questions(flags: argparse.Namespace, essay: Haystack, more: dict[str,
     lines = [task for file in flags.longbench for task in longbench_tasks(Path(file))][: flags.samples]
     for context in flags.contexts:
         known = ruler_tasks(essay, context) | other_tasks()
-        unknown = set(flags.tasks) - known.keys()
+        unknown = set(flags.tasks or ()) - known.keys()
         if unknown:
             raise ValueError(f"--tasks {' '.join(sorted(unknown))}: expected some of {' '.join(known)}")
-        chosen = {name: task for name, task in known.items() if name in flags.tasks} if flags.tasks else known
+        chosen = {name: task for name, task in known.items() if flags.tasks is None or name in flags.tasks}
         for name, task in (chosen | more).items():
             questions += [Question(name, task, context, index) for index in range(flags.samples)]
         questions += [Question("longbench", task, context, index) for index, task in enumerate(lines)]
@@ -111,7 +113,9 @@ def _row(task: str, context: int, way: str, by_way: dict[str, list[Record]]) -> 
     exact = [record.score or 0.0 for record in by_way.get("exact", [])]
     mean = sum(scores) / len(scores)
     compared = bootstrap_ratio(scores, exact) if exact and way != "exact" else None
-    return TaskRow(task, context, way, len(scores), mean, wilson(mean, len(scores)), compared)
+    said = [record.speculation["kv_read_fraction"] for record in by_way[way] if record.speculation]
+    kv_read = sum(said) / len(said) if said else None
+    return TaskRow(task, context, way, len(scores), mean, wilson(mean, len(scores)), kv_read, compared)
 
 
 def percent(value: float, interval: Sequence[float]) -> list[str]:
@@ -121,9 +125,10 @@ def percent(value: float, interval: Sequence[float]) -> list[str]:
 
 def to_text(rows: Sequence[TaskRow]) -> str:
     """Return the table."""
-    head = ["task", "exactness", "context", "samples", "score", "95 %", "of exact", "95 %"]
+    head = ["task", "exactness", "context", "samples", "KV read", "score", "95 %", "of exact", "95 %"]
     table = [
         [row.task, row.exactness or "not said", str(row.context), str(row.samples)]
+        + ["" if row.kv_read is None else f"{100 * row.kv_read:.1f} %"]
         + percent(row.score, row.interval)
         + (percent(row.of_exact[0], row.of_exact[1:]) if row.of_exact else ["", ""])
         for row in rows
@@ -150,7 +155,9 @@ def _plot(rows: Sequence[TaskRow], path: Path) -> None:
         bars.set_yticks(range(len(last)), [row.task for row in last], fontsize=7)
     lines.set(xscale="log", xlabel="context, tokens", ylabel="mean score of all tasks, %", ylim=(0, 102))
     lines.set_xticks(contexts, [str(context) for context in contexts])
+    lines.set_xticks([], minor=True)
     bars.set(xlabel=f"score at {longest} tokens, % (95 % intervals)")
     lines.grid(alpha=0.3)
     lines.legend()
+    figure.tight_layout()
     save_figure(figure, path)

@@ -32,7 +32,7 @@ def _add_asking(parser: argparse.ArgumentParser) -> None:
 def add_tasks_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `evaluate tasks` takes."""
     _add_asking(parser)
-    parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="default: all")
+    parser.add_argument("--tasks", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="haystacks (default: RULER's noise)")
     parser.add_argument("--plot", metavar="FILE")
     parser.set_defaults(samples=20)

@@ -4,11 +4,12 @@ import json
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from specahead.lab.evaluation.tasks.ruler import uuids, words
 from specahead.lab.evaluation.tasks.samples import Haystack, Sample, Task, hide
 
-CODE_LINES = 24  # assignments of a generated function
+CODE_LINES = 16  # assignments of a generated function
 
 
 def _key_value(rng: random.Random, size: int) -> Sample:
@@ -24,10 +25,10 @@ def _key_value(rng: random.Random, size: int) -> Sample:
     return Sample(prompt, (pairs[0][1],), depths)
 
 
-def _function(rng: random.Random, name: str, variable: str) -> str:
-    """Return a Python function whose assignments and last line all name the variable."""
-    lines = [f"def {name}(first, second):", f"    {variable} = first + {rng.randrange(1000, 10_000)}"]
-    for _ in range(CODE_LINES):
+def _function(rng: random.Random, name: str, variable: str, length: int = CODE_LINES) -> str:
+    """Return a Python function of `length` assignments, each of which names the variable, as does its last line."""
+    lines = [f"def {name}(first, second):", f"    {variable} = first"]
+    for _ in range(length):
         sign, argument = rng.choice("+-^|"), rng.choice(("first", "second"))
         numbers = rng.randrange(10, 100), rng.randrange(1000, 10_000)
         lines.append(f"    {variable} = ({variable} * {numbers[0]} {sign} {argument}) % {numbers[1]}")
@@ -35,12 +36,16 @@ def _function(rng: random.Random, name: str, variable: str) -> str:
 
 
 def _code(edited: bool, rng: random.Random, size: int) -> Sample:
-    """Write one function of a long file out again, with a variable renamed if edited; references are its lines."""
-    names = words(rng, size + 3, joint="_")
+    """Write one function of a long file out again, with a variable renamed if edited; references are its lines.
+
+    size: assignments of the other functions.
+    """
+    names = words(rng, 4 + size // CODE_LINES, joint="_")
     variable, renamed, name = names[:3]
     asked = _function(rng, name, variable)
-    functions = [_function(rng, other, variable) for other in names[3:]]
-    text, depths = hide(functions, [asked], rng)
+    lengths = [CODE_LINES] * (size // CODE_LINES) + [size % CODE_LINES]
+    others = [_function(rng, other, variable, length) for other, length in zip(names[3:], lengths, strict=True)]
+    text, depths = hide(others, [asked], rng)
     change = f"with its variable `{variable}` renamed to `{renamed}`" if edited else "exactly as it stands there"
     prompt = (
         f"A file of Python:\n\n```python\n{text.strip()}\n```\n\nThe function `{name}` again, {change}:\n\n```python\n"
@@ -50,7 +55,7 @@ def _code(edited: bool, rng: random.Random, size: int) -> Sample:
     return Sample(prompt, tuple(lines), depths)
 
 
-def _question(row: dict[str, object], rng: random.Random, size: int) -> Sample:
+def _question(row: dict[str, Any], rng: random.Random, size: int) -> Sample:
     """A question about a text, of which the first and last `size` characters are kept, as LongBench cuts."""
     text = str(row["context"])
     if 2 * size < len(text):
@@ -59,9 +64,7 @@ def _question(row: dict[str, object], rng: random.Random, size: int) -> Sample:
         f"Answer the question based on the given text. Only give me the answer and do not output any other words.\n\n"
         f"The text:\n{text}\n\nQuestion: {row['input']}\nAnswer:"
     )
-    answers = row["answers"]
-    assert isinstance(answers, list)
-    return Sample(prompt, tuple(map(str, answers)))
+    return Sample(prompt, tuple(map(str, row["answers"])))
 
 
 def longbench_tasks(path: Path) -> list[Task]:
@@ -74,7 +77,7 @@ def longbench_tasks(path: Path) -> list[Task]:
         if not line.strip():
             continue
         row = json.loads(line)
-        if not isinstance(row, dict) or not row.get("context") or "input" not in row or not row.get("answers"):
+        if not (row.get("context") and "input" in row and row.get("answers") and all(row["answers"])):
             raise ValueError(f"{path}, line {number}: expected an object with `context`, `input` and `answers`")
         tasks.append(Task(partial(_question, row), 64, any_reference=True, most=-(-len(str(row["context"])) // 2)))
     return tasks

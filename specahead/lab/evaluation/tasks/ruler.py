@@ -1,6 +1,7 @@
 """The eleven generated tasks of RULER (arXiv 2404.06654, sections 3.1 to 3.3), with its prompts and parameters.
 
-Words are compounds of two short ones instead of entries of a dictionary, which this package does not bring.
+Words are compounds of two short ones instead of entries of a dictionary, which this package does not bring. As these
+are longer, the example before the list of common words is always the one of RULER's short contexts.
 """
 
 import math
@@ -114,7 +115,7 @@ def _variables(rng: random.Random, pieces: int, letters: int) -> tuple[str, list
     prompt = (
         f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}\nQuestion: "
         f"Find all variables that are assigned the value {value} in the text above. Answer: According to the chain(s) "
-        f"of variable assignment in the text above, {HOPS + 1} variables are assigned the value {value}, they are: "
+        f"of variable assignment in the text above, {HOPS + 1} variables are assigned the value {value}, they are:"
     )
     return prompt, names, depths
 
@@ -123,27 +124,27 @@ def _track_variables(rng: random.Random, size: int) -> Sample:
     """Section 3.2: one chain of variables among noise, behind a short example."""
     example, known, _ = _variables(rng, 5, 3)
     prompt, names, depths = _variables(rng, size, 5)
-    return Sample(f"{example}{' '.join(known)}\n\n{prompt}", tuple(names), depths)
+    return Sample(f"{example} {' '.join(known)}\n\n{prompt}", tuple(names), depths)
 
 
-def _common_words(often: int, seldom: int, example: tuple[int, int, int], rng: random.Random, size: int) -> Sample:
-    """Section 3.3: a list in which ten words appear often. example: the numbers of its other words and repeats."""
-    others, example_often, example_seldom = example
-    drawn = words(rng, 2 * COMMON + others + size, joint="")
+def _common_words(often: int, seldom: int, rng: random.Random, size: int) -> Sample:
+    """Section 3.3: a list in which ten words appear often, behind a short example."""
+    drawn = words(rng, 3 * COMMON + size, joint="")
+    example = drawn[:COMMON]
+    prompts = [_word_list(rng, example, 3, drawn[COMMON : 2 * COMMON], 1) + " " + _numbered(example)]
+    common = drawn[2 * COMMON : 3 * COMMON]
+    prompts.append(_word_list(rng, common, often, drawn[3 * COMMON :], seldom))
+    return Sample("\n".join(prompts), tuple(common))
 
-    def listed(common: list[str], rare: list[str], often: int, seldom: int) -> str:
-        shown = common * often + rare * seldom
-        rng.shuffle(shown)
-        return (
-            "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
-            f"that appear most often.\n{_numbered(shown)}\nQuestion: What are the 10 most common words in the above "
-            "list? Answer: The top 10 words that appear most often in the list are:"
-        )
 
-    first, rest = drawn[:COMMON], drawn[COMMON:]
-    shown = listed(first, rest[:others], example_often, example_seldom)
-    common, rare = rest[others : others + COMMON], rest[others + COMMON :]
-    return Sample(f"{shown} {_numbered(first)}\n{listed(common, rare, often, seldom)}", tuple(common))
+def _word_list(rng: random.Random, common: list[str], often: int, rare: list[str], seldom: int) -> str:
+    shown = common * often + rare * seldom
+    rng.shuffle(shown)
+    return (
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        f"appear most often.\n{_numbered(shown)}\nQuestion: What are the 10 most common words in the above list? "
+        "Answer: The top 10 words that appear most often in the list are:"
+    )
 
 
 def _numbered(shown: list[str]) -> str:
@@ -172,7 +173,6 @@ def _frequent_words(rng: random.Random, size: int) -> Sample:
 
 def ruler_tasks(essay: Haystack, context: int) -> dict[str, Task]:
     """Return the tasks by RULER's names. essay: the haystack where RULER takes essays. context: tokens."""
-    numbers = (6, 1, (10, 3, 1)) if context < 4096 else (30, 3, (30, 10, 3))
     needles = {
         "niah_single_1": _Needles(NOISE),
         "niah_single_2": _Needles(essay),
@@ -185,6 +185,6 @@ def ruler_tasks(essay: Haystack, context: int) -> dict[str, Task]:
     }
     return {name: Task(form.make, 128) for name, form in needles.items()} | {
         "vt": Task(_track_variables, 30),
-        "cwe": Task(partial(_common_words, *numbers), 120),
+        "cwe": Task(partial(_common_words, *((6, 1) if context < 4096 else (30, 3))), 120),
         "fwe": Task(_frequent_words, 50),
     }
