@@ -29,6 +29,7 @@ from tests.stack import Stack, free_port, start_stack
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.hasten()
+    interpreter.round_to_nearest()
 
 # Loopback only, and no token: a Ray that is named by RAY_ADDRESS takes one from the environment alone.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}

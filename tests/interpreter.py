@@ -4,6 +4,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -20,6 +22,19 @@ def hasten() -> None:
     if hasattr(interpreter, "_LangPatchScope"):
         object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
         interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+
+
+def round_to_nearest() -> None:
+    """Have float32 numbers become e4m3 as on a GPU: the interpreter loses the carry of a mantissa that rounds up."""
+    convert = interpreter._convert_float
+
+    def convert_rightly(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if (given, wanted) != (tl.float32, tl.float8e4nv):
+            return convert(values, given, wanted, rounding)
+        rounded = torch.from_numpy(np.array(values)).to(torch.float8_e4m3fn)
+        return rounded.view(torch.uint8).numpy().reshape(values.shape)
+
+    interpreter._convert_float = convert_rightly
 
 
 def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:

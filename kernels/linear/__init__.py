@@ -1,8 +1,9 @@
-"""Linear layers, and how a model's layers read its residual stream and add to it: one dispatch over two kernels.
+"""Linear layers, and how a model's layers read its residual stream and add to it: one dispatch over three kernels.
 
 A layer of up to MOST_ROWS rows takes about as long as its weight takes to read:
 
     up to MOST_ROWS rows              `few_rows`: tensor cores, over weights of 16 bits or of 8
+    more rows, weights of 8 bits      `many_rows`: inputs are rounded to 8 bits as well, then the activation by itself
     more rows, a CPU, other shapes    torch (cuBLAS), then the activation by itself
 
 Which kernel runs depends on the number of rows, on the weight and on the backend, never on values. So the rows of a
@@ -18,7 +19,8 @@ from torch import Tensor
 from specahead.kernels.backends import Backend
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear, takes
-from specahead.kernels.linear.weights import BLOCK, EightBitWeight, LinearWeight, quantize
+from specahead.kernels.linear.many_rows import many_rows_linear
+from specahead.kernels.linear.weights import BLOCK, EightBitWeight, LinearWeight, hold, quantize
 from specahead.kernels.rms_norm import add_rms_norm, add_scaled
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "LinearWeight",
     "Residual",
     "add_linear",
+    "hold",
     "linear",
     "linear_of_residual",
     "quantize",
@@ -68,19 +71,23 @@ def linear(
 ) -> Tensor:
     """Return x @ weight.T + bias, [rows, outputs], in the weight's dtype.
 
-    x: [rows, inputs], contiguous; where `weight.eight_bit` is read, of numbers that float16 holds.
-    gated: return silu(gate) * up of the two halves of the outputs, [rows, outputs / 2]; in the dtype of x where
-    `weight.eight_bit` is read.
+    x: [rows, inputs], contiguous; where few rows read 8 bits, of numbers that float16 holds.
+    gated: return silu(gate) * up of the two halves of the outputs, [rows, outputs / 2]; in the dtype of x where few
+    rows read 8 bits.
     in_parts: whether the result may be [parts, rows, outputs] float32, which the caller sums.
     A gated layer has no bias and comes whole.
     """
-    if _reads_eight_bits(weight, len(x)):
+    eight_bit = _read_by_few_rows(weight, len(x))
+    if eight_bit is not None:
         dtype = x.dtype if gated else weight.dtype
-        return few_rows_linear(x, weight.eight_bit, weight.bias, gated, in_parts, backend, dtype)  # type: ignore[arg-type]
+        return few_rows_linear(x, eight_bit, weight.bias, gated, in_parts, backend, dtype)
     if backend == "triton" and takes(x):
         return few_rows_linear(x, weight.values, weight.bias, gated, in_parts, backend, weight.dtype)
     assert not gated or (weight.bias is None and not in_parts)
-    out = F.linear(x.to(weight.dtype), weight.values, weight.bias)
+    if isinstance(weight.values, EightBitWeight):
+        out = many_rows_linear(x, weight.values, weight.bias, backend)
+    else:
+        out = F.linear(x.to(weight.dtype), weight.values, weight.bias)
     return silu_and_multiply(out, backend) if gated else out
 
 
@@ -102,7 +109,7 @@ def linear_of_residual(
         return linear(residual.total, weight, backend, gated, in_parts), residual
     total, update = residual.total, residual.update
     # float16 is what the kernel multiplies 8-bit weights in.
-    in_half = backend == "triton" and _reads_eight_bits(weight, len(total))
+    in_half = backend == "triton" and _read_by_few_rows(weight, len(total)) is not None
     dtype = torch.float16 if in_half else None
     if update is None:
         normed, total = add_rms_norm(total, None, norm, epsilon, backend, dtype=dtype)
@@ -116,5 +123,8 @@ def add_linear(residual: Residual, x: Tensor, weight: LinearWeight, backend: Bac
     return residual.plus(linear(x, weight, backend, in_parts=True))
 
 
-def _reads_eight_bits(weight: LinearWeight, rows: int) -> bool:
-    return weight.eight_bit is not None and rows <= MOST_ROWS
+def _read_by_few_rows(weight: LinearWeight, rows: int) -> EightBitWeight | None:
+    """Return the 8-bit weight that a pass of `rows` rows reads by `few_rows`; None if it does not."""
+    if rows > MOST_ROWS:
+        return None
+    return weight.values if isinstance(weight.values, EightBitWeight) else weight.eight_bit

@@ -219,6 +219,8 @@ def _few_rows_linear_kernel(
     if GATED:
         gates, ups = tl.split(tl.permute(tl.reshape(sums, [2, COLUMNS, ROWS]), [1, 2, 0]))
         sums = gates * tl.sigmoid(gates) * ups
+        if out_ptr.dtype.element_ty == tl.float16:  # of which no number may become infinite
+            sums = tl.clamp(sums, -65504.0, 65504.0)
     inside = there[None, :] & (column < outputs)[:, None]
     out_at = out_ptr + (part * rows + row[None, :]).to(tl.int64) * outputs + column[:, None]
     tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=inside)

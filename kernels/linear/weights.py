@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # inputs of a block of an 8-bit weight
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+LARGEST = torch.finfo(torch.float8_e4m3fn).max  # number of e4m3
+LEAST_SCALE = 1e-12  # of a row, which may be all zeros
 _ROWS_AT_ONCE = 4096  # of a weight that is rounded: its float32 numbers take four times the memory
 
 
@@ -21,6 +22,19 @@ class EightBitWeight:
     weight whose inputs are no multiple of BLOCK holds them in their order."""
     scales: Tensor
     """[outputs] float32."""
+    dtype: torch.dtype
+    """The dtype of the layer's results."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: slice) -> "EightBitWeight":
+        return replace(self, values=self.values[rows], scales=self.scales[rows])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
 
     def in_order(self) -> Tensor:
         """Return the weight that the kernels multiply by, with its inputs in order: [outputs, inputs] float32."""
@@ -34,12 +48,12 @@ class EightBitWeight:
 class LinearWeight:
     """All that a linear layer holds."""
 
-    values: Tensor
-    """[outputs, inputs], in the model's dtype; of a gated layer the rows of the gates come first."""
+    values: Tensor | EightBitWeight
+    """[outputs, inputs], in the model's dtype or in 8 bits; of a gated layer the rows of the gates come first."""
     bias: Tensor | None = None
     """[outputs]."""
     eight_bit: EightBitWeight | None = None
-    """A second copy of `values`, which passes of few rows read."""
+    """A second copy of `values`, which passes of few rows read. Values in 8 bits have none."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,21 +64,34 @@ class LinearWeight:
         return len(self.values)
 
     def with_eight_bit(self) -> "LinearWeight":
-        """Return the same layer with a second copy of its weight in 8 bits."""
+        """Return the same layer with a second copy of its weight in 8 bits, unless it is held in 8 bits itself."""
+        if isinstance(self.values, EightBitWeight):
+            return self
         return replace(self, eight_bit=quantize(self.values))
 
 
 def quantize(weight: Tensor) -> EightBitWeight:
     """Return a weight [outputs, inputs] in 8 bits: a row's scale takes its largest number to the largest of e4m3."""
     weight = weight.detach()  # or autograd would keep a parameter's float32 numbers as long as the result
-    scales = weight.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / _LARGEST
+    scales = weight.abs().amax(1, keepdim=True).float().clamp(min=LEAST_SCALE) / LARGEST
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     for start in range(0, len(weight), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
-        values[rows] = (weight[rows].float() / scales[rows]).clamp(-_LARGEST, _LARGEST).to(values.dtype)
-    if weight.shape[1] % BLOCK == 0:
-        values = _transpose_blocks(values, 4, BLOCK // 4)
-    return EightBitWeight(values, scales[:, 0].contiguous())
+        values[rows] = (weight[rows].float() / scales[rows]).clamp(-LARGEST, LARGEST).to(values.dtype)
+    return hold(values, scales[:, 0].contiguous(), weight.dtype)
+
+
+def hold(values: Tensor, scales: Tensor, dtype: torch.dtype) -> EightBitWeight:
+    """Return the weight of rows that are rounded already, in the order of EightBitWeight.
+
+    values: [outputs, inputs] float8_e4m3fn, inputs in order; scales: [outputs] float32; dtype: of the layer's results.
+    """
+    return EightBitWeight(in_blocks(values), scales, dtype)
+
+
+def in_blocks(values: Tensor) -> Tensor:
+    """Return rows of 8-bit numbers [rows, inputs], whose inputs are in order, in the order of EightBitWeight."""
+    return _transpose_blocks(values, 4, BLOCK // 4) if values.shape[1] % BLOCK == 0 else values
 
 
 def _transpose_blocks(values: Tensor, lines: int, columns: int) -> Tensor:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from specahead.config import Config
-from specahead.engine.loading.config import load_config, load_shape
-from specahead.engine.loading.memory import bytes_of_token
+from specahead.engine.loading.config import load_config, read_shape
+from specahead.engine.loading.memory import bytes_of_token, bytes_of_weights
 from specahead.engine.loading.model import resolve_dtype
-from specahead.engine.model.families import count_parameters
+from specahead.engine.model.quantization import holds_eight_bits
 
 log = logging.getLogger(__name__)
 
@@ -125,9 +125,11 @@ def _sizes_of(config: Config, machine: Machine) -> PairSizes | None:
     if not config.draft.has_draft:
         return None
     sizes = []
-    for model in (config.target.model, config.draft.model):
-        dtype = resolve_dtype(config.target.dtype, "cuda" if machine.gpus else "cpu", model)
-        sizes.append((count_parameters(load_config(model)) * dtype.itemsize, bytes_of_token(load_shape(model), dtype)))
+    for side in (config.target, config.draft):
+        dtype = resolve_dtype(config.target.dtype, "cuda" if machine.gpus else "cpu", side.model)
+        read = load_config(side.model)
+        weights = bytes_of_weights(read, dtype, holds_eight_bits(read, side.quantization))
+        sizes.append((weights, bytes_of_token(read_shape(read), dtype)))
     (weights, token), (draft_weights, draft_token) = sizes
     return PairSizes(weights, draft_weights, token, draft_token)
 

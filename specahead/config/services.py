@@ -13,6 +13,7 @@ from specahead.config.speculation import (
     READ_AT_ONCE,
     SELF_READ_SHARE,
     Circumstances,
+    Quantization,
     ResolvedSpeculation,
     Speculation,
     most_gamma_holding,
@@ -76,6 +77,8 @@ class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunS
     """CPU threads of the model; 0: torch's choice."""
     host_kv_memory: float = 0.0
     """GiB of host memory for the target's KV; 0: the KV lies on the device."""
+    quantization: Quantization = "none"
+    """fp8: linear layers are held in 8 bits; none: as the checkpoint has them."""
     group_size: int = 0
     """Tokens of a group whose means are kept, by the plan; 0: none are."""
 
@@ -181,6 +184,9 @@ class _OwnOfTarget(ServiceSettings, group="the target"):
     """Draft model: Hugging Face id or folder. Without one: lookup proposes what followed the same tokens earlier in
     the text; self drafts by the target's own attention over little of its KV, where that pays; auto: self where it
     pays, else lookup; none: one token a step."""
+    quantization: Quantization = "none"
+    """fp8: the target's linear layers are rounded to 8 bits as they are loaded, and nothing else of them is kept; none:
+    they stay as the checkpoint has them."""
     max_queued: Count = 1024
     """Sessions that may wait for a place; more are refused; 0: every session that cannot run at once is refused."""
     host_kv_memory: Annotated[float, Within(least=0)] = 0.0
@@ -294,6 +300,7 @@ class TargetSettings(_OwnOfTarget):
                 "model": self.draft,
                 "target_model": self.model,
                 "kv_tokens": 0,  # room for as many tokens as the target
+                "quantization": "none",
                 "deterministic": False,  # a draft changes no token of a deterministic target
                 "group_size": 0,
                 "speculation": replace(self.speculation, overlap=False),

@@ -137,11 +137,6 @@ def test_a_config_that_means_more_is_read_by_its_familys_class(change: dict[str,
     assert type(load_config(str(tmp_path))) is transformers.LlamaConfig
 
 
-def test_quantized_weights_are_not_read_as_if_they_were_plain() -> None:
-    config = transformers.LlamaConfig(**sizes(4, 2), quantization_config={"quant_method": "fp8"})
-    assert unbuilt_feature(config) == "quantized weights"
-
-
 # Checkpoints that do not fit
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specahead.config import DraftSettings, Speculation, TargetSettings
-from specahead.engine.loading import copies
+from specahead.engine.loading import copies, memory
 from specahead.engine.loading.copies import choose_copies, fitting
 
 GIB = 2**30
@@ -23,9 +23,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu.total, gpu.total))
     sizes = {"model_type": "llama", "hidden_act": "silu", "num_attention_heads": 32, "head_dim": 128}
     sizes |= {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "num_hidden_layers": 32}
-    sizes |= {"max_position_embeddings": 8192, "vocab_size": 4096, "layer_types": None}
+    sizes |= {"max_position_embeddings": 8192, "vocab_size": 4096, "layer_types": None, "tie_word_embeddings": False}
     monkeypatch.setattr(copies, "load_config", lambda model: SimpleNamespace(**sizes | gpu.config))
-    monkeypatch.setattr(copies, "count_parameters", lambda config: gpu.parameters)
+    for module in (copies, memory):
+        monkeypatch.setattr(module, "count_parameters", lambda config: gpu.parameters)
     return gpu
 
 
@@ -44,6 +45,25 @@ def test_copies_are_made_where_the_gpu_reads_them_and_has_the_memory(gpu: Simple
     assert chosen(replace(TOGETHER, deterministic=True)) == ("fp8", "none")
     said = Speculation(draft_quantization="none", screening_quantization="fp8")
     assert chosen(replace(TOGETHER, speculation=said)) == ("none", "fp8"), "what is said stays"
+
+
+def test_weights_that_are_held_in_8_bits_have_no_copy(gpu: SimpleNamespace) -> None:
+    gpu.parameters = 3 * GIB
+    held = replace(TOGETHER, quantization="fp8")
+    assert chosen(held) == ("fp8", "none"), "the draft is in 16 bits"
+    asked = replace(held, placement="apart", speculation=Speculation(screening_quantization="fp8"))
+    assert chosen(asked) == ("none", "none"), "steps that screen read 8 bits as it is"
+    assert chosen(replace(held, placement="apart", draft="self")) == ("none", "none")
+    gpu.config = {"quantization_config": {"quant_method": "fp8"}}
+    assert chosen(TOGETHER) == chosen(DRAFT) == ("none", "none"), "checkpoints in 8 bits"
+
+
+def test_weights_in_8_bits_leave_more_room_for_the_copies_of_a_draft(gpu: SimpleNamespace) -> None:
+    gpu.total, gpu.parameters = 50 * GIB, 8 * GIB  # 8 GiB of the copy in a quarter of 50 - 5 - 2 - 16 - 16, or - 8
+    assert chosen(TOGETHER) == ("none", "none")
+    gpu.total = 65 * GIB
+    assert chosen(TOGETHER) == ("none", "none")
+    assert chosen(replace(TOGETHER, quantization="fp8")) == ("fp8", "none")
 
 
 @pytest.mark.parametrize(

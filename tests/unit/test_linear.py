@@ -16,6 +16,7 @@ from specahead.kernels.linear import (
     linear_of_residual,
     quantize,
 )
+from specahead.kernels.linear.many_rows import many_rows_linear, round_rows
 from specahead.kernels.linear.weights import BLOCK
 
 pytest.importorskip("triton")
@@ -38,7 +39,8 @@ def weight_of(outputs: int, inputs: int, in_eight_bits: bool = False, biased: bo
 
 def exactly(x: Tensor, weight: LinearWeight, gated: bool = False) -> Tensor:
     """The layer in float64, by the weights that it is read by."""
-    values = weight.values if weight.eight_bit is None else weight.eight_bit.in_order()
+    read = weight.eight_bit or weight.values
+    values = read if isinstance(read, Tensor) else read.in_order()
     out = F.linear(x.double(), values.double(), None if weight.bias is None else weight.bias.double())
     gate, up = out.chunk(2, 1)
     return F.silu(gate) * up if gated else out
@@ -130,3 +132,65 @@ def test_a_weight_is_rounded_by_a_sixteenth_at_most_whatever_its_rows_scales(inp
     smallest = rounded.scales[:, None] * 2**-6  # below it, steps are even
     assert ((back - weight).abs() <= (weight.abs() / 16).maximum(smallest / 16)).all()
     assert (back[7] == 0).all()
+
+
+# Many rows over weights in 8 bits
+
+SHAPES = [(65, 48, 256), (130, 16, 128), (90, 40, 384), (67, 176, 640), (1, 32, 128)]
+
+
+def held_in_eight_bits(outputs: int, inputs: int, dtype: torch.dtype, biased: bool = False) -> LinearWeight:
+    bias = torch.linspace(-3, 3, outputs, device=DEVICE, dtype=dtype) if biased else None
+    return LinearWeight(quantize(random(outputs, inputs, seed=1, dtype=dtype) / inputs**0.5), bias)
+
+
+@pytest.mark.parametrize("inputs", [24, 100, 128, 640])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_rounded_alike_by_kernel_and_reference(inputs: int, dtype: torch.dtype) -> None:
+    x = random(9, inputs, dtype=dtype) * torch.logspace(-6, 6, 9, device=DEVICE)[:, None].to(dtype)
+    x[4] = 0
+    values, scales = round_rows(x, "triton")
+    wanted, of_wanted = round_rows(x)
+    assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scales, of_wanted)
+    assert torch.equal(quantize(x).values.view(torch.uint8), wanted.view(torch.uint8)), "as weights are"
+    assert (quantize(x).in_order() - x.float()).abs().max(1).values.le(x.float().abs().amax(1) / 16).all()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
+def test_many_rows_over_8_bits(rows: int, outputs: int, inputs: int, biased: bool) -> None:
+    """Against float64 over the numbers that are multiplied. 40 outputs are no multiple of 16: few rows at a time."""
+    dtype = torch.bfloat16 if outputs % 16 == 0 or DEVICE == "cuda" else torch.float16
+    weight, x = held_in_eight_bits(outputs, inputs, dtype, biased), random(rows, inputs, dtype=dtype)
+    for backend in BACKENDS:
+        in_slices = backend == "triton" and outputs % 16
+        read = x if in_slices else quantize(x).in_order()
+        out = many_rows_linear(x, weight.values, weight.bias, backend)  # type: ignore[arg-type]
+        assert out.dtype == dtype
+        check(out, exactly(read, weight), 6)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
+def test_a_layer_held_in_8_bits_goes_by_its_rows(rows: int, gated: bool) -> None:
+    weight, x = held_in_eight_bits(64, 256, DTYPE if rows <= MOST_ROWS else torch.bfloat16), random(rows, 256)
+    x = x.to(weight.dtype)
+    computes = DEVICE == "cuda" or rows <= MOST_ROWS or not gated  # the interpreter has no arithmetic of bfloat16
+    for backend in BACKENDS if computes else ["torch"]:
+        out = linear(x, weight, backend, gated)  # type: ignore[arg-type]
+        read = x if rows <= MOST_ROWS else quantize(x).in_order()
+        check(out, exactly(read, weight, gated), 6)
+        assert (rows <= MOST_ROWS) == torch.allclose(out.double(), exactly(x, weight, gated), rtol=2**-6, atol=2**-6)
+
+
+def test_a_layer_held_in_8_bits_is_half_as_large_and_can_be_cut() -> None:
+    whole = held_in_eight_bits(64, 256, DTYPE)
+    assert whole.values.nbytes == 64 * 256 + 64 * 4 and whole.outputs == 64 and whole.dtype == DTYPE
+    x = random(3, 256)
+    assert torch.equal(linear(x, LinearWeight(whole.values[:40])), linear(x, whole)[:, :40])
+
+
+def test_numbers_that_float16_does_not_hold_become_its_largest() -> None:
+    weight = LinearWeight(quantize(torch.ones(32, 128, device=DEVICE, dtype=DTYPE) * 100))
+    out = linear(random(2, 128).abs().half() * 4, weight, "triton", gated=True)
+    assert out.dtype == torch.float16 and (out == 65504).all()

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from specahead.engine.model.families import FAMILIES, head_dim, sliding_window
+from specahead.engine.model.quantization import check_checkpoint
 
 # Keys that the config.json of every family must have.
 _REQUIRED = (
@@ -28,10 +29,14 @@ class FamilyConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 def load_config(model: str) -> Any:
-    """Return the transformers config in a folder or of a Hugging Face id; code from the hub is never run."""
+    """Return the transformers config in a folder or of a Hugging Face id; code from the hub is never run.
+
+    Raises NotImplementedError for a checkpoint whose quantization is not built, and what transformers raises.
+    """
     values, _ = PreTrainedConfig.get_config_dict(model)
     if is_complete(values):
         return FamilyConfig.from_dict(values, name_or_path=model)
+    check_checkpoint(model, values.get("quantization_config"))
     return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 

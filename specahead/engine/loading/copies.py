@@ -9,15 +9,14 @@ import torch
 
 from specahead.config import DraftSettings, TargetSettings
 from specahead.engine.loading.config import load_config, read_shape
-from specahead.engine.loading.memory import ACTIVATION_BYTES, bytes_of_token
+from specahead.engine.loading.memory import ACTIVATION_BYTES, bytes_of_token, bytes_of_weights
 from specahead.engine.loading.model import resolve_dtype
-from specahead.engine.model.families import FAMILIES, count_parameters, unbuilt_feature
-from specahead.kernels.linear import BLOCK
+from specahead.engine.model.families import count_parameters, unbuilt_feature
+from specahead.engine.model.quantization import holds_eight_bits, unbuilt_in_eight_bits
 
 log = logging.getLogger(__name__)
 
 QUANTIZATION_KEYS = ("draft_quantization", "screening_quantization")
-LEAST_CAPABILITY = (8, 9)  # of GPUs that convert numbers of 8 bits (e4m3)
 MOST_OF_KV = 1 / 4  # of the memory that weights leave: beyond that, room for KV is worth more than copies
 
 
@@ -27,20 +26,26 @@ Settings = TypeVar("Settings", TargetSettings, DraftSettings)
 def choose_copies(settings: Settings) -> Settings:
     """Return the settings with "fp8" or "none" for each quantization that they leave open.
 
-    A copy is made where passes that a later pass judges can read it, the GPU converts 8 bits, and memory allows. The
-    device of the settings must be known. Raises what transformers raises for a config that it cannot read.
+    A copy is made where passes that a later pass judges can read it, the GPU converts 8 bits, and memory allows; none
+    of weights that are held in 8 bits. The device of the settings must be known.
+    Raises what transformers raises for a config that it cannot read.
     """
     said = settings.speculation
+    read = _read_by(settings)
+    held = [name for name, model in read.items() if _is_held(settings, model)]
     models = {
         name: model
-        for name, model in _read_by(settings).items()
-        if getattr(said, name) is None and can_copy(load_config(model), settings.dtype, settings.device, model)
+        for name, model in read.items()
+        if name not in held
+        and getattr(said, name) is None
+        and can_copy(load_config(model), settings.dtype, settings.device, model)
     }
     sizes = {name: count_parameters(load_config(model)) for name, model in models.items()}
     made = fitting(sizes, *_memory(settings)) if sizes else []
     chosen: dict[str, Any] = {
         name: "fp8" if name in made else getattr(said, name) or "none" for name in QUANTIZATION_KEYS
     }
+    chosen |= dict.fromkeys(held, "none")
     if sizes:
         log.info("chose 8-bit copies of weights", extra={**chosen, "gib": sum(sizes[name] for name in made) / 2**30})
     return replace(settings, speculation=replace(said, **chosen))
@@ -51,13 +56,9 @@ def can_copy(config: Any, dtype: str, device: str, model: str) -> bool:
 
     config: of transformers. dtype: as settings name it.
     """
-    if not device.startswith("cuda") or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if not device.startswith("cuda") or unbuilt_feature(config, on_gpu=True) is not None:
         return False
-    if unbuilt_feature(config, on_gpu=True) is not None or resolve_dtype(dtype, device, model) == torch.float32:
-        return False
-    family = FAMILIES[config.model_type]
-    inputs = config.hidden_size, config.intermediate_size
-    return None not in (family.input_norm, family.mlp_norm) and not any(size % BLOCK for size in inputs)
+    return unbuilt_in_eight_bits(config, resolve_dtype(dtype, device, model), device) is None
 
 
 def fitting(sizes: Mapping[str, int], left: float, asked: float) -> list[str]:
@@ -73,6 +74,11 @@ def fitting(sizes: Mapping[str, int], left: float, asked: float) -> list[str]:
             made.append(name)
             room -= size
     return made
+
+
+def _is_held(settings: TargetSettings | DraftSettings, model: str) -> bool:
+    """Return whether the linear layers of a model of this process are held in 8 bits."""
+    return holds_eight_bits(load_config(model), settings.quantization if model == settings.model else "none")
 
 
 def _read_by(settings: TargetSettings | DraftSettings) -> dict[str, str]:
@@ -97,6 +103,6 @@ def _memory(settings: TargetSettings | DraftSettings) -> tuple[float, float]:
     asked = settings.kv_memory * 2**30
     for model in [settings.model, *beside]:
         config, dtype = load_config(model), resolve_dtype(settings.dtype, settings.device, model)
-        left -= count_parameters(config) * dtype.itemsize
+        left -= bytes_of_weights(config, dtype, _is_held(settings, model))
         asked += settings.kv_tokens * bytes_of_token(read_shape(config), dtype)
     return left, asked

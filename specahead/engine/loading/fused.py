@@ -22,10 +22,13 @@ from specahead.engine.model.families import (
     unbuilt_feature,
     weight_shapes,
 )
-from specahead.kernels.linear import LinearWeight
+from specahead.kernels.linear import LinearWeight, hold, quantize
 
 # Some releases of transformers wrote this to checkpoints; it is computed here.
 _COMPUTED = "rotary_emb.inv_freq"
+# Of weights in 8 bits; those of activations are not read: each row gets its own when it is rounded.
+_SCALES = ".weight_scale", ".input_scale"
+_EIGHT_BITS = torch.float8_e4m3fn
 
 
 def misfit(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -36,7 +39,7 @@ def misfit(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     if missing:
         return f"{missing[0]} is missing, one of {len(missing)} weights"
     for name, shape in shapes.items():
-        if name not in expected and not name.endswith(_COMPUTED):
+        if name not in expected and not name.endswith((_COMPUTED, *_SCALES)):
             return f"{name} is none of the weights of {config.model_type}"
         if shape != expected.get(name, shape):
             return f"{name} is {list(shape)}, and by the config {list(expected[name])}"
@@ -44,21 +47,25 @@ def misfit(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 
 
 @torch.inference_mode()
-def read_decoder(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: str) -> Decoder:
+def read_decoder(
+    config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: str, rounds: bool = False
+) -> Decoder:
     """Return the decoder of a model of one of engine.model.families.FAMILIES, with copies of its weights.
 
     config: of transformers.
     tensors: all weights by name, of any dtype and device. Each is asked for once, so that only one of them need lie on
         the device beside the decoder.
+    rounds: whether linear layers are held in 8 bits, also where the tensors are not. Of 16-bit weights only those of
+        one layer lie on the device at a time, and the embedding.
     Raises NotImplementedError, naming the feature, for a model that needs more than the fused decoder does; ValueError
-    for a weight of another shape than the config says.
+    for a weight of another shape than the config says, or of 8 bits without a scale.
     """
     feature = unbuilt_feature(config, on_gpu=device != "cpu")
     if feature is not None:
         raise NotImplementedError(
             f"{config.model_type}: the fused decoder is not built for {feature}: use --enforce-eager"
         )
-    family, weights = FAMILIES[config.model_type], _Weights(tensors, weight_shapes(config), dtype, device)
+    family, weights = FAMILIES[config.model_type], _Weights(tensors, weight_shapes(config), dtype, device, rounds)
     embedding = weights.take(EMBEDDING)
     cosines, sines = _rotary_table(config, device)
     layers = tqdm(range(config.num_hidden_layers), desc="loading weights", unit="layer", leave=False, disable=None)
@@ -66,7 +73,7 @@ def read_decoder(config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype,
         embedding=embedding,
         layers=[_read_layer(config, index, weights, family) for index in layers],
         norm=weights.take(NORM),
-        lm_head=LinearWeight(_read_head(config, weights, embedding)),
+        lm_head=_read_head(config, weights, embedding),
         cosines=cosines,
         sines=sines,
         heads=config.num_attention_heads,
@@ -87,15 +94,46 @@ class _Weights:
     shapes: Shapes
     dtype: torch.dtype
     device: str
+    rounds: bool
+    """Whether linear layers are held in 8 bits, also where `tensors` are not."""
 
-    def take(self, *names: str) -> Tensor:
-        """Return these weights below one another, as one tensor; raise ValueError for one of another shape."""
+    def linear(self, *names: str) -> LinearWeight:
+        """Return the linear layers of these names below one another, as one, in 8 bits if they are saved so."""
+        of_rows, biases, scales = ([f"{name}.{kind}" for name in names] for kind in ("weight", "bias", "weight_scale"))
+        bias = self.find(*biases)
+        if scales[0] not in self.tensors:
+            return self.held(self.take(*of_rows), bias)
+        values = self.take(*of_rows, dtype=_EIGHT_BITS)
+        rows = [self._row_scales(*each) for each in zip(of_rows, scales, strict=True)]
+        return LinearWeight(hold(values, torch.cat(rows), self.dtype), bias)
+
+    def held(self, values: Tensor, bias: Tensor | None = None) -> LinearWeight:
+        """Return a linear layer of these values [outputs, inputs], in 8 bits if all are held so."""
+        return LinearWeight(quantize(values) if self.rounds else values, bias)
+
+    def _row_scales(self, weight: str, name: str) -> Tensor:
+        """Return the scale of each row of a weight, [rows] float32; raise ValueError if there are others, or none."""
+        if name not in self.tensors:
+            raise ValueError(f"{name} is missing")
+        scales, rows = self.tensors[name].to(self.device, torch.float32).flatten(), self.shapes[weight][0]
+        if len(scales) not in (1, rows):
+            raise ValueError(f"{name} has {len(scales)} numbers, and {weight} {rows} rows: expected as many, or one")
+        return scales.expand(rows)
+
+    def take(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return these weights below one another, as one tensor of a dtype, by default the model's.
+
+        Raises ValueError for a weight of another shape, or whose 8 bits mean nothing without a scale.
+        """
+        dtype = dtype or self.dtype
         rows = [self.shapes[name][0] for name in names]
-        whole = torch.empty(sum(rows), *self.shapes[names[0]][1:], dtype=self.dtype, device=self.device)
+        whole = torch.empty(sum(rows), *self.shapes[names[0]][1:], dtype=dtype, device=self.device)
         for name, part in zip(names, whole.split(rows), strict=True):
             tensor = self.tensors[name]
             if tensor.shape != part.shape:  # copy_ might repeat it
                 raise ValueError(f"{name} is {list(tensor.shape)}, and by the config {list(part.shape)}")
+            if (tensor.dtype == _EIGHT_BITS) != (dtype == _EIGHT_BITS):
+                raise ValueError(f"{name} is {tensor.dtype}, read as {dtype}: expected weight_scale beside 8 bits only")
             part.copy_(tensor)
         return whole
 
@@ -112,8 +150,7 @@ def _read_layer(config: Any, index: int, weights: _Weights, family: Family) -> D
         return None if name is None else weights.take(f"{before}{name}.weight")
 
     def linear(*names: str) -> LinearWeight:
-        of_rows, biases = ([f"{before}{name}.{kind}" for name in names] for kind in ("weight", "bias"))
-        return LinearWeight(weights.take(*of_rows), weights.find(*biases))
+        return weights.linear(*(f"{before}{name}" for name in names))
 
     norms = f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"
     rotating = getattr(config, "no_rope_layers", None)  # true where a layer rotates, in spite of its name
@@ -132,17 +169,17 @@ def _read_layer(config: Any, index: int, weights: _Weights, family: Family) -> D
     )
 
 
-def _read_head(config: Any, weights: _Weights, embedding: Tensor) -> Tensor:
+def _read_head(config: Any, weights: _Weights, embedding: Tensor) -> LinearWeight:
     """Return the head: the embedding itself if the two are tied, unless a checkpoint has another head.
 
     Transformers does the same.
     """
     if not config.tie_word_embeddings:
-        return weights.take(HEAD)
+        return weights.linear(HEAD.removesuffix(".weight"))
     if HEAD not in weights.tensors:
-        return embedding
+        return weights.held(embedding)
     head = weights.take(HEAD)
-    return embedding if torch.equal(head, embedding) else head
+    return weights.held(embedding if torch.equal(head, embedding) else head)
 
 
 def _rotary_table(config: Any, device: str) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,14 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specahead.config import ModelSettings
 from specahead.engine.kv.pages import KEPT_SHARE, PAGE_SIZE
 from specahead.engine.loading.config import ModelShape
+from specahead.engine.model.families import count_parameters
 from specahead.engine.steps.model_runner import MAX_OVERHANG
 
 log = logging.getLogger(__name__)
@@ -51,10 +53,10 @@ def _read_numbers(file: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
-def check_memory(settings: ModelSettings, shape: ModelShape, parameters: int, dtype: torch.dtype, device: str) -> None:
+def check_memory(settings: ModelSettings, shape: ModelShape, weights: int, dtype: torch.dtype, device: str) -> None:
     """Raise ValueError for settings that ask for more memory than is free beside the weights, before these are loaded.
 
-    parameters: of the model, about. On a CPU KV takes memory when it is written: without this check nothing would
+    weights: bytes of the model, about. On a CPU KV takes memory when it is written: without this check nothing would
     refuse it before requests come.
     """
     if settings.kv_tokens:
@@ -62,7 +64,6 @@ def check_memory(settings: ModelSettings, shape: ModelShape, parameters: int, dt
     else:
         of_kv = {"kv_memory": settings.kv_memory * 2**30}
     of_host = {"host_kv_memory": settings.host_kv_memory * 2**30}
-    weights = parameters * dtype.itemsize
     if device == "cpu":
         _check_fits(settings.model, of_kv | of_host, weights, device)
     else:
@@ -127,6 +128,18 @@ def _device_memory(settings: ModelSettings, device: str) -> float:
         return settings.kv_memory * 2**30
     free, total = torch.cuda.mem_get_info(device)
     return free - (1 - settings.gpu_memory_utilization) * total - ACTIVATION_BYTES
+
+
+def bytes_of_weights(config: Any, dtype: torch.dtype, in_eight_bits: bool = False) -> int:
+    """Return about how many bytes the weights of a model take.
+
+    in_eight_bits: whether linear layers are held so, with the head; the embedding stays in the dtype.
+    """
+    parameters = count_parameters(config)
+    if not in_eight_bits:
+        return parameters * dtype.itemsize
+    embedding = int(config.vocab_size * config.hidden_size)
+    return parameters - embedding + embedding * (dtype.itemsize + bool(config.tie_word_embeddings))
 
 
 def bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:

@@ -8,18 +8,19 @@ of an older release, transformers reads the weights.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specahead.config.speculation import Quantization
 from specahead.engine.loading.checkpoint import Checkpoint, RandomWeights, find_files
 from specahead.engine.loading.config import ModelShape, load_config, read_shape
 from specahead.engine.loading.fused import misfit, read_decoder
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.families import HEAD, count_parameters, unbuilt_feature, weight_shapes
+from specahead.engine.model.families import count_parameters, unbuilt_feature
 from specahead.engine.model.modules import NAME, ModulesDecoder, attend_in_pass
+from specahead.engine.model.quantization import check_eight_bits, holds_eight_bits
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ class LoadedModel:
     shape: ModelShape
     dtype: torch.dtype
     device: torch.device
-    weight_bytes: int
 
     def with_vocabulary(self, count: int) -> "LoadedModel":
         """Return the model cut to the logits of the ids below `count`, or of all ids if it has fewer.
@@ -48,28 +48,31 @@ class LoadedModel:
         return replace(self, decoder=self.decoder.with_vocabulary(count), shape=replace(self.shape, vocab_size=count))
 
 
-def load_model(model: str, dtype: torch.dtype, device: str, load_format: str = "auto") -> LoadedModel:
+def load_model(
+    model: str, dtype: torch.dtype, device: str, load_format: str = "auto", quantization: Quantization = "none"
+) -> LoadedModel:
     """Return the causal LM in a folder or of a Hugging Face id; code from the hub is never run.
 
     Weights are read from safetensors only, straight to the device.
     load_format: "auto", or "dummy" for random weights in the shape of the config, for measurements.
+    quantization: "fp8" holds linear layers in 8 bits; "none" holds them as the checkpoint does.
     Raises ValueError for another format and for weights that do not fit the config, NotImplementedError for attention
-    that is not built, and what transformers raises for a model that it cannot load.
+    or a quantization that is not built, and what transformers raises for a model that it cannot load.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load format {load_format!r}: expected {' or '.join(LOAD_FORMATS)}")
     config = load_config(model)
+    in_eight_bits = holds_eight_bits(config, quantization)
+    if in_eight_bits:
+        check_eight_bits(config, dtype, device)
     if unbuilt_feature(config, on_gpu=device != "cpu") is not None:
         return load_modules(model, dtype, device, load_format)
     shape = read_shape(config)
     dummy = load_format == "dummy"
     weights = RandomWeights(config, dtype, device) if dummy else _weights_of(model, config, dtype, device)
-    decoder = read_decoder(config, weights, dtype, device)
-    of_weights = weight_shapes(config)
-    if decoder.lm_head.values is decoder.embedding:
-        del of_weights[HEAD]
-    held = sum(map(prod, of_weights.values())) * dtype.itemsize
-    return LoadedModel(decoder, shape, dtype, decoder.norm.device, held)
+    rounds = quantization == "fp8" or (dummy and in_eight_bits)
+    decoder = read_decoder(config, weights, dtype, device, rounds)
+    return LoadedModel(decoder, shape, dtype, decoder.norm.device)
 
 
 def load_modules(model: str, dtype: torch.dtype, device: str, load_format: str = "auto") -> LoadedModel:
@@ -78,8 +81,7 @@ def load_modules(model: str, dtype: torch.dtype, device: str, load_format: str =
     shape, parameters = read_shape(module.config), list(module.parameters())
     heads = shape.num_heads, shape.num_kv_heads, _attention_scale(module, shape)
     decoder = ModulesDecoder(module, shape.num_layers, *heads, shape.vocab_size)
-    held = sum(parameter.nbytes for parameter in parameters)
-    return LoadedModel(decoder, shape, parameters[0].dtype, parameters[0].device, held)
+    return LoadedModel(decoder, shape, parameters[0].dtype, parameters[0].device)
 
 
 def load_module(
@@ -118,6 +120,8 @@ def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Map
         why = str(error)
     if why is None:
         return checkpoint
+    if holds_eight_bits(config):
+        raise ValueError(f"{model}: {why}")
     log.info("the files do not fit the config: transformers reads the weights", extra={"model": model, "why": why})
     # Not to the device, which would hold them beside the decoder.
     weights = dict(load_module(model, dtype, "cpu").named_parameters())

@@ -8,7 +8,14 @@ import torch
 from specahead.config import ModelSettings
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.config import ModelShape, load_config, read_shape
-from specahead.engine.loading.memory import backing_store_tokens, bytes_of_token, check_memory, context_of, room_for_kv
+from specahead.engine.loading.memory import (
+    backing_store_tokens,
+    bytes_of_token,
+    bytes_of_weights,
+    check_memory,
+    context_of,
+    room_for_kv,
+)
 from specahead.engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.loading.tokenizer import (
@@ -19,7 +26,8 @@ from specahead.engine.loading.tokenizer import (
     tokenizer_hash,
 )
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.families import count_parameters, head_dim, unbuilt_feature
+from specahead.engine.model.families import head_dim, unbuilt_feature
+from specahead.engine.model.quantization import check_eight_bits, holds_eight_bits
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import TargetOrDraftRunner
 from specahead.kernels.compiling import begin_compiling
@@ -89,7 +97,7 @@ def _load(settings: ModelSettings, eight_bit: EightBit = "none") -> _Loaded:
     dtype = resolve_dtype(settings.dtype, device, settings.model)
     _check_settings(settings, dtype, device)
     begin_compiling(device)
-    loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
+    loaded = load_model(settings.model, dtype, device, settings.load_format, settings.quantization)
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # a dummy is measured in the shape of its config
         loaded = loaded.with_vocabulary(count_token_ids(tokenizer))
@@ -142,4 +150,7 @@ def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) ->
             f"{settings.model}: no CUDA graphs are built for {feature}; pass --enforce-eager to run it through "
             "transformers' own modules"
         )
-    check_memory(settings, read_shape(config), count_parameters(config), dtype, device)
+    in_eight_bits = holds_eight_bits(config, settings.quantization)
+    if in_eight_bits:
+        check_eight_bits(config, dtype, device)
+    check_memory(settings, read_shape(config), bytes_of_weights(config, dtype, in_eight_bits), dtype, device)

@@ -22,7 +22,7 @@ def make_runner(
     max_context = max_context or kv_tokens
     kv = _make_kv(loaded, kv_tokens, backing_tokens, max_context + MAX_OVERHANG)
     of_model = loaded.decoder, kv, loaded.shape.vocab_size
-    return ModelRunner(*of_model, max_context, weight_bytes=loaded.weight_bytes, **how)
+    return ModelRunner(*of_model, max_context, weight_bytes=loaded.decoder.weight_bytes, **how)
 
 
 def _make_kv(loaded: LoadedModel, kv_tokens: int, backing_tokens: int, longest: int) -> KVCache:

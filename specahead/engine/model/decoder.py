@@ -92,8 +92,14 @@ class Decoder:
         """Return the decoder with the logits of the ids below `count` only."""
         return replace(self, lm_head=LinearWeight(self.lm_head.values[:count]))
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a pass reads: all but the embedding, of which it reads a few rows."""
+        layers = [weight for layer in self.layers for weight in layer.linears]
+        return sum(weight.values.nbytes for weight in (*layers, self.lm_head))
+
     def with_eight_bit_weights(self) -> "Decoder":
-        """Return the decoder with a second copy of its weights in 8 bits, which passes of up to 64 rows read.
+        """Return the decoder with a second copy in 8 bits of its 16-bit weights, which passes of up to 64 rows read.
 
         Raises NotImplementedError for layers that read the residual stream without a norm, whose numbers float16 might
         not hold, and on a GPU for layers that no kernel takes.
@@ -101,7 +107,7 @@ class Decoder:
         if any(norm is None for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm)):
             raise NotImplementedError("8-bit weights are built for layers that norm what attention and the MLP read")
         for weight in (weight.values for layer in self.layers for weight in layer.linears if self.embedding.is_cuda):
-            if weight.shape[1] % BLOCK or weight.dtype == torch.float32:
+            if isinstance(weight, Tensor) and (weight.shape[1] % BLOCK or weight.dtype == torch.float32):
                 raise NotImplementedError(
                     f"8-bit weights are built for 16-bit layers of a multiple of {BLOCK} inputs, got {weight.shape[1]} "
                     f"of {weight.dtype}"

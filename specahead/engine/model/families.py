@@ -73,7 +73,6 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
         "attention with linear biases (ALiBi)": alibi,
         f"a sliding window of {window} tokens": window,
         f"the architecture {config.model_type} (there is {', '.join(FAMILIES)})": config.model_type not in FAMILIES,
-        "quantized weights": getattr(config, "quantization_config", None),
         f"the activation {activation} (there is silu)": activation != "silu",
         "biases in the MLP": getattr(config, "mlp_bias", False),
         f"rotary embedding of kind {rotary}, which depends on a sequence's length": rotary in ("dynamic", "longrope"),

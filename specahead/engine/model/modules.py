@@ -42,6 +42,11 @@ class ModulesDecoder:
     """Token ids that it has logits of."""
     can_capture = False
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
     def run(
         self,
         token_ids: Tensor,

@@ -4,6 +4,7 @@ neither --help nor completion loads torch."""
 import argparse
 
 from specahead import models
+from specahead.config.speculation import QUANTIZATIONS
 
 SHAPES_HELP = "8b, 1b, 0.5b, tiny, or a model's folder or id"  # of specahead.lab.benchmarks.shapes, which loads torch
 
@@ -92,6 +93,7 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench step` takes."""
     parser.add_argument("--target-shape", default="8b", metavar="NAME", help=SHAPES_HELP)
     parser.add_argument("--draft-shape", default="1b", metavar="NAME")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="of the target's weights")
     parser.add_argument(
         "--contexts", type=int, nargs="+", metavar="N", default=[10240, 32768, 102400], help="tokens of a session"
     )

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from specahead.config.speculation import Quantization
 from specahead.engine.model.decoder import Decoder, DecoderLayer
-from specahead.kernels.linear import LinearWeight
+from specahead.kernels.linear import LinearWeight, quantize
 from specahead.sparsity.plan import Plan
 
 GROUP = Plan.group_size  # tokens of a group mean
@@ -52,13 +54,22 @@ def read_shape_of(name: str) -> Shape:
     )
 
 
-def random_decoder(shape: Shape, positions: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    """Random weights."""
+def random_decoder(
+    shape: Shape,
+    positions: int,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    quantization: Quantization = "none",
+) -> Decoder:
+    """Random weights. quantization: "fp8" holds all linear layers in 8 bits."""
     dim, heads, kv_heads = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
     hidden, mlp = shape.hidden_size, shape.intermediate_size
 
+    def random(*size: int) -> Tensor:
+        return torch.empty(*size, device=device, dtype=dtype).normal_(0, 0.02)
+
     def weight(*size: int) -> LinearWeight:
-        return LinearWeight(torch.empty(*size, device=device, dtype=dtype).normal_(0, 0.02))
+        return LinearWeight(quantize(random(*size)) if quantization == "fp8" else random(*size))
 
     ones = torch.ones(hidden, device=device, dtype=dtype)
     layers = [
@@ -74,7 +85,7 @@ def random_decoder(shape: Shape, positions: int, device: str = "cuda", dtype: to
     ]
     angles = torch.rand(2, positions, dim // 2, device=device)
     return Decoder(
-        embedding=weight(shape.vocab_size, hidden).values,
+        embedding=random(shape.vocab_size, hidden),
         layers=layers,
         norm=ones,
         lm_head=weight(shape.vocab_size, hidden),
@@ -85,9 +96,3 @@ def random_decoder(shape: Shape, positions: int, device: str = "cuda", dtype: to
         epsilon=1e-5,
         attention_scale=dim**-0.5,
     )
-
-
-def weight_bytes(decoder: Decoder) -> int:
-    """Return how many bytes of weights a step reads: all but the embedding, of which it reads a few rows."""
-    layers = [weight for layer in decoder.layers for weight in layer.linears]
-    return sum(weight.values.nbytes for weight in (*layers, decoder.lm_head))

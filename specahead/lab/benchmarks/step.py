@@ -4,10 +4,12 @@ Weights are random, and so is the selection of the imposed share of KV, since on
 """
 
 import argparse
+from collections.abc import Callable
 from itertools import product
 
 import torch
 
+from specahead.config.speculation import Quantization
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
@@ -20,7 +22,7 @@ from specahead.engine.steps.round_launches import run_round
 from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape, RoundShape
 from specahead.kernels.backends import default_backend
 from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
-from specahead.lab.benchmarks.shapes import GROUP, Shape, random_decoder, read_shape_of, weight_bytes
+from specahead.lab.benchmarks.shapes import GROUP, Shape, random_decoder, read_shape_of
 
 BATCHES = 1, 8
 BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as of a calibrated plan
@@ -37,9 +39,10 @@ class Bench:
         longest: int,
         device: str = "cuda",
         batch: int = max(BATCHES),
+        quantization: Quantization = "none",
     ) -> None:
         self.shape, self.bandwidth, self.repeats, self.device = shape, bandwidth, repeats, torch.device(device)
-        self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE, device)
+        self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE, device, quantization=quantization)
         self.attention = default_backend(self.device)
         pages = batch * (longest // PAGE_SIZE)
         self.kv = KVCache(
@@ -55,7 +58,7 @@ class Bench:
 
     def floor(self, kv_bytes: float, passes: int = 1) -> float:
         """Return the milliseconds in which weights and KV are read once a pass at the copy bandwidth."""
-        return 1e3 * (passes * weight_bytes(self.decoder) + kv_bytes) / self.bandwidth
+        return 1e3 * (passes * self.decoder.weight_bytes + kv_bytes) / self.bandwidth
 
     def step(self, batch: int, context: int, queries: int) -> TimedRow:
         """Time a dense verification, or a draft step."""
@@ -189,15 +192,19 @@ def run(flags: argparse.Namespace) -> None:
     bandwidth, longest = copy_bandwidth(), max(flags.contexts)
     cases = list(product(BATCHES, flags.contexts))
     table: list[TimedRow] = []
+    sides: list[tuple[str, Quantization, Callable[[Bench, int, int], list[TimedRow]]]] = [
+        (flags.target_shape, flags.quantization, target_rows),
+        (flags.draft_shape, "none", draft_rows),
+    ]
     with torch.inference_mode():
-        for name, measure in ((flags.target_shape, target_rows), (flags.draft_shape, draft_rows)):
-            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest)
+        for name, quantization, measure in sides:
+            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest, quantization=quantization)
             for batch, context in cases:
                 table += measure(bench, batch, context)
             del bench
             torch.cuda.empty_cache()
     command = f"specahead bench step --target-shape {flags.target_shape} --draft-shape {flags.draft_shape}"
-    command += f" --contexts {' '.join(map(str, flags.contexts))}"
+    command += f" --contexts {' '.join(map(str, flags.contexts))} --quantization {flags.quantization}"
     head = Head.here(command, bandwidth)
     note = "rival: of the target's sparse steps our dense step of the same run. Random weights, imposed selection"
     print(report(head, table, note))

@@ -44,7 +44,8 @@ def output_projections(decoder: Decoder | ModulesDecoder) -> list[Tensor]:
     Raises NotImplementedError for an architecture whose attention has none under a name that we know.
     """
     if isinstance(decoder, Decoder):
-        return [layer.out.values for layer in decoder.layers]
+        values = (layer.out.values for layer in decoder.layers)
+        return [each if isinstance(each, Tensor) else each.in_order() for each in values]
     found: dict[int, Tensor] = {}
     for module in decoder.model.modules():
         layer = getattr(module, "layer_idx", None)

@@ -1,0 +1,86 @@
+"""Linear layers of many rows over 8-bit weights: inputs are rounded to e4m3 as well, with a scale for each row.
+
+On a GPU one launch rounds the inputs, and the product runs on its 8-bit tensor cores (torch._scaled_mm, rows scaled).
+A layer whose number of outputs these do not take, as a head that is cut to a tokenizer's ids, goes by slices of rows
+through `few_rows`, whose inputs are not rounded.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear
+from specahead.kernels.linear.weights import BLOCK, LARGEST, LEAST_SCALE, EightBitWeight, in_blocks
+
+_MULTIPLE = 16  # of inputs and outputs, that 8-bit tensor cores take
+
+
+def many_rows_linear(x: Tensor, weight: EightBitWeight, bias: Tensor | None = None, backend: str = "torch") -> Tensor:
+    """Return x @ weight.T + bias, [rows, outputs], in the weight's dtype, which is bfloat16 with Triton.
+
+    x: [rows, inputs], contiguous; bias: [outputs]. Neither backend waits for the device.
+    """
+    if backend == "triton" and len(weight) % _MULTIPLE:
+        how: dict[str, Any] = {"backend": backend, "dtype": weight.dtype}
+        return torch.cat([few_rows_linear(rows, weight, bias, **how) for rows in x.split(MOST_ROWS)])
+    values, scales = round_rows(x, backend)
+    if backend == "torch":  # the reference: the same numbers, multiplied in float32
+        out = F.linear(values.float() * scales, weight.values.float() * weight.scales[:, None])
+        return (out if bias is None else out + bias).to(weight.dtype)
+    factors = weight.values.t(), scales, weight.scales[None, :]
+    return torch._scaled_mm(values, *factors, bias=bias, out_dtype=weight.dtype, use_fast_accum=True)
+
+
+def round_rows(x: Tensor, backend: str = "torch") -> tuple[Tensor, Tensor]:
+    """Return rows in 8 bits, [rows, inputs] float8_e4m3fn in the order of EightBitWeight, and scales [rows, 1] float32.
+
+    x: [rows, inputs], contiguous. A row's scale takes its largest number to the largest of e4m3.
+    """
+    rows, inputs = x.shape
+    if backend == "torch":
+        scales = x.abs().amax(1, keepdim=True).float().clamp(min=LEAST_SCALE) / LARGEST
+        values = (x.float() / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        return in_blocks(values), scales
+    assert x.is_contiguous()
+    values = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    _round_rows_kernel[(rows,)](
+        x,
+        values,
+        scales,
+        inputs,
+        SIZE=power_of_two(inputs),
+        BLOCK=BLOCK if inputs % BLOCK == 0 else 4,  # the order of whole blocks; of four, as it is
+        LARGEST=LARGEST,
+        LEAST=LEAST_SCALE,
+        num_warps=8 if inputs >= 2048 else 4,
+        **overlapping_launch(x.device),
+    )
+    return values, scales
+
+
+@jit
+def _round_rows_kernel(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    inputs: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Round one row. Numbers are read in the order in which they are written, which is another within blocks."""
+    follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, SIZE)
+    source = at // BLOCK * BLOCK + at % 4 * (BLOCK // 4) + at % BLOCK // 4
+    x = tl.load(x_ptr + row * inputs + source, mask=at < inputs, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), LEAST), LARGEST)
+    rounded = tl.clamp(tl.div_rn(x, scale), -LARGEST, LARGEST)
+    tl.store(values_ptr + row * inputs + at, rounded.to(tl.float8e4nv), mask=at < inputs)
+    tl.store(scales_ptr + row, scale)

@@ -1,0 +1,270 @@
+"""Models whose linear layers are held in 8 bits, by --quantization or as their checkpoints come."""
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specahead.config import ModelSettings
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading import fused
+from specahead.engine.loading.memory import bytes_of_weights
+from specahead.engine.loading.model import LoadedModel, load_model
+from specahead.engine.loading.opening import open_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.model import quantization
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.kernels.linear import MOST_ROWS, EightBitWeight, LinearWeight, quantize
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+BY_CHANNEL: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> LoadedModel:
+    return load_model(str(folder), dtype, "cpu", **how)
+
+
+def decoder_of(loaded: LoadedModel) -> Decoder:
+    assert isinstance(loaded.decoder, Decoder)
+    return loaded.decoder
+
+
+def linears_of(loaded: LoadedModel) -> list[LinearWeight]:
+    decoder = decoder_of(loaded)
+    return [*(weight for layer in decoder.layers for weight in layer.linears), decoder.lm_head]
+
+
+def logits(loaded: LoadedModel, tokens: int) -> Tensor:
+    runner = make_runner(loaded, 1024, max_context=400)
+    prompt = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+    (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, "all")])
+    assert output.logits is not None
+    return output.logits.float()
+
+
+def rewrite(folder: Path, said: dict[str, Any], scale: str = "channel", **extra: Tensor) -> None:
+    """Write the checkpoint anew with linear layers in 8 bits, and 16-bit numbers that stand for the same beside it."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    tensors, written, plain = load_file(folder / "model.safetensors"), dict(extra), {}
+    for name, tensor in tensors.items():
+        plain[name] = written[name] = tensor
+        if name.split(".")[-2] not in LINEARS:
+            continue
+        largest = tensor.abs().amax(1, keepdim=True) if scale == "channel" else tensor.abs().max()
+        scales = (largest / 448).to(torch.bfloat16).float()
+        written[name] = (tensor / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+        written[name.replace(".weight", ".weight_scale")] = scales.to(torch.bfloat16)
+        plain[name] = written[name].float() * scales
+    save_file(written, folder / "model.safetensors", {"format": "pt"})
+    other = folder / "plain"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config))
+    save_file(plain, other / "model.safetensors", {"format": "pt"})
+
+
+# At load
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_linear_layer_is_kept_in_8_bits_alone(tied: bool, tmp_path: Path) -> None:
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"tie_word_embeddings": tied})).save_pretrained(
+        tmp_path
+    )
+    whole, held = load(tmp_path, torch.bfloat16), load(tmp_path, torch.bfloat16, quantization="fp8")
+    for one, other in zip(linears_of(held), linears_of(whole), strict=True):
+        assert isinstance(one.values, EightBitWeight) and isinstance(other.values, Tensor) and one.eight_bit is None
+        rounded = quantize(other.values)
+        assert torch.equal(one.values.values.view(torch.uint8), rounded.values.view(torch.uint8))
+        assert torch.equal(one.values.scales, rounded.scales) and one.dtype == torch.bfloat16
+    numbers = sum(len(each.values) * each.values.shape[1] for each in linears_of(whole))  # type: ignore[union-attr]
+    rows = sum(each.outputs for each in linears_of(whole))
+    assert decoder_of(held).weight_bytes == numbers + 4 * rows
+    assert decoder_of(whole).weight_bytes == 2 * numbers
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    kept = decoder_of(held).weight_bytes + decoder_of(held).embedding.nbytes
+    assert kept == pytest.approx(bytes_of_weights(config, torch.bfloat16, True), rel=0.05)
+    assert decoder_of(held).with_eight_bit_weights().weight_bytes == decoder_of(held).weight_bytes
+    assert all(each.eight_bit is None for each in linears_of(held))
+
+
+def test_16_bit_weights_are_released_layer_by_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a layer is rounded, the 16-bit numbers of those before it have gone."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    def watch(weight: Tensor) -> EightBitWeight:
+        assert [each() for each in seen] == [None] * len(seen)
+        seen.append(weakref.ref(weight))
+        return quantize(weight)
+
+    monkeypatch.setattr(fused, "quantize", watch)
+    load(folder, torch.bfloat16, quantization="fp8")
+    assert len(seen) == 9 and all(each() is None for each in seen)
+
+
+def dequantised(folder: Path) -> LoadedModel:
+    """The model with weights that are rounded to 8 bits and held as they were."""
+    loaded = load(folder)
+    with torch.inference_mode():
+        for weight in linears_of(loaded):
+            assert isinstance(weight.values, Tensor)
+            weight.values.copy_(quantize(weight.values).in_order())
+    return loaded
+
+
+@pytest.mark.parametrize("tokens", [1, 7, MOST_ROWS])
+def test_few_rows_give_what_dequantised_weights_give(folder: Path, tokens: int) -> None:
+    held, plain = load(folder, quantization="fp8"), dequantised(folder)
+    torch.testing.assert_close(logits(held, tokens), logits(plain, tokens), atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(logits(held, tokens), logits(load(folder), tokens), atol=1e-4)
+
+
+def test_many_rows_round_what_the_layers_read_as_well(folder: Path) -> None:
+    held, plain = (logits(each, MOST_ROWS + 40) for each in (load(folder, quantization="fp8"), dequantised(folder)))
+    assert 5e-3 < (held - plain).norm() / plain.norm() < 0.1
+
+
+def test_random_weights_are_held_in_8_bits_too(folder: Path) -> None:
+    assert all(
+        isinstance(each.values, EightBitWeight)
+        for each in linears_of(load(folder, load_format="dummy", quantization="fp8"))
+    )
+    rewrite(folder, BY_CHANNEL)
+    assert all(isinstance(each.values, EightBitWeight) for each in linears_of(load(folder, load_format="dummy")))
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("scale", ["channel", "tensor"])
+def test_a_checkpoint_in_8_bits_is_held_as_it_comes(folder: Path, scale: str) -> None:
+    said = json.loads(json.dumps(BY_CHANNEL))
+    said["config_groups"]["group_0"]["weights"]["strategy"] = scale
+    rewrite(folder, said if scale == "channel" else {"quant_method": "fp8", "activation_scheme": "dynamic"}, scale)
+    held, plain = load(folder), load(folder / "plain")
+    *layers, head = linears_of(held)
+    assert all(isinstance(each.values, EightBitWeight) for each in layers), "as the checkpoint"
+    assert isinstance(head.values, Tensor), "which leaves the head out"
+    for one, other in zip(layers, linears_of(plain), strict=False):
+        assert torch.equal(one.values.in_order(), other.values)  # type: ignore[union-attr, arg-type]
+    torch.testing.assert_close(logits(held, 9), logits(plain, 9), atol=1e-4, rtol=1e-3)
+    rounded = linears_of(load(folder, quantization="fp8"))
+    assert isinstance(rounded[-1].values, EightBitWeight), "fp8 rounds what the checkpoint left out"
+    assert torch.equal(rounded[0].values.scales, layers[0].values.scales)  # type: ignore[union-attr]
+
+
+def test_scales_of_activations_are_not_read(folder: Path) -> None:
+    rewrite(folder, BY_CHANNEL, **{"model.layers.0.mlp.down_proj.input_scale": torch.ones(1)})
+    torch.testing.assert_close(logits(load(folder), 9), logits(load(folder / "plain"), 9), atol=1e-4, rtol=1e-3)
+
+
+def without(name: str) -> Any:
+    return lambda tensors: {key: each for key, each in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("model.layers.0.self_attn.q_proj.weight_scale"), r"q_proj\.weight is torch\.float8_e4m3fn, read as"),
+        (without("model.layers.1.self_attn.k_proj.weight_scale"), r"k_proj\.weight_scale is missing"),
+        (lambda t: t | {"model.layers.1.mlp.up_proj.weight_scale": torch.ones(2, 1)}, "has 2 numbers, and .* 256 rows"),
+        (without("model.layers.1.mlp.up_proj.weight"), r"up_proj\.weight is missing"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(folder: Path, change: Any, message: str) -> None:
+    rewrite(folder, BY_CHANNEL)
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+# Refusals
+
+
+def changed(**weights: Any) -> dict[str, Any]:
+    said = json.loads(json.dumps(BY_CHANNEL))
+    said["config_groups"]["group_0"]["weights"] |= weights
+    return dict(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 in blocks of 128 x 128"),
+        (changed(strategy="block"), "compressed-tensors with weights of 8 float by block"),
+        (changed(num_bits=4, type="int", strategy="group"), "weights of 4 int by group"),
+        (BY_CHANNEL | {"format": "pack-quantized"}, "compressed-tensors pack-quantized"),
+        (BY_CHANNEL | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+    ],
+)
+def test_quantizations_that_are_not_built_are_refused_by_name(folder: Path, said: dict[str, Any], named: str) -> None:
+    rewrite(folder, said)
+    for refused in (lambda: load(folder), lambda: open_model(ModelSettings(model=str(folder), device="cpu"))):
+        with pytest.raises(NotImplementedError, match=f"{named}.*which is not built; built are 8-bit floats"):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "capability", "named"),
+    [
+        ("llama", torch.bfloat16, (8, 0), "below 8.9"),
+        ("llama", torch.float32, (9, 0), "float32"),
+        ("llama", torch.float16, (9, 0), r"results in torch\.float16"),
+        ("odd", torch.bfloat16, (9, 0), "layers of 192 inputs, which is no multiple of 128"),
+        ("olmo2", torch.bfloat16, (9, 0), "do not norm"),
+    ],
+)
+def test_models_and_gpus_that_no_kernel_takes_are_refused(
+    model: str, dtype: torch.dtype, capability: tuple[int, int], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    sizes = SIZES | ({"intermediate_size": 192} if model == "odd" else {})
+    config = transformers.Olmo2Config(**sizes) if model == "olmo2" else transformers.LlamaConfig(**sizes)
+    with pytest.raises(NotImplementedError, match=named):
+        quantization.check_eight_bits(config, dtype, "cuda")
+
+
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    config = transformers.GPTNeoXConfig(**SIZES)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="gpt_neox: weights in 8 bits are not built for the architecture"):
+        load(tmp_path, quantization="fp8")
