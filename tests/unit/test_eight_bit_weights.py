@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specahead.config import ModelSettings
+from specahead.config import ModelSettings, TargetSettings
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading import fused
 from specahead.engine.loading.memory import bytes_of_weights
@@ -22,6 +23,7 @@ from specahead.engine.model import quantization
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.kernels.linear import MOST_ROWS, EightBitWeight, LinearWeight, quantize
+from target_service.service import open_models
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -167,6 +169,17 @@ def test_random_weights_are_held_in_8_bits_too(folder: Path) -> None:
     )
     rewrite(folder, BY_CHANNEL)
     assert all(isinstance(each.values, EightBitWeight) for each in linears_of(load(folder, load_format="dummy")))
+
+
+def test_a_target_is_opened_as_its_settings_say_and_its_draft_in_16_bits() -> None:
+    settings = TargetSettings(quantization="fp8", placement="together", device="cpu", max_context=200, kv_tokens=320)
+    target, draft = open_models(replace(settings, max_sessions=1), 0)
+    assert draft is not None
+    plain, _ = open_models(replace(settings, quantization="none", draft="none", placement="apart"), 0)
+    runners: list[Any] = [target.runner, draft.runner, plain.runner]
+    held = [isinstance(each.decoder.lm_head.values, EightBitWeight) for each in runners]
+    assert held == [True, False, False]
+    assert runners[2].weight_tokens / 4 < runners[0].weight_tokens < runners[2].weight_tokens / 3.9
 
 
 # Checkpoints

@@ -89,11 +89,15 @@ def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE")
 
 
+def _add_quantization(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="of the target's weights")
+
+
 def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench step` takes."""
     parser.add_argument("--target-shape", default="8b", metavar="NAME", help=SHAPES_HELP)
     parser.add_argument("--draft-shape", default="1b", metavar="NAME")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="of the target's weights")
+    _add_quantization(parser)
     parser.add_argument(
         "--contexts", type=int, nargs="+", metavar="N", default=[10240, 32768, 102400], help="tokens of a session"
     )
@@ -169,6 +173,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", type=int, nargs="+", help="device of each service, targets first (default: all in order)"
     )
+    _add_quantization(parser)
     parser.add_argument("--repeat", type=int, default=1, help="runs of a row, of which the median one is kept")
     parser.add_argument(
         "--hot", type=float, default=0.0, metavar="SHARE",

@@ -123,6 +123,7 @@ def _pair(flags: argparse.Namespace, speculation: dict[str, Any]) -> Pair:
         together=together,
         speculation=speculation,
         targets=flags.targets or (max(1, gpus) if together else 1),
+        quantization=flags.quantization,
         flags=tuple(shlex.split(flags.flags)),
     )
     devices = flags.gpus or ([index % gpus for index in range(len(pair.names))] if gpus else [])

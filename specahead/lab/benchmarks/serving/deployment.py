@@ -17,6 +17,7 @@ import torch
 from orchestrator.cluster.directory import Directory, name_services, side_of
 from orchestrator.cluster.service_status import ControlLine
 from specahead import models
+from specahead.config.speculation import Quantization
 from specahead.lab.benchmarks.processes import (
     Endpoints,
     Start,
@@ -59,6 +60,8 @@ class Pair:
     speculation: Mapping[str, Any] = field(default_factory=dict)
     """Overrides the services' own choices."""
     targets: int = 1
+    quantization: Quantization = "none"
+    """How the targets hold their weights."""
     flags: tuple[str, ...] = ()
     """More flags of all services."""
     gpus: Mapping[str, int] = field(default_factory=dict)
@@ -238,7 +241,7 @@ class Deployment:
         own = ["--acceptance", str(pair.acceptance), "--confirmation", str(pair.confirmation)]
         own += self._room.tiers(pair.target_shape)
         own += ["--draft", self._models["draft"] if pair.draft == "model" else pair.draft]
-        own += ["--placement", "together"] if pair.together else []
+        own += ["--quantization", pair.quantization, *(["--placement", "together"] if pair.together else [])]
         own += ["--replay"] if self._replayed else []
         return own + (["--slept", str(pair.slept[name])] if name in pair.slept else [])
 
