@@ -78,7 +78,7 @@ class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunS
     host_kv_memory: float = 0.0
     """GiB of host memory for the target's KV; 0: the KV lies on the device."""
     quantization: Quantization = "none"
-    """fp8: linear layers are held in 8 bits; none: as the checkpoint has them."""
+    """fp8: linear layers but the head are held in 8 bits; none: as the checkpoint has them."""
     group_size: int = 0
     """Tokens of a group whose means are kept, by the plan; 0: none are."""
 
@@ -185,7 +185,7 @@ class _OwnOfTarget(ServiceSettings, group="the target"):
     the text; self drafts by the target's own attention over little of its KV, where that pays; auto: self where it
     pays, else lookup; none: one token a step."""
     quantization: Quantization = "none"
-    """fp8: the target's linear layers are rounded to 8 bits as they are loaded, and nothing else of them is kept; none:
+    """fp8: the target's linear layers but the head are rounded to 8 bits as they are loaded, with no other copy; none:
     they stay as the checkpoint has them."""
     max_queued: Count = 1024
     """Sessions that may wait for a place; more are refused; 0: every session that cannot run at once is refused."""

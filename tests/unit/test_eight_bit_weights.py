@@ -110,20 +110,22 @@ def test_every_linear_layer_is_kept_in_8_bits_alone(tied: bool, tmp_path: Path) 
         tmp_path
     )
     whole, held = load(tmp_path, torch.bfloat16), load(tmp_path, torch.bfloat16, quantization="fp8")
-    for one, other in zip(linears_of(held), linears_of(whole), strict=True):
+    (*layers, head), (*of_whole, of_head) = linears_of(held), linears_of(whole)
+    for one, other in zip(layers, of_whole, strict=True):
         assert isinstance(one.values, EightBitWeight) and isinstance(other.values, Tensor) and one.eight_bit is None
         rounded = quantize(other.values)
         assert torch.equal(one.values.values.view(torch.uint8), rounded.values.view(torch.uint8))
         assert torch.equal(one.values.scales, rounded.scales) and one.dtype == torch.bfloat16
-    numbers = sum(len(each.values) * each.values.shape[1] for each in linears_of(whole))  # type: ignore[union-attr]
-    rows = sum(each.outputs for each in linears_of(whole))
-    assert decoder_of(held).weight_bytes == numbers + 4 * rows
-    assert decoder_of(whole).weight_bytes == 2 * numbers
+    assert isinstance(head.values, Tensor) and (head.values is decoder_of(held).embedding) == tied
+    assert torch.equal(head.values, of_head.values)  # type: ignore[arg-type]
+    numbers, rows = sum(each.values.nbytes for each in of_whole) // 2, sum(each.outputs for each in of_whole)
+    assert decoder_of(held).weight_bytes == numbers + 4 * rows + head.values.nbytes
+    assert decoder_of(whole).weight_bytes == 2 * numbers + head.values.nbytes
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    kept = decoder_of(held).weight_bytes + decoder_of(held).embedding.nbytes
+    kept = decoder_of(held).weight_bytes + (0 if tied else decoder_of(held).embedding.nbytes)
     assert kept == pytest.approx(bytes_of_weights(config, torch.bfloat16, True), rel=0.05)
-    assert decoder_of(held).with_eight_bit_weights().weight_bytes == decoder_of(held).weight_bytes
-    assert all(each.eight_bit is None for each in linears_of(held))
+    copied = decoder_of(held).with_eight_bit_weights()
+    assert all(weight.eight_bit is None for layer in copied.layers for weight in layer.linears)
 
 
 def test_16_bit_weights_are_released_layer_by_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,14 +139,14 @@ def test_16_bit_weights_are_released_layer_by_layer(folder: Path, monkeypatch: p
 
     monkeypatch.setattr(fused, "quantize", watch)
     load(folder, torch.bfloat16, quantization="fp8")
-    assert len(seen) == 9 and all(each() is None for each in seen)
+    assert len(seen) == 8 and all(each() is None for each in seen)
 
 
 def dequantised(folder: Path) -> LoadedModel:
     """The model with weights that are rounded to 8 bits and held as they were."""
     loaded = load(folder)
     with torch.inference_mode():
-        for weight in linears_of(loaded):
+        for weight in linears_of(loaded)[:-1]:
             assert isinstance(weight.values, Tensor)
             weight.values.copy_(quantize(weight.values).in_order())
     return loaded
@@ -163,12 +165,11 @@ def test_many_rows_round_what_the_layers_read_as_well(folder: Path) -> None:
 
 
 def test_random_weights_are_held_in_8_bits_too(folder: Path) -> None:
-    assert all(
-        isinstance(each.values, EightBitWeight)
-        for each in linears_of(load(folder, load_format="dummy", quantization="fp8"))
-    )
+    held = linears_of(load(folder, load_format="dummy", quantization="fp8"))
+    assert all(isinstance(each.values, EightBitWeight) for each in held[:-1])
     rewrite(folder, BY_CHANNEL)
-    assert all(isinstance(each.values, EightBitWeight) for each in linears_of(load(folder, load_format="dummy")))
+    held = linears_of(load(folder, load_format="dummy"))
+    assert all(isinstance(each.values, EightBitWeight) for each in held[:-1])
 
 
 def test_a_target_is_opened_as_its_settings_say_and_its_draft_in_16_bits() -> None:
@@ -177,9 +178,10 @@ def test_a_target_is_opened_as_its_settings_say_and_its_draft_in_16_bits() -> No
     assert draft is not None
     plain, _ = open_models(replace(settings, quantization="none", draft="none", placement="apart"), 0)
     runners: list[Any] = [target.runner, draft.runner, plain.runner]
-    held = [isinstance(each.decoder.lm_head.values, EightBitWeight) for each in runners]
+    held = [isinstance(each.decoder.layers[0].qkv.values, EightBitWeight) for each in runners]
     assert held == [True, False, False]
-    assert runners[2].weight_tokens / 4 < runners[0].weight_tokens < runners[2].weight_tokens / 3.9
+    share = runners[0].decoder.weight_bytes / runners[2].decoder.weight_bytes
+    assert share < 0.6 and runners[0].weight_tokens == pytest.approx(share * runners[2].weight_tokens)
 
 
 # Checkpoints
@@ -198,8 +200,17 @@ def test_a_checkpoint_in_8_bits_is_held_as_it_comes(folder: Path, scale: str) ->
         assert torch.equal(one.values.in_order(), other.values)  # type: ignore[union-attr, arg-type]
     torch.testing.assert_close(logits(held, 9), logits(plain, 9), atol=1e-4, rtol=1e-3)
     rounded = linears_of(load(folder, quantization="fp8"))
-    assert isinstance(rounded[-1].values, EightBitWeight), "fp8 rounds what the checkpoint left out"
     assert torch.equal(rounded[0].values.scales, layers[0].values.scales)  # type: ignore[union-attr]
+
+
+def test_a_layer_that_a_checkpoint_leaves_in_16_bits_is_rounded_by_the_setting_alone(folder: Path) -> None:
+    rewrite(folder, BY_CHANNEL)
+    name, file = "model.layers.1.mlp.down_proj.weight", folder / "model.safetensors"
+    tensors = without(f"{name}_scale")(load_file(file)) | {name: load_file(folder / "plain" / file.name)[name]}
+    save_file(tensors, file, {"format": "pt"})
+    for setting, rounded in (("none", False), ("fp8", True)):
+        last = decoder_of(load(folder, quantization=setting)).layers[1].down
+        assert isinstance(last.values, EightBitWeight) == rounded
 
 
 def test_scales_of_activations_are_not_read(folder: Path) -> None:

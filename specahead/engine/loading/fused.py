@@ -55,8 +55,8 @@ def read_decoder(
     config: of transformers.
     tensors: all weights by name, of any dtype and device. Each is asked for once, so that only one of them need lie on
         the device beside the decoder.
-    rounds: whether linear layers are held in 8 bits, also where the tensors are not. Of 16-bit weights only those of
-        one layer lie on the device at a time, and the embedding.
+    rounds: whether linear layers but the head are held in 8 bits, also where the tensors are not. Of their 16-bit
+        weights only those of one layer lie on the device at a time.
     Raises NotImplementedError, naming the feature, for a model that needs more than the fused decoder does; ValueError
     for a weight of another shape than the config says, or of 8 bits without a scale.
     """
@@ -95,21 +95,18 @@ class _Weights:
     dtype: torch.dtype
     device: str
     rounds: bool
-    """Whether linear layers are held in 8 bits, also where `tensors` are not."""
+    """Whether linear layers but the head are held in 8 bits, also where `tensors` are not."""
 
     def linear(self, *names: str) -> LinearWeight:
         """Return the linear layers of these names below one another, as one, in 8 bits if they are saved so."""
         of_rows, biases, scales = ([f"{name}.{kind}" for name in names] for kind in ("weight", "bias", "weight_scale"))
         bias = self.find(*biases)
         if scales[0] not in self.tensors:
-            return self.held(self.take(*of_rows), bias)
+            whole = self.take(*of_rows)
+            return LinearWeight(quantize(whole) if self.rounds and of_rows != [HEAD] else whole, bias)
         values = self.take(*of_rows, dtype=_EIGHT_BITS)
         rows = [self._row_scales(*each) for each in zip(of_rows, scales, strict=True)]
         return LinearWeight(hold(values, torch.cat(rows), self.dtype), bias)
-
-    def held(self, values: Tensor, bias: Tensor | None = None) -> LinearWeight:
-        """Return a linear layer of these values [outputs, inputs], in 8 bits if all are held so."""
-        return LinearWeight(quantize(values) if self.rounds else values, bias)
 
     def _row_scales(self, weight: str, name: str) -> Tensor:
         """Return the scale of each row of a weight, [rows] float32; raise ValueError if there are others, or none."""
@@ -177,9 +174,9 @@ def _read_head(config: Any, weights: _Weights, embedding: Tensor) -> LinearWeigh
     if not config.tie_word_embeddings:
         return weights.linear(HEAD.removesuffix(".weight"))
     if HEAD not in weights.tensors:
-        return weights.held(embedding)
+        return LinearWeight(embedding)
     head = weights.take(HEAD)
-    return weights.held(embedding if torch.equal(head, embedding) else head)
+    return LinearWeight(embedding if torch.equal(head, embedding) else head)
 
 
 def _rotary_table(config: Any, device: str) -> tuple[Tensor, Tensor]:

@@ -133,13 +133,13 @@ def _device_memory(settings: ModelSettings, device: str) -> float:
 def bytes_of_weights(config: Any, dtype: torch.dtype, in_eight_bits: bool = False) -> int:
     """Return about how many bytes the weights of a model take.
 
-    in_eight_bits: whether linear layers are held so, with the head; the embedding stays in the dtype.
+    in_eight_bits: whether linear layers are held so; embedding and head stay in the dtype.
     """
     parameters = count_parameters(config)
     if not in_eight_bits:
         return parameters * dtype.itemsize
-    embedding = int(config.vocab_size * config.hidden_size)
-    return parameters - embedding + embedding * (dtype.itemsize + bool(config.tie_word_embeddings))
+    whole = int(config.vocab_size * config.hidden_size) * (1 if config.tie_word_embeddings else 2)
+    return parameters - whole + whole * dtype.itemsize
 
 
 def bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:

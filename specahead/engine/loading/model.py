@@ -55,7 +55,7 @@ def load_model(
 
     Weights are read from safetensors only, straight to the device.
     load_format: "auto", or "dummy" for random weights in the shape of the config, for measurements.
-    quantization: "fp8" holds linear layers in 8 bits; "none" holds them as the checkpoint does.
+    quantization: "fp8" holds linear layers but the head in 8 bits; "none" holds all as the checkpoint does.
     Raises ValueError for another format and for weights that do not fit the config, NotImplementedError for attention
     or a quantization that is not built, and what transformers raises for a model that it cannot load.
     """

@@ -61,7 +61,7 @@ def random_decoder(
     dtype: torch.dtype = torch.bfloat16,
     quantization: Quantization = "none",
 ) -> Decoder:
-    """Random weights. quantization: "fp8" holds all linear layers in 8 bits."""
+    """Random weights. quantization: "fp8" holds all linear layers but the head in 8 bits."""
     dim, heads, kv_heads = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
     hidden, mlp = shape.hidden_size, shape.intermediate_size
 
@@ -88,7 +88,7 @@ def random_decoder(
         embedding=random(shape.vocab_size, hidden),
         layers=layers,
         norm=ones,
-        lm_head=weight(shape.vocab_size, hidden),
+        lm_head=LinearWeight(random(shape.vocab_size, hidden)),
         cosines=angles[0],
         sines=angles[1],
         heads=heads,
