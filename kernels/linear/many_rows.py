@@ -16,12 +16,13 @@ from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear
 from specahead.kernels.linear.weights import BLOCK, LARGEST, LEAST_SCALE, EightBitWeight, in_blocks
 
 _MULTIPLE = 16  # of inputs and outputs, that 8-bit tensor cores take
+_INVERSE = 1 / LARGEST  # to multiply by: torch divides by a constant otherwise on a GPU than on a CPU
 
 
 def many_rows_linear(x: Tensor, weight: EightBitWeight, bias: Tensor | None = None, backend: str = "torch") -> Tensor:
     """Return x @ weight.T + bias, [rows, outputs], in the weight's dtype, which is bfloat16 with Triton.
 
-    x: [rows, inputs], contiguous; bias: [outputs]. Neither backend waits for the device.
+    x: [rows, inputs]; bias: [outputs]. Neither backend waits for the device.
     """
     if backend == "triton" and len(weight) % _MULTIPLE:
         how: dict[str, Any] = {"backend": backend, "dtype": weight.dtype}
@@ -37,14 +38,14 @@ def many_rows_linear(x: Tensor, weight: EightBitWeight, bias: Tensor | None = No
 def round_rows(x: Tensor, backend: str = "torch") -> tuple[Tensor, Tensor]:
     """Return rows in 8 bits, [rows, inputs] float8_e4m3fn in the order of EightBitWeight, and scales [rows, 1] float32.
 
-    x: [rows, inputs], contiguous. A row's scale takes its largest number to the largest of e4m3.
+    x: [rows, inputs]. A row's scale takes its largest number to the largest of e4m3.
     """
     rows, inputs = x.shape
     if backend == "torch":
-        scales = x.abs().amax(1, keepdim=True).float().clamp(min=LEAST_SCALE) / LARGEST
+        scales = x.abs().amax(1, keepdim=True).float().clamp(min=LEAST_SCALE) * _INVERSE
         values = (x.float() / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         return in_blocks(values), scales
-    assert x.is_contiguous()
+    x = x.contiguous()
     values = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     _round_rows_kernel[(rows,)](
@@ -55,6 +56,7 @@ def round_rows(x: Tensor, backend: str = "torch") -> tuple[Tensor, Tensor]:
         SIZE=power_of_two(inputs),
         BLOCK=BLOCK if inputs % BLOCK == 0 else 4,  # the order of whole blocks; of four, as it is
         LARGEST=LARGEST,
+        INVERSE=_INVERSE,
         LEAST=LEAST_SCALE,
         num_warps=8 if inputs >= 2048 else 4,
         **overlapping_launch(x.device),
@@ -71,6 +73,7 @@ def _round_rows_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
+    INVERSE: tl.constexpr,
     LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -80,7 +83,7 @@ def _round_rows_kernel(
     at = tl.arange(0, SIZE)
     source = at // BLOCK * BLOCK + at % 4 * (BLOCK // 4) + at % BLOCK // 4
     x = tl.load(x_ptr + row * inputs + source, mask=at < inputs, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), LEAST), LARGEST)
+    scale = tl.maximum(tl.max(tl.abs(x), 0), LEAST) * INVERSE
     rounded = tl.clamp(tl.div_rn(x, scale), -LARGEST, LARGEST)
     tl.store(values_ptr + row * inputs + at, rounded.to(tl.float8e4nv), mask=at < inputs)
     tl.store(scales_ptr + row, scale)
