@@ -9,7 +9,6 @@ class RoundStats:
 
     cached_tokens: int = 0
     """Tokens of the prompt that were found in the KV."""
-    """Tokens of the prompt that were read sparsely."""
     queue_seconds: float = 0.0
     """Time spent waiting for room."""
     preemptions: int = 0
