@@ -1,0 +1,62 @@
+"""Agents that take turns, on virtual time: a service that has answered short requests drafts their turns at once."""
+
+from heapq import heappop, heappush
+from random import Random
+from statistics import median
+
+import pytest
+
+from specahead.lab.benchmarks.scripted import VOCAB
+from specahead.wire import messages as m
+from tests.unit.clock import Clock
+from tests.unit.timed_models import TimedTarget
+
+AGENTS, TURNS, ADDED, GENERATED, PAUSE = 6, 4, 1500, 200, 0.3
+
+
+def take_turns(served: TimedTarget, exactness: m.Exactness) -> tuple[float, list[float]]:
+    """Return the seconds that all turns took, and how long each later turn waited for its first token."""
+    clock, random, verifier = served.clock, Random(1), served.verifier
+    began, waits = clock.now, list[float]()
+    texts = [[random.randrange(VOCAB) for _ in range(6000 * (2 + agent))] for agent in range(AGENTS)]
+    turns = [(clock.now, agent, 0) for agent in range(AGENTS)]
+    asked: dict[str, tuple[float, int, int, list[int]]] = {}
+    emit = served._emit
+
+    def take(event: m.ServedEvent) -> None:
+        emit(event)
+        assert isinstance(event, m.Commit)
+        at, agent, turn, answer = asked[event.at.session]
+        if turn and not answer:
+            waits.append(clock.now - at)
+        answer += event.tokens
+        if event.finish_reason is not m.FinishReason.NONE and turn + 1 < TURNS:
+            texts[agent] += [*answer, *(random.randrange(VOCAB) for _ in range(ADDED))]
+            heappush(turns, (clock.now + PAUSE, agent, turn + 1))
+
+    served._emit = take  # type: ignore[method-assign]
+    while turns or not verifier.is_idle:
+        if verifier.is_idle:
+            clock.now = max(clock.now, turns[0][0])
+        while turns and turns[0][0] <= clock.now:
+            at, agent, turn = heappop(turns)
+            asked[served.open(texts[agent], GENERATED, exactness)] = at, agent, turn, []
+        served._run_step()
+    return clock.now - began, waits
+
+
+@pytest.mark.parametrize("exactness", m.Exactness)
+def test_turns_are_drafted_from_the_first_one(every_clock: Clock, exactness: m.Exactness) -> None:
+    """First tokens of later turns come within a quarter of a second, although all agents ask at about the same time."""
+    seconds = []
+    for drafts in (True, False):
+        how = {"hold": None, "confirmation": 0.989, "screening_quantization": "fp8"}
+        served = TimedTarget(every_clock, 32, 60_000, 0.8, **how)
+        if not drafts:
+            served.leave_out_draft()
+        served.answer([(0.0, [index] * 3000, 24, exactness) for index in range(8)])
+        whole, waits = take_turns(served, exactness)
+        seconds.append(whole)
+        print(f"{exactness.name}, drafted {drafts}: {whole:.2f} s, first tokens {median(waits):.3f} s")
+        assert len(waits) == AGENTS * (TURNS - 1) and median(waits) < 0.25
+    assert seconds[0] < 0.75 * seconds[1]
