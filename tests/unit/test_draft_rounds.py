@@ -93,8 +93,8 @@ class Side:
 
     def __init__(self, runner: ModelRunner, grammars: Grammars | None = None, **settings: Any) -> None:
         self.sent: list[DraftEvent] = []
-        # A branch is looked up by its place, so there is one, also on a GPU.
-        drafter_settings = draft_settings(gamma=GAMMA, **{"branches": 1} | settings)
+        # A branch is looked up by its place, and the reference reads everything: also on a GPU.
+        drafter_settings = draft_settings(gamma=GAMMA, **{"branches": 1, "draft_read_share": 1.0} | settings)
         self.overlaps = drafter_settings.speculation.overlap
         self.drafter = Drafter(runner, PLAN, drafter_settings, grammars=grammars)
         self.peer = TargetPeer(self.sent.append)
