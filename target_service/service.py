@@ -118,14 +118,17 @@ def _eight_bit(settings: TargetSettings) -> EightBit:
     return "drafting" if drafts or settings.screens_lightly else "none"
 
 
-def _status(verifier: Verifier, hello: Hello, speculation: SpeculationServicer) -> ServiceStatus:
+def _status(
+    verifier: Verifier, drafter: Drafter | None, hello: Hello, speculation: SpeculationServicer
+) -> ServiceStatus:
+    unprepared = verifier.runner.unprepared + (0 if drafter is None else drafter.runner.unprepared)
     return ServiceStatus(
         peer=hello.peer,
         pid=os.getpid(),
         attached=[draft.name for draft in verifier.protocol.drafts],
         refusal=speculation.refusal,
         counters={name: float(value) for name, value in verifier.totals.items()},
-        gauges=verifier.gauges | {"pid": os.getpid()},
+        gauges=verifier.gauges | {"pid": os.getpid(), "unprepared_steps": unprepared},
         version=running_version(),
     )
 
@@ -168,7 +171,7 @@ async def serve(
         if compiler is not None:
             compiler.on_compiled = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
     speculation = SpeculationServicer(verifier, hello, wake)
-    control = ControlServicer(verifier, wake, partial(_status, verifier, hello, speculation))
+    control = ControlServicer(verifier, wake, partial(_status, verifier, drafter, hello, speculation))
     services = [
         (speculation_pb2_grpc.add_SpeculationServicer_to_server, speculation, "specahead.v1.Speculation"),
         (control_pb2_grpc.add_TargetControlServicer_to_server, control, "specahead.v1.TargetControl"),

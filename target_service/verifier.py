@@ -151,7 +151,6 @@ class Verifier:
             "takes_drafts": self.settings.has_draft and not self.settings.draft_in_target,
             "drafted_sessions": sum(session.draft.awaited for session in running),
             "paused_sessions": sum(not session.next_round.gamma for session in running) if proposes else 0,
-            "unprepared_steps": self.runner.unprepared,
         }
 
     # Ending sessions.
