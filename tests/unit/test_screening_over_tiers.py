@@ -206,7 +206,7 @@ def test_each_session_confirms_by_itself_where_its_kv_has_left_the_gpu(folder: P
         served = Served(folder, 1, gpu_pages, every=16)
         served.attach()
         for name, length in enumerate((300, 150, 200)):
-            served.open(str(name), tokens(length, length), 60)
+            served.open(str(name), tokens(length, length), 40)
         served.run()
         beside.append(served.beside)
     assert beside[0] == 0 < beside[1]
