@@ -167,7 +167,7 @@ class DraftSession:
         )
         at = begin.at._replace(base=len(begin.tokens))
         tokens, wanted = list(begin.tokens[skipped:]), min(begin.gamma or gamma, gamma)
-        return DraftSession(peer, at, terms, tokens, wanted, skipped, begin.dense)
+        return DraftSession(peer, at, terms, tokens, gamma=wanted, skipped=skipped, dense=begin.dense)
 
     @property
     def id(self) -> str:

@@ -150,8 +150,8 @@ class StepsByTurns:
         return self.drafter.plan_chained_rounds(places, self._may_read)
 
     def _may_read(self, session: str) -> bool:
-        """Return whether the draft may read a session's prompt: the target has, and no short prompt waits to be read by
-        the target, whose first token would come later.
+        """Return whether the draft may read a session's prompt now: after the target has read it, and only while no
+        short prompt waits for the target, since its first token would come later.
         """
         judged = self.verifier.admission.running.get(session)
         return judged is not None and judged.unread <= 0 and not self.verifier.reads_short_prompts

@@ -79,7 +79,7 @@ def test_greedy_is_plain_decoding(clock: Clock, exactness: m.Exactness, agreemen
     Where nothing needs the host between them, all but the first of the target's are launched behind the draft's rounds.
     """
     made = turns(clock, 1, FakeModel(exactness is m.Exactness.APPROXIMATE, agreement, recent=1), chains)
-    names = [made.world.open(prompt, 40, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
+    names = [made.world.open(prompt, 80, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
     made.run()
     for name in names:
         made.world.check_greedy(name)
@@ -93,16 +93,18 @@ def test_greedy_is_plain_decoding(clock: Clock, exactness: m.Exactness, agreemen
     behind = counters["steps_chained_to_rounds"]
     assert (behind > 0) == chains
     drafting = made.kinds.count("draft")
-    assert not behind or not agreement or behind > drafting / 5, made.kinds  # prompts are read at first
+    assert not behind or not agreement or behind > drafting / 3, made.kinds  # prompts are read at first
     assert not behind or behind / 2 < counters["rounds_chained_to_steps"] <= behind
     assert (counters["announced_bytes"] > 0) == (exactness is m.Exactness.APPROXIMATE)
     made.check_nothing_left()
 
 
 @pytest.mark.parametrize(
-    ("exactness", "most"), [(m.Exactness.EXACT, 0.9), (m.Exactness.APPROXIMATE, 1.0)], ids=["exact", "ahead"]
+    ("exactness", "tokens", "most"),
+    [(m.Exactness.EXACT, 160, 0.8), (m.Exactness.APPROXIMATE, 60, 1.0)],
+    ids=["exact", "ahead"],
 )
-def test_alternatives_that_are_right_save_steps(clock: Clock, exactness: m.Exactness, most: float) -> None:
+def test_alternatives_that_are_right_save_steps(clock: Clock, exactness: m.Exactness, tokens: int, most: float) -> None:
     """The texts are the same, and the draft goes on behind an alternative as behind what it drafted itself. The text of
     `ahead` goes round in small circles, in which a token more a round hardly saves one.
     """
@@ -111,7 +113,7 @@ def test_alternatives_that_are_right_save_steps(clock: Clock, exactness: m.Exact
         model = FakeModel(exactness is m.Exactness.APPROXIMATE, agreement=2, recent=1, swaps=True)
         made = turns(clock, 1, model)
         made.world.target.beside = beside
-        names = [made.world.open(prompt, 60, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
+        names = [made.world.open(prompt, tokens, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
         made.run()
         for name in names:
             made.world.check_greedy(name)
@@ -191,7 +193,7 @@ def test_three_levels_give_what_plain_decoding_gives(
     made = turns(clock, 1, model, chains, **how)
     made.world.target.sparse_logits, made.world.target.beside = model.sparse, beside
     begins = count_begins(made)
-    names = [made.world.open([3 + i] * (60 + 30 * i), 50) for i in range(3)]
+    names = [made.world.open([3 + i] * (60 + 30 * i), 150) for i in range(3)]
 
     def check() -> None:
         check_screened_kv(made.world)
@@ -200,7 +202,7 @@ def test_three_levels_give_what_plain_decoding_gives(
             assert not item.is_void
             assert item.input.light == all(each.screens for each in under_way.rounds)  # type: ignore[union-attr]
 
-    made.world.script = [check] * 500
+    made.world.script = [check] * 1500
     made.run()
     for name in names:
         made.world.check_greedy(name)
@@ -210,11 +212,10 @@ def test_three_levels_give_what_plain_decoding_gives(
     )
     assert screened > 30 and counters["announced_bytes"] == 0
     assert (confirmed == screened) == (screening == 4)
-    if agreement == 4 or not chains:  # sessions whose draft is seldom right pause, each by itself
-        assert (behind > 0) == chains
+    assert (behind > 0) == chains
     if chains and screening == agreement == 4:
-        assert counters["rounds_chained_to_steps"] > made.kinds.count("draft") / 4, made.kinds
-    assert (counters["accepted_alternatives"] > 0) <= (chains and beside > 0 and agreement < 4)
+        assert counters["rounds_chained_to_steps"] > made.kinds.count("draft") / 3, made.kinds
+    assert (counters["accepted_alternatives"] > 0) == (chains and beside > 0 and agreement < 4)
     assert counters["draft_timeouts"] == counters["rejected_events"] == 0
     # A draft that is paused is released, and one whose text ended with held tokens, and begins again.
     assert begins["begins"] <= 3 + begins["ends"]
@@ -238,11 +239,11 @@ def test_sampled_tokens_have_the_targets_distribution(clock: Clock) -> None:
     """The second token is drafted and judged, given the first, and the third, given both."""
     model, sampling = FakeModel(agreement=2), RULED["plain"]
     made = turns(clock, 5, model, prefill_chunk=512)
-    names = [made.world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(500)]
+    names = [made.world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(600)]
     made.run()
     drafted, accepted = totals(made.world)
     assert drafted > 550 and 0.1 < accepted / drafted < 0.9
-    assert made.world.verifier.counters["steps_chained_to_rounds"] > 5
+    assert made.world.verifier.counters["steps_chained_to_rounds"] > 10
     check_distribution(made.world, names, PROMPT, sampling)
 
 

@@ -49,7 +49,7 @@ def test_a_draft_never_costs_more_than_it_brings(
 
 @pytest.mark.parametrize(("context", "acceptance", "most"), [(1024, 0.0, 1.0), (10240, 0.3, 1.2)])
 def test_many_sessions_lose_nothing_either(every_clock: Clock, context: int, acceptance: float, most: float) -> None:
-    """But in the first answers, while which the draft reads the prompts and it is learnt how little is accepted."""
+    """The first answers are slower: the draft reads the prompts meanwhile, and it is learnt how little is accepted."""
     first, *others = gains(TimedTarget(every_clock, 32, context, acceptance), 32, context, [EXACT])
     assert first >= 0.7
     assert most > sum(others) / len(others) >= LEAST - 0.01
