@@ -27,7 +27,15 @@ Backend = Literal["torch", "triton"]
 # Pointers that may begin anywhere: tensors of one layer or pass among all.
 _ANYWHERE = {
     *("counts_ptr", "first_items_ptr", "following_ptr", "lengths_ptr", "lists_ptr", "memory_ptr", "pieces_ptr"),
-    *("positions_ptr", "read_weights_ptr", "slots_ptr", "tile_starts_ptr", "uniforms_ptr", "unread_ptr"),
+    *(
+        "positions_ptr",
+        "read_weights_ptr",
+        "slots_ptr",
+        "tile_starts_ptr",
+        "running_sums_ptr",
+        "uniforms_ptr",
+        "unread_ptr",
+    ),
 }
 
 

@@ -18,8 +18,8 @@ def merge_attended(
     Returns the log-sum-exp of the scores of both, [batch, heads, rows of out, 1] float32. Arithmetic is in float32.
     An output that saw no keys has a log-sum-exp of -inf and weight 0, but must be a number.
 
-    running, piece: [batch, heads, rows, dim], of any strides and dtype; total, weight: the log-sum-exp of their scores,
-        [batch, heads, rows, 1] float32
+    running, piece: [batch, heads, rows, dim], of any strides and dtype, and of as many rows as they have; total,
+        weight: the log-sum-exp of their scores, [batch, heads, rows, 1] float32, whose rows are neighbours
     out: [batch, heads, at most rows - skipped, dim], of any strides and dtype; without `skipped` it may be `running`
     """
     batch, heads, rows, dim = out.shape
@@ -34,12 +34,13 @@ def merge_attended(
         tile = power_of_two(heads) * power_of_two(dim)
         _merge_attended_kernel[(rows, batch)](
             running_ptr=running,
-            total_ptr=total.contiguous(),
+            running_sums_ptr=total,
             piece_ptr=piece,
-            weight_ptr=weight.contiguous(),
+            weight_ptr=weight,
             out_ptr=out,
             merged_ptr=merged,
-            size=total.shape[2],
+            of_total=total.stride(1),
+            of_weight=weight.stride(1),
             skipped=skipped,
             RUNNING=_strides(running),
             PIECE=_strides(piece),
@@ -61,12 +62,13 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 @jit
 def _merge_attended_kernel(
     running_ptr,
-    total_ptr,
+    running_sums_ptr,
     piece_ptr,
     weight_ptr,
     out_ptr,
     merged_ptr,
-    size,
+    of_total,
+    of_weight,
     skipped,
     RUNNING: tl.constexpr,
     PIECE: tl.constexpr,
@@ -79,7 +81,7 @@ def _merge_attended_kernel(
     """Merge all heads of one row: cuDNN's outputs lie in memory as [rows, heads, dim].
 
     RUNNING, PIECE, OUT: strides, known when this is compiled, so that neighbours are loaded together; they do not
-    depend on the number of rows.
+    depend on the number of rows. of_total, of_weight: how far apart heads are.
     """
     row, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     source = row + skipped
@@ -87,8 +89,8 @@ def _merge_attended_kernel(
     there = head < heads
     inside = there & (at < dim)
     first = batch * heads + head
-    total = tl.load(total_ptr + first * size + source, mask=there, other=0.0)
-    weight = tl.load(weight_ptr + first * size + source, mask=there, other=0.0)
+    total = tl.load(running_sums_ptr + first * of_total + source, mask=there, other=0.0)
+    weight = tl.load(weight_ptr + first * of_weight + source, mask=there, other=0.0)
     running_at = batch * RUNNING[0] + head * RUNNING[1] + source * RUNNING[2] + at * RUNNING[3]
     running = tl.load(running_ptr + running_at, mask=inside, other=0.0).to(tl.float32)
     piece_at = batch * PIECE[0] + head * PIECE[1] + source * PIECE[2] + at * PIECE[3]

@@ -59,6 +59,8 @@ def test_it_weighs_by_what_was_seen(
     running = laid_out(torch.randn(sizes, generator=random), layout, dtype)
     piece = laid_out(torch.randn(sizes, generator=random), layout_of_piece, of_piece)
     total, weight = (totals(random, batch, heads, rows, 1).to(DEVICE) for _ in range(2))
+    if batch == 1:  # as of some rows among those of several sequences
+        total = torch.cat([total, total, total], 2)[:, :, rows : 2 * rows]
     around = laid_out(torch.full((batch, heads, wanted.stop - wanted.start + 2, dim), torch.nan), layout_of_out, of_out)
 
     merged = merge_attended(running, total, piece, weight, around[:, :, 1:-1], skipped, backend)

@@ -1,5 +1,6 @@
 """Prompts in pieces, merged, against plain paged attention; by cuDNN where there is a GPU."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,18 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specahead.kernels import prompt_attention
+from specahead.kernels import prompt_attention, prompt_reads
 from specahead.kernels.merged_attention import merge_attended
-from specahead.kernels.prompt_attention import (
+from specahead.kernels.prompt_attention import attend_to_piece, attend_to_prompts, cudnn_attends
+from specahead.kernels.prompt_reads import (
+    NEAR,
     PIECE,
+    SHORT,
+    STEP,
     UNIT,
+    Ends,
+    PromptPart,
     PromptReads,
-    attend_to_piece,
-    attend_to_prompts,
-    cudnn_attends,
     make_room,
     pieces_before,
     plan_prompts,
+    shapes_of_parts,
     size_of_own,
 )
 from tests.unit.test_paged_attention import SCALE, Case, shuffled_case
@@ -34,6 +39,8 @@ BATCHES = {
     "behind a part of a unit": ([1100, 600], [37, 513]),
     "an empty place, one without queries": ([0, 530, 64], [0, 18, 0]),
     "longer pieces": ([4096 + 2048 + 512 + 5], [5]),
+    "short, behind far pieces": ([NEAR + 512 + 50, 600], [50, 40]),
+    "long, then short, then long": ([2200, 700, 1024 + 512 + 2100], [2200, 20, 2100]),
 }
 
 
@@ -45,7 +52,8 @@ def ragged(lengths: list[int], counts: list[int], group: int, dim: int) -> Case:
 def plan(case: Case, cudnn: bool = False) -> PromptReads:
     queries, _, _, tables, lengths, starts = case.arguments
     room = make_room(int(lengths.max()), KV_HEADS, queries.shape[2], queries.dtype, queries.device)
-    return plan_prompts(starts.tolist(), lengths.tolist(), tables, KV_HEADS, PAGE, room, cudnn)
+    heads = queries.shape[1], KV_HEADS, queries.shape[2]
+    return plan_prompts(starts.tolist(), lengths.tolist(), tables, heads, PAGE, room, cudnn)
 
 
 def attend(case: Case, reads: PromptReads) -> Tensor:
@@ -69,12 +77,12 @@ def empty_is_nan() -> Iterator[None]:
 
 def test_rows_of_no_part_are_zeros(empty_is_nan: None) -> None:
     """Behind the last sequence, and where another kind of part lies between two."""
-    case = ragged([300, 700, 90], [20, 30, 10], 2, dim=16)
+    case = ragged([300, 2150, 90], [20, 2150, 10], 2, dim=16)
     filled = replace(case, queries=torch.cat([case.queries, case.queries[:3]]))
     reads = plan(filled)
     out = attend(filled, replace(reads, parts=[reads.parts[0], reads.parts[2]]))
     wanted = torch.cat([case.dense(), torch.zeros_like(case.queries[:3])])
-    wanted[20:50] = 0
+    wanted[20:2170] = 0
     assert (out[wanted == 0] == 0).all()
     torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-4)
 
@@ -96,33 +104,56 @@ def as_queries_lie(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return outputs
 
 
+@pytest.mark.parametrize("new", [50, 2100])
 def test_each_piece_before_is_one_merge_and_the_last_is_written_where_it_belongs(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, new: int
 ) -> None:
-    merges, outputs = [], as_queries_lie(monkeypatch)
+    """Of a short part, and of a long one."""
+    merges: list[Any] = []
 
     def merge(*arguments: Any, **rest: Any) -> Tensor:
         merges.append(arguments)
         return merge_attended(*arguments, **rest)
 
     monkeypatch.setattr(prompt_attention, "merge_attended", merge)
-    case = ragged([1024 + 512 + 50, 512 + 30, 40], [50, 20, 40], 2, dim=16)
+    monkeypatch.setattr(prompt_reads, "PIECE", STEP)
+    monkeypatch.setattr(prompt_reads, "NEAR", 0)
+    case = ragged([2 * STEP + new, STEP + 30, 40], [new, 30, 40], 2, dim=16)
     queries = case.queries.bfloat16()
     case = replace(case, queries=queries.float())
     rounded = replace(case, queries=queries, k_pages=case.k_pages.bfloat16(), v_pages=case.v_pages.bfloat16())
     out = attend(rounded, plan(rounded))
     assert [merge[4].dtype for merge in merges] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert [same_memory(merge[4], out) for merge in merges] == [False, True, True]
-    assert len(outputs) == 6
     torch.testing.assert_close(out.float(), case.dense(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize(("length", "count"), [(512, 512), (300, 300), (500, 40)])
+@pytest.mark.parametrize(("length", "count"), [(3072, 3072), (2500, 2500), (500, 40)])
 def test_one_part_with_nothing_before_is_not_copied(monkeypatch: pytest.MonkeyPatch, length: int, count: int) -> None:
     outputs, case = as_queries_lie(monkeypatch), ragged([length], [count], 2, dim=16)
     out = attend(case, plan(case))
-    assert out.is_contiguous() and same_memory(out, outputs[0])
+    assert out.is_contiguous() and (same_memory(out, outputs[0]) if count > SHORT else not outputs)
     torch.testing.assert_close(out, case.dense(), atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, SHORT)), min_size=1, max_size=12))
+def test_the_ends_of_short_parts_are_read_together_as_far_as_there_is_room(parts: list[tuple[int, int]]) -> None:
+    lengths, starts = [base + new for base, new in parts], [0]
+    for _, new in parts:
+        starts.append(starts[-1] + new)
+    tables = torch.zeros(len(parts), -(-max(lengths) // PAGE), dtype=torch.int32)
+    room = 1 << max(14, max(lengths).bit_length())
+    reads = plan_prompts(starts, lengths, tables, (32, 1, 128), PAGE, torch.empty(2, room * 128, device="meta"), False)
+    joined = [ends for ends in reads.parts if isinstance(ends, Ends)]
+    assert len(joined) == len(reads.parts) and [part.rows for ends in joined for part in ends.parts] == [
+        slice(*rows) for rows in itertools.pairwise(starts)
+    ]
+    keys = [PAGE * len(ends.places) for ends in joined]
+    assert max(keys) <= room and all(one + other > room - 2 * PAGE for one, other in itertools.pairwise(keys))
+    read = iter(number for ends in joined for number in ends.ragged.used.tolist())
+    for (base, new), part in zip(parts, (part for ends in joined for part in ends.parts), strict=True):
+        assert next(read) + sum(PAGE * len(piece) for piece in part.before) == base + new
 
 
 @given(st.integers(0, 5000).map(lambda n: n * UNIT))
@@ -168,7 +199,13 @@ def test_all_shapes_of_parts_are_known_before(tokens: int, before: int) -> None:
     """Whatever is read of a prompt behind whatever was, so that cuDNN can have planned it."""
     length = before + tokens
     tables = torch.zeros(1, -(-length // 16), dtype=torch.int32)
-    (part,) = plan_prompts([0, tokens], [length], tables, 1, 16, torch.empty(2, 0), False).parts
-    if part.size <= 8192:  # a part that begins between two units may fill up more
-        shapes = {*prompt_attention.shapes_of_parts(8192)}
-        assert shapes >= {(part.size, 0), *((part.size, 16 * len(piece)) for piece in part.before)}
+    room = torch.empty(2, 65536 * 64, device="meta")
+    (part,) = plan_prompts([0, tokens], [length], tables, (16, 1, 64), 16, room, False).parts
+    shapes = {*shapes_of_parts(8192)}
+    if isinstance(part, PromptPart):
+        if part.size > 8192:  # a part that begins between two units may fill up more
+            return
+        assert (part.size, 0) in shapes
+    else:
+        (part,) = part.parts
+    assert shapes >= {(part.size, 16 * len(piece)) for piece in part.before}

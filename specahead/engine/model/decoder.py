@@ -145,31 +145,69 @@ class Decoder:
         backend: of all kernels but attention; None: the device's.
         """
         kernels = backend or default_backend(token_ids.device)
+        stream = self.embed(token_ids)
+        for index in self._layers_to_run():
+            pages = k_pages[index], v_pages[index]
+            queries, stream = self.before_attention(index, stream, positions, slots, pages, kernels)
+            attended = attend(index, queries).flatten(1)
+            if index == self.num_layers - 1 and logits_rows is not None:
+                return self.last_logits(stream, attended, logits_rows, kernels)
+            stream = self.after_attention(index, stream, attended, kernels)
+        return self._logits(stream, kernels)
+
+    # The parts of a pass, in their order.
+
+    def embed(self, token_ids: Tensor) -> Residual:
+        """Return the residual stream that the first layer reads. token_ids: [tokens] int64."""
         hidden = F.embedding(token_ids, self.embedding)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
-        stream = Residual(hidden, scale=self.residual_scale)
-        for index, layer in self._layers_to_run():
-            qkv, stream = self._read(stream, layer.input_norm, layer.qkv, kernels, in_parts=layer.full_norms is None)
-            queries = self._rotate(layer, qkv, positions, slots, (k_pages[index], v_pages[index]), kernels)
-            attended = attend(index, queries).flatten(1)
-            if logits_rows is not None and index == self.num_layers - 1:
-                if not len(logits_rows):
-                    return attended.new_empty(0, self.lm_head.outputs)
-                attended, stream = attended[logits_rows], stream.rows(logits_rows)
-            stream = self._add(stream, attended, layer.out, layer.attention_out_norm, kernels)
-            inner, stream = self._read(stream, layer.mlp_norm, layer.gate_up, kernels, gated=True)
-            stream = self._add(stream, inner, layer.down, layer.mlp_out_norm, kernels)
-        logits, _ = self._read(stream, self.norm, self.lm_head, kernels)
+        return Residual(hidden, scale=self.residual_scale)
+
+    def before_attention(
+        self,
+        index: int,
+        stream: Residual,
+        positions: Tensor,
+        slots: Tensor,
+        pages: tuple[Tensor, Tensor],
+        backend: Backend,
+    ) -> tuple[Tensor, Residual]:
+        """Write the tokens' KV of a layer, and return its queries [tokens, heads, dim] and the stream, added up.
+
+        positions, slots: as for `run`. pages: the layer's, of keys and of values.
+        """
+        layer = self.layers[index]
+        qkv, stream = self._read(stream, layer.input_norm, layer.qkv, backend, in_parts=layer.full_norms is None)
+        return self._rotate(layer, qkv, positions, slots, pages, backend), stream
+
+    def after_attention(self, index: int, stream: Residual, attended: Tensor, backend: Backend) -> Residual:
+        """Return the stream after a layer. attended: [tokens, heads * dim]."""
+        layer = self.layers[index]
+        stream = self._add(stream, attended, layer.out, layer.attention_out_norm, backend)
+        inner, stream = self._read(stream, layer.mlp_norm, layer.gate_up, backend, gated=True)
+        return self._add(stream, inner, layer.down, layer.mlp_out_norm, backend)
+
+    def last_logits(self, stream: Residual, attended: Tensor, rows: Tensor, backend: Backend) -> Tensor:
+        """Return the logits [rows, vocab] of some rows, after the attention of the last layer.
+
+        attended: [tokens, heads * dim]. rows: [rows] int32 or int64, of the stream and of `attended`.
+        """
+        if not len(rows):
+            return attended.new_empty(0, self.lm_head.outputs)
+        stream = self.after_attention(self.num_layers - 1, stream.rows(rows), attended[rows], backend)
+        return self._logits(stream, backend)
+
+    def _logits(self, stream: Residual, backend: Backend) -> Tensor:
+        logits, _ = self._read(stream, self.norm, self.lm_head, backend)
         return logits if self.logits_scale == 1.0 else logits * self.logits_scale
 
-    def _layers_to_run(self) -> list[tuple[int, DecoderLayer]]:
-        """Return the layers of a pass with their numbers; if it only compiles, the first and the last.
+    def _layers_to_run(self) -> range:
+        """Return the numbers of the layers of a pass; if it only compiles, of the first and the last.
 
         The layers between launch the same kernels.
         """
-        numbered = list(enumerate(self.layers))
-        return numbered[:: max(1, len(numbered) - 1)] if compiles_only() else numbered
+        return range(self.num_layers)[:: max(1, self.num_layers - 1)] if compiles_only() else range(self.num_layers)
 
     def _read(
         self,

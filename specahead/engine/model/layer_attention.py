@@ -23,7 +23,8 @@ from specahead.kernels.paged_attention import (
     paged_attention_with_read_weights,
     plan_work,
 )
-from specahead.kernels.prompt_attention import PromptReads, attend_to_prompts
+from specahead.kernels.prompt_attention import attend_to_prompts
+from specahead.kernels.prompt_reads import PromptReads
 
 # The keys and values that a layer attends over, including its new ones: layer -> [pages, kv_heads, page, dim] each.
 LayerPages = Callable[[int], tuple[Tensor, Tensor]]

@@ -13,11 +13,12 @@ from specahead.engine.staging import Buffers
 from specahead.engine.steps.alternatives import Judged, accept_alternatives, drafted_logits
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.drafting import draft_for_itself
+from specahead.engine.steps.prompt_graphs import PromptGraphs
 from specahead.engine.steps.reads import heads_of, listed_layers, listed_reads
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.paged_attention import pinned_tuning
-from specahead.kernels.prompt_attention import PromptReads
+from specahead.kernels.prompt_reads import PromptReads
 from specahead.kernels.selection import Remembered, remember_weights, score_blocks, select_over_rows
 
 
@@ -31,12 +32,14 @@ def run_pass(
     prompts: PromptReads | None = None,
     drafting: Decoder | None = None,
     chain: DeviceChain | None = None,
+    graphs: PromptGraphs | None = None,
 ) -> None:
     """Launch a pass on its buffers. The launches are the same for all passes of a shape.
 
     layer_pages: the keys and values of a layer; None: the KV's own pages. prompts: the parts that the sequences of a
     dense pass read one by one, if they do. drafting: runs passes that draft, and tokens that a later pass judges
-    (PassShape.light); None: the decoder. chain: the device chain, for a shape that is chained.
+    (PassShape.light); None: the decoder. chain: the device chain, for a shape that is chained. graphs: run the layers
+    in place of the decoder.
     """
     given = buffers.tensors
     if shape.turn:
@@ -64,7 +67,7 @@ def run_pass(
     logits_rows = given.get("logits_rows")
     if logits_rows is not None and not len(logits_rows) and attend.weights is None:
         attend.unread = kv.num_layers - 1
-    running = drafting if shape.light and drafting else decoder
+    running = graphs or (drafting if shape.light and drafting else decoder)
     given["logits"] = running.run(
         given["token_ids"], given["positions"], given["slots"], kv.k_pages, kv.v_pages, attend, logits_rows
     )

@@ -293,6 +293,7 @@ class ModelRunner(TargetOrDraftRunner):
             self.kv.extend_group_means([scratch], [min(room, self.kv.means.group_size)])
         torch.cuda.synchronize()
         self.kv.release(scratch)
+        self._warm_up.later += self._passes.captures_of_prompts(tokens)
         self._warm_up.later += self._passes.shapes_of_prompts(tokens)
 
     # Rounds of a draft.

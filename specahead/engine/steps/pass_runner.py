@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,19 +23,14 @@ from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.launches import run_pass
 from specahead.engine.steps.layout import lay_out_pass
 from specahead.engine.steps.outputs import StepUnderWay, read_outputs, read_results
+from specahead.engine.steps.prompt_graphs import PromptGraphs
 from specahead.engine.steps.read_memories import ReadMemories
 from specahead.engine.steps.reads import heads_of
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.paged_attention import takes_heads
-from specahead.kernels.prompt_attention import (
-    PromptReads,
-    attend_once,
-    cudnn_attends,
-    make_room,
-    plan_prompts,
-    shapes_of_parts,
-)
+from specahead.kernels.prompt_attention import attend_once, cudnn_attends
+from specahead.kernels.prompt_reads import PromptReads, make_room, plan_prompts, shapes_of_parts
 
 
 class PassRunner:
@@ -63,6 +59,7 @@ class PassRunner:
         self._cudnn = cudnn_attends(dim, dtype, kv.device)
         self.chain = DeviceChain.make(1, kv.device)
         self._room: Tensor | None = None  # for the parts that cuDNN reads a prompt in
+        self._prompt_graphs: PromptGraphs | None = None
         self._unfinished: torch.cuda.Event | None = None  # comes when the last part of a prompt has run
 
     def step_of(self, shape: PassShape, prepared: bool = False) -> Captured:
@@ -125,8 +122,10 @@ class PassRunner:
         """
         buffers = self._make_buffers(shape, sum(item.logits_rows for item in inputs))
         self._lay_out(buffers, shape, inputs, tables)
-        prompts = self._plan_prompts(buffers) if self._is_read_by_cudnn(shape) else None
-        run_pass(self._decoder, self._kv, shape, buffers, self.attention, layer_pages, prompts, self._drafting)
+        how: dict[str, Any] = {"layer_pages": layer_pages, "drafting": self._drafting}
+        if self._is_read_by_cudnn(shape):
+            how |= {"prompts": self._plan_prompts(buffers), "graphs": None if shape.light else self._prompt_graphs}
+        run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
         gives_nothing = not any(item.logits_rows or item.read or item.drafted for item in inputs)
         if gives_nothing and self._kv.device.type == "cuda" and not self._kv.offloads:
             self._wait_for_the_one_before()
@@ -179,6 +178,13 @@ class PassRunner:
         shapes = [(own, before) for own, before in shapes_of_parts(min(tokens, longest)) if own + before <= longest]
         return [partial(attend, *shape, scale=heads.scale, room=room) for shape in shapes]
 
+    def captures_of_prompts(self, tokens: int) -> list[Callable[[], None]]:
+        """Return functions that each capture the layers of one size of passes over prompts, up to `tokens` tokens."""
+        if not (self._cudnn and self.graphs.captures and isinstance(self._decoder, Decoder)):
+            return []
+        self._prompt_graphs = PromptGraphs(self._decoder, self._kv.k_pages, self._kv.v_pages)
+        return self._prompt_graphs.captures(tokens)
+
     def _room_for_prompts(self) -> Tensor:
         if self._room is None:
             pages = self._kv.k_pages[0]
@@ -190,8 +196,9 @@ class PassRunner:
         """Return the reads of the prompts in a pass."""
         host, tables = buffers.inputs.host, buffers.tensors["block_tables"]
         starts, lengths = host["query_starts"].tolist(), host["lengths"].tolist()
-        room = self._room_for_prompts()
-        return plan_prompts(starts, lengths, tables, self._kv.kv_heads, PAGE_SIZE, room, self._cudnn)
+        heads, room = heads_of(self._decoder, self._kv), self._room_for_prompts()
+        of_heads = heads.kv * heads.group, heads.kv, heads.dim
+        return plan_prompts(starts, lengths, tables, of_heads, PAGE_SIZE, room, self._cudnn)
 
     def _wait_for_the_one_before(self) -> None:
         """Wait for the last part of a prompt that had no outputs, and let the present one run.

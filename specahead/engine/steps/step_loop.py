@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from specahead.engine.steps.runner import Runner
-from specahead.kernels.prompt_attention import UNIT
+from specahead.kernels.prompt_reads import UNIT
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def share_prefill(starts: list[int], remaining: list[int], budget: int, number: 
     oldest comes first, so that a long one never starves. Most steps read one prompt: each further one has the host
     launch as much attention again. starts: tokens of each that are read. number: of the step among those that read
     prompts. A part that does not end its prompt ends at a multiple of UNIT, and tokens beyond it wait: a part that
-    began between two of these would be padded with half as many queries again (kernels/prompt_attention.py). Budgets
+    began between two of these would be padded with half as many queries again (kernels/prompt_reads.py). Budgets
     below two of them are given whole.
     """
     order = sorted(range(len(remaining)), key=remaining.__getitem__)
