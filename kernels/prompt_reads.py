@@ -21,7 +21,7 @@ SHORT = 2048  # new tokens of a part whose end is read together with those of ot
 NEAR = 12288  # tokens before a short part that are read with its end, at most
 # Products of queries, keys, heads and dimensions before a short part that are worth a piece: with fewer FlashAttention
 # takes less time beyond that of cuDNN than the piece takes the host.
-WORTH_A_PIECE = 4e10
+WORTH_A_PIECE = 1.5e10
 
 
 @dataclass(frozen=True)
