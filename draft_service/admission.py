@@ -10,9 +10,11 @@ from collections import Counter, deque
 from draft_service.sessions import DraftSession, TargetPeer
 from specahead.config import DraftSettings
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.pages import pages_for
+from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.sampling.grammars import Grammars
 from specahead.wire.messages import Begin, Decline, Resync
+
+KEPT_CONTEXTS = 2  # times draft_context by which a text that grows is read from further back than a new one
 
 
 class Admission:
@@ -41,7 +43,7 @@ class Admission:
                 return
             self.drop(known)
         self._forget(peer, name)
-        skipped = self._settings.chosen.skipped_by_draft(begin.prompt_tokens, begin.announces)
+        skipped = self._skipped(begin)
         if begin.max_length - skipped > self._settings.max_context:
             reads = self._settings.max_context
             self._decline_for_good(peer, name, f"{begin.max_length - skipped} tokens, the draft model reads {reads}")
@@ -61,6 +63,18 @@ class Admission:
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session
         self.sessions.append(session)
+
+    def _skipped(self, begin: Begin) -> int:
+        """Return how many of a session's first tokens the draft does not read: as few as for an earlier turn of the
+        same text, whose KV it still has, so that a text that grows is not read anew in each draft_context.
+        """
+        skipped = self._settings.chosen.skipped_by_draft(begin.prompt_tokens, begin.announces)
+        step = self._settings.chosen.draft_context
+        longest = begin.max_length - self._settings.max_context
+        for earlier in range(skipped - step, max(-1, skipped - KEPT_CONTEXTS * step - 1), -step) if skipped else ():
+            if earlier >= longest and self._kv.knows(begin.tokens[earlier : earlier + PAGE_SIZE]):
+                return earlier
+        return skipped
 
     def drop(self, session: DraftSession) -> None:
         """Release a session's KV, and ask a target for the next session that waits for room."""

@@ -28,6 +28,7 @@ from specahead.sparsity.rounds import announcement_request
 from specahead.wire.messages import Ready
 from specahead.wire.selection_codec import NamedSelection
 
+LEAST_PART = 2048  # tokens of prompts that a step with rounds reads, where there is as much to read
 CATCHING_UP = 2  # rounds whose tokens may be unread before a session counts as reading its prompt
 
 
@@ -123,7 +124,10 @@ def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache
     gamma = max((session.gamma for session in work.due), default=0)  # rounds of one step have one shape
     unread = [len(session.pending) - 1 for session in work.reading]
     starts = [session.kv.length for session in work.reading]
-    shares = share_prefill(starts, unread, settings.prefill_chunk, number)
+    chunk = settings.prefill_chunk
+    if work.due and chunk > LEAST_PART:  # rounds wait for what is read in the same step
+        chunk = max(LEAST_PART, chunk // 2)
+    shares = share_prefill(starts, unread, chunk, number)
     parts = [(session, share) for session, share in zip(work.reading, shares, strict=True) if share]
     for session in (*work.due, *(session for session, _ in parts)):
         if session.moved is not None and session.present is None:  # a verdict cut it short: not worth moving

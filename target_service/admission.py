@@ -178,6 +178,14 @@ class Admission:
 
     # Between steps.
 
+    @property
+    def admits(self) -> bool:
+        """Whether a session that waits may run."""
+        return bool(self.preempted or self.queue) and self._has_room_for(self._next())
+
+    def _has_room_for(self, session: TargetSession) -> bool:
+        return self._may_run(self._need(len(session.tokens)), len(self.running), self._free_pages())
+
     def admit(self) -> list[TargetSession]:
         """Let sessions run while there is room; return the ones that start or continue.
 
@@ -188,7 +196,7 @@ class Admission:
         admitted = []
         while self.preempted or self.queue:
             session = self._next()
-            if not self._may_run(self._need(len(session.tokens)), len(self.running), self._free_pages()):
+            if not self._has_room_for(session):
                 break
             self._start(session)
             admitted.append(session)

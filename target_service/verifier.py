@@ -120,9 +120,11 @@ class Verifier:
 
     @property
     def reads_short_prompts(self) -> bool:
-        """Whether a session waits for its first token whose prompt is so short that the next step reads its end."""
+        """Whether a session waits for its first token whose prompt is so short that the next step reads its end, or
+        may be, since what is known of its prompt is not looked up yet.
+        """
         least = self.settings.prefill_chunk // LEAST_PART
-        return any(0 < session.unread <= least for session in self.admission.running.values())
+        return self.admission.admits or any(0 < each.unread <= least for each in self.admission.running.values())
 
     @property
     def is_idle(self) -> bool:

@@ -38,7 +38,7 @@ class Speculation(Keyed, group="speculation"):
     their draft model is asked; null: where it is on a GPU."""
     draft_context: Annotated[int, Within(least=0)] = 8192
     """A draft that announces no blocks reads the last tokens of a prompt alone: at least as many as this, at most twice
-    as many; 0: all."""
+    as many, and four times of a text that grows; 0: all."""
     draft_read_share: Share | None = None
     """Share of the KV that the draft's passes after a round's first one read; null: 0.1 on a GPU, 1 on a CPU."""
     branches: Annotated[int, Within(least=1, most=MAX_BRANCHES)] | None = None
@@ -66,8 +66,8 @@ class ResolvedSpeculation(Speculation):
     def skipped_by_draft(self, prompt_tokens: int, announces: bool) -> int:
         """Return how many tokens at the beginning of a prompt a draft does not read.
 
-        It is a multiple of `draft_context`, so that the next turns of a conversation mostly skip as many, and find the
-        KV of the last one. announces: whether the draft announces blocks of this session.
+        It is a multiple of `draft_context`, so that the next turns of a conversation find the KV of the last one
+        (draft_service.admission). announces: whether the draft announces blocks of this session.
         """
         if announces or not self.draft_context:
             return 0

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 MARGIN, PLAIN_MARGIN = 0.02, 0.01  # by which another plan must be faster than the present one; by which plain must be
 DECIDED_EVERY = 8  # rounds of sessions between two choices, at least
+DECIDED_APART = 0.03  # seconds between them: a choice takes the host a tenth of a short step
+MOST_UNDECIDED = 64  # rounds after which a choice is due however little time has passed
 TOKEN_COST = 0.06  # of a plain round: what a proposed token has to bring for a session to go on with proposals
 POOLED_NEWEST, POOLED_ROUNDS = 1 / 64, 16  # weight of a round in the acceptance of all, for one session and for many
 HELD_NEWEST, HELD_PRIOR = 1 / 128, 16  # weight of a judged held token; the number of them that the prior counts as
@@ -130,6 +132,7 @@ class Policy:
         self._trial: _Trial | None = None
         self._sessions = 1  # that generate
         self._since = 0  # rounds since the last choice
+        self._chosen = 0.0  # when the last step was committed before it
         self._rested = 0.0  # rounds of each session since proposing was tried, while nothing is proposed
         self._dense = 0.0  # rounds of each session since holding was tried, while nothing is held
         self.reading = DraftReading()  # of prompts, by a draft on the same device; a draft elsewhere leaves it empty
@@ -215,14 +218,17 @@ class Policy:
             self._trial, self._since = None, sessions + DECIDED_EVERY
         elif self._saved is not None:
             self._saved += TRIAL_SHARE * seconds
-        if self._since >= max(DECIDED_EVERY, sessions):
+        apart = ended.now >= self._chosen + DECIDED_APART or self._since >= MOST_UNDECIDED
+        if apart and self._since >= max(DECIDED_EVERY, sessions):
+            self._chosen = ended.now
             self.choose(load)
 
     def choose(self, load: Load) -> None:
         """Choose the plan of most tokens a second under a load, or one to try."""
         self._since, self._sessions = 0, max(1, load.sessions)
         at = self.costs.at(load)
-        rates = {plan: self._rate(plan, at) for plan in self.options.plans(load)}
+        reading = self.reading.seconds_a_token(load)
+        rates = {plan: self._rate(plan, at, reading) for plan in self.options.plans(load)}
         best = max(rates, key=rates.__getitem__)
         present = self._present if self._present in rates else best
         margin = (MARGIN if best.gamma else PLAIN_MARGIN) + at.uncertainty(kinds_of(present, load)[-1])
@@ -246,12 +252,13 @@ class Policy:
         if others and self._trial is None and kinds_of(present, load)[-1] in at.known:
             self._try(rates, others, at)
 
-    def _rate(self, plan: RoundPlan, at: CostsAtLoad) -> float:
-        """Return the tokens a second of each session, on average. A draft on the same device reads the prompts too."""
+    def _rate(self, plan: RoundPlan, at: CostsAtLoad, reading: float) -> float:
+        """Return the tokens a second of each session, on average.
+
+        reading: seconds a token that a draft on the same device takes to read prompts.
+        """
         rate = self._rate_of_rounds(plan, at)
-        if not plan.drafted:
-            return rate
-        return 1 / (1 / rate + self.reading.seconds_a_token(at.load))
+        return 1 / (1 / rate + reading) if plan.drafted else rate
 
     def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         load, kinds = at.load, kinds_of(plan, at.load)

@@ -119,12 +119,19 @@ class CostsAtLoad:
     """Seconds for what sizes say, as measured under loads with about as many sessions."""
     unit: float = 1.0
     """The same of all kinds where `scales` is empty; 1 while nothing is measured."""
+    estimates: dict[RoundKind, float] = field(default_factory=dict)
+    """What `seconds` has returned; plans share kinds."""
 
     def seconds(self, kind: RoundKind) -> float:
         """Return the seconds of a round: measured, or by how its size differs from that of a measured kind.
 
         In tokens of KV that can be read meanwhile while nothing is measured.
         """
+        if kind not in self.estimates:
+            self.estimates[kind] = self._estimate(kind)
+        return self.estimates[kind]
+
+    def _estimate(self, kind: RoundKind) -> float:
         size = self.sizes.round(kind, self.load)
         if not self.known:
             return size * self._scale(kind)

@@ -4,9 +4,10 @@ Prompt lookup decoding (Saxena, 2023), the n-gram proposer of vLLM. It needs no 
 repeats itself: an agent copies from its context, code is edited, passages are quoted. Knows no sessions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import islice
 
 import numpy as np
 
@@ -16,26 +17,35 @@ SHORTEST = 3  # tokens that must have occurred before
 LONGEST = 16  # tokens that are compared
 PLACES = 16  # where the last tokens occurred that are compared, at most, the latest ones
 _TOKEN_BITS = 21  # of a token id within the key of an n-gram, so that keys are int64
-MANY = 512  # tokens that are indexed at once by array operations
+MANY = 512  # tokens that are indexed at once by array operations, at least
+MOST_AT_ONCE = 1 << 21  # and at most: places within the sorted array are smaller
 _KEY_MASK = (1 << SHORTEST * _TOKEN_BITS) - 1
 
 
 class PromptLookup:
     """An index of the n-grams of one text that only grows: each token is indexed once, when a token follows it.
 
-    The places behind all occurrences of an n-gram of SHORTEST tokens form a chain from the latest one back, as in LZ77.
+    A long text with which it begins is a sorted array of n-grams with the places behind them. The places behind all
+    later occurrences of an n-gram of SHORTEST tokens form a chain from the latest one back, as in LZ77.
     """
 
     def __init__(self) -> None:
-        self._latest: dict[int, int] = {}  # by key of an n-gram: the place behind its latest occurrence
-        self._before: list[int] = []  # by place: the place behind the occurrence before; 0: there is none
-        self._key = 0  # of the tokens before the place len(_before)
+        self._first = np.empty(0, np.int64)  # hash of an n-gram and the place behind it, sorted
+        self._begun = 0  # tokens that these are of
+        self._latest: dict[int, int] = {}  # by key of an n-gram: the place behind its latest occurrence, after those
+        self._before: list[int] = []  # by place after them: the place behind the occurrence before; 0: there is none
+        self._key = 0  # of the tokens before the place `_indexed`
+
+    @property
+    def _indexed(self) -> int:
+        """How many tokens are indexed."""
+        return self._begun + len(self._before)
 
     def extend(self, tokens: Sequence[int], end: int) -> None:
         """Index the n-grams that end before place `end`, of a text that begins with that of the last call."""
-        if not self._before and end >= MANY:
+        if not self._indexed and MANY <= end < MOST_AT_ONCE:
             self._begin(np.array(tokens[:end], np.int64))
-        for place in range(len(self._before), end):
+        for place in range(self._indexed, end):
             previous = 0
             if place >= SHORTEST:
                 previous = self._latest.get(self._key, 0)
@@ -48,13 +58,22 @@ class PromptLookup:
         keys = np.zeros(len(tokens) - SHORTEST + 1, np.int64)
         for offset in range(SHORTEST):
             keys = keys << _TOKEN_BITS | tokens[offset : offset + len(keys)]
-        *before, self._key = keys.tolist()  # the last one ends where no token follows yet
-        order = np.argsort(keys[:-1], kind="stable")
-        repeats = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
-        previous = np.zeros(len(tokens), np.int64)
-        previous[SHORTEST + order[repeats + 1]] = SHORTEST + order[repeats]
-        self._before = previous.tolist()
-        self._latest = dict(zip(before, range(SHORTEST, len(tokens)), strict=True))
+        self._key, self._begun = int(keys[-1]), len(tokens)  # the last one ends where no token follows yet
+        self._first = np.sort(_hashed(keys[:-1]) | np.arange(SHORTEST, len(tokens)))
+
+    def _places(self, key: int) -> Iterator[int]:
+        """Yield the places behind the occurrences of an n-gram, the latest first. After a long text's beginning these
+        may be of another one whose hash is the same.
+        """
+        place = self._latest.get(key, 0)
+        while place:
+            yield place
+            place = self._before[place - self._begun]
+        hashed = int(_hashed(np.array([key]))[0])
+        at = int(np.searchsorted(self._first, hashed + MOST_AT_ONCE)) - 1
+        while at >= 0 and (there := int(self._first[at])) >= hashed:
+            yield there - hashed
+            at -= 1
 
     def propose(self, tokens: Sequence[int], count: int, least: int = SHORTEST, stays: int | None = None) -> list[int]:
         """Return the tokens behind the latest of the longest matches of the text's last tokens: one for each matching
@@ -73,18 +92,23 @@ class PromptLookup:
 
     def _best_match(self, tokens: Sequence[int]) -> tuple[int, int]:
         """Return the place behind the match, and how many tokens match: 0 if the last ones have not occurred before."""
-        best, longest, place = 0, 0, 0
-        if len(tokens) >= SHORTEST:
-            key = self._key if len(tokens) == len(self._before) else _key_of(tokens[-SHORTEST:])
-            place = self._latest.get(key, 0)
-        for _ in range(PLACES):
-            if not place or longest == LONGEST:
-                break
+        best, longest = 0, 0
+        if len(tokens) < SHORTEST:
+            return best, longest
+        key = self._key if len(tokens) == self._indexed else _key_of(tokens[-SHORTEST:])
+        for place in islice(self._places(key), PLACES):
             length = _common_end(tokens, place)
             if length > longest:
                 best, longest = place, length
-            place = self._before[place]
-        return best, longest
+            if longest == LONGEST:
+                break
+        return best, (longest if longest >= SHORTEST else 0)
+
+
+def _hashed(keys: np.ndarray) -> np.ndarray:
+    """Return hashes of n-grams, multiples of MOST_AT_ONCE, not negative: int64, of the shape of `keys`."""
+    mixed = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the upper bits are mixed
+    return (mixed >> np.uint64(2)).astype(np.int64) & -MOST_AT_ONCE
 
 
 def _with_token(key: int, token: int) -> int:
@@ -98,7 +122,7 @@ def _key_of(tokens: Sequence[int]) -> int:
 
 def _common_end(tokens: Sequence[int], place: int) -> int:
     """Return how many tokens before `place` are the text's last ones, up to LONGEST."""
-    length, end = SHORTEST, len(tokens)
+    length, end = 0, len(tokens)
     while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[end - 1 - length]:
         length += 1
     return length

@@ -179,6 +179,7 @@ def test_short_prompts_are_read_at_once_and_long_ones_go_on(
         else:
             assert shares[shortest] == left[shortest] or left[shortest] > chunk // LEAST_PART
         assert sum(shares) >= min(sum(left), chunk // LEAST_PART - 2 * unit)
+        assert all(share == tokens or not share or share >= unit for share, tokens in zip(shares, left, strict=True))
         for prompt, share in zip(reading, shares, strict=True):
             prompt[0], prompt[1] = prompt[0] + share, prompt[1] - share
         reading = [prompt for prompt in reading if prompt[1]]

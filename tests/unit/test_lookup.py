@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specahead.config import SettingsError
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire import messages as m
-from target_service.policy.lookup import LONGEST, PLACES, SHORTEST, FirstGuess, PromptLookup
+from target_service.policy.lookup import LONGEST, MANY, PLACES, SHORTEST, FirstGuess, PromptLookup
 from target_service.policy.pace import FIRST_PAUSE, LONGEST_PAUSE
 from tests.settings import target_settings
 from tests.unit.clock import Clock
@@ -53,6 +53,19 @@ def test_the_latest_of_the_longest_matches_is_found_however_the_text_grew(
         else:
             assert lookup.propose(tokens[:length], count) == searched(tokens[:length], count)
     assert lookup.propose(tokens, count) == searched(tokens, count)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 99), st.integers(2, 9), st.integers(0, 9))
+def test_a_long_text_that_is_indexed_at_once_is_found_like_one_that_came_token_by_token(
+    seed: int, kinds: int, count: int
+) -> None:
+    """Of few kinds of tokens, so that n-grams recur at its beginning, after it, and over its end."""
+    rng = random.Random(seed)
+    tokens = [rng.randrange(kinds) for _ in range(MANY + 60)]
+    lookup = PromptLookup()
+    for length in range(MANY, len(tokens), 7):
+        assert lookup.propose(tokens[:length], count) == searched(tokens[:length], count)
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.lists(st.integers(0, 2), max_size=9)), st.integers(0, 9))

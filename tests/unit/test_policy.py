@@ -3,6 +3,7 @@
 The machines run on virtual time. What a round takes on them differs from what sizes say, by random factors.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from target_service.policy import (
     Sizes,
     Verified,
 )
-from target_service.policy.choice import kinds_of
+from target_service.policy.choice import MOST_UNDECIDED, kinds_of
 from target_service.policy.reading import USUAL_ANSWER, DraftReading
 
 A_TOKEN = 3.25e-8  # seconds to read one of KV
@@ -313,14 +314,23 @@ def test_what_is_chosen_is_explained() -> None:
     assert said.tokens_a_second == pytest.approx(made.tokens - measured, rel=0.1)
 
 
-def test_a_choice_takes_the_host_little_time() -> None:
-    """Since it is made once for a step, of however many sessions."""
+def test_choices_are_apart_by_time_and_by_rounds() -> None:
+    """A choice takes the host a tenth of a short step; where steps take no time, rounds say that one is due."""
     policy = machine(1).policy
-    chosen: list[Load] = []
-    policy.choose = chosen.append  # type: ignore[method-assign]
-    for _ in range(10):
-        policy.note_step(Ended(0.0, 16, 16, Load(16, 16_000)))
-    assert len(chosen) == 10
+    chosen: list[float] = []
+
+    def choose(load: Load) -> None:
+        policy._since = 0
+        chosen.append(policy._ended)
+
+    policy.choose = choose  # type: ignore[method-assign]
+    for step in range(1, 101):
+        policy.note_step(Ended(0.01 * step, 16, 16, Load(16, 16_000)))
+    assert all(0.029 < later - earlier < 0.05 for earlier, later in itertools.pairwise(chosen)) and len(chosen) > 20
+    chosen.clear()
+    for _ in range(16):
+        policy.note_step(Ended(1.0, 16, 16, Load(16, 16_000)))
+    assert len(chosen) == 16 * 16 // MOST_UNDECIDED
 
 
 # Acceptance

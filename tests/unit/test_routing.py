@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orchestrator.sessions.routing import ANSWER_TOKENS, TargetView, admit, cached_tokens, choose
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from specahead.engine.kv.pool import PagePool
-from specahead.engine.kv.prefix_index import next_prefix, prefix_hashes
+from specahead.engine.kv.prefix_index import Prefix, blocks_of, prefix_hashes
 from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import Report
 
@@ -84,6 +84,12 @@ def test_a_router_that_follows_the_reports_knows_what_a_pool_of_pages_finds(
     assert target.prefixes == set(pool.prefixes.hashes)
     for _, tokens in sessions:
         assert cached_tokens([target], tokens) == [_found(pool, tokens)]
+
+
+def next_prefix(sequence: SequenceKV, tokens: list[int]) -> Prefix:
+    """The prefix that ends with the first page of a sequence that is not indexed yet."""
+    start = sequence.indexed * PAGE_SIZE
+    return sequence.serial, next(blocks_of(tokens[start : start + PAGE_SIZE]))
 
 
 def report(pool: PagePool, changed: set[int], target: TargetView) -> None:

@@ -443,7 +443,7 @@ def test_what_is_looked_up_without_a_draft_is_screened(
         def check(step: VerifyStep) -> VerifyResult:
             for session in step.sessions:
                 assert session.lookup is not None
-                assert len(session.lookup._before) <= session.confirmed, "what is indexed is never taken back"
+                assert session.lookup._indexed <= session.confirmed, "what is indexed is never taken back"
             return execute(step)
 
         with patch.object(world.verifier, "execute", check):

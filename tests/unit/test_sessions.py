@@ -79,6 +79,24 @@ def test_a_draft_may_read_the_last_tokens_of_a_prompt_alone(clock: Clock, ahead:
     assert accepted > (0.5 if sampling is PENALTIES else 0.95) * drafted
 
 
+def test_a_draft_reads_a_text_that_grows_from_where_it_began(clock: Clock) -> None:
+    """Each turn finds the KV of the last one, until what the draft reads is four times what it reads at least."""
+    world = World(clock, 1, Nearsighted(agreement=4), draft_reads=32, draft_context=200)
+    world.attach()
+    text, skips, read = [3 + at % 7 for at in range(70)], [], []
+    for turn in range(6):
+        name = world.open(text, 4)
+        while not (sessions := world.drafter.admission.sessions):
+            assert world.happen()
+        skips.append(sessions[0].skipped)
+        read.append(len(sessions[0].tokens) - sessions[0].kv.length)
+        world.run()
+        finish(world, name)
+        text = world.ledger.records[name].tokens + [5 + turn] * 16
+    assert skips == [32, 32, 32, 32, 32, 128]
+    assert all(count < 40 for count in read[1:5]), "what came since the last turn alone"
+
+
 def test_work_ahead_that_is_right_is_kept(clock: Clock) -> None:
     """In lockstep a draft that agrees is a round ahead each time: no epoch passes, nothing is drafted twice."""
     world = World(clock, model=FakeModel(ends=True))

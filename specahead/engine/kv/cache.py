@@ -20,7 +20,7 @@ from specahead.engine.kv.fetch import FetchPlan
 from specahead.engine.kv.group_means import GroupMeanPool, make_means
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zeros, pages_for
 from specahead.engine.kv.pool import PagePool
-from specahead.engine.kv.prefix_index import next_prefix
+from specahead.engine.kv.prefix_index import blocks_of
 from specahead.engine.kv.staged import StagedReads
 from specahead.kernels.kv_write import page_addresses
 
@@ -248,8 +248,8 @@ class KVCache:
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
         """Give an empty sequence the indexed pages of a prefix of `tokens`; return how many tokens they cover."""
-        while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens):
-            found = self.pool.match(next_prefix(sequence, tokens))
+        for block in blocks_of(tokens):
+            found = self.pool.match((sequence.serial, block))
             if found is None:
                 break
             sequence.pages.append(found[0])
@@ -257,15 +257,20 @@ class KVCache:
         sequence.length = sequence.indexed * PAGE_SIZE
         return sequence.length
 
+    def knows(self, tokens: list[int]) -> bool:
+        """Whether a page holds these tokens, PAGE_SIZE of them, as the beginning of a text."""
+        return all(self.pool.prefixes.page_of((0, block)) is not None for block in blocks_of(tokens))
+
     def index_prefix(self, sequence: SequenceKV, tokens: list[int], committed: int | None = None) -> None:
         """Offer full pages of the first `committed` tokens, or of all tokens, to later sequences.
 
         Their KV must come of dense passes.
         """
         count = len(tokens) if committed is None else committed
-        while (sequence.indexed + 1) * PAGE_SIZE <= min(count, sequence.length):
+        start, end = sequence.indexed * PAGE_SIZE, min(count, sequence.length)
+        for block in blocks_of(tokens[start:end]) if end - start >= PAGE_SIZE else ():
             page = sequence.pages[sequence.indexed]
-            sequence.serials.append(self.pool.index(page, next_prefix(sequence, tokens)))
+            sequence.serials.append(self.pool.index(page, (sequence.serial, block)))
 
 
 def _missing_pages(sequence: SequenceKV, tokens: int) -> int:

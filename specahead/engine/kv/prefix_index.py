@@ -4,40 +4,39 @@ Prefixes are compared by their tokens: no collision of hashes can show the KV of
 each other by hashes which prefixes they hold, and these are hints only.
 """
 
-import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from hashlib import blake2b
 
 import numpy as np
 
-from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.kv.pages import PAGE_SIZE
 
-# The serial of the page before (0 at the start), and the tokens of this page.
-Prefix = tuple[int, tuple[int, ...]]
+# The serial of the page before (0 at the start), and the tokens of this page, as `blocks_of` gives them.
+Prefix = tuple[int, bytes]
 
 
-def extend_hash(before: int, block: Sequence[int]) -> int:
+def extend_hash(before: int, block: bytes) -> int:
     """Return the 64-bit hash of a prefix that ends with a block, the same in every process.
 
     before: the hash of the prefix before the block; 0 if there is none.
     """
-    data = struct.pack(f"<Q{len(block)}I", before, *block)
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(before.to_bytes(8, "little") + block, digest_size=8).digest(), "little")
 
 
 def prefix_hashes(tokens: Sequence[int]) -> Iterator[int]:
     """Yield the hash of each prefix of whole pages, the shortest first, as `extend_hash` gives it."""
-    data, size, before = np.asarray(tokens, "<u4").tobytes(), 4 * PAGE_SIZE, bytes(8)
-    for start in range(0, len(data) - size + 1, size):  # by bytes: a long text has thousands of pages
-        before = blake2b(before + data[start : start + size], digest_size=8).digest()
-        yield int.from_bytes(before, "little")
+    before = 0
+    for block in blocks_of(tokens):
+        before = extend_hash(before, block)
+        yield before
 
 
-def next_prefix(sequence: SequenceKV, tokens: list[int]) -> Prefix:
-    """Return the prefix that ends with the first page of a sequence that is not indexed yet."""
-    start = sequence.indexed * PAGE_SIZE
-    return sequence.serial, tuple(tokens[start : start + PAGE_SIZE])
+def blocks_of(tokens: Sequence[int]) -> Iterator[bytes]:
+    """Yield the tokens of each whole page as bytes, which are compared and hashed in a fifth of the time of tuples."""
+    data, size = np.asarray(tokens, "<u4").tobytes(), 4 * PAGE_SIZE
+    for start in range(0, len(data) - size + 1, size):
+        yield data[start : start + size]
 
 
 class PrefixIndex:

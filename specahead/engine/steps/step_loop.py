@@ -133,9 +133,9 @@ def share_prefill(starts: list[int], remaining: list[int], budget: int, number: 
     The shortest prompts come first, so that they never queue behind a long one; in every OLDEST_EVERY-th step the
     oldest comes first, so that a long one never starves. Most steps read one prompt: each further one has the host
     launch as much attention again. starts: tokens of each that are read. number: of the step among those that read
-    prompts. A part that does not end its prompt ends at a multiple of UNIT, and tokens beyond it wait: a part that
-    began between two of these would be padded with half as many queries again (kernels/prompt_reads.py). Budgets
-    below two of them are given whole.
+    prompts. A part that does not end its prompt has UNIT tokens at least and ends at a multiple of UNIT, and tokens
+    beyond it wait: a few tokens read the whole context before them, and a part that began between two multiples would
+    be padded with half as many queries again (kernels/prompt_reads.py). Budgets below two of them are given whole.
     """
     order = sorted(range(len(remaining)), key=remaining.__getitem__)
     if order and oldest_first(number):
@@ -146,9 +146,10 @@ def share_prefill(starts: list[int], remaining: list[int], budget: int, number: 
         left -= shares[index]
     if budget < 2 * UNIT:
         return shares
+    ends = [(start + share) // UNIT * UNIT - start for start, share in zip(starts, shares, strict=True)]
     return [
-        share if share == left else max(0, (start + share) // UNIT * UNIT - start)
-        for start, share, left in zip(starts, shares, remaining, strict=True)
+        share if share == left else end if end >= min(UNIT, max(shares)) else 0
+        for share, end, left in zip(shares, ends, remaining, strict=True)
     ]
 
 
