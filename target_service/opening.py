@@ -30,10 +30,13 @@ class SessionMaker:
         hooks: Hooks = NO_HOOKS,
         grammars: Grammars | None = None,
         drafting: SelfDrafting | None = None,
+        prefers_exact: Callable[[], bool] = lambda: False,
     ) -> None:
         """hooks: of tests and benchmarks. grammars: compiles the grammars of sessions; None: no session may have one.
-        drafting: how sessions draft for themselves; None: none does.
+        drafting: how sessions draft for themselves; None: none does. prefers_exact: whether approximate
+        requests are to be served exactly at present, where the settings allow it.
         """
+        self._prefers_exact = prefers_exact
         self._runner, self._plan, self._settings = runner, plan, settings
         self._hooks, self._grammars, self._drafting = hooks, grammars, drafting
 
@@ -64,7 +67,7 @@ class SessionMaker:
 
     def make(self, request: Open, emit: Callable[[ServedEvent], None], now: float) -> TargetSession:
         """Return the session of a request that was checked, which is queued `now`; its grammar begins to compile."""
-        exact = request.exactness is Exactness.EXACT
+        exact = request.exactness is Exactness.EXACT or self._serves_exactly()
         screened = exact and self._settings.most_held > 0
         guesses_first = exact and self._settings.chosen.lookup
         looks_up = guesses_first or self._settings.draft in ("lookup", "auto")
@@ -73,7 +76,7 @@ class SessionMaker:
             tokens=list(request.tokens),
             queued_at=now,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
-            reading=Reading(self._reader(request, screened)),
+            reading=Reading(self._reader(exact, screened)),
             screening=self._screening(request) if screened else None,
             lookup=PromptLookup() if looks_up else None,
             first_guess=FirstGuess(READ_AT_ONCE - 1) if guesses_first else None,
@@ -114,11 +117,16 @@ class SessionMaker:
             return None
         return self._grammars.start(request.grammar, request.tokens, request.prompt_tokens)
 
-    def _reader(self, request: Open, screened: bool) -> Reader | None:
+    def _serves_exactly(self) -> bool:
+        """Return whether an approximate request is served exactly, as far as a benchmark does not say what it reads."""
+        may = self._settings.may_serve_exactly and self._hooks.new_reader is Reader
+        return may and self._prefers_exact()
+
+    def _reader(self, exact: bool, screened: bool) -> Reader | None:
         """Return how a session reads; None: everything. screened: whether sparse attention screens its proposals."""
         if screened:
             return screening_reader(self._plan, self._settings.self_read_share, self._hooks.reports_blocks)
-        if request.exactness is Exactness.EXACT:
+        if exact:
             return None
         return self._hooks.new_reader(self._plan, self._hooks.reports_blocks)
 

@@ -117,10 +117,10 @@ class Pacing:
         session, pace = item.session, item.session.pace
         seen.tokens += commit.accepted + 1
         if commit.finish_reason is not FinishReason.NONE:
-            prompt = session.asked.prompt_tokens
-            read = min(pace.prompt_tokens, prompt - self._skipped(session))
+            prompt, read = session.asked.prompt_tokens, pace.prompt_tokens
+            skippable = max(0, read - prompt + self._speculation.skipped_by_draft(prompt, announces=False))
             was_cut = commit.finish_reason is FinishReason.LENGTH
-            self.policy.reading.note_answer(read, len(session.tokens) - prompt, was_cut)
+            self.policy.reading.note_answer(read, len(session.tokens) - prompt, was_cut, skippable)
         since, pace.committed_at = pace.committed_at, None if seen.disturbed or item.is_guessed else seen.now
         if session.screening is not None and not item.screens:
             if commit.screened:
@@ -171,7 +171,7 @@ class Pacing:
 
     def _load(self, everyone: bool = False) -> Load:
         """Return the load by the sessions that generate, or by all that run."""
-        sessions = tokens = announcing = screened = pausing = skipped = undrafted = away = 0
+        sessions = tokens = announcing = screened = pausing = skipped = skippable = undrafted = away = 0
         expected = 0.0
         kv = self._runner.kv
         for session in self._sessions.values():
@@ -185,6 +185,7 @@ class Pacing:
             pausing += session.pace.pause.lasts(length)
             own_skipped = self._skipped(session)
             skipped += own_skipped
+            skippable += self._speculation.skipped_by_draft(session.asked.prompt_tokens, announces=False)
             if session.draft.peer is None:
                 found = max(0, session.asked.prompt_tokens - session.unread - session.pace.prompt_tokens)
                 # What the target has found it may have drafted for.
@@ -199,6 +200,7 @@ class Pacing:
             screened=min(screened, sessions),
             pausing=pausing,
             skipped=skipped,
+            skippable=skippable,
             undrafted=undrafted,
             expected=expected,
             away=away,

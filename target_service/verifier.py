@@ -81,7 +81,9 @@ class Verifier:
             if settings.drafts_for_itself
             else None
         )
-        maker = SessionMaker(runner, plan, settings, hooks, grammars, self._drafting)
+        maker = SessionMaker(
+            runner, plan, settings, hooks, grammars, self._drafting, lambda: self.policy.serves_exactly
+        )
         self.admission = Admission(runner, settings, self.counters, maker)
         self.policy = policy_of(settings, plan, runner, self.counters)
         imposed = hooks.imposes_verdicts and not settings.adaptive

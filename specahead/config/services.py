@@ -248,6 +248,13 @@ class TargetSettings(_OwnOfTarget):
         return self.placement == "together"
 
     @property
+    def may_serve_exactly(self) -> bool:
+        """Whether the policy may serve an approximate request exactly. A draft on the target's device reads whole
+        contexts for its announcements, in time that the target lacks; and exact rounds may be screened.
+        """
+        return self.draft_in_target and self.chosen.hold is None
+
+    @property
     def screens_lightly(self) -> bool:
         """Whether steps that screen read the weights in 8 bits."""
         return self.speculation.screening_quantization == "fp8"

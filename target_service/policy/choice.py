@@ -20,6 +20,9 @@ from target_service.policy.reading import DraftReading
 log = logging.getLogger(__name__)
 
 MARGIN, PLAIN_MARGIN = 0.02, 0.01  # by which another plan must be faster than the present one; by which plain must be
+# By which sparse verification must be faster than exact rounds, for the quality that it costs: where its rounds were
+# measured under such a load, and by their sizes alone, which say less of it.
+SPARSE_MARGIN, UNMEASURED_MARGIN = 0.05, 0.25
 DECIDED_EVERY = 8  # rounds of sessions between two choices, at least
 DECIDED_APART = 0.03  # seconds between them: a choice takes the host a tenth of a short step
 MOST_UNDECIDED = 64  # rounds after which a choice is due however little time has passed
@@ -29,6 +32,7 @@ HELD_NEWEST, HELD_PRIOR = 1 / 128, 16  # weight of a judged held token; the numb
 SESSION_PRIOR = 6  # rounds that the acceptance of all counts as in a session that begins
 TRIED = 6  # rounds of each session that a plan is tried for
 TRIAL_LIMIT = 8  # times TRIED rounds of each session, after which a trial ends in any case
+USUAL_NEWEST = 1 / 64  # weight of the newest step in the usual load
 LONGEST_STEP = 1.0  # seconds: what goes by beyond it is a pause between requests
 TRIAL_SHARE = 0.005  # of the time that trials may cost
 FIRST_TRIALS = 4  # rounds of each session that trials may cost at once
@@ -131,6 +135,7 @@ class Policy:
         self._present = options.plans(Load(0, 0))[-1]
         self._trial: _Trial | None = None
         self._sessions = 1  # that generate
+        self._usual: tuple[float, ...] | None = None  # sessions, tokens, skippable tokens of a step
         self._since = 0  # rounds since the last choice
         self._chosen = 0.0  # when the last step was committed before it
         self._rested = 0.0  # rounds of each session since proposing was tried, while nothing is proposed
@@ -202,6 +207,7 @@ class Policy:
         load, sessions = ended.load, max(1, ended.load.sessions)
         seconds, self._ended = min(LONGEST_STEP, max(0.0, ended.now - self._ended)), ended.now
         share = ended.rounds / sessions
+        self._note_usual(load)
         self._since += ended.rounds
         self._rested = 0.0 if self.plan.gamma else self._rested + share
         self._dense = 0.0 if self.plan.held else self._dense + share
@@ -227,8 +233,7 @@ class Policy:
         """Choose the plan of most tokens a second under a load, or one to try."""
         self._since, self._sessions = 0, max(1, load.sessions)
         at = self.costs.at(load)
-        reading = self.reading.seconds_a_token(load)
-        rates = {plan: self._rate(plan, at, reading) for plan in self.options.plans(load)}
+        rates = self._rates(at)
         best = max(rates, key=rates.__getitem__)
         present = self._present if self._present in rates else best
         margin = (MARGIN if best.gamma else PLAIN_MARGIN) + at.uncertainty(kinds_of(present, load)[-1])
@@ -252,14 +257,38 @@ class Policy:
         if others and self._trial is None and kinds_of(present, load)[-1] in at.known:
             self._try(rates, others, at)
 
-    def _rate(self, plan: RoundPlan, at: CostsAtLoad, reading: float) -> float:
-        """Return the tokens a second of each session, on average.
-
-        reading: seconds a token that a draft on the same device takes to read prompts.
+    @property
+    def serves_exactly(self) -> bool:
+        """Whether approximate requests that come now are better served as exact ones, because rounds under the usual
+        load bring about as many tokens a second or more if all sessions are exact.
         """
-        rate = self._rate_of_rounds(plan, at)
-        return 1 / (1 / rate + reading) if plan.drafted else rate
+        if self._usual is None:
+            return True
+        sessions, tokens, skippable = map(round, self._usual)
+        exact = Load(sessions, tokens, screened=sessions, skipped=skippable)
+        approximate = Load(sessions, tokens, announcing=tokens)
+        sparsely = self.costs.at(approximate)
+        rates = self._rates(sparsely)
+        best = max(rates, key=rates.__getitem__)
+        is_measured = all(kind in sparsely.known for kind in kinds_of(best, approximate))
+        margin = SPARSE_MARGIN if is_measured else UNMEASURED_MARGIN
+        return max(self._rates(self.costs.at(exact)).values()) * (1 + margin) >= rates[best]
 
+    def _note_usual(self, load: Load) -> None:
+        now = float(load.sessions), float(load.tokens), float(load.skippable)
+        before = self._usual or now
+        self._usual = tuple(old + USUAL_NEWEST * (new - old) for old, new in zip(before, now, strict=True))
+
+    def _rates(self, at: CostsAtLoad) -> dict[RoundPlan, float]:
+        """Return the tokens a second of each session, on average, by plan.
+
+        A draft on the same device reads the prompts too.
+        """
+        reading, rates = self.reading.seconds_a_token(at.load), dict[RoundPlan, float]()
+        for plan in self.options.plans(at.load):
+            rate = self._rate_of_rounds(plan, at)
+            rates[plan] = 1 / (1 / rate + reading) if plan.drafted else rate
+        return rates
     def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         load, kinds = at.load, kinds_of(plan, at.load)
         if not plan.gamma:

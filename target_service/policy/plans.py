@@ -75,6 +75,8 @@ class Load:
     """Sessions that nothing is proposed for while it is for others."""
     skipped: int = 0
     """Tokens of these that a draft does not read."""
+    skippable: int = 0
+    """Tokens of these that a draft would not read if nothing were announced."""
     undrafted: int = 0
     """Tokens that a draft would have to read first of the sessions that have none now."""
     expected: float = 0.0

@@ -20,6 +20,8 @@ class DraftReading:
     """Seconds a token that the draft took for the last parts of prompts of at least MANY tokens."""
     prompts: float = 0.0
     """Tokens of prompts that the target has read for requests that have ended."""
+    skippable: float = 0.0
+    """Tokens of these that a draft does not read of sessions that take no announcements."""
     answers: float = 0.0
     """Tokens that were generated for these requests."""
     wholes: float = 0.0
@@ -32,14 +34,16 @@ class DraftReading:
         if tokens >= MANY:
             self.rates.append(max(0.0, seconds) / tokens)
 
-    def note_answer(self, prompt: int, answer: int, was_cut: bool) -> None:
+    def note_answer(self, prompt: int, answer: int, was_cut: bool, skippable: int = 0) -> None:
         """Take note of a request that has ended, with the tokens of its prompt that were read, and of its answer.
 
-        was_cut: whether the client's limit ended it: then it says only that answers may be as long.
+        was_cut: whether the client's limit ended it: then it says only that answers may be as long. skippable: tokens
+        of the prompt that a draft need not read if nothing is announced.
         """
         whole = max(answer, self.typical_answer) if was_cut else answer
         kept = 1 - 1 / FORGOTTEN_AFTER
         self.prompts, self.answers = kept * self.prompts + prompt, kept * self.answers + answer
+        self.skippable = kept * self.skippable + skippable
         self.wholes, self.squares = kept * self.wholes + whole, kept * self.squares + answer * whole
 
     def seconds_to_read(self, tokens: int) -> float:
@@ -57,6 +61,7 @@ class DraftReading:
         """
         if not load.sessions:
             return 0.0
-        brought = self.prompts / self.wholes if self.wholes else 0.0
+        skipped = (1 - load.announcing / load.tokens) * self.skippable
+        brought = (self.prompts - skipped) / self.wholes if self.wholes else 0.0
         before = load.undrafted / load.tokens * load.undrafted / load.expected if load.expected else 0.0
         return load.sessions * self.seconds_to_read(1) * max(brought, before)

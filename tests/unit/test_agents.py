@@ -12,14 +12,15 @@ from tests.unit.clock import Clock
 from tests.unit.timed_models import TimedTarget
 
 AGENTS, TURNS, ADDED, GENERATED, PAUSE = 6, 4, 1500, 200, 0.3
+SCREENED = {"hold": None, "confirmation": 0.989, "screening_quantization": "fp8"}
 
 
-def take_turns(served: TimedTarget, exactness: m.Exactness) -> tuple[float, list[float]]:
+def take_turns(served: TimedTarget, exactness: m.Exactness, agents: int = AGENTS) -> tuple[float, list[float]]:
     """Return the seconds that all turns took, and how long each later turn waited for its first token."""
     clock, random, verifier = served.clock, Random(1), served.verifier
     began, waits = clock.now, list[float]()
-    texts = [[random.randrange(VOCAB) for _ in range(6000 * (2 + agent))] for agent in range(AGENTS)]
-    turns = [(clock.now, agent, 0) for agent in range(AGENTS)]
+    texts = [[random.randrange(VOCAB) for _ in range(6000 * (2 + agent * AGENTS // agents))] for agent in range(agents)]
+    turns = [(clock.now, agent, 0) for agent in range(agents)]
     asked: dict[str, tuple[float, int, int, list[int]]] = {}
     emit = served._emit
 
@@ -50,8 +51,7 @@ def test_turns_are_drafted_from_the_first_one(every_clock: Clock, exactness: m.E
     """First tokens of later turns come within a quarter of a second, although all agents ask at about the same time."""
     seconds = []
     for drafts in (True, False):
-        how = {"hold": None, "confirmation": 0.989, "screening_quantization": "fp8"}
-        served = TimedTarget(every_clock, 32, 60_000, 0.8, **how)
+        served = TimedTarget(every_clock, 32, 60_000, 0.8, **SCREENED)
         if not drafts:
             served.leave_out_draft()
         served.answer([(0.0, [index] * 3000, 24, exactness) for index in range(8)])
@@ -60,3 +60,18 @@ def test_turns_are_drafted_from_the_first_one(every_clock: Clock, exactness: m.E
         print(f"{exactness.name}, drafted {drafts}: {whole:.2f} s, first tokens {median(waits):.3f} s")
         assert len(waits) == AGENTS * (TURNS - 1) and median(waits) < 0.25
     assert seconds[0] < 0.75 * seconds[1]
+
+
+def test_approximate_turns_come_no_later_than_exact_ones(every_clock: Clock) -> None:
+    """A draft in the target would read whole contexts for its announcements: where exact rounds are about as fast, and
+    leave these out, approximate requests are served exactly.
+    """
+    seconds, first = [], []
+    for exactness in (m.Exactness.EXACT, m.Exactness.APPROXIMATE):
+        served = TimedTarget(every_clock, 32, 60_000, 0.8, **SCREENED)
+        whole, waits = take_turns(served, exactness, 2 * AGENTS)
+        seconds.append(whole)
+        first.append(median(waits))
+        assert served.verifier.counters["screening_rounds"] > 0
+    print(f"exact {seconds[0]:.2f} s, approximate {seconds[1]:.2f} s; first tokens {first[0]:.3f} s, {first[1]:.3f} s")
+    assert seconds[1] <= 1.01 * seconds[0] and first[1] <= 1.01 * first[0]

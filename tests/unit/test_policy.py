@@ -367,6 +367,7 @@ def costs_of(load: Load, *figures: tuple[RoundKind, float], rounds: int = 4) -> 
 
 
 DRAFT_4 = RoundKind(Proposer.DRAFT, 4, DENSE)
+SCREENS_4, CONFIRMS_4, SPARSE_4 = (RoundKind(Proposer.DRAFT, 4, how) for how in (SCREENS, CONFIRMS, SPARSE))
 LOAD = Load(4, 80_000, announcing=80_000)
 
 
@@ -454,6 +455,32 @@ def test_holding_is_tried_again_where_it_did_not_pay() -> None:
     assert 500 < rounds < 5_000
 
 
+def test_approximate_requests_are_served_exactly_unless_sparse_rounds_are_clearly_faster() -> None:
+    """By measured costs alone, where there are any; sizes have to say it clearly."""
+
+    def policy_at(context: int, confirmed: float, sparse: float | None = None) -> Policy:
+        options = Options(Proposer.DRAFT, (4,), adaptive=True, announced=True, holds=(0, 11))
+        policy = Policy(options, CostTable(Sizes(WEIGHTS, screening_weights=0.5)), Counter(), prior=0.8)
+        policy.held = Acceptance([confirmed])
+        exact = Load(8, 8 * context, screened=8, skippable=8 * (context - 12_000))
+        seconds = {kind: policy.costs.at(exact).seconds(kind) * A_TOKEN for kind in (SCREENS_4, CONFIRMS_4)}
+        for kind, taken in seconds.items():
+            for number in range(8):
+                policy.note_step(Ended(0.02 * number, 8, 26, exact, (Measured(kind, taken, 8),)))
+        if sparse is not None:
+            for number in range(8):
+                policy.note_step(
+                    Ended(0.02 * number, 8, 26, exact, (Measured(SPARSE_4, sparse * seconds[SCREENS_4], 8),))
+                )
+        return policy
+
+    assert Policy(Options(Proposer.DRAFT, (4,)), CostTable(Sizes(WEIGHTS)), Counter()).serves_exactly
+    assert policy_at(32_768, 0.989).serves_exactly
+    assert not policy_at(100_000, 0.8).serves_exactly, "a dense pass confirms little"
+    assert policy_at(32_768, 0.989, sparse=2.2).serves_exactly
+    assert not policy_at(32_768, 0.989, sparse=1.2).serves_exactly
+
+
 def test_what_a_draft_takes_to_read_is_soon_known_though_kernels_are_compiled_first() -> None:
     reading = DraftReading()
     reading.note_read(0.0001, 1)  # a part so short says nothing of long ones
@@ -464,6 +491,15 @@ def test_what_a_draft_takes_to_read_is_soon_known_though_kernels_are_compiled_fi
     for _ in range(9):
         reading.note_read(0.04, 2000)
     assert reading.seconds_to_read(1000) == pytest.approx(0.02), "contexts are longer now"
+
+
+def test_what_is_read_of_prompts_is_less_where_nothing_is_announced() -> None:
+    reading = DraftReading()
+    reading.note_read(0.1, 10_000)
+    reading.note_answer(10_000, 100, was_cut=False, skippable=8_000)
+    exact, approximate = Load(4, 80_000), Load(4, 80_000, announcing=80_000)
+    assert reading.seconds_a_token(approximate) == pytest.approx(4 * 0.1 / 100)
+    assert reading.seconds_a_token(exact) == pytest.approx(4 * 0.02 / 100)
 
 
 def test_reading_counts_by_what_sessions_without_a_draft_may_generate() -> None:
