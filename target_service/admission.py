@@ -10,9 +10,11 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 
 from specahead.config import TargetSettings
-from specahead.engine.kv.pages import KEPT_SHARE
+from specahead.engine.kv.pages import KEPT_SHARE, PAGE_SIZE
+from specahead.engine.kv.prefix_index import prefix_hashes
 from specahead.engine.steps.runner import TargetRunner
 from specahead.wire.errors import InvalidArgument, ResourceExhausted
 from specahead.wire.messages import Open, Report, ServedEvent
@@ -147,11 +149,27 @@ class Admission:
             free_places=max(0, self._settings.max_sessions - running),
             free_kv_pages=max(0, free - self._kept(running)),
             queue_places=max(0, places, taken_over + min(0, places)),
-            unread_tokens=sum(max(0, session.unread) for session in self.everyone()),
+            unread_tokens=self._unread_tokens,
             queue_seconds=time.monotonic() - self._next().queued_at if waiting else 0.0,
             kv_pages=self._kv.pool.num_pages,
             draining=self.draining,
         )
+
+    @property
+    def _unread_tokens(self) -> int:
+        return sum(max(0, session.unread) for session in self.everyone()) - sum(map(self._found, self.queue))
+
+    def _found(self, session: TargetSession) -> int:
+        """Return how many tokens of a queued session will be found in the KV, as it was at the session's first report.
+        Counted as unread, they would send turns of other conversations to targets without their KV.
+        """
+        if session.prompt_logprobs is not None:
+            return 0
+        if not session.stats.cached_tokens:
+            held = self._kv.pool.prefixes.hashes
+            pages = sum(1 for _ in takewhile(held.__contains__, prefix_hashes(session.tokens[:-1])))
+            session.stats.cached_tokens = pages * PAGE_SIZE
+        return session.stats.cached_tokens
 
     # Room.
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.sessions.routing import TargetView
+from orchestrator.sessions.routing import TargetView, choose
+from specahead.engine.kv.pages import SequenceKV
 from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import Exactness, Open
 from target_service.admission import Admission
@@ -60,6 +61,29 @@ def test_a_router_refuses_nothing_that_the_target_would_take(
         else:
             for session in list(target.everyone())[:1]:
                 target.close(session)
+
+
+def test_turns_that_come_at_once_go_where_their_conversations_are() -> None:
+    """A queued turn has not taken over its prefix yet, but what the target has KV of is not reported as unread."""
+    runners = [FakeRunner(FakeModel().target, False, LAYERS, 1, 200) for _ in range(2)]
+    targets = [admission(runner) for runner in runners]
+    views, texts = [TargetView("cold"), TargetView("warm")], [[token] * 400 for token in (1, 2)]
+    kv = runners[1].kv
+    for text in texts:
+        sequence = SequenceKV()
+        kv.grow(sequence, len(text))
+        sequence.length = len(text)
+        kv.index_prefix(sequence, text)
+        kv.release(sequence)
+    for number, text in enumerate(texts):
+        for view, target, runner in zip(views, targets, runners, strict=True):
+            reporter = reporter_of(target, runner, print)
+            reporter.opens, reporter._number = view.opens, number
+            view.take(*reporter.due())
+        turn = [*text, *[3] * 40]
+        assert choose(views, turn) is views[1]
+        targets[1].open(Open(f"{number}", turn, len(turn), 1, [], GREEDY, Exactness.EXACT), print)
+        assert targets[1].room(print).unread_tokens == 39 * (number + 1)
 
 
 def test_reports_come_in_time_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
