@@ -11,7 +11,9 @@ import pytest
 from aiohttp import web
 
 from specahead.cli.main import main
+from specahead.lab.benchmarks import arrivals
 from specahead.lab.benchmarks.agents import Turn, row_of
+from specahead.lab.benchmarks.arrivals import Answered, load_of
 
 LOAD = ["--agents", "2", "3", "--turns", "3", "--context", "20", "30", "--added", "5", "--generated", "4"]
 
@@ -22,6 +24,7 @@ class Server:
     def __init__(self, tells_ids: bool) -> None:
         self.tells_ids = tells_ids
         self.asked: list[dict[str, Any]] = []
+        self.refuses = 0  # prompts of so many tokens
         self.url = ""
         self._loop = asyncio.new_event_loop()
 
@@ -31,6 +34,8 @@ class Server:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append(body)
+        if len(body["prompt"]) == self.refuses:
+            return web.json_response({"error": "too long"}, status=400)
         response = web.StreamResponse()
         await response.prepare(request)
         for start in range(0, body["max_tokens"], 2):
@@ -100,3 +105,42 @@ def test_figures_are_of_later_turns() -> None:
     assert (row.agents, row.turns, row.tokens_a_second) == (2, 4, 10.0)
     assert row.first_token_p50 == pytest.approx(0.2) and row.first_token_p95 == pytest.approx(0.29)
     assert row.turn_p50 == pytest.approx(1.5) and row.opening_first_token_p50 == pytest.approx(2.0)
+
+
+def test_requests_that_come_at_random_are_asked_at_each_rate(server: Server, tmp_path: Path) -> None:
+    file, plot = tmp_path / "load.json", tmp_path / "load.png"
+    rates, requests = (40.0, 80.0), 30
+    load = load_of(rates[0], requests, seed=3, scale=256)
+    server.refuses = load[4].prompt
+    flags = ["--arrivals", "40", "80", "--requests", str(requests), "--scale", "256", "--seed", "3"]
+    main(["bench", "agents", "--url", server.url, *flags, "--json", str(file), "--plot", str(plot)])
+    rows = json.loads(file.read_text())["rows"]
+    refused = sum(each.prompt == server.refuses for each in load)
+    assert [(row["rate"], row["requests"], row["refused"]) for row in rows] == [(rate, 30, refused) for rate in rates]
+    for row in rows:
+        assert 0 < row["first_token_p50"] <= row["turn_p50"] <= row["turn_p99"]
+        assert row["first_token_p50"] <= row["first_token_p99"] and row["tokens_a_second"] > 0
+    asked = [(len(body["prompt"]), body["max_tokens"], body["temperature"]) for body in server.asked]
+    wanted = [(each.prompt, each.answer, each.temperature) for each in load]
+    assert sorted(each for each in asked if each[0] < 2900) == sorted(2 * wanted)
+    assert len({tuple(body["prompt"]) for body in server.asked if len(body["prompt"]) < 2900}) == 60, "none is known"
+    assert plot.stat().st_size > 0
+
+
+def test_a_load_has_the_lengths_of_the_trace_and_its_rate() -> None:
+    slow, fast = load_of(2.0, 20_000, seed=1), load_of(4.0, 20_000, seed=1)
+    assert slow[-1].at == pytest.approx(10_000, rel=0.03) and fast[-1].at == pytest.approx(slow[-1].at / 2)
+    assert [each.prompt for each in slow] == [each.prompt for each in fast]
+    prompts, answers = [sorted(getattr(each, name) for each in slow) for name in ("prompt", "answer")]
+    assert (prompts[0], prompts[-1]) == (2048, 65_536)
+    assert prompts[10_000] == pytest.approx(6909, rel=0.05) and prompts[18_000] == pytest.approx(27_367, rel=0.05)
+    assert sum(answers) / len(answers) == pytest.approx(343, rel=0.05)
+    assert sum(each.temperature == 0.8 for each in slow) / len(slow) == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_request_that_the_server_refused_is_no_fast_one() -> None:
+    row = arrivals.row_of(1.0, [Answered(0.0, 1.0, 3.0, 30), Answered(1.0, 0.0, 1.1, 0), Answered(2.0, 5.0, 9.0, 60)])
+    assert (row.requests, row.refused, row.tokens_a_second) == (3, 1, 10.0)
+    assert row.first_token_p50 == pytest.approx(2.0) and row.turn_p50 == pytest.approx(5.0)
+    with pytest.raises(ValueError, match="refused all 1"):
+        arrivals.row_of(1.0, [Answered(0.0, 0.0, 1.0, 0)])

@@ -7,24 +7,19 @@ client's own. Knows nothing of how the server works.
 """
 
 import argparse
-import http.client
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-_WARM_UP = (1, 4, 16)  # requests at once
-_WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
-_LEAST_TOKEN = 10  # ids below are often special tokens
+from specahead.lab.benchmarks import arrivals
+from specahead.lab.benchmarks.completions import Client, drawn, plot_latency, warm_up
 
 
 @dataclass(frozen=True)
@@ -61,12 +56,15 @@ class AgentsRow:
     """Seconds from a first turn's request to its first token."""
 
 
-def run(flags: argparse.Namespace) -> list[AgentsRow]:
-    """Measure a row for each number of agents, print the table, and write it to the JSON file if one is named.
+def run(flags: argparse.Namespace) -> Sequence[AgentsRow | arrivals.ArrivalsRow]:
+    """Measure a row for each number of agents, print the table, and write it to the JSON file if one is named. With
+    --arrivals, requests that come at random are measured in their place.
 
     Raises ValueError for flags that give nothing to measure and for a request that the server refuses, OSError if it
     does not answer.
     """
+    if flags.arrivals:
+        return arrivals.run(flags)
     if min(*flags.agents, flags.added, flags.generated) < 1 or flags.turns < 2:
         raise ValueError("--agents, --added and --generated must be positive, --turns at least 2")
     if not 1 <= flags.context[0] <= flags.context[1]:
@@ -79,14 +77,19 @@ def run(flags: argparse.Namespace) -> list[AgentsRow]:
         content = head | {"rows": [asdict(row) for row in rows]}
         Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
     if flags.plot:
-        _plot(rows, Path(flags.plot))
+        columns = {
+            "turn, p50": "turn_p50",
+            "first token, p50": "first_token_p50",
+            "first token, p95": "first_token_p95",
+        }
+        plot_latency([row.agents for row in rows], rows, columns, "agents at once", Path(flags.plot))
     return rows
 
 
 def measure(flags: argparse.Namespace) -> tuple[list[AgentsRow], bool]:
     """Return the rows, and whether the server returns token ids. Raises as `run`."""
-    client = _Client(flags)
-    _warm_up(client, flags)
+    client = Client(flags)
+    warm_up(client, flags)
     rows = []
     for number, agents in enumerate(flags.agents):
         with ThreadPoolExecutor(agents) as pool:
@@ -96,91 +99,20 @@ def measure(flags: argparse.Namespace) -> tuple[list[AgentsRow], bool]:
     return rows, client.told_ids
 
 
-def _warm_up(client: "_Client", flags: argparse.Namespace) -> None:
-    """Let the server compile and capture what it does so at its first requests."""
-    tokens = _drawn(np.random.default_rng(flags.seed + 1), _WARM_UP_PROMPT, flags.vocabulary)
-    for count in _WARM_UP:
-        with ThreadPoolExecutor(count) as pool:
-            list(pool.map(lambda start: client.generate(tokens[start:], _WARM_UP_TOKENS), range(count)))
-
-
-def _play(client: "_Client", flags: argparse.Namespace, seed: tuple[int, int, int]) -> list[Turn]:
+def _play(client: Client, flags: argparse.Namespace, seed: tuple[int, int, int]) -> list[Turn]:
     """Run all turns of an agent, one after another."""
     random, agent = np.random.default_rng(seed), seed[-1]
     least, most = flags.context
-    tokens = _drawn(random, int(random.integers(least, most + 1)), flags.vocabulary)
+    tokens = drawn(random, int(random.integers(least, most + 1)), flags.vocabulary)
     turns = []
     for turn in range(flags.turns):
         sent = time.perf_counter()
         answer, first = client.generate(tokens, flags.generated)
         turns.append(Turn(agent, turn, len(tokens), len(answer), sent, first, time.perf_counter()))
         tokens += [token % flags.vocabulary for token in answer]
-        tokens += _drawn(random, flags.added, flags.vocabulary)
+        tokens += drawn(random, flags.added, flags.vocabulary)
         time.sleep(flags.pause)
     return turns
-
-
-def _drawn(random: np.random.Generator, count: int, vocabulary: int) -> list[int]:
-    return random.integers(_LEAST_TOKEN, vocabulary, count).tolist()
-
-
-class _Client:
-    """Completions of one server. Its methods raise ValueError for a refused request, OSError without an answer."""
-
-    def __init__(self, flags: argparse.Namespace) -> None:
-        self._url, self._timeout = flags.url.rstrip("/"), flags.timeout
-        self._headers = {"Content-Type": "application/json"}
-        self._headers |= {"Authorization": f"Bearer {flags.api_key}"} if flags.api_key else {}
-        self._more: dict[str, Any] = {"exactness": flags.exactness} if flags.exactness else {}
-        self._model = flags.model or self._first_model()
-        self.told_ids = True
-        """Whether every answer came with its token ids; else other tokens take its place in the next prompt."""
-
-    def _first_model(self) -> str:
-        with self._open("/v1/models", None) as response:
-            return str(json.load(response)["data"][0]["id"])
-
-    def generate(self, tokens: Sequence[int], count: int) -> tuple[list[int], float]:
-        """Generate `count` tokens behind a prompt; return them, and when the first came."""
-        body = {
-            "model": self._model,
-            "prompt": list(tokens),
-            "max_tokens": count,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
-        answer: list[int] = []
-        first, generated = 0.0, 0
-        with self._open("/v1/completions", json.dumps(body | self._more).encode()) as response:
-            for line in response:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line.removeprefix(b"data: "))
-                if "error" in event:
-                    raise ValueError(f"the server ended a request: {event['error']}")
-                generated = (event.get("usage") or {}).get("completion_tokens") or generated
-                for choice in event.get("choices", []):
-                    if choice.get("token_ids") or choice.get("text"):
-                        first = first or time.perf_counter()
-                    answer += choice.get("token_ids") or []
-        if not first:
-            raise ValueError("the server ended a request without a token")
-        if not answer:
-            self.told_ids = False
-            answer = list(range(_LEAST_TOKEN, _LEAST_TOKEN + (generated or count)))
-        return answer, first
-
-    def _open(self, path: str, body: bytes | None) -> http.client.HTTPResponse:
-        request = urllib.request.Request(self._url + path, body, self._headers)
-        try:
-            return urllib.request.urlopen(request, timeout=self._timeout)
-        except urllib.error.HTTPError as error:
-            raise ValueError(f"{self._url}{path}: {error.code}: {error.read().decode()[:500]}") from None
-        except OSError as error:
-            raise OSError(f"{self._url} does not answer: {getattr(error, 'reason', error)}") from None
 
 
 def row_of(agents: int, turns: Sequence[Turn]) -> AgentsRow:
@@ -214,17 +146,3 @@ def report(rows: Sequence[AgentsRow], told_ids: bool = True) -> str:
     if not told_ids:
         lines.append("The server returns no token ids: other tokens took the place of its answers in later prompts.")
     return "\n".join(lines)
-
-
-def _plot(rows: Sequence[AgentsRow], path: Path) -> None:
-    from specahead.lab.evaluation.plots import make_figure, save_figure  # matplotlib is loaded only where it is used
-
-    figure, (axis,) = make_figure()
-    agents = [row.agents for row in rows]
-    axis.plot(agents, [row.turn_p50 for row in rows], marker="o", label="turn, p50")
-    axis.plot(agents, [row.first_token_p50 for row in rows], marker="o", label="first token, p50")
-    axis.plot(agents, [row.first_token_p95 for row in rows], marker="o", label="first token, p95")
-    axis.set(xlabel="agents at once", ylabel="later turns, s", ylim=(0, None))
-    axis.grid(alpha=0.3)
-    axis.legend()
-    save_figure(figure, path)

@@ -230,6 +230,18 @@ def add_agents_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--agents", type=int, nargs="+", default=[12], metavar="N", help="at once; a row for each number"
     )
+    parser.add_argument(
+        "--arrivals",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="RATE",
+        help="in place of agents, requests that come at random, so many a second on average; a row for each rate",
+    )
+    parser.add_argument("--requests", type=int, default=200, metavar="N", help="of each rate of --arrivals")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, metavar="X", help="divides the lengths of --arrivals (prompts: 2K to 64K)"
+    )
     parser.add_argument("--turns", type=int, default=5, metavar="N", help="requests of each, one after another")
     parser.add_argument(
         "--context",
@@ -248,4 +260,4 @@ def add_agents_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600, metavar="S", help="of a request")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE", help="PNG: latency of turns over the agents at once")
+    parser.add_argument("--plot", metavar="FILE", help="PNG: latency over the load")

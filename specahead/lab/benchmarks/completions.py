@@ -1,0 +1,105 @@
+"""Requests of benchmarks to any server with OpenAI's completions API: prompts of token ids, answers that stream."""
+
+import argparse
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_WARM_UP = (1, 4, 16)  # requests at once
+_WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
+_LEAST_TOKEN = 10  # ids below are often special tokens
+
+
+class Client:
+    """Completions of one server. Its methods raise ValueError for a refused request, OSError without an answer."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self._url, self._timeout = flags.url.rstrip("/"), flags.timeout
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {flags.api_key}"} if flags.api_key else {}
+        self._more: dict[str, Any] = {"exactness": flags.exactness} if flags.exactness else {}
+        self._model = flags.model or self._first_model()
+        self.told_ids = True
+        """Whether every answer came with its token ids; else other tokens take its place in the next prompt."""
+
+    def _first_model(self) -> str:
+        with self._open("/v1/models", None) as response:
+            return str(json.load(response)["data"][0]["id"])
+
+    def generate(self, tokens: Sequence[int], count: int, temperature: float = 0.0) -> tuple[list[int], float]:
+        """Generate `count` tokens behind a prompt; return them, and when the first came, by time.perf_counter."""
+        body = {
+            "model": self._model,
+            "prompt": list(tokens),
+            "max_tokens": count,
+            "temperature": temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        answer: list[int] = []
+        first, generated = 0.0, 0
+        with self._open("/v1/completions", json.dumps(body | self._more).encode()) as response:
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise ValueError(f"the server ended a request: {event['error']}")
+                generated = (event.get("usage") or {}).get("completion_tokens") or generated
+                for choice in event.get("choices", []):
+                    if choice.get("token_ids") or choice.get("text"):
+                        first = first or time.perf_counter()
+                    answer += choice.get("token_ids") or []
+        if not first:
+            raise ValueError("the server ended a request without a token")
+        if not answer:
+            self.told_ids = False
+            answer = list(range(_LEAST_TOKEN, _LEAST_TOKEN + (generated or count)))
+        return answer, first
+
+    def _open(self, path: str, body: bytes | None) -> http.client.HTTPResponse:
+        request = urllib.request.Request(self._url + path, body, self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=self._timeout)
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{self._url}{path}: {error.code}: {error.read().decode()[:500]}") from None
+        except OSError as error:
+            raise OSError(f"{self._url} does not answer: {getattr(error, 'reason', error)}") from None
+
+
+def warm_up(client: Client, flags: argparse.Namespace, temperature: float = 0.0) -> None:
+    """Let the server compile and capture what it does so at its first requests."""
+    tokens = drawn(np.random.default_rng(flags.seed + 1), _WARM_UP_PROMPT, flags.vocabulary)
+    for count in _WARM_UP:
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda start: client.generate(tokens[start:], _WARM_UP_TOKENS, temperature), range(count)))
+
+
+def drawn(random: np.random.Generator, count: int, vocabulary: int) -> list[int]:
+    """Return `count` token ids below `vocabulary`."""
+    return random.integers(_LEAST_TOKEN, vocabulary, count).tolist()
+
+
+def plot_latency(
+    load: Sequence[float], rows: Sequence[object], lines: Mapping[str, str], what: str, path: Path
+) -> None:
+    """Plot seconds over a load. lines: by label, the name of a figure of the rows. what: names the load."""
+    from specahead.lab.evaluation.plots import make_figure, save_figure  # matplotlib is loaded only where it is used
+
+    figure, (axis,) = make_figure()
+    for label, name in lines.items():
+        axis.plot(load, [getattr(row, name) for row in rows], marker="o", label=label)
+    axis.set(xlabel=what, ylabel="s", ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    save_figure(figure, path)
