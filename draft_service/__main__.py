@@ -5,12 +5,12 @@ import os
 import sys
 
 from specahead.config import DraftSettings, SettingsError, resolve_service
-from specahead.config.garbage import collect_seldom
+from specahead.config.process import prepare_process
 from specahead.wire.server import run_service
 
 
 def main() -> None:
-    collect_seldom()
+    prepare_process()
     parser = argparse.ArgumentParser(prog="python -m draft_service", description=__doc__)
     try:
         settings, _ = resolve_service(parser, DraftSettings(port=50053), sys.argv[1:], os.environ)
@@ -20,7 +20,6 @@ def main() -> None:
         parser.error("a draft serves targets: give --target HOST:PORT, once for each")
     if not settings.has_draft:
         parser.error(f"a draft service needs a draft model, and with {settings.model!r} there is none")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the log says what is done
     from draft_service.service import run  # --help and what is refused above need no torch
 
     run_service(settings, lambda on_ready: run(settings, on_ready))

@@ -10,8 +10,8 @@ import threading
 from dataclasses import replace
 
 from specahead.config import Config, add_launch_flags, read_launch
-from specahead.config.garbage import collect_seldom
 from specahead.config.logs import configure_logs
+from specahead.config.process import prepare_process
 from specahead.wire.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,7 @@ def run(flags: argparse.Namespace) -> None:
 
     Errors end in one line and status 1.
     """
-    collect_seldom()
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    prepare_process()
     # Where two services cannot start we report one; Ray would print the other one's traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray's client ends its process when the raylet dies, unless the raylet's process lives, which it takes to be the

@@ -5,18 +5,17 @@ import os
 import sys
 
 from specahead.config import SettingsError, TargetSettings, resolve_service
-from specahead.config.garbage import collect_seldom
+from specahead.config.process import prepare_process
 from specahead.wire.server import run_service
 
 
 def main() -> None:
-    collect_seldom()
+    prepare_process()
     parser = argparse.ArgumentParser(prog="python -m target_service", description=__doc__)
     try:
         settings, _ = resolve_service(parser, TargetSettings(port=50052), sys.argv[1:], os.environ)
     except SettingsError as error:
         sys.exit(f"error: {error}")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the log reports progress
     from target_service.service import run  # not needed by --help or refused flags, and loads torch
 
     run_service(settings, lambda on_ready: run(settings, on_ready))

@@ -11,8 +11,8 @@ import ray
 import uvloop
 
 from specahead.config import DraftSettings, TargetSettings
-from specahead.config.garbage import collect_seldom
 from specahead.config.logs import Recorder, Said, configure_logs
+from specahead.config.process import prepare_process
 from specahead.wire.server import RunningServer
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class ServiceActor:
     """
 
     def __init__(self, settings: DraftSettings | TargetSettings, neighbours: int) -> None:
-        collect_seldom()
+        prepare_process()
         node = ray.util.get_node_ip_address()
         self._node = f"[{node}]" if ":" in node else node
         self._listening: Future[tuple[str, int]] = Future()
@@ -53,7 +53,7 @@ class ServiceActor:
             self._listening.set_result((announced_address(server.address, self._node), os.getpid()))
 
         try:
-            # These large imports come after collect_seldom.
+            # These large imports come after prepare_process.
             if isinstance(settings, DraftSettings):
                 from draft_service.service import run as run_draft
 

@@ -289,6 +289,7 @@ class Policy:
             rate = self._rate_of_rounds(plan, at)
             rates[plan] = 1 / (1 / rate + reading) if plan.drafted else rate
         return rates
+
     def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         load, kinds = at.load, kinds_of(plan, at.load)
         if not plan.gamma:
