@@ -94,7 +94,7 @@ def test_reports_come_in_time_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     pool = runner.kv.pool
     pages, serial = pool.allocate(5), 0
     for page in pages:
-        serial = pool.index(page, (serial, (page,) * 16))
+        serial = pool.index(page, (serial, page.to_bytes(4, "little") * 16))
     reporter = reporter_of(admission(runner), runner, print)
     reporter.opens = 3
     view, counts = TargetView("target"), []
