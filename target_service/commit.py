@@ -108,5 +108,5 @@ def _tokens_read(item: VerifyRound, length: int, plan: Plan, kv: KVCache) -> tup
         read, total = session.reading.reader.tokens_read
         return round(read), total
     blocks = plan.num_blocks(length)  # whole blocks, as a sparse read counts them
-    everything = kv.num_layers * kv.kv_heads * blocks * plan.block_size
+    everything = kv.num_layers * kv.all_kv_heads * blocks * plan.block_size
     return everything, everything

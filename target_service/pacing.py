@@ -100,7 +100,7 @@ class Pacing:
         self._draft_has_read, self._captures_seen = False, self._runner.captures_made
         if step.rounds and (fetched or load.away):
             tokens = sum(len(item.session.tokens) for item in step.rounds)
-            triples = self._runner.kv.num_layers * self._runner.kv.kv_heads
+            triples = self._runner.kv.num_layers * self._runner.kv.all_kv_heads
             self.policy.costs.sizes.note_fetched(kind.verified, fetched / triples / tokens)
         lasts = [session.pace.last_gamma for session in self._sessions.values()]
         others = sum(last >= 0 for last in lasts)

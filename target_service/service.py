@@ -17,6 +17,7 @@ from specahead.config.version import running_version
 from specahead.engine.loading.copies import choose_copies
 from specahead.engine.loading.model import default_device
 from specahead.engine.loading.opening import EightBit, OpenedModel, open_both, open_model
+from specahead.engine.parallel.processes import RankProcesses
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import TargetRunner
 from specahead.engine.steps.step_loop import preparation_of, run_step_loop
@@ -49,6 +50,8 @@ def open_models(settings: TargetSettings, group_size: int) -> OpenedPair:
     group_size: of the plan. Raises OSError, or the loader's own error, for a model that cannot be loaded.
     """
     planned = replace(settings, group_size=group_size)
+    if settings.tensor_parallel_size > 1:
+        return RankProcesses(planned, _eight_bit(settings)).open(), None
     if not settings.draft_in_target:
         return open_model(planned, _eight_bit(settings)), None
     of_draft: EightBit = "all" if settings.speculation.draft_quantization == "fp8" else "none"
@@ -185,7 +188,8 @@ async def serve(
             steps.plan_step,
             steps.execute,
             steps.finish_step,
-            steps.fail_step,
+            # A rank may be waiting for a pass that failed here: the ranks are out of step, and end together.
+            steps.fail_step if settings.tensor_parallel_size == 1 else lambda _work, _error: False,
             wake,
             steps.next_deadline,
             settings.timeouts.step,

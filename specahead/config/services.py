@@ -79,6 +79,8 @@ class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunS
     """GiB of host memory for the target's KV; 0: the KV lies on the device."""
     quantization: Quantization = "none"
     """fp8: linear layers but the head are held in 8 bits; none: as the checkpoint has them."""
+    tensor_parallel_size: int = 1
+    """GPUs over which heads and columns of the model are split; 1: one device has it whole."""
     group_size: int = 0
     """Tokens of a group whose means are kept, by the plan; 0: none are."""
 
@@ -187,6 +189,8 @@ class _OwnOfTarget(ServiceSettings, group="the target"):
     quantization: Quantization = "none"
     """fp8: the target's linear layers but the head are rounded to 8 bits as they are loaded, with no other copy; none:
     they stay as the checkpoint has them."""
+    tensor_parallel_size: Annotated[int, Within(least=1, most=8)] = 1
+    """GPUs of one machine over which each target's heads and columns are split: 1, 2, 4 or 8."""
     max_queued: Count = 1024
     """Sessions that may wait for a place; more are refused; 0: every session that cannot run at once is refused."""
     host_kv_memory: Annotated[float, Within(least=0)] = 0.0
@@ -218,11 +222,28 @@ class TargetSettings(_OwnOfTarget):
             raise SettingsError(f"speculation: lookup is not built with draft {self.draft}: leave one of them out")
         if self.draft_in_target and not self.has_draft:
             raise SettingsError(f"placement is 'together': draft is {self.draft!r}, expected a model's id or folder")
+        self._check_ranks()
         if self.draft_in_target and self.host_kv_memory:
             raise SettingsError(
                 "placement 'together' is not built with host_kv_memory: the draft's KV would have to lie in tiers as "
                 "well; leave one of them out"
             )
+
+    def _check_ranks(self) -> None:
+        """Raise SettingsError for a number of ranks that no model is split over, and for what is not built with it."""
+        count = self.tensor_parallel_size
+        if count == 1:
+            return
+        if count & (count - 1):
+            raise SettingsError(f"tensor_parallel_size is {count}, expected 1, 2, 4 or 8")
+        refused = {
+            "placement 'together': take 'apart', with a draft service on another GPU, or a --draft without a model": (
+                self.draft_in_target
+            ),
+            "host_kv_memory: leave one of them out": self.host_kv_memory > 0,
+        }
+        for what in (what for what, given in refused.items() if given):
+            raise SettingsError(f"tensor_parallel_size {count} is not built with {what}")
 
     def _check_hold(self, hold: int) -> None:
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""
@@ -308,6 +329,7 @@ class TargetSettings(_OwnOfTarget):
                 "target_model": self.model,
                 "kv_tokens": 0,  # room for as many tokens as the target
                 "quantization": "none",
+                "tensor_parallel_size": 1,
                 "deterministic": False,  # a draft changes no token of a deterministic target
                 "group_size": 0,
                 "speculation": replace(self.speculation, overlap=False),

@@ -41,6 +41,12 @@ class Staging:
             self.host[name] = self._host[part].view(dtype).view(shape).numpy()
             self.device[name] = self._device[part].view(dtype).view(shape)
 
+    @property
+    def flat(self) -> np.ndarray:
+        """All arrays of `host` in one, uint8: the same bytes in each process that has this layout."""
+        flat: np.ndarray = self._host.numpy()
+        return flat
+
     def begin(self) -> None:
         """Wait until the last `send` has read `host`, which may then be written."""
         if self._sent is not None and not self.in_graph:

@@ -22,6 +22,8 @@ from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zero
 from specahead.engine.kv.pool import PagePool
 from specahead.engine.kv.prefix_index import blocks_of
 from specahead.engine.kv.staged import StagedReads
+from specahead.engine.parallel.commands import Command
+from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.kv_write import page_addresses
 
 
@@ -30,6 +32,7 @@ class KVCache:
 
     k_pages, v_pages: of each layer [pages, kv_heads, PAGE_SIZE, head_dim]; a page of one head is contiguous.
     addresses: of these tensors, [2, layers] int64 on the device.
+    ranks: that run the model together; the pages hold the KV heads of this one, and page numbers are rank 0's.
     pool: of page numbers, which block tables name.
     """
 
@@ -45,12 +48,14 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         on_gpu: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """on_gpu: pages of each layer's tensors; None: `num_pages`."""
+        """kv_heads: of this rank. on_gpu: pages of each layer's tensors; None: `num_pages`."""
         shape = on_gpu or num_pages, kv_heads, PAGE_SIZE, head_dim
         self.k_pages, self.v_pages = ([kv_zeros(shape, dtype, device) for _ in range(num_layers)] for _ in range(2))
         self.addresses = page_addresses(self.k_pages, self.v_pages).to(device)
         self.num_layers, self.kv_heads, self.device = num_layers, kv_heads, torch.device(device)
+        self.all_kv_heads, self.ranks = kv_heads * ranks.count, ranks
         self.pool = PagePool(num_pages)
         self.means: GroupMeanPool | None = None
 
@@ -143,6 +148,7 @@ class KVCache:
         """
         if slots is None:
             slots = self.pool.num_pages * PAGE_SIZE // group_size
+        self.ranks.followers.tell(Command.KEEP_MEANS, [group_size, slots])
         self.means = GroupMeanPool(self.k_pages, group_size, slots)
 
     def extend_group_means(self, sequences: list[SequenceKV], lengths: Sequence[int] | None = None) -> GroupMeanPool:
@@ -153,8 +159,18 @@ class KVCache:
         if self.means is None:
             raise ValueError("no room for group means was made: call keep_group_means first")
         for sequence, length in zip(sequences, lengths or [each.length for each in sequences], strict=True):
+            before = len(sequence.groups)
             self.means.extend(sequence, length, self.make_means)
+            self._tell_means(sequence, before)
         return self.means
+
+    def _tell_means(self, sequence: SequenceKV, before: int) -> None:
+        """Have other ranks make the means of their heads that a sequence has got here, after those that it had."""
+        assert self.means is not None
+        slots, of_group = sequence.groups[before:], self.means.group_size // PAGE_SIZE
+        if slots:
+            pages = sequence.table()[before * of_group : len(sequence.groups) * of_group]
+            self.ranks.followers.tell(Command.MAKE_MEANS, [of_group, *slots, *pages.tolist()])
 
     # Sequences.
 
@@ -242,7 +258,13 @@ class KVCache:
         self.pool.forget(sequence.pages)
         own = np.array([self.pool.references[page] == 1 for page in sequence.pages], dtype=bool)
         places = self.gpu_pages(sequence)
-        index = torch.from_numpy(places[own & (places >= 0)]).long().to(self.device)
+        zeroed = places[own & (places >= 0)]
+        self.ranks.followers.tell(Command.SCRUB, zeroed.tolist())
+        self.zero_pages(zeroed)
+
+    def zero_pages(self, places: np.ndarray) -> None:
+        """Zero pages in `k_pages` and `v_pages`, by their indices there."""
+        index = torch.from_numpy(places).long().to(self.device)
         for tensor in (*self.k_pages, *self.v_pages):
             tensor.index_fill_(0, index, 0.0)
 

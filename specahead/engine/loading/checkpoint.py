@@ -22,6 +22,11 @@ class Checkpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
 
+    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """Return some rows and columns of a tensor; the others are not read."""
+        part: Tensor = self._files[name].get_slice(name)[index]
+        return part
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 

@@ -5,7 +5,7 @@ transformers and torch that serving a fused decoder has no use for.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -65,6 +65,10 @@ class ModelShape:
     vocab_size: int
     """Logits of a row, and so the token ids that may be proposed."""
     max_position_embeddings: int
+
+    def of_rank(self, count: int) -> "ModelShape":
+        """Return the sizes of the part that each of `count` ranks runs."""
+        return replace(self, num_heads=self.num_heads // count, num_kv_heads=self.num_kv_heads // count)
 
 
 def read_shape(config: Any) -> ModelShape:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from specahead.engine.loading.own_part import OwnPart
 from specahead.engine.model.decoder import Decoder, DecoderLayer
 from specahead.engine.model.families import (
     EMBEDDING,
@@ -22,6 +23,7 @@ from specahead.engine.model.families import (
     unbuilt_feature,
     weight_shapes,
 )
+from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.linear import LinearWeight, hold, quantize
 
 # Some releases of transformers wrote this to checkpoints; it is computed here.
@@ -48,7 +50,12 @@ def misfit(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 
 @torch.inference_mode()
 def read_decoder(
-    config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: str, rounds: bool = False
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: str,
+    rounds: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
     """Return the decoder of a model of one of engine.model.families.FAMILIES, with copies of its weights.
 
@@ -57,6 +64,7 @@ def read_decoder(
         the device beside the decoder.
     rounds: whether linear layers but the head are held in 8 bits, also where the tensors are not. Of their 16-bit
         weights only those of one layer lie on the device at a time.
+    ranks: that run the model together; the decoder has the part of this rank. `check_ranks` has passed it.
     Raises NotImplementedError, naming the feature, for a model that needs more than the fused decoder does; ValueError
     for a weight of another shape than the config says, or of 8 bits without a scale.
     """
@@ -65,7 +73,11 @@ def read_decoder(
         raise NotImplementedError(
             f"{config.model_type}: the fused decoder is not built for {feature}: use --enforce-eager"
         )
-    family, weights = FAMILIES[config.model_type], _Weights(tensors, weight_shapes(config), dtype, device, rounds)
+    shapes = weight_shapes(config)
+    if not ranks.is_alone:
+        tensors = part = OwnPart(tensors, config, ranks)
+        shapes = part.shapes
+    family, weights = FAMILIES[config.model_type], _Weights(tensors, shapes, dtype, device, rounds)
     embedding = weights.take(EMBEDDING)
     cosines, sines = _rotary_table(config, device)
     layers = tqdm(range(config.num_hidden_layers), desc="loading weights", unit="layer", leave=False, disable=None)
@@ -76,13 +88,14 @@ def read_decoder(
         lm_head=_read_head(config, weights, embedding),
         cosines=cosines,
         sines=sines,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        heads=config.num_attention_heads // ranks.count,
+        kv_heads=config.num_key_value_heads // ranks.count,
         epsilon=config.rms_norm_eps,
         attention_scale=getattr(config, "attention_multiplier", head_dim(config) ** -0.5),
         embedding_scale=getattr(config, "embedding_multiplier", 1.0),
         residual_scale=getattr(config, "residual_multiplier", 1.0),
         logits_scale=1 / getattr(config, "logits_scaling", 1.0),
+        ranks=ranks,
     )
 
 

@@ -130,16 +130,16 @@ def _device_memory(settings: ModelSettings, device: str) -> float:
     return free - (1 - settings.gpu_memory_utilization) * total - ACTIVATION_BYTES
 
 
-def bytes_of_weights(config: Any, dtype: torch.dtype, in_eight_bits: bool = False) -> int:
-    """Return about how many bytes the weights of a model take.
+def bytes_of_weights(config: Any, dtype: torch.dtype, in_eight_bits: bool = False, ranks: int = 1) -> int:
+    """Return about how many bytes the weights of a model take on each of so many ranks.
 
-    in_eight_bits: whether linear layers are held so; embedding and head stay in the dtype.
+    in_eight_bits: whether linear layers are held so; embedding and head stay in the dtype, whole on each rank.
     """
     parameters = count_parameters(config)
-    if not in_eight_bits:
+    if not in_eight_bits and ranks == 1:
         return parameters * dtype.itemsize
     whole = int(config.vocab_size * config.hidden_size) * (1 if config.tie_word_embeddings else 2)
-    return parameters - whole + whole * dtype.itemsize
+    return (parameters - whole) // ranks * (1 if in_eight_bits else dtype.itemsize) + whole * dtype.itemsize
 
 
 def bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:

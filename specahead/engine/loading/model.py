@@ -17,10 +17,12 @@ from specahead.config.speculation import Quantization
 from specahead.engine.loading.checkpoint import Checkpoint, RandomWeights, find_files
 from specahead.engine.loading.config import ModelShape, load_config, read_shape
 from specahead.engine.loading.fused import misfit, read_decoder
+from specahead.engine.loading.own_part import unbuilt_in_ranks
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import count_parameters, unbuilt_feature
 from specahead.engine.model.modules import NAME, ModulesDecoder, attend_in_pass
 from specahead.engine.model.quantization import check_eight_bits, holds_eight_bits
+from specahead.engine.parallel.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class LoadedModel:
 
     decoder: Decoder | ModulesDecoder
     shape: ModelShape
+    """Of the whole model, whatever part of it this rank runs."""
     dtype: torch.dtype
     device: torch.device
 
@@ -49,30 +52,49 @@ class LoadedModel:
 
 
 def load_model(
-    model: str, dtype: torch.dtype, device: str, load_format: str = "auto", quantization: Quantization = "none"
+    model: str,
+    dtype: torch.dtype,
+    device: str,
+    load_format: str = "auto",
+    quantization: Quantization = "none",
+    ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """Return the causal LM in a folder or of a Hugging Face id; code from the hub is never run.
 
     Weights are read from safetensors only, straight to the device.
     load_format: "auto", or "dummy" for random weights in the shape of the config, for measurements.
     quantization: "fp8" holds linear layers but the head in 8 bits; "none" holds all as the checkpoint does.
+    ranks: that run the model together; the part of this one is loaded.
     Raises ValueError for another format and for weights that do not fit the config, NotImplementedError for attention
     or a quantization that is not built, and what transformers raises for a model that it cannot load.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load format {load_format!r}: expected {' or '.join(LOAD_FORMATS)}")
     config = load_config(model)
+    check_ranks(model, config, device, ranks.count)
     in_eight_bits = holds_eight_bits(config, quantization)
     if in_eight_bits:
-        check_eight_bits(config, dtype, device)
+        check_eight_bits(config, dtype, device, ranks.count)
     if unbuilt_feature(config, on_gpu=device != "cpu") is not None:
         return load_modules(model, dtype, device, load_format)
     shape = read_shape(config)
     dummy = load_format == "dummy"
     weights = RandomWeights(config, dtype, device) if dummy else _weights_of(model, config, dtype, device)
     rounds = quantization == "fp8" or (dummy and in_eight_bits)
-    decoder = read_decoder(config, weights, dtype, device, rounds)
+    decoder = read_decoder(config, weights, dtype, device, rounds, ranks)
     return LoadedModel(decoder, shape, dtype, decoder.norm.device)
+
+
+def check_ranks(model: str, config: Any, device: str, count: int) -> None:
+    """Raise NotImplementedError for a model that cannot be split over `count` ranks."""
+    if count == 1:
+        return
+    why = unbuilt_feature(config, on_gpu=device != "cpu") or unbuilt_in_ranks(config, count)
+    if why is not None:
+        raise NotImplementedError(
+            f"{model}: --tensor-parallel-size {count} is not built for {why}: leave it out, or give a number of GPUs "
+            "that divides heads, KV heads and columns of the MLP"
+        )
 
 
 def load_modules(model: str, dtype: torch.dtype, device: str, load_format: str = "auto") -> LoadedModel:

@@ -1,5 +1,6 @@
 """Opens the model of a service as its settings say: loaded, checked against the device, with room for its KV."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from specahead.engine.loading.memory import (
     context_of,
     room_for_kv,
 )
-from specahead.engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
+from specahead.engine.loading.model import LoadedModel, check_ranks, default_device, load_model, resolve_dtype
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.loading.tokenizer import (
     count_token_ids,
@@ -28,6 +29,7 @@ from specahead.engine.loading.tokenizer import (
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import head_dim, unbuilt_feature
 from specahead.engine.model.quantization import check_eight_bits, holds_eight_bits
+from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import TargetOrDraftRunner
 from specahead.kernels.compiling import begin_compiling
@@ -62,18 +64,23 @@ class _Loaded:
 
     def room(self, beside: int = 0) -> int:
         """Return how many tokens of KV to allocate, as `room_for_kv` does; all weights must be loaded."""
-        return room_for_kv(self.settings, self.model.shape, self.model.dtype, self.device, beside)
+        shape = self.model.shape.of_rank(self.model.decoder.ranks.count)
+        return room_for_kv(self.settings, shape, self.model.dtype, self.device, beside)
 
 
-def open_model(settings: ModelSettings, eight_bit: EightBit = "none") -> OpenedModel:
+def open_model(
+    settings: ModelSettings, eight_bit: EightBit = "none", ranks: Ranks = ALONE, meet: Callable[[], None] = lambda: None
+) -> OpenedModel:
     """Load a model as the settings say, with logits of its tokenizer's ids only, and allocate its KV.
 
-    eight_bit: which passes read 8-bit weights.
+    eight_bit: which passes read 8-bit weights. ranks: that run the model together; this one's part is opened, with KV
+    for as many tokens as on all others. meet: called once the part is loaded; returns when all ranks have joined.
     Raises ValueError or NotImplementedError for settings that do not fit each other, the model or the device, and
     what transformers raises for a model that it cannot load.
     """
-    loaded = _load(settings, eight_bit)
-    return _open(loaded, loaded.room())
+    loaded = _load(settings, eight_bit, ranks)
+    meet()
+    return _open(loaded, ranks.least(loaded.room()))
 
 
 def open_both(
@@ -90,14 +97,15 @@ def open_both(
     return _open(first, tokens), _open(second, beside.kv_tokens or tokens + rounds)
 
 
-def _load(settings: ModelSettings, eight_bit: EightBit = "none") -> _Loaded:
+def _load(settings: ModelSettings, eight_bit: EightBit = "none", ranks: Ranks = ALONE) -> _Loaded:
     if settings.threads:
-        torch.set_num_threads(settings.threads)
+        torch.set_num_threads(max(1, settings.threads // ranks.count))
     device = default_device() if settings.device == "auto" else settings.device
     dtype = resolve_dtype(settings.dtype, device, settings.model)
     _check_settings(settings, dtype, device)
-    begin_compiling(device)
-    loaded = load_model(settings.model, dtype, device, settings.load_format, settings.quantization)
+    if ranks.rank == 0:  # other ranks find the kernels compiled
+        begin_compiling(device)
+    loaded = load_model(settings.model, dtype, device, settings.load_format, settings.quantization, ranks)
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # a dummy is measured in the shape of its config
         loaded = loaded.with_vocabulary(count_token_ids(tokenizer))
@@ -150,7 +158,9 @@ def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) ->
             f"{settings.model}: no CUDA graphs are built for {feature}; pass --enforce-eager to run it through "
             "transformers' own modules"
         )
-    in_eight_bits = holds_eight_bits(config, settings.quantization)
+    in_eight_bits, ranks = holds_eight_bits(config, settings.quantization), settings.tensor_parallel_size
+    check_ranks(settings.model, config, device, ranks)
     if in_eight_bits:
-        check_eight_bits(config, dtype, device)
-    check_memory(settings, read_shape(config), bytes_of_weights(config, dtype, in_eight_bits), dtype, device)
+        check_eight_bits(config, dtype, device, ranks)
+    weights = bytes_of_weights(config, dtype, in_eight_bits, ranks)
+    check_memory(settings, read_shape(config).of_rank(ranks), weights, dtype, device)

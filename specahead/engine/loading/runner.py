@@ -27,10 +27,13 @@ def make_runner(
 
 def _make_kv(loaded: LoadedModel, kv_tokens: int, backing_tokens: int, longest: int) -> KVCache:
     """Return empty KV of the model's sizes, dtype and device. longest: the most tokens of a sequence."""
-    shape, of_weights = loaded.shape, (loaded.dtype, loaded.device)
+    ranks, of_weights = loaded.decoder.ranks, (loaded.dtype, loaded.device)
+    shape = loaded.shape.of_rank(ranks.count)
     of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim
     pages = pages_for(kv_tokens)
     if not backing_tokens:
-        return KVCache(*of_model, pages, *of_weights)
+        return KVCache(*of_model, pages, *of_weights, ranks=ranks)
+    if not ranks.is_alone:
+        raise NotImplementedError("--host-kv-memory is not built with --tensor-parallel-size: leave one of them out")
     backing = backing_tokens // PAGE_SIZE
     return TieredKV(*of_model, min(pages, backing), backing, longest, *of_weights)

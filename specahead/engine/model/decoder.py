@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.compiling import compiles_only
 from specahead.kernels.linear import BLOCK, LinearWeight, Residual, add_linear, linear, linear_of_residual
@@ -70,7 +71,9 @@ class Decoder:
     sines: Tensor
     """Like cosines."""
     heads: int
+    """Of this rank."""
     kv_heads: int
+    """Of this rank."""
     epsilon: float
     """Of all norms."""
     attention_scale: float
@@ -81,6 +84,8 @@ class Decoder:
     """The factor of the outputs of attention and MLP (Granite)."""
     logits_scale: float = 1.0
     """The factor of logits (Granite)."""
+    ranks: Ranks = ALONE
+    """The ranks that run the model together, each with its own heads and columns of the MLP."""
 
     can_capture = True  # in CUDA graphs
 
@@ -223,9 +228,11 @@ class Decoder:
     def _add(
         self, stream: Residual, x: Tensor, weight: LinearWeight, out_norm: Tensor | None, backend: Backend
     ) -> Residual:
-        if out_norm is None:
+        if out_norm is None and self.ranks.is_alone:
             return add_linear(stream, x, weight, backend)
-        out = linear(x, weight, backend)
+        out = self.ranks.sum(linear(x, weight, backend))
+        if out_norm is None:
+            return stream.plus(out)
         return stream.plus(add_rms_norm(out, None, out_norm, self.epsilon, backend)[0])
 
     def _rotate(

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.backends import Backend
 from specahead.kernels.paged_attention import (
     Batch,
@@ -96,6 +97,8 @@ class BlockMemory:
     block_size: int
     apart: bool = False
     """Whether the output must equal that of a pass that remembers nothing, bit by bit; then keys are read twice."""
+    ranks: Ranks = ALONE
+    """Rows are of the heads of all ranks; this one remembers its own."""
 
 
 @dataclass
@@ -134,7 +137,8 @@ class LayerAttention:
         if isinstance(weights, LayersEvidence):
             return weights.attend(layer, batch, None, self.dense_work)
         if isinstance(weights, BlockMemory) and layer in weights.index:
-            rows = slice(weights.index[layer] * self.heads.kv, (weights.index[layer] + 1) * self.heads.kv)
+            first = (weights.index[layer] * weights.ranks.count + weights.ranks.rank) * self.heads.kv
+            rows = slice(first, first + self.heads.kv)
             remembered = weights.memory[:, rows], weights.places, weights.decay
             out = paged_attention_remembering(batch, weights.block_size, *remembered, **how)
             return paged_attention(batch, **how) if weights.apart else out

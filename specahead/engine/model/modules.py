@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from specahead.engine.model.decoder import Attend, Decoder
+from specahead.engine.parallel.ranks import ALONE
 from specahead.kernels.kv_write import write_kv
 
 NAME = "specahead"
@@ -41,6 +42,7 @@ class ModulesDecoder:
     vocab: int
     """Token ids that it has logits of."""
     can_capture = False
+    ranks = ALONE
 
     @property
     def weight_bytes(self) -> int:

@@ -33,16 +33,19 @@ def check_checkpoint(model: str, said: Mapping[str, Any] | None) -> None:
         raise NotImplementedError(f"{model}: its weights are quantized by {unbuilt}, which is not built; {_BUILT}")
 
 
-def check_eight_bits(config: Any, dtype: torch.dtype, device: str) -> None:
-    """Raise NotImplementedError if a model of this config cannot be held in 8 bits on the device."""
-    reason = unbuilt_feature(config, on_gpu=device != "cpu") or unbuilt_in_eight_bits(config, dtype, device)
+def check_eight_bits(config: Any, dtype: torch.dtype, device: str, ranks: int = 1) -> None:
+    """Raise NotImplementedError if a model of this config cannot be held in 8 bits on the device.
+
+    ranks: over which its heads and columns are split.
+    """
+    reason = unbuilt_feature(config, on_gpu=device != "cpu") or unbuilt_in_eight_bits(config, dtype, device, ranks)
     if reason is None and device != "cpu" and dtype != torch.bfloat16:
         reason = f"results in {dtype} (bfloat16 is built)"
     if reason is not None:
         raise NotImplementedError(f"{config.model_type}: weights in 8 bits are not built for {reason}")
 
 
-def unbuilt_in_eight_bits(config: Any, dtype: torch.dtype, device: str) -> str | None:
+def unbuilt_in_eight_bits(config: Any, dtype: torch.dtype, device: str, ranks: int = 1) -> str | None:
     """Return why no kernel reads the layers of such a model, one of FAMILIES, in 8 bits; None if they do."""
     family = FAMILIES[config.model_type]
     if None in (family.input_norm, family.mlp_norm):
@@ -51,7 +54,8 @@ def unbuilt_in_eight_bits(config: Any, dtype: torch.dtype, device: str) -> str |
         return None
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return f"GPUs of a compute capability below {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
-    inputs = config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim(config)
+    of_ranks = (size // ranks for size in (config.intermediate_size, config.num_attention_heads * head_dim(config)))
+    inputs = config.hidden_size, *of_ranks
     odd = [size for size in inputs if size % BLOCK]
     if odd:
         return f"layers of {odd[0]} inputs, which is no multiple of {BLOCK}"

@@ -24,9 +24,9 @@ def make_buffers(
     memory: [indices, rows, blocks] float32, for a shape that shares budgets out: the remembered weights of all
     sequences. logits_rows: how many rows give logits, where the pass is not judged; None: all.
 
-    The pass adds to the tensors: logits [logits rows, vocab]; where it shares out budgets, lists [sparse layers,
-    sequences, kv_heads, blocks] int32, counts [sparse layers, sequences, kv_heads] int32 and read_weights, float32 as
-    lists.
+    The pass adds to the tensors: logits [logits rows, vocab]; where it shares out budgets, all_lists [sparse layers,
+    sequences, kv_heads, blocks] int32 and all_counts [sparse layers, sequences, kv_heads] int32, of the KV heads of all
+    ranks; lists and counts, the same of this rank's heads; and read_weights, float32 as lists.
     """
     layout = _rows_layout(shape.sequences, shape.rows, shape.pages) | _logits_layout(shape, logits_rows)
     if shape.read.is_sparse:
@@ -94,7 +94,7 @@ def _budget_layout(shape: PassShape, kv: KVCache) -> Layout:
 
     indices: where each sequence's memory is; -1: no sequence. blocks: how many each sequence has.
     """
-    rows = len(shape.sparse_layers(kv.num_layers)) * kv.kv_heads
+    rows = len(shape.sparse_layers(kv.num_layers)) * kv.all_kv_heads
     numbers: Layout = dict.fromkeys(("indices", "first", "last", "blocks", "room"), ((shape.sequences,), torch.int32))
     return numbers | {
         "bitmaps": ((shape.sequences, rows, -(-shape.blocks // WORD)), torch.int64),

@@ -49,7 +49,7 @@ def run_pass(
         assert chain is not None
         chain.take_drafts(given)
     if shape.shares_out:
-        _share_out(given, shape, kv.kv_heads)
+        _share_out(given, shape, kv)
     fetched = None
     if shape.read.fetches:
         fetched = kv.fetch_plan(
@@ -74,16 +74,22 @@ def run_pass(
     _leave_results(shape, buffers, fetched, kv, chain)
 
 
-def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> None:
+def _share_out(given: dict[str, Tensor], shape: PassShape, kv: KVCache) -> None:
     """Make the lists: blocks that are read in any case, and as many others of the highest remembered weights as the
     budget has room for.
+
+    The budget is one over the heads of all ranks. Each rank remembers the weights of its own heads and 0 of others, so
+    the scores of all are the sum over the ranks, to the bit.
     """
     memory = given["memory"][:, :, : shape.blocks]  # a view: its rows keep the stride of the longest context
     backend = default_backend(memory.device)
     limits = given["first"], given["last"], given["blocks"]
     remembered, importance = Remembered(memory, given["indices"]), given["importance"]
     forced, scores, left = score_blocks(remembered, importance, given["bitmaps"], limits, given["room"], backend)
-    given["lists"], given["counts"] = select_over_rows(scores, left, forced, backend, kv_heads)
+    scores, own = kv.ranks.sum(scores), kv.ranks.own(kv.all_kv_heads)
+    all_lists, all_counts = select_over_rows(scores, left, forced, backend, kv.all_kv_heads)
+    given["all_lists"], given["all_counts"] = all_lists, all_counts
+    given["lists"], given["counts"] = all_lists[:, :, own].contiguous(), all_counts[:, :, own].contiguous()
 
 
 def _attention_of(
@@ -104,7 +110,7 @@ def _attention_of(
     if shape.read.weighs:
         memory, index = given["memory"][:, :, : shape.blocks], listed_layers(shape, kv)
         attend.weights = BlockMemory(
-            memory, given["indices"], index, shape.read.decay, shape.read.block_size, shape.pinned
+            memory, given["indices"], index, shape.read.decay, shape.read.block_size, shape.pinned, kv.ranks
         )
     elif shape.read.is_sparse:
         attend.listed = listed_reads(heads, rows, kv, shape, given, attention, fetched, tuning)
@@ -143,11 +149,12 @@ def _leave_results(
             chain.leave_verdicts(given, judged.accepted, judged.following, alternative)
     if not shape.shares_out:
         return
-    results["blocks_read"].copy_(given["counts"].sum((0, 2)))
+    all_lists, all_counts = given["all_lists"], given["all_counts"]
+    results["blocks_read"].copy_(all_counts.sum((0, 2)))
     if shape.read.weighs:  # attention has remembered the weights already
         return
     indices = given["indices"]
     if fetched is not None:  # a void pass will run again
         indices = indices.masked_fill(fetched.overflow > 0, -1)
-    remembered, read = Remembered(given["memory"], indices), given["read_weights"]
-    remember_weights(remembered, given["lists"], given["counts"], read, given["blocks"], shape.read.decay, backend)
+    remembered, read = Remembered(given["memory"], indices), kv.ranks.widened(given["read_weights"], 2)
+    remember_weights(remembered, all_lists, all_counts, read, given["blocks"], shape.read.decay, backend)

@@ -15,6 +15,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.parallel.commands import Command
 from specahead.engine.steps.device_chain import MOST_CHAINED, DeviceChain, Imposed
 from specahead.engine.steps.graphs import Graphs
 from specahead.engine.steps.grouping import (
@@ -98,6 +99,11 @@ class ModelRunner(TargetOrDraftRunner):
         widest = [self._limits.queries] if most_queries > step_queries and not deterministic else []
         self._warm_up = WarmUp(self._passes, self._limits, widest, deterministic, self._shapes_of)
         self._rounds: RoundRunner | None = None
+
+    @property
+    def passes(self) -> PassRunner:
+        """Runs the passes; all that a rank that follows needs of a runner."""
+        return self._passes
 
     @property
     def captures_made(self) -> int:  # type: ignore[override]
@@ -193,6 +199,7 @@ class ModelRunner(TargetOrDraftRunner):
     def launch(self, inputs: list[SequenceInput], imposed: Sequence[Imposed] | None = None) -> StepUnderWay:
         self.kv.begin_pass([(item.kv, item.rows) for item in inputs])
         if imposed is not None:
+            self.kv.ranks.followers.tell(Command.IMPOSE, [number for verdict in imposed for number in verdict])
             self._passes.chain.impose(imposed)
         if all(item.draft_row is None for item in inputs):
             return self._passes.launch_step(inputs, self._with_turn(step_shape(inputs, self.kv, self._limits)))
@@ -241,6 +248,7 @@ class ModelRunner(TargetOrDraftRunner):
     def keep_memories(self, sequences: int) -> None:
         if self._passes.memories.made:
             raise RuntimeError("keep_memories comes before the first step that shares a budget out")
+        self.kv.ranks.followers.tell(Command.KEEP_MEMORIES, [sequences])
         self._passes.memories = ReadMemories(sequences)
 
     @torch.inference_mode()

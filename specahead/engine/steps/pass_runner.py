@@ -14,16 +14,17 @@ from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.layer_attention import LayerPages
 from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.parallel.commands import Command, encode
 from specahead.engine.staging import Buffers
 from specahead.engine.steps.buffers import make_buffers
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.graphs import Captured, Graphs
 from specahead.engine.steps.grouping import StepLimits
-from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput
 from specahead.engine.steps.launches import run_pass
 from specahead.engine.steps.layout import lay_out_pass
 from specahead.engine.steps.outputs import StepUnderWay, read_outputs, read_results
-from specahead.engine.steps.prompt_graphs import PromptGraphs
+from specahead.engine.steps.prompt_graphs import MOST_TOKENS, PromptGraphs, sizes_up_to
 from specahead.engine.steps.read_memories import ReadMemories
 from specahead.engine.steps.reads import heads_of
 from specahead.engine.steps.shapes import PassShape
@@ -52,6 +53,7 @@ class PassRunner:
         drafting: Decoder | None = None,
     ) -> None:
         self._decoder, self._kv, self._limits, self._drafting = decoder, kv, limits, drafting
+        self._followers = kv.ranks.followers
         self.memories = memories
         self.graphs = Graphs(captures)
         dim, dtype = kv.k_pages[0].shape[3], kv.k_pages[0].dtype
@@ -64,6 +66,8 @@ class PassRunner:
 
     def step_of(self, shape: PassShape, prepared: bool = False) -> Captured:
         """Return the step of a shape, ready to run. prepared: as in `Graphs.of`."""
+        if prepared:
+            self._followers.tell(Command.CAPTURE, encode(shape))
         make_buffers, launch = partial(self._make_buffers, shape, None), partial(self._launch, shape)
         return self.graphs.of(shape, make_buffers, launch, prepared)
 
@@ -120,35 +124,68 @@ class PassRunner:
 
         tables, layer_pages: the sequences' block tables and the pages that these name, if not the KV's own pages.
         """
-        buffers = self._make_buffers(shape, sum(item.logits_rows for item in inputs))
-        self._lay_out(buffers, shape, inputs, tables)
-        how: dict[str, Any] = {"layer_pages": layer_pages, "drafting": self._drafting}
-        if self._is_read_by_cudnn(shape):
-            how |= {"prompts": self._plan_prompts(buffers), "graphs": None if shape.light else self._prompt_graphs}
-        run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
+        logits_rows = sum(item.logits_rows for item in inputs)
+        buffers = self._make_buffers(shape, logits_rows)
+        self._lay_out(buffers, shape, inputs, tables, logits_rows)
+        self._run_exact(buffers, shape, layer_pages)
         gives_nothing = not any(item.logits_rows or item.read or item.drafted for item in inputs)
         if gives_nothing and self._kv.device.type == "cuda" and not self._kv.offloads:
             self._wait_for_the_one_before()
             return lambda: read_outputs(buffers, shape, inputs, self._kv, {})
         return self._started(buffers, shape, inputs)
 
+    def _run_exact(self, buffers: Buffers, shape: PassShape, layer_pages: LayerPages | None = None) -> None:
+        how: dict[str, Any] = {"layer_pages": layer_pages, "drafting": self._drafting}
+        if self._is_read_by_cudnn(shape):
+            how |= {"prompts": self._plan_prompts(buffers), "graphs": None if shape.light else self._prompt_graphs}
+        run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
+
+    def follow(self, shape: PassShape, logits_rows: int | None, receive: Callable[[np.ndarray], object]) -> None:
+        """Launch a pass that rank 0 has laid out, on a rank that follows it.
+
+        logits_rows: of a pass of its exact size; None: a step. receive: writes the inputs that rank 0 sends to an
+        array. Rank 0 has seen what the last step of the shape gave, so that step has read its inputs here, too.
+        """
+        step = None if logits_rows is not None else self.step_of(shape)
+        buffers = step.buffers if step else self._make_buffers(shape, logits_rows)
+        buffers.inputs.begin()
+        receive(buffers.inputs.flat)
+        buffers.inputs.send()
+        if step:
+            step.run()
+        else:
+            self._run_exact(buffers, shape)
+
     def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:
         memory = None
         if shape.read.is_sparse:
-            rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.kv_heads
+            rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.all_kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
         return make_buffers(shape, self._kv, memory, logits_rows)
 
     def _lay_out(
-        self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None
+        self,
+        buffers: Buffers,
+        shape: PassShape,
+        inputs: list[SequenceInput],
+        tables: list[np.ndarray] | None,
+        logits_rows: int | None = None,
     ) -> None:
         if shape.read.groups:
             # Sequences that are always read densely need no means, and there is no room for theirs.
             sparse = [item for item in inputs if item.kv.drafts or not item.kv.dense]
             self._kv.extend_group_means([item.kv for item in sparse], [item.first_position for item in sparse])
-        indices = [self.memories.index_of(item.read.budget.memory) for item in inputs if item.read]
+        indices = [self._index_of(item.read.budget.memory) for item in inputs if item.read]
         lay_out_pass(buffers.inputs, shape, inputs, indices, self._kv, tables)
+        self._followers.tell_step(shape, buffers.inputs.flat, logits_rows)
+
+    def _index_of(self, memory: ReadMemory) -> int:
+        is_new = memory.index is None
+        index = self.memories.index_of(memory)
+        if is_new:
+            self._followers.tell(Command.CLEAR_MEMORY, [index])
+        return index
 
     # Prompts.
 
@@ -172,18 +209,32 @@ class PassRunner:
         """
         if not self._cudnn:
             return []
-        longest, room = self._limits.pages * PAGE_SIZE, self._room_for_prompts()
-        heads = heads_of(self._decoder, self._kv)
-        attend = partial(attend_once, heads=heads.kv * heads.group, kv_heads=heads.kv, dim=heads.dim)
+        longest = self._limits.pages * PAGE_SIZE
         shapes = [(own, before) for own, before in shapes_of_parts(min(tokens, longest)) if own + before <= longest]
-        return [partial(attend, *shape, scale=heads.scale, room=room) for shape in shapes]
+        return [partial(self.plan_prompt, *shape) for shape in shapes]
+
+    def plan_prompt(self, own: int, before: int) -> None:
+        """Have cuDNN plan one shape of prompts (kernels.prompt_reads.shapes_of_parts), on every rank."""
+        self._followers.tell(Command.PLAN_PROMPT, [own, before])
+        heads, room = heads_of(self._decoder, self._kv), self._room_for_prompts()
+        attend_once(own, before, heads.kv * heads.group, heads.kv, heads.dim, scale=heads.scale, room=room)
 
     def captures_of_prompts(self, tokens: int) -> list[Callable[[], None]]:
         """Return functions that each capture the layers of one size of passes over prompts, up to `tokens` tokens."""
         if not (self._cudnn and self.graphs.captures and isinstance(self._decoder, Decoder)):
             return []
-        self._prompt_graphs = PromptGraphs(self._decoder, self._kv.k_pages, self._kv.v_pages)
-        return self._prompt_graphs.captures(tokens)
+        return [partial(self.capture_prompt, size) for size in sizes_up_to(min(tokens, MOST_TOKENS))]
+
+    def capture_prompt(self, tokens: int) -> None:
+        """Capture the layers of passes over a number of prompt tokens, on every rank.
+
+        So all ranks run a pass in the same size, without which sums over them would be over other numbers of rows.
+        """
+        self._followers.tell(Command.CAPTURE_PROMPT, [tokens])
+        assert isinstance(self._decoder, Decoder)
+        if self._prompt_graphs is None:
+            self._prompt_graphs = PromptGraphs(self._decoder, self._kv.k_pages, self._kv.v_pages)
+        self._prompt_graphs.capture(tokens)
 
     def _room_for_prompts(self) -> Tensor:
         if self._room is None:

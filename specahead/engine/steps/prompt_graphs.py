@@ -5,7 +5,7 @@ to 30 ms to launch kernel by kernel. Attention depends on the length of each seq
 in vLLM's piecewise graphs).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -36,10 +36,6 @@ class PromptGraphs:
         self._backend = default_backend(device)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # of each layer, by the number of tokens
         self._pool = torch.cuda.graph_pool_handle()
-
-    def captures(self, most: int) -> list[Callable[[], None]]:
-        """Return functions that each capture one size, for passes of up to `most` tokens."""
-        return [partial(self.capture, size) for size in sizes_up_to(min(most, MOST_TOKENS))]
 
     @torch.inference_mode()
     def capture(self, tokens: int) -> None:

@@ -38,7 +38,11 @@ class ReadMemories:
             if not self._free:
                 raise RuntimeError(f"the reads of {self._sequences} sequences are remembered: keep more memories")
             memory.index = self._free.pop()
-            for weights in self._weights.values():
-                weights[memory.index].zero_()
+            self.clear(memory.index)
             weakref.finalize(memory, self._free.append, memory.index)
         return memory.index
+
+    def clear(self, index: int) -> None:
+        """Have nothing remembered of the sequence of this index."""
+        for weights in self._weights.values():
+            weights[index].zero_()

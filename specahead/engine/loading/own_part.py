@@ -1,0 +1,98 @@
+"""The part of a model's weights that one rank holds: its own heads and columns.
+
+Queries, keys, values, gates and ups are cut by rows, and what reads their results (the outputs of attention and of the
+MLP) by columns: each rank's outputs are then summands of the whole ones (Megatron-LM, Shoeybi et al. 2019, section 3).
+All other weights are whole on every rank.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specahead.engine.loading.checkpoint import Checkpoint
+from specahead.engine.model.families import FAMILIES, Shapes, head_dim, weight_shapes
+from specahead.engine.parallel.ranks import Ranks
+
+_BY_COLUMNS = "self_attn.o_proj", "mlp.down_proj"
+
+
+def unbuilt_in_ranks(config: Any, count: int) -> str | None:
+    """Return why a model, one of FAMILIES, cannot be split over `count` ranks; None if it can."""
+    if FAMILIES[config.model_type].normed == "all heads":
+        return "norms over all heads together"
+    sizes = {
+        "KV heads": config.num_key_value_heads,
+        "heads": config.num_attention_heads,
+        "columns of the MLP": config.intermediate_size,
+    }
+    return next((f"{size} {name}" for name, size in sizes.items() if size % count), None)
+
+
+class OwnPart(Mapping[str, Tensor]):
+    """This rank's part of the weights of a model, by name. Of a checkpoint only this part is read.
+
+    shapes: of the parts, as the config says.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], config: Any, ranks: Ranks) -> None:
+        self._tensors, self._ranks = tensors, ranks
+        self._whole = weight_shapes(config)
+        self._rows = _rows_of(config)
+        self.shapes: Shapes = {name: self._own_shape(name) for name in self._whole}
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = name.removesuffix("_scale")  # of 8-bit weights: one for each row, or one for all
+        layer = _layer_of(weight)
+        if layer in self._rows and (weight == name or self._tensors[name].numel() > 1):
+            return self._own_rows(name, self._rows[layer])
+        if layer in _BY_COLUMNS and name.endswith(".weight"):
+            return self._part(name, (slice(None), self._ranks.own(self._whole[name][1])))
+        tensor = self._tensors[name]
+        # Every rank adds its bias to the sum.
+        return torch.zeros_like(tensor) if self._ranks.rank and layer in _BY_COLUMNS and weight == name else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def _own_rows(self, name: str, parts: tuple[int, ...]) -> Tensor:
+        """Return the own rows of each part of a tensor, below one another. parts: the rows of each."""
+        owned, start = [], 0
+        for rows in parts:
+            own = self._ranks.own(rows)
+            owned.append(self._part(name, (slice(start + own.start, start + own.stop),)))
+            start += rows
+        return torch.cat(owned) if len(owned) > 1 else owned[0]
+
+    def _part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        if isinstance(self._tensors, Checkpoint):
+            return self._tensors.part(name, index)
+        return self._tensors[name][index]
+
+    def _own_shape(self, name: str) -> tuple[int, ...]:
+        whole, layer, count = self._whole[name], _layer_of(name), self._ranks.count
+        if layer in self._rows:
+            return (whole[0] // count, *whole[1:])
+        if layer in _BY_COLUMNS and len(whole) == 2:
+            return whole[0], whole[1] // count
+        return whole
+
+
+def _layer_of(weight: str) -> str:
+    """Return the name of a linear layer without that of its decoder layer; of other weights anything else."""
+    return ".".join(weight.split(".")[-3:-1])
+
+
+def _rows_of(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the rows of each layer that is cut by rows: those of parts that are cut one by one."""
+    family, dim = FAMILIES[config.model_type], head_dim(config)
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    inner = config.intermediate_size
+    rows: dict[str, tuple[int, ...]] = {}
+    for names, parts in ((family.qkv, (queries, keys, keys)), (family.gate_up, (inner, inner))):
+        rows |= {names[0]: parts} if len(names) == 1 else dict(zip(names, ((part,) for part in parts), strict=True))
+    return rows

@@ -1,0 +1,75 @@
+"""The ranks that run one model together, and the sums over them. Knows no models and no passes."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specahead.engine.parallel.commands import NOBODY, Followers
+from specahead.kernels.compiling import compiles_only
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process's place among the ranks. Sums are over torch.distributed's default group (`join`)."""
+
+    rank: int = 0
+    """The number of this process, from 0."""
+    count: int = 1
+    """How many ranks there are; 1: the model runs in this process alone, and sums are what they are over."""
+    followers: Followers = field(default=NOBODY, repr=False, compare=False)
+    """The ranks that do what rank 0 tells them; a rank that follows has none."""
+
+    @property
+    def is_alone(self) -> bool:
+        return self.count == 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over the ranks, in place, and return it: the same bits on every rank. Launches only."""
+        # Launches that are only compiled have tensors without memory.
+        if not self.is_alone and not compiles_only():
+            dist.all_reduce(tensor)
+        return tensor
+
+    def least(self, number: int) -> int:
+        """Return the least of the ranks' numbers. Waits for all ranks."""
+        if self.is_alone:
+            return number
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        least = torch.tensor(number, dtype=torch.int64, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
+
+    def own(self, count: int) -> slice:
+        """Return which of `count` heads or columns of the model are this rank's own; `count` is a multiple of ranks."""
+        each = count // self.count
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def widened(self, own: Tensor, dim: int) -> Tensor:
+        """Return a tensor of all ranks' heads with this rank's own values and 0 elsewhere. dim: that of its heads."""
+        if self.is_alone:
+            return own
+        shape = [size * self.count if at == dim else size for at, size in enumerate(own.shape)]
+        wide = own.new_zeros(shape)
+        wide.narrow(dim, self.rank * own.shape[dim], own.shape[dim]).copy_(own)
+        return wide
+
+
+ALONE = Ranks()
+
+
+def join(ranks: Ranks, port: int, device: torch.device) -> None:
+    """Join torch.distributed's default group, which must not exist yet: NCCL between GPUs, else gloo.
+
+    Waits for all ranks. port: of the store that rank 0 keeps on this machine.
+    """
+    store = dist.TCPStore("127.0.0.1", port)
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        device_id = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("nccl", store=store, rank=ranks.rank, world_size=ranks.count, device_id=device_id)
+    else:
+        dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.count)
+    ranks.sum(torch.zeros(1, device=device))  # NCCL connects with the first sum, which no graph can capture

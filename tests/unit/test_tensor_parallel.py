@@ -1,0 +1,286 @@
+"""Tensor parallelism: the parts of a model that ranks hold, and the passes that they run together."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from specahead import models
+from specahead.config import TargetSettings
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.checkpoint import Checkpoint, find_files
+from specahead.engine.loading.config import load_config
+from specahead.engine.loading.fused import read_decoder
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.opening import open_model
+from specahead.engine.loading.own_part import OwnPart
+from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.families import weight_shapes
+from specahead.engine.parallel.commands import decode, encode
+from specahead.engine.parallel.processes import RankProcesses, device_of
+from specahead.engine.parallel.ranks import Ranks
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape
+from specahead.kernels.linear import LinearWeight
+from specahead.sparsity.reader import Reader
+from specahead.sparsity.selection import BlockSelection
+from target_service.self_drafting import SelfDrafting
+from tests.plans import bundled_plan
+from tests.settings import target_settings
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 256},
+    **{"attention_bias": True, "pad_token_id": 0},
+}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config, model = FAMILIES[request.param]
+    made = model(config(**SIZES))
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.1)
+    made.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def part_of(folder: Path, ranks: Ranks) -> Decoder:
+    decoder = load_model(str(folder), torch.float32, "cpu", ranks=ranks).decoder
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+def whole(part: LinearWeight) -> Tensor:
+    assert isinstance(part.values, Tensor)
+    return part.values
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_parts_put_together_are_the_model(folder: Path, count: int) -> None:
+    """By heads: rows of queries, keys, values, gates and ups; columns of what reads them; one bias of these counts."""
+    of_all = read_decoder(load_config(str(folder)), Checkpoint(find_files(str(folder)), "cpu"), torch.float32, "cpu")
+    parts = [part_of(folder, Ranks(rank, count)) for rank in range(count)]
+    for index, layer in enumerate(of_all.layers):
+        own = [part.layers[index] for part in parts]
+        for name, dim, sizes in (
+            ("qkv", 0, (8 * 16, 4 * 16, 4 * 16)),
+            ("gate_up", 0, (96, 96)),
+            ("out", 1, (8 * 16,)),
+            ("down", 1, (96,)),
+        ):
+            expected = whole(getattr(layer, name)).split(sizes, dim)
+            split = [whole(getattr(each, name)).split([size // count for size in sizes], dim) for each in own]
+            for place, want in enumerate(expected):
+                assert torch.equal(torch.cat([each[place] for each in split], dim), want), name
+        if layer.out.bias is not None:
+            assert torch.equal(sum(each.out.bias for each in own), layer.out.bias)
+        if layer.qkv.bias is not None:
+            split = [each.qkv.bias.split([size // count for size in (128, 64, 64)]) for each in own]
+            assert torch.equal(torch.cat([each[0] for each in split]), layer.qkv.bias[:128])
+    assert all(torch.equal(part.embedding, of_all.embedding) for part in parts)
+    assert {(part.heads, part.kv_heads) for part in parts} == {(8 // count, 4 // count)}
+
+
+def test_only_the_own_part_is_read(folder: Path) -> None:
+    config = load_config(str(folder))
+    part = OwnPart(Checkpoint(find_files(str(folder)), "cpu"), config, Ranks(1, 4))
+    read = sum(part[name].numel() for name in part)
+    total = sum(torch.Size(shape).numel() for shape in weight_shapes(config).values())
+    unsplit = 2 * 100 * 64
+    assert read - unsplit < 0.3 * (total - unsplit)
+
+
+def test_models_that_cannot_be_split_are_refused(folder: Path) -> None:
+    with pytest.raises(NotImplementedError, match="--tensor-parallel-size 8 is not built for 4 KV heads"):
+        load_model(str(folder), torch.float32, "cpu", ranks=Ranks(0, 8))
+
+
+def test_norms_over_all_heads_are_refused(tmp_path: Path) -> None:
+    sizes = {name: value for name, value in SIZES.items() if name not in ("head_dim", "attention_bias")}
+    transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="norms over all heads together"):
+        load_model(str(tmp_path), torch.float32, "cpu", ranks=Ranks(0, 2))
+
+
+# Passes over two ranks, which are two processes.
+
+GAMMA = 4
+SAMPLED = Sampling(0.8, seed=3)
+SETTINGS = target_settings(
+    **{"model": str(models.TARGET), "gamma": GAMMA, "device": "cpu", "dtype": "float32", "threads": 2},
+    **{"kv_tokens": 8192, "max_context": 1300, "tensor_parallel_size": 2},
+)
+PLAN = bundled_plan()
+
+
+@pytest.fixture(scope="module")
+def runners() -> Iterator[tuple[ModelRunner, ModelRunner]]:
+    """The bundled target in this process alone, and over two ranks."""
+    processes = RankProcesses(SETTINGS)
+    alone, split = open_model(replace(SETTINGS, tensor_parallel_size=1)).runner, processes.open().runner
+    assert isinstance(alone, ModelRunner)
+    assert isinstance(split, ModelRunner)
+    for runner in (alone, split):
+        runner.keep_memories(8)
+        runner.kv.keep_group_means(PLAN.group_size)
+    yield alone, split
+    processes.stop()
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def read_prompt(runner: ModelRunner, prompt: list[int]) -> SequenceKV:
+    kv = SequenceKV()
+    for start in range(0, len(prompt), 400):
+        runner.forward([SequenceInput(kv, prompt[start : start + 400])])
+    return kv
+
+
+def test_logits_of_both_are_the_same_up_to_rounding(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    """Of a prompt in parts, of a rollback, and of a sequence that begins with another's pages."""
+    found = []
+    for runner in runners:
+        prompt = tokens(500, 1)
+        kv = read_prompt(runner, prompt)
+        runner.kv.index_prefix(kv, prompt)
+        (first,) = runner.forward([SequenceInput(kv, tokens(5, 2), "all")])
+        runner.kv.truncate(kv, 502)
+        other = SequenceKV()
+        assert runner.kv.reuse_prefix(other, [*prompt[:320], *tokens(20, 3)]) == 320
+        inputs = [SequenceInput(kv, tokens(3, 4), "all"), SequenceInput(other, tokens(20, 3), "all")]
+        found.append([first.logits, *(output.logits for output in runner.forward(inputs))])
+        for sequence in (kv, other):
+            runner.kv.release(sequence)
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(two, one, atol=2e-3, rtol=1e-3)
+
+
+def test_one_budget_is_shared_out_over_the_heads_of_all_ranks(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    """By scores of the sum over ranks, round after round: the same number of blocks, and the same blocks but where two
+    scores differ by rounding alone. Means stand in for the others.
+    """
+    chosen: list[list[Tensor]] = []
+    counts: list[list[int | None]] = []
+    for runner in runners:
+        lengths = 1200, 530
+        sequences = [read_prompt(runner, tokens(length, i)) for i, length in enumerate(lengths)]
+        readers, rng = [Reader(PLAN, report_blocks=True) for _ in lengths], np.random.default_rng(0)
+        blocks: list[Tensor] = []
+        read: list[int | None] = []
+        for turn in range(3):
+            inputs = []
+            for i, (kv, reader) in enumerate(zip(sequences, readers, strict=True)):
+                base = kv.length + 1
+                said = rng.random((reader.announced_rows, PLAN.num_blocks(base))) < 0.03
+                listed = reader.read(BlockSelection.from_matrix(said), base, kv.length + 5)
+                inputs.append(SequenceInput(kv, tokens(5, 10 * turn + i), "all", listed))
+            outputs = runner.forward(inputs)
+            for reader, output in zip(readers, outputs, strict=True):
+                reader.finish(output)
+                assert output.blocks is not None
+                blocks.append(output.blocks)
+                read.append(output.blocks_read)
+        chosen.append(blocks)
+        counts.append(read)
+        for sequence in sequences:
+            runner.kv.release(sequence)
+    assert counts[0] == counts[1]
+    for one, two in zip(*chosen, strict=True):
+        assert 0 < int(one.sum()) < one.numel()
+        assert int((one != two).sum()) <= 0.01 * int(one.sum())
+    of_last_layer = chosen[1][-1][-1]
+    assert of_last_layer[:2].any()
+    assert of_last_layer[2:].any()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), SAMPLED], ids=["greedy", "sampled"])
+def test_ranks_draft_and_judge_alike(runners: tuple[ModelRunner, ModelRunner], sampling: Sampling) -> None:
+    """A session that drafts for itself, in passes of one token whose lists follow from what ranks remember."""
+    prompt, said = tokens(600, 5), []
+    for runner in runners:
+        kv, found = read_prompt(runner, prompt[:-1]), list(prompt)
+        drafting = SelfDrafting(replace(PLAN, budget=0.3), GAMMA)
+        memory = drafting.new_memory()
+        for drafted in (0, GAMMA, GAMMA):
+            judged = Drafted([0] * drafted, [], sampling, len(found), committed=found)
+            read = drafting.read(memory, len(found), drafted)
+            item = SequenceInput(kv, [found[-1], *judged.tokens], "all", read, judged)
+            (output,) = runner.forward([item])
+            assert output.verdict is not None
+            found += [*item.tokens[1 : output.verdict[0] + 1], output.verdict[1]]
+            runner.kv.truncate(kv, len(found) - 1)
+        said.append(found)
+        runner.kv.release(kv)
+    assert said[0] == said[1]
+    assert len(said[0]) > len(prompt) + 3
+
+
+def test_pages_are_zeroed_on_all_ranks(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    """Keys of zeros weigh all tokens alike, so other values read on one rank would change the logits."""
+    found = []
+    for runner in runners:
+        kv = read_prompt(runner, tokens(64, 7))
+        runner.kv.scrub(kv)
+        (output,) = runner.forward([SequenceInput(kv, [5], "last")])
+        found.append(output.logits)
+        runner.kv.release(kv)
+    torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=1e-3)
+
+
+# What rank 0 tells the others.
+
+
+def test_shapes_are_told_as_numbers() -> None:
+    """Every field has another value than by default, so one that is not told would show."""
+    read = ReadShape(32, 5, (0, 3), 0.9, weighs=True, fetches=True)
+    judge = JudgeShape(64, 3, draws_own=True, alternatives=2)
+    shape = PassShape(
+        *(4, 20, 5, 100, 7),
+        **{"pinned": True, "light": True, "drafts": 3, "turn": 2, "judges_drafts": True, "read": read, "judge": judge},
+    )
+    for each, plain in ((shape, PassShape(1, 1, 1, 1)), (read, ReadShape()), (judge, JudgeShape())):
+        assert all(getattr(each, item.name) != getattr(plain, item.name) for item in fields(each))
+    for each in (shape, replace(shape, judge=None), replace(shape, read=replace(read, dense_layers=()))):
+        assert decode(encode(each)) == each
+    with pytest.raises(ValueError, match="more than a PassShape has"):
+        decode([*encode(shape), 0])
+
+
+def test_ranks_take_neighbouring_gpus() -> None:
+    assert [device_of("cuda", rank) for rank in (1, 2)] == ["cuda:1", "cuda:2"]
+    assert device_of("cuda:2", 1) == "cuda:3"
+    assert device_of("cpu", 1) == "cpu"
+    if torch.cuda.device_count() < 8:
+        with pytest.raises(ValueError, match="--tensor-parallel-size 8 takes as many GPUs from cuda on"):
+            RankProcesses(replace(SETTINGS, device="cuda", tensor_parallel_size=8))
+
+
+def test_a_rank_that_cannot_load_is_named() -> None:
+    with pytest.raises(ValueError, match="rank 1 of 2 could not load its part of the model: ValueError: dtype 'odd'"):
+        _Misled(replace(SETTINGS, dtype="odd")).open()
+
+
+class _Misled(RankProcesses):
+    """Has the other rank load what this one does not."""
+
+    def __init__(self, settings: TargetSettings) -> None:
+        super().__init__(settings)
+        self._settings = SETTINGS
