@@ -18,6 +18,7 @@ from specahead.engine.loading.copies import choose_copies
 from specahead.engine.loading.model import default_device
 from specahead.engine.loading.opening import EightBit, OpenedModel, open_both, open_model
 from specahead.engine.parallel.processes import RankProcesses
+from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import TargetRunner
 from specahead.engine.steps.step_loop import preparation_of, run_step_loop
@@ -49,13 +50,17 @@ def open_models(settings: TargetSettings, group_size: int) -> OpenedPair:
 
     group_size: of the plan. Raises OSError, or the loader's own error, for a model that cannot be loaded.
     """
-    planned = replace(settings, group_size=group_size)
-    if settings.tensor_parallel_size > 1:
-        return RankProcesses(planned, _eight_bit(settings)).open(), None
-    if not settings.draft_in_target:
-        return open_model(planned, _eight_bit(settings)), None
-    of_draft: EightBit = "all" if settings.speculation.draft_quantization == "fp8" else "none"
-    return open_both(planned, settings.own_draft, _eight_bit(settings), of_draft)
+    planned, eight_bit = replace(settings, group_size=group_size), _eight_bit(settings)
+
+    def open_part(ranks: Ranks, meet: Callable[[], None]) -> OpenedPair:
+        if not settings.draft_in_target:
+            return open_model(planned, eight_bit, ranks, meet), None
+        of_draft: EightBit = "all" if settings.speculation.draft_quantization == "fp8" else "none"
+        return open_both(planned, settings.own_draft, eight_bit, of_draft, ranks, meet)
+
+    if settings.tensor_parallel_size == 1:
+        return open_part(ALONE, lambda: None)
+    return RankProcesses(planned, eight_bit).open(open_part)
 
 
 def make_steps(verifier: Verifier, drafter: Drafter | None) -> Steps:

@@ -64,15 +64,15 @@ def choose(config: Config, machine: Machine, sizes: PairSizes | None) -> Choice:
     """Return how the services are placed. sizes: None without a draft model. Pure."""
     cluster, target = config.cluster, config.target
     gpus = machine.gpus if target.device != "cpu" else 0
-    grows = cluster.autoscaling.max_targets > 0
-    alone = cluster.targets or (1 if grows or target.host_kv_memory else max(1, gpus))
+    grows, ranks = cluster.autoscaling.max_targets > 0, target.tensor_parallel_size
+    alone = cluster.targets or (1 if grows or target.host_kv_memory else max(1, gpus // ranks))
     together, few = (
         Choice(True, alone, 0, "as asked"),
         Choice(False, cluster.targets or 1, cluster.drafts or 1, "as asked"),
     )
     # The fewest drafts that keep up with the targets on all other GPUs.
-    drafts = math.ceil(gpus / (_TARGETS_A_DRAFT + 1)) if gpus > 1 else 1
-    filled = 1 if grows or gpus < 2 else gpus - drafts
+    drafts = math.ceil(gpus / (_TARGETS_A_DRAFT * ranks + 1)) if gpus > 1 else 1
+    filled = 1 if grows or gpus < 2 else max(1, (gpus - drafts) // ranks)
     many = Choice(False, cluster.targets or filled, cluster.drafts or drafts, "as asked")
     if sizes is None:
         return Choice(False, alone, 0, "there is no draft model")
@@ -87,6 +87,8 @@ def choose(config: Config, machine: Machine, sizes: PairSizes | None) -> Choice:
     }.items():
         if holds:
             return replace(few, why=why)
+    if ranks > 1:
+        return replace(together, why="the first GPU of each target holds its draft, too")
     if gpus == 1 or not machine.memory:
         return replace(together, why="each GPU holds a target and its draft")
     fits, why = _compare_room(config, machine, sizes, gpus, gpus - drafts)

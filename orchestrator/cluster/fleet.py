@@ -41,7 +41,7 @@ class RayPlacement:
     def __init__(self, config: Config) -> None:
         self._folder = connect_ray(config.cluster)
         self._config = with_choice(config, machine_of(ray.cluster_resources()))
-        self._gpus = 0  # of each service
+        self._gpus = 0  # of each rank of a service
         self._neighbours = 1  # services of a node, about
         self._groups: dict[tuple[str, ...], Any] = {}  # by the names of the services that are near each other
         self._start: dict[str, Callable[[], Any]] = {}  # starts the actor of a service and returns its handle
@@ -66,7 +66,9 @@ class RayPlacement:
         Raises ClusterError with a service's own words, or if a Ray that was started here can never run the services.
         """
         there, settings = ray.cluster_resources(), placed_settings(self._config)
-        self._gpus = gpus_of(self._config.target.device, there.get("GPU", 0), len(settings))
+        self._gpus = gpus_of(
+            self._config.target.device, there.get("GPU", 0), sum(each.tensor_parallel_size for each in settings)
+        )
         self._neighbours = math.ceil(len(settings) / sum(node["Alive"] for node in ray.nodes()))
         needs = [each for pair in pairs_of(settings) for each in self._reserve(pair)]
         if self.owns_ray:
@@ -83,7 +85,11 @@ class RayPlacement:
     def _reserve(self, near: list[TargetSettings | DraftSettings]) -> list[dict[str, float]]:
         """Ask Ray for room for services near each other, and note how each is started there; return their needs."""
         cluster = self._config.cluster
-        needs = [{"CPU": _CPUS, "GPU": self._gpus} | resources_of(settings.side, cluster) for settings in near]
+        needs = [
+            # The GPUs of a service are on one node, since they are of one bundle.
+            {"CPU": _CPUS, "GPU": self._gpus * settings.tensor_parallel_size} | resources_of(settings.side, cluster)
+            for settings in near
+        ]
         group = self._groups[tuple(settings.name for settings in near)] = placement_group(needs, strategy="PACK")
         for index, (settings, needed) in enumerate(zip(near, needs, strict=True)):
             place = PlacementGroupSchedulingStrategy(group, index)

@@ -33,12 +33,15 @@ def check_room(needs: Sequence[Mapping[str, float]], there: Mapping[str, float])
             )
 
 
-def gpus_of(device: str, there: float, services: int) -> int:
-    """Return the GPUs that each service gets, one or none. there: GPUs of Ray's cluster."""
-    if device == "auto" and 0 < there < services:
+def gpus_of(device: str, there: float, wanted: int) -> int:
+    """Return how many GPUs are kept for each GPU that a service wants, one or none.
+
+    there: GPUs of Ray's cluster. wanted: GPUs of all services, one for each rank of a model.
+    """
+    if device == "auto" and 0 < there < wanted:
         log.warning(
             "Ray has %g of the %d GPUs that the services take, so none is kept for any of them, and all use the first "
             "of their node",
-            *(there, services),
+            *(there, wanted),
         )
-    return int(device == "cuda" or (device == "auto" and there >= services))
+    return int(device == "cuda" or (device == "auto" and there >= wanted))

@@ -236,14 +236,11 @@ class TargetSettings(_OwnOfTarget):
             return
         if count & (count - 1):
             raise SettingsError(f"tensor_parallel_size is {count}, expected 1, 2, 4 or 8")
-        refused = {
-            "placement 'together': take 'apart', with a draft service on another GPU, or a --draft without a model": (
-                self.draft_in_target
-            ),
-            "host_kv_memory: leave one of them out": self.host_kv_memory > 0,
-        }
-        for what in (what for what, given in refused.items() if given):
-            raise SettingsError(f"tensor_parallel_size {count} is not built with {what}")
+        if self.host_kv_memory:
+            raise SettingsError(
+                f"tensor_parallel_size {count} is not built with host_kv_memory: each rank would need tiers of its "
+                "own; leave one of them out"
+            )
 
     def _check_hold(self, hold: int) -> None:
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""

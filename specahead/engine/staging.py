@@ -47,6 +47,11 @@ class Staging:
         flat: np.ndarray = self._host.numpy()
         return flat
 
+    @property
+    def flat_on_device(self) -> Tensor:
+        """All tensors of `device` in one, uint8."""
+        return self._device
+
     def begin(self) -> None:
         """Wait until the last `send` has read `host`, which may then be written."""
         if self._sent is not None and not self.in_graph:

@@ -6,19 +6,44 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from protos import inference_pb2
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.steps.inputs import SequenceInput
 from specahead.models import TARGET
 from tests.books import read_passages
 from tests.client import APPROXIMATE, generate, make_request, read_by_rounds, wait_for
-from tests.e2e.test_bfloat16 import run
+from tests.e2e.test_bfloat16 import NEW_TOKENS, run
 from tests.stack import ROOT, start_gateway, start_services, start_stack
 
 COMMAND = ("-m", "target_service", "--tensor-parallel-size", "2")
+
+
+def listening(target: subprocess.Popen[str]) -> tuple[str, int]:
+    """Return where a target listens, and the process id of its rank 1."""
+    assert target.stdout is not None
+    found = re.search(r"at (\S+:\d+)", target.stdout.readline())
+    assert found is not None
+    return found.group(1), rank_of(target.pid)
+
+
+def rank_of(target: int) -> int:
+    """Return the process id of rank 1 of a target, by the target's."""
+    children = psutil.Process(target).children()
+    (rank,) = (child.pid for child in children if "spawn_main" in " ".join(child.cmdline()))
+    return int(rank)
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid)
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +51,46 @@ def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
     return read_passages(books, tokenizer, (20, 150, 400, 800), 5, 30_000)
 
 
-def test_greedy_tokens_are_those_of_one_rank(prompts: list[list[int]]) -> None:
-    """With a draft, whose proposals are rolled back where they are rejected."""
-    of_two = run(start_services(target_command=COMMAND), prompts, 4)
-    assert of_two == run(start_services(), prompts, 4)
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    """The likeliest tokens after each prompt, by the target in one process, without a draft."""
+    runner = make_runner(load_model(str(TARGET), torch.float32, "cpu"), 4096)
+    found = []
+    for prompt in prompts:
+        kv, tokens = SequenceKV(), [*prompt]
+        runner.forward([SequenceInput(kv, prompt[:-1])])
+        for _ in range(NEW_TOKENS):
+            (output,) = runner.forward([SequenceInput(kv, tokens[-1:], "last")])
+            assert output.logits is not None
+            tokens.append(int(output.logits.argmax()))
+        runner.kv.release(kv)
+        found.append(tokens[len(prompt) :])
+    return found
+
+
+def test_greedy_tokens_are_those_of_one_rank(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """With a draft service, whose proposals are rolled back where they are rejected."""
+    assert run(start_services(target_command=COMMAND), prompts, 4) == expected
+
+
+def test_a_draft_in_the_first_rank_and_a_killed_rank(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """Ray starts both ranks anew, and streams resume on them."""
+    stack = start_stack("--tensor-parallel-size", "2", "--placement", "together", "--kv-tokens", "4000")
+    try:
+        stub, flags = stack.stub(), {"max_tokens": NEW_TOKENS, "ignore_eos": True}
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda prompt: generate(stub, prompt, **flags), prompts))
+        assert [result.tokens for result in results] == expected
+        assert sum(result.speculation.accepted for result in results) > 0
+        rank, tokens = rank_of(stack.target_pid), list[int]()
+        for response in stub.Generate(make_request(prompts[-1], temperature=0, **flags)):
+            if not tokens:
+                os.kill(rank, signal.SIGKILL)
+            tokens += response.token_ids
+        assert tokens == expected[-1]
+    finally:
+        stack.stop()
+    wait_for(lambda: has_ended(rank), 5, "the rank has ended")
 
 
 def test_sparse_reading_prefixes_and_grammars(prompts: list[list[int]]) -> None:
@@ -61,20 +122,6 @@ def target() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) as process:
         yield process
         process.kill()
-
-
-def listening(target: subprocess.Popen[str]) -> tuple[str, int]:
-    """Return where a target listens, and the process id of its rank 1."""
-    assert target.stdout is not None
-    found = re.search(r"at (\S+:\d+)", target.stdout.readline())
-    assert found is not None
-    children = Path(f"/proc/{target.pid}/task/{target.pid}/children").read_text().split()
-    (rank,) = (int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text())
-    return found.group(1), rank
-
-
-def has_ended(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
 
 
 def test_a_killed_rank_ends_the_target(target: subprocess.Popen[str]) -> None:

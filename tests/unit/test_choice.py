@@ -40,6 +40,10 @@ CHOICES = [
     (Machine(4, H100), SMALL, ("--placement", "apart"), (False, 3, 1)),
     (Machine(2, H100), LARGE, ("--placement", "together"), (True, 2, 0)),
     (Machine(0), SMALL, ("--placement", "together"), (True, 1, 0)),
+    (Machine(4, H100), LARGE, ("--tensor-parallel-size", "2"), (True, 2, 0)),
+    (Machine(2, H100), LARGE, ("--tensor-parallel-size", "2"), (True, 1, 0)),
+    (Machine(8, H100), LARGE, ("--tensor-parallel-size", "2", "--placement", "apart"), (False, 3, 1 + 1)),
+    (Machine(8, H100), None, ("--tensor-parallel-size", "4"), (False, 2, 0)),
     (Machine(2, H100), None, (), (False, 2, 0)),
     (Machine(0), None, (), (False, 1, 0)),
 ]

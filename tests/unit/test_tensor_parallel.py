@@ -18,7 +18,7 @@ from specahead.engine.loading.checkpoint import Checkpoint, find_files
 from specahead.engine.loading.config import load_config
 from specahead.engine.loading.fused import read_decoder
 from specahead.engine.loading.model import load_model
-from specahead.engine.loading.opening import open_model
+from specahead.engine.loading.opening import OpenedModel, open_model
 from specahead.engine.loading.own_part import OwnPart
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import weight_shapes
@@ -129,11 +129,16 @@ SETTINGS = target_settings(
 PLAN = bundled_plan()
 
 
+def opened(processes: RankProcesses, settings: TargetSettings) -> OpenedModel:
+    """Open the part of rank 0."""
+    return processes.open(lambda ranks, meet: open_model(settings, "none", ranks, meet))
+
+
 @pytest.fixture(scope="module")
 def runners() -> Iterator[tuple[ModelRunner, ModelRunner]]:
     """The bundled target in this process alone, and over two ranks."""
     processes = RankProcesses(SETTINGS)
-    alone, split = open_model(replace(SETTINGS, tensor_parallel_size=1)).runner, processes.open().runner
+    alone, split = open_model(replace(SETTINGS, tensor_parallel_size=1)).runner, opened(processes, SETTINGS).runner
     assert isinstance(alone, ModelRunner)
     assert isinstance(split, ModelRunner)
     for runner in (alone, split):
@@ -275,12 +280,4 @@ def test_ranks_take_neighbouring_gpus() -> None:
 
 def test_a_rank_that_cannot_load_is_named() -> None:
     with pytest.raises(ValueError, match="rank 1 of 2 could not load its part of the model: ValueError: dtype 'odd'"):
-        _Misled(replace(SETTINGS, dtype="odd")).open()
-
-
-class _Misled(RankProcesses):
-    """Has the other rank load what this one does not."""
-
-    def __init__(self, settings: TargetSettings) -> None:
-        super().__init__(settings)
-        self._settings = SETTINGS
+        opened(RankProcesses(replace(SETTINGS, dtype="odd")), SETTINGS)

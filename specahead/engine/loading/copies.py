@@ -38,9 +38,9 @@ def choose_copies(settings: Settings) -> Settings:
         for name, model in read.items()
         if name not in held
         and getattr(said, name) is None
-        and can_copy(load_config(model), settings.dtype, settings.device, model)
+        and can_copy(load_config(model), settings.dtype, settings.device, model, _ranks_of(settings, model))
     }
-    sizes = {name: count_parameters(load_config(model)) for name, model in models.items()}
+    sizes = {name: count_parameters(load_config(model)) // _ranks_of(settings, model) for name, model in models.items()}
     made = fitting(sizes, *_memory(settings)) if sizes else []
     chosen: dict[str, Any] = {
         name: "fp8" if name in made else getattr(said, name) or "none" for name in QUANTIZATION_KEYS
@@ -51,14 +51,14 @@ def choose_copies(settings: Settings) -> Settings:
     return replace(settings, speculation=replace(said, **chosen))
 
 
-def can_copy(config: Any, dtype: str, device: str, model: str) -> bool:
+def can_copy(config: Any, dtype: str, device: str, model: str, ranks: int = 1) -> bool:
     """Return whether the device reads 8-bit copies of a model's layers.
 
-    config: of transformers. dtype: as settings name it.
+    config: of transformers. dtype: as settings name it. ranks: over which the model is split.
     """
     if not device.startswith("cuda") or unbuilt_feature(config, on_gpu=True) is not None:
         return False
-    return unbuilt_in_eight_bits(config, resolve_dtype(dtype, device, model), device) is None
+    return unbuilt_in_eight_bits(config, resolve_dtype(dtype, device, model), device, ranks) is None
 
 
 def fitting(sizes: Mapping[str, int], left: float, asked: float) -> list[str]:
@@ -95,6 +95,11 @@ def _read_by(settings: TargetSettings | DraftSettings) -> dict[str, str]:
     return read
 
 
+def _ranks_of(settings: TargetSettings | DraftSettings, model: str) -> int:
+    """Return over how many GPUs a model of this process is split."""
+    return settings.tensor_parallel_size if model == settings.model else 1
+
+
 def _memory(settings: TargetSettings | DraftSettings) -> tuple[float, float]:
     """Return how many bytes the weights of the process leave, and how many of KV the settings ask for."""
     free, total = torch.cuda.mem_get_info(settings.device)
@@ -103,6 +108,7 @@ def _memory(settings: TargetSettings | DraftSettings) -> tuple[float, float]:
     asked = settings.kv_memory * 2**30
     for model in [settings.model, *beside]:
         config, dtype = load_config(model), resolve_dtype(settings.dtype, settings.device, model)
-        left -= bytes_of_weights(config, dtype, _is_held(settings, model))
-        asked += settings.kv_tokens * bytes_of_token(read_shape(config), dtype)
+        ranks = _ranks_of(settings, model)
+        left -= bytes_of_weights(config, dtype, _is_held(settings, model), ranks)
+        asked += settings.kv_tokens * bytes_of_token(read_shape(config).of_rank(ranks), dtype)
     return left, asked

@@ -84,15 +84,22 @@ def open_model(
 
 
 def open_both(
-    settings: ModelSettings, beside: ModelSettings, eight_bit: EightBit, of_second: EightBit
+    settings: ModelSettings,
+    beside: ModelSettings,
+    eight_bit: EightBit,
+    of_second: EightBit,
+    ranks: Ranks = ALONE,
+    meet: Callable[[], None] = lambda: None,
 ) -> tuple[OpenedModel, OpenedModel]:
     """Load two models on one device. The second has KV for as many tokens as the first, and for its own rounds.
 
-    eight_bit, of_second: as for `open_model`, which says what this raises; one for each model.
+    eight_bit, of_second: as for `open_model`, which says what this raises; one for each model. ranks, meet: the same,
+    of the first; this process has the second whole.
     """
     second = _load(beside, of_second)
-    first = _load(settings, eight_bit)
-    tokens = first.room(bytes_of_token(second.model.shape, second.model.dtype))
+    first = _load(settings, eight_bit, ranks)
+    meet()
+    tokens = ranks.least(first.room(bytes_of_token(second.model.shape, second.model.dtype)))
     rounds = beside.max_sessions * (2 * beside.widest_round + PAGE_SIZE)
     return _open(first, tokens), _open(second, beside.kv_tokens or tokens + rounds)
 

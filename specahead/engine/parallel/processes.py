@@ -8,15 +8,17 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from specahead.config import ModelSettings
-from specahead.engine.loading.opening import EightBit, OpenedModel, open_model
+from specahead.engine.loading.opening import EightBit, open_model
 from specahead.engine.parallel.commands import Followers
 from specahead.engine.parallel.following import follow
 from specahead.engine.parallel.ranks import Ranks, join
@@ -26,6 +28,7 @@ from specahead.engine.steps.step_loop import describe
 log = logging.getLogger(__name__)
 
 LOST_RANK = 71  # the exit status of a process whose model lost a rank
+Opened = TypeVar("Opened")
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -55,15 +58,16 @@ class RankProcesses:
             self._processes.append(process)
         atexit.register(self.stop)
 
-    def open(self) -> OpenedModel:
-        """Open the model as `open_model` does, as rank 0. Once it is open, this process ends with status LOST_RANK when
-        another rank ends, and the ranks end with this process.
+    def open(self, open_part: Callable[[Ranks, Callable[[], None]], Opened]) -> Opened:
+        """Open this rank's part of the model, and return what `open_part` returns.
 
-        Raises what `open_model` raises, and ValueError if another rank cannot load its part.
+        From then on this process ends with status LOST_RANK when another rank ends, and the ranks end with it.
+        open_part: opens it for rank 0 (its first argument), and calls its second once it is loaded, as `open_model`
+        does. Raises what it raises, and ValueError if another rank cannot load its part.
         """
         ranks = Ranks(0, self._count, Followers(self.pipes))
         try:
-            return open_model(self._settings, self._eight_bit, ranks, lambda: self._meet(ranks))
+            return open_part(ranks, lambda: self._meet(ranks))
         except BaseException:
             self.stop()
             raise

@@ -32,6 +32,11 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def share(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of rank 0. Launches only."""
+        if not self.is_alone and not compiles_only():
+            dist.broadcast(tensor, 0)
+
     def least(self, number: int) -> int:
         """Return the least of the ranks' numbers. Waits for all ranks."""
         if self.is_alone:

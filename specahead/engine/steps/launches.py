@@ -47,7 +47,10 @@ def run_pass(
         chain.follow_step(given, shape)
     if shape.judges_drafts:
         assert chain is not None
-        chain.take_drafts(given)
+        # Rank 0 alone has the draft, whose tokens it gives to the others with all inputs.
+        if kv.ranks.rank == 0:
+            chain.take_drafts(given)
+        kv.ranks.share(buffers.inputs.flat_on_device)
     if shape.shares_out:
         _share_out(given, shape, kv)
     fetched = None
