@@ -66,6 +66,9 @@ COMMANDS = {
         bench.add_kernels_flags, "specahead.lab.benchmarks.kernels", "attention and selection kernels on a GPU"
     ),
     "bench step": Command(bench.add_step_flags, "specahead.lab.benchmarks.step", "steps of target and draft on a GPU"),
+    "bench ranks": Command(
+        bench.add_ranks_flags, "specahead.lab.benchmarks.ranks", "steps of a target over one GPU and over several"
+    ),
     "bench offload": Command(
         bench.add_offload_flags, "specahead.lab.benchmarks.offload", "steps over KV that lies partly in host memory"
     ),

@@ -39,3 +39,13 @@ def test_without_a_gpu_there_is_one_line(name: str) -> None:
         main(["bench", name])
     with pytest.raises(ValueError, match="torch sees none"):
         require_gpu()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
+def test_steps_over_ranks_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU in a small shape, over one rank and over two, which give the same tokens."""
+    main(["bench", "ranks", "--shape", "tiny", "--batch", "2", "--contexts", "300", "--repeats", "1"])
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[-2:] == ["1", "2"]
+    assert len(rows) == 4
+    assert all(row.count("(2/2 alike)") == 2 for row in rows[1:])

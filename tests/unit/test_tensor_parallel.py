@@ -134,11 +134,15 @@ def opened(processes: RankProcesses, settings: TargetSettings) -> OpenedModel:
     return processes.open(lambda ranks, meet: open_model(settings, "none", ranks, meet))
 
 
-@pytest.fixture(scope="module")
-def runners() -> Iterator[tuple[ModelRunner, ModelRunner]]:
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
+def runners(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRunner]]:
     """The bundled target in this process alone, and over two ranks."""
-    processes = RankProcesses(SETTINGS)
-    alone, split = open_model(replace(SETTINGS, tensor_parallel_size=1)).runner, opened(processes, SETTINGS).runner
+    settings = replace(SETTINGS, device=request.param)
+    processes = RankProcesses(settings)
+    alone, split = open_model(replace(settings, tensor_parallel_size=1)).runner, opened(processes, settings).runner
     assert isinstance(alone, ModelRunner)
     assert isinstance(split, ModelRunner)
     for runner in (alone, split):
@@ -248,6 +252,32 @@ def test_pages_are_zeroed_on_all_ranks(runners: tuple[ModelRunner, ModelRunner])
         found.append(output.logits)
         runner.kv.release(kv)
     torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=1e-3)
+
+
+def test_steps_follow_one_another_before_the_host_has_seen_them(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    """Each begins with the token that ranks have found themselves. On GPUs steps are prepared graphs, sums included."""
+    said = []
+    for runner in runners:
+        before = runner.captures_made
+        runner.warm_up([None], 2)
+        made, prompt = runner.captures_made, tokens(300, 9)
+        assert runner.chains_steps == (runner.kv.device.type == "cuda") == (made > before)
+        kv, found, under_way = read_prompt(runner, prompt[:-1]), list(prompt), None
+        for turn in range(6):
+            item = SequenceInput(kv, found[-1:], "all", None, Drafted([], [], Sampling(0.0), len(found)))
+            launched = runner.launch([replace(item, tokens=[0], follows=0) if turn else item])
+            if under_way is not None:
+                (output,) = under_way()
+                assert output.verdict is not None
+                found.append(output.verdict[1])
+            under_way = launched
+        assert under_way is not None
+        under_way()
+        assert runner.captures_made == made
+        said.append(found)
+        runner.kv.release(kv)
+    assert len(said[0]) == 305
+    assert said[0] == said[1]
 
 
 # What rank 0 tells the others.

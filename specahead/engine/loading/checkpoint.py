@@ -44,6 +44,7 @@ class RandomWeights(Mapping[str, Tensor]):
 
     def __init__(self, config: Any, dtype: torch.dtype, device: str) -> None:
         self._how: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._generator = torch.Generator(device).manual_seed(0)  # of its own, so that all ranks have one model
         self._deviation = getattr(config, "initializer_range", 0.02)
         self._shapes = weight_shapes(config)
         if config.tie_word_embeddings:
@@ -52,7 +53,7 @@ class RandomWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) > 1:
-            return torch.empty(shape, **self._how).normal_(0, self._deviation)
+            return torch.empty(shape, **self._how).normal_(0, self._deviation, generator=self._generator)
         return torch.zeros(shape, **self._how) if name.endswith(".bias") else torch.ones(shape, **self._how)
 
     def __iter__(self) -> Iterator[str]:

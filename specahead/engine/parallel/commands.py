@@ -43,6 +43,8 @@ class Command(IntEnum):
     """Zero pages. Numbers: the pages."""
     IMPOSE = 10
     """Replace the last step's verdicts. Numbers: three of each sequence."""
+    LEAVE = 11
+    """Leave the group of ranks, as rank 0 does, and end."""
 
 
 class Followers:

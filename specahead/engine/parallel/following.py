@@ -4,6 +4,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from specahead.engine.parallel.commands import Command, decode
 from specahead.engine.steps.model_runner import ModelRunner
@@ -11,13 +12,17 @@ from specahead.engine.steps.model_runner import ModelRunner
 
 @torch.inference_mode()
 def follow(runner: ModelRunner, commands: Connection) -> None:
-    """Do what rank 0 says, in its order, until it closes the pipe."""
+    """Do what rank 0 says, in its order, until it says to leave or closes the pipe."""
     while True:
         try:
             message = np.frombuffer(commands.recv_bytes(), np.int64)
         except (EOFError, OSError):
             return
-        _do(runner, Command(int(message[0])), message[1:], commands)
+        command = Command(int(message[0]))
+        if command is Command.LEAVE:
+            dist.destroy_process_group()
+            return
+        _do(runner, command, message[1:], commands)
 
 
 def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Connection) -> None:

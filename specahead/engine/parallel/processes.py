@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from specahead.config import ModelSettings
 from specahead.engine.loading.opening import EightBit, open_model
-from specahead.engine.parallel.commands import Followers
+from specahead.engine.parallel.commands import Command, Followers
 from specahead.engine.parallel.following import follow
 from specahead.engine.parallel.ranks import Ranks, join
 from specahead.engine.steps.model_runner import ModelRunner
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 LOST_RANK = 71  # the exit status of a process whose model lost a rank
 Opened = TypeVar("Opened")
+_END_SECONDS = 2  # that a rank gets to end by itself
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -56,7 +57,7 @@ class RankProcesses:
             theirs.close()
             self.pipes.append(ours)
             self._processes.append(process)
-        atexit.register(self.stop)
+        atexit.register(self._end)
 
     def open(self, open_part: Callable[[Ranks, Callable[[], None]], Opened]) -> Opened:
         """Open this rank's part of the model, and return what `open_part` returns.
@@ -91,13 +92,20 @@ class RankProcesses:
     def stop(self) -> None:
         """End all ranks; this process can open another model in ranks then."""
         self._stopping = True
-        for pipe, process in zip(self.pipes, self._processes, strict=True):
-            pipe.close()
-            process.kill()
-        for process in self._processes:
-            process.join()
         if dist.is_initialized():
+            Followers(self.pipes).tell(Command.LEAVE)
             dist.destroy_process_group()
+        self._end()
+
+    def _end(self) -> None:
+        """End all ranks as this process ends, whatever state they are in."""
+        self._stopping = True
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(_END_SECONDS)
+            process.kill()
+            process.join()
 
     def _watch(self) -> None:
         """Wait for a rank to end, and end this process then: no pass can be run without it, and none may be waiting."""

@@ -105,6 +105,16 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE")
 
 
+def add_ranks_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `bench ranks` takes."""
+    parser.add_argument("--shape", default="8b", choices=["8b", "1b", "tiny"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="GPUs of the target")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="sessions of a step")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[10240, 32768], metavar="N", help="their tokens")
+    parser.add_argument("--budget", type=float, default=0.1, help="share of the blocks that sparse steps read")
+    parser.add_argument("--repeats", type=int, default=20)
+
+
 def add_offload_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench offload` takes. Those without a default here have the one of OffloadSettings."""
     parser.add_argument("--shape", default="8b", metavar="NAME", help=SHAPES_HELP)
