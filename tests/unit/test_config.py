@@ -25,6 +25,7 @@ from specahead.config.setting import Section, declared_in
 from specahead.config.speculation import Circumstances
 from specahead.wire.errors import ClusterError
 from tests.launch_settings import launch_settings
+from tests.settings import target_settings
 
 SECTIONS = ("target", "draft", "clients", "cluster")
 
@@ -225,6 +226,23 @@ def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
     assert [gpus_of("auto", there, 1) for there in (0, 1)] == [0, 1]
     assert (gpus_of("cuda", 0, 2), gpus_of("cpu", 2, 2)) == (1, 0)
     assert [message[:22] for message in caplog.messages] == ["Ray has 1 of the 2 GPU", "Ray has 2 of the 3 GPU"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, expected 1, 2, 4 or 8"),
+        ({"tensor_parallel_size": 16}, "tensor_parallel_size is 16, expected a whole number at least 1 and at most 8"),
+        ({"tensor_parallel_size": 2, "host_kv_memory": 4.0}, "2 is not built with host_kv_memory"),
+    ],
+)
+def test_what_a_target_over_several_gpus_is_not_built_with(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        target_settings(**given)
+
+
+def test_a_draft_in_the_target_is_on_one_gpu() -> None:
+    assert target_settings(tensor_parallel_size=4, placement="together").own_draft.tensor_parallel_size == 1
 
 
 def test_what_a_ray_that_gets_no_more_nodes_can_run() -> None:

@@ -5,6 +5,7 @@ lays them out in host memory, so that a rank that follows receives them where it
 """
 
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import IntEnum
@@ -51,7 +52,7 @@ class Followers:
     """The ranks that follow this one, each at the other end of a pipe. Without any, nothing is sent."""
 
     def __init__(self, connections: Sequence[Connection] = ()) -> None:
-        self._connections = connections
+        self._connections, self._lock = connections, threading.Lock()
 
     def tell(self, command: Command, numbers: Sequence[int] = (), inputs: np.ndarray | None = None) -> None:
         """Send a command with its numbers, and the inputs of a pass if it has any, to every rank.
@@ -61,10 +62,11 @@ class Followers:
         if not self._connections:
             return
         message = np.array([command, *numbers], np.int64)
-        for connection in self._connections:
-            connection.send_bytes(message.data)
-            if inputs is not None:
-                connection.send_bytes(inputs.data)
+        with self._lock:  # the event loop tells, too, between steps
+            for connection in self._connections:
+                connection.send_bytes(message.data)
+                if inputs is not None:
+                    connection.send_bytes(inputs.data)
 
     def tell_step(self, shape: PassShape, inputs: np.ndarray, logits_rows: int | None) -> None:
         """Have a pass run on every rank. logits_rows: as PassRunner makes its buffers; None: a step."""

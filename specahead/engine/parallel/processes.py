@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class RankProcesses:
     def __init__(self, settings: ModelSettings, eight_bit: EightBit = "none") -> None:
         self._count, self._settings, self._eight_bit = settings.tensor_parallel_size, settings, eight_bit
         _check_devices(settings.device, self._count)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store, port = _serve_store()
         self._stopping = False
         self.pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -51,7 +52,7 @@ class RankProcesses:
         for rank in range(1, self._count):
             ours, theirs = context.Pipe()
             of_rank = replace(settings, device=device_of(settings.device, rank))
-            given = of_rank, eight_bit, Ranks(rank, self._count), self._store.port, theirs
+            given = of_rank, eight_bit, rank, port, theirs
             process = context.Process(target=run_rank, args=given, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -124,7 +125,7 @@ class RankProcesses:
         os._exit(LOST_RANK)
 
 
-def run_rank(settings: ModelSettings, eight_bit: EightBit, ranks: Ranks, port: int, pipe: Connection) -> None:
+def run_rank(settings: ModelSettings, eight_bit: EightBit, rank: int, port: int, pipe: Connection) -> None:
     """Load a rank's part of the model, and follow rank 0. This is the process of a rank.
 
     port: of rank 0's store. pipe: brings commands from rank 0; says to it first that the part is loaded, by no words,
@@ -132,7 +133,7 @@ def run_rank(settings: ModelSettings, eight_bit: EightBit, ranks: Ranks, port: i
     """
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: rank 0 ends, and this process with it
-    device = torch.device(settings.device)
+    device, ranks = torch.device(settings.device), Ranks(rank, settings.tensor_parallel_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -147,6 +148,14 @@ def run_rank(settings: ModelSettings, eight_bit: EightBit, ranks: Ranks, port: i
         sys.exit(1)
     assert isinstance(runner, ModelRunner)
     follow(runner, pipe)
+
+
+def _serve_store() -> tuple[dist.TCPStore, int]:
+    """Return a store through which ranks find each other, and its port. It listens on this machine's loopback alone."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    fd = listener.detach()  # the store's from now on
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd), port
 
 
 def _check_devices(device: str, count: int) -> None:

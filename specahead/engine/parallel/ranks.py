@@ -1,5 +1,7 @@
 """The ranks that run one model together, and the sums over them. Knows no models and no passes."""
 
+import os
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -62,13 +64,20 @@ class Ranks:
 
 
 ALONE = Ranks()
+# Ranks are on one machine, and meet on its loopback. Multicast over NVLink is often off where GPUs are shared out.
+_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
+if sys.platform == "linux":
+    _ENVIRONMENT |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def join(ranks: Ranks, port: int, device: torch.device) -> None:
     """Join torch.distributed's default group, which must not exist yet: NCCL between GPUs, else gloo.
 
-    Waits for all ranks. port: of the store that rank 0 keeps on this machine.
+    Waits for all ranks. port: of the store that rank 0 keeps on this machine. What the environment already says of NCCL
+    and gloo stays.
     """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     store = dist.TCPStore("127.0.0.1", port)
     if device.type == "cuda":
         if device.index is not None:
