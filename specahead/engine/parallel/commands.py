@@ -27,7 +27,7 @@ class Command(IntEnum):
     EXACT = 1
     """Run a pass of its exact size. Numbers: rows that give logits, the shape; then its inputs."""
     CAPTURE = 2
-    """Make the step of a shape ready, to stay. Numbers: the shape."""
+    """Make the step of a shape ready. Numbers: whether it is to stay (1 or 0), the shape."""
     PLAN_PROMPT = 3
     """Have cuDNN plan one shape of prompts. Numbers: own tokens, tokens before."""
     CAPTURE_PROMPT = 4

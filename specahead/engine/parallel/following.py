@@ -33,7 +33,7 @@ def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Co
         case Command.EXACT:
             passes.follow(decode(given[1:]), given[0], commands.recv_bytes_into)
         case Command.CAPTURE:
-            passes.step_of(decode(given), prepared=True)
+            passes.step_of(decode(given[1:]), prepared=bool(given[0]))
         case Command.PLAN_PROMPT:
             passes.plan_prompt(*given)
         case Command.CAPTURE_PROMPT:

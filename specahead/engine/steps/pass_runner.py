@@ -66,8 +66,9 @@ class PassRunner:
 
     def step_of(self, shape: PassShape, prepared: bool = False) -> Captured:
         """Return the step of a shape, ready to run. prepared: as in `Graphs.of`."""
-        if prepared:
-            self._followers.tell(Command.CAPTURE, encode(shape))
+        if self.graphs.captures and (prepared or shape not in self.graphs.by_shape):
+            # Before this rank begins: NCCL may need all ranks while a sum is captured.
+            self._followers.tell(Command.CAPTURE, (prepared, *encode(shape)))
         make_buffers, launch = partial(self._make_buffers, shape, None), partial(self._launch, shape)
         return self.graphs.of(shape, make_buffers, launch, prepared)
 
