@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specahead import models
@@ -30,7 +31,7 @@ from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape
-from specahead.kernels.linear import LinearWeight
+from specahead.kernels.linear import EightBitWeight, LinearWeight
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from target_service.self_drafting import SelfDrafting
@@ -71,6 +72,11 @@ def whole(part: LinearWeight) -> Tensor:
     return part.values
 
 
+def rounded(part: LinearWeight) -> Tensor:
+    assert isinstance(part.values, EightBitWeight)
+    return part.values.in_order()
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_parts_put_together_are_the_model(folder: Path, count: int) -> None:
     """By heads: rows of queries, keys, values, gates and ups; columns of what reads them; one bias of these counts."""
@@ -104,6 +110,40 @@ def test_only_the_own_part_is_read(folder: Path) -> None:
     total = sum(torch.Size(shape).numel() for shape in weight_shapes(config).values())
     unsplit = 2 * 100 * 64
     assert read - unsplit < 0.3 * (total - unsplit)
+
+
+@pytest.mark.parametrize("comes", ["in 16 bits", "in 8 bits"])
+def test_parts_in_eight_bits(tmp_path: Path, comes: str) -> None:
+    """Rounded as they are loaded, or as the checkpoint has them, with a scale for each row or for a whole layer."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"attention_bias": False}))
+    if comes == "in 8 bits":
+        tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        for name in [name for name in tensors if "proj.weight" in name]:
+            scales = tensors[name].abs().amax(1, keepdim=True) / 448 if "up" in name else torch.full((1,), 0.001)
+            tensors[name] = (tensors[name] / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = scales
+        model.config.quantization_config = {"quant_method": "fp8"}
+        model.config.save_pretrained(tmp_path)
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        model.save_pretrained(tmp_path)
+    how: dict[str, Any] = {"quantization": "none" if comes == "in 8 bits" else "fp8"}
+    of_all = load_model(str(tmp_path), torch.float32, "cpu", **how).decoder
+    parts = [load_model(str(tmp_path), torch.float32, "cpu", ranks=Ranks(rank, 2), **how).decoder for rank in (0, 1)]
+    for decoder in (of_all, *parts):
+        assert isinstance(decoder, Decoder)
+    for index in range(2):
+        for name, dim, sizes in (("gate_up", 0, (96, 96)), ("down", 1, (96,))):
+            expected, first, second = (
+                rounded(getattr(decoder.layers[index], name))
+                for decoder in (of_all, *parts)  # type: ignore[union-attr]
+            )
+            halves = [each.split([size // 2 for size in sizes], dim) for each in (first, second)]
+            together = torch.cat([half for pair in zip(*halves, strict=True) for half in pair], dim)
+            # Columns that are rounded as they are loaded get scales of their own on each rank.
+            near = 0.0 if dim == 0 or comes == "in 8 bits" else 0.07
+            torch.testing.assert_close(together, expected, rtol=near, atol=near / 50)
 
 
 def test_models_that_cannot_be_split_are_refused(folder: Path) -> None:
