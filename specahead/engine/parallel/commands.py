@@ -1,7 +1,8 @@
 """What rank 0 tells the ranks that follow it: flat numbers and the bytes of arrays, never pickled objects.
 
-A message is int64 numbers: a command, and what it takes. A pass has the bytes of its inputs after it, as `Staging`
-lays them out in host memory, so that a rank that follows receives them where its own copy to the device begins.
+A message is int64 numbers: a command, and what it takes. The inputs of a step come from rank 0's device, within the
+step (`Ranks.share`), so a message stays small, however long contexts are. Those of a pass of its exact size, which the
+host of every rank looks at, follow its message, as `Staging` lays them out in host memory.
 """
 
 import struct
@@ -23,7 +24,7 @@ class Command(IntEnum):
     """What a rank is to do, beside what its numbers say."""
 
     STEP = 0
-    """Run the step of a shape. Numbers: the shape; then its inputs."""
+    """Run the step of a shape. Numbers: the shape."""
     EXACT = 1
     """Run a pass of its exact size. Numbers: rows that give logits, the shape; then its inputs."""
     CAPTURE = 2
@@ -68,11 +69,11 @@ class Followers:
                 if inputs is not None:
                     connection.send_bytes(inputs.data)
 
-    def tell_step(self, shape: PassShape, inputs: np.ndarray, logits_rows: int | None) -> None:
+    def tell_pass(self, shape: PassShape, inputs: np.ndarray, logits_rows: int | None) -> None:
         """Have a pass run on every rank. logits_rows: as PassRunner makes its buffers; None: a step."""
         if self._connections:
             if logits_rows is None:
-                self.tell(Command.STEP, encode(shape), inputs)
+                self.tell(Command.STEP, encode(shape))
             else:
                 self.tell(Command.EXACT, (logits_rows, *encode(shape)), inputs)
 

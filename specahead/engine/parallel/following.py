@@ -29,9 +29,9 @@ def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Co
     passes, kv, given = runner.passes, runner.kv, numbers.tolist()
     match command:
         case Command.STEP:
-            passes.follow(decode(given), None, commands.recv_bytes_into)
+            passes.step_of(decode(given)).run()
         case Command.EXACT:
-            passes.follow(decode(given[1:]), given[0], commands.recv_bytes_into)
+            passes.follow_exact(decode(given[1:]), given[0], commands.recv_bytes_into)
         case Command.CAPTURE:
             passes.step_of(decode(given[1:]), prepared=bool(given[0]))
         case Command.PLAN_PROMPT:

@@ -8,6 +8,7 @@ from specahead.engine.kv.fetch import FetchPlan
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.layer_attention import BlockMemory, Heads, LayerAttention, LayerPages, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.parallel.ranks import Ranks
 from specahead.engine.sampling.judging import judge
 from specahead.engine.staging import Buffers
 from specahead.engine.steps.alternatives import Judged, accept_alternatives, drafted_logits
@@ -38,19 +39,12 @@ def run_pass(
 
     layer_pages: the keys and values of a layer; None: the KV's own pages. prompts: the parts that the sequences of a
     dense pass read one by one, if they do. drafting: runs passes that draft, and tokens that a later pass judges
-    (PassShape.light); None: the decoder. chain: the device chain, for a shape that is chained. graphs: run the layers
-    in place of the decoder.
+    (PassShape.light); None: the decoder. chain: the device chain, for a step; None: a pass of its exact size. graphs:
+    run the layers in place of the decoder.
     """
     given = buffers.tensors
-    if shape.turn:
-        assert chain is not None
-        chain.follow_step(given, shape)
-    if shape.judges_drafts:
-        assert chain is not None
-        # Rank 0 alone has the draft, whose tokens it gives to the others with all inputs.
-        if kv.ranks.rank == 0:
-            chain.take_drafts(given)
-        kv.ranks.share(buffers.inputs.flat_on_device)
+    if chain is not None:
+        _take_up(shape, buffers, kv.ranks, chain)
     if shape.shares_out:
         _share_out(given, shape, kv)
     fetched = None
@@ -75,6 +69,19 @@ def run_pass(
         given["token_ids"], given["positions"], given["slots"], kv.k_pages, kv.v_pages, attend, logits_rows
     )
     _leave_results(shape, buffers, fetched, kv, chain)
+
+
+def _take_up(shape: PassShape, buffers: Buffers, ranks: Ranks, chain: DeviceChain) -> None:
+    """Complete the inputs of a step on every rank: by the device chain, and by what rank 0 has from its host.
+
+    Rank 0 alone has a draft in its process, and gives what that has drafted to the others with all inputs.
+    """
+    given = buffers.tensors
+    if shape.judges_drafts and ranks.rank == 0:
+        chain.take_drafts(given)
+    ranks.share(buffers.inputs.flat_on_device)
+    if shape.turn:
+        chain.follow_step(given, shape)
 
 
 def _share_out(given: dict[str, Tensor], shape: PassShape, kv: KVCache) -> None:

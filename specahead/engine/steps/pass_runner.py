@@ -141,21 +141,15 @@ class PassRunner:
             how |= {"prompts": self._plan_prompts(buffers), "graphs": None if shape.light else self._prompt_graphs}
         run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
 
-    def follow(self, shape: PassShape, logits_rows: int | None, receive: Callable[[np.ndarray], object]) -> None:
-        """Launch a pass that rank 0 has laid out, on a rank that follows it.
+    def follow_exact(self, shape: PassShape, logits_rows: int, receive: Callable[[np.ndarray], object]) -> None:
+        """Launch a pass of its exact size that rank 0 has laid out, on a rank that follows it.
 
-        logits_rows: of a pass of its exact size; None: a step. receive: writes the inputs that rank 0 sends to an
-        array. Rank 0 has seen what the last step of the shape gave, so that step has read its inputs here, too.
+        logits_rows: rows that give logits. receive: writes the inputs that rank 0 sends to an array.
         """
-        step = None if logits_rows is not None else self.step_of(shape)
-        buffers = step.buffers if step else self._make_buffers(shape, logits_rows)
-        buffers.inputs.begin()
+        buffers = self._make_buffers(shape, logits_rows)
         receive(buffers.inputs.flat)
         buffers.inputs.send()
-        if step:
-            step.run()
-        else:
-            self._run_exact(buffers, shape)
+        self._run_exact(buffers, shape)
 
     def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:
         memory = None
@@ -179,7 +173,7 @@ class PassRunner:
             self._kv.extend_group_means([item.kv for item in sparse], [item.first_position for item in sparse])
         indices = [self._index_of(item.read.budget.memory) for item in inputs if item.read]
         lay_out_pass(buffers.inputs, shape, inputs, indices, self._kv, tables)
-        self._followers.tell_step(shape, buffers.inputs.flat, logits_rows)
+        self._followers.tell_pass(shape, buffers.inputs.flat, logits_rows)
 
     def _index_of(self, memory: ReadMemory) -> int:
         is_new = memory.index is None
