@@ -25,6 +25,7 @@ from tests.e2e.test_bfloat16 import NEW_TOKENS, run
 from tests.stack import ROOT, start_gateway, start_services, start_stack
 
 COMMAND = ("-m", "target_service", "--tensor-parallel-size", "2")
+ON_CPU = ("--device", "cpu")  # where ranks share the device
 
 
 def listening(target: subprocess.Popen[str]) -> tuple[str, int]:
@@ -70,12 +71,12 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 def test_greedy_tokens_are_those_of_one_rank(prompts: list[list[int]], expected: list[list[int]]) -> None:
     """With a draft service, whose proposals are rolled back where they are rejected."""
-    assert run(start_services(target_command=COMMAND), prompts, 4) == expected
+    assert run(start_services(*ON_CPU, target_command=COMMAND), prompts, 4) == expected
 
 
 def test_a_draft_in_the_first_rank_and_a_killed_rank(prompts: list[list[int]], expected: list[list[int]]) -> None:
     """Ray starts both ranks anew, and streams resume on them."""
-    stack = start_stack("--tensor-parallel-size", "2", "--placement", "together", "--kv-tokens", "4000")
+    stack = start_stack(*ON_CPU, "--tensor-parallel-size", "2", "--placement", "together", "--kv-tokens", "4000")
     try:
         stub, flags = stack.stub(), {"max_tokens": NEW_TOKENS, "ignore_eos": True}
         with ThreadPoolExecutor(4) as pool:
@@ -94,7 +95,7 @@ def test_a_draft_in_the_first_rank_and_a_killed_rank(prompts: list[list[int]], e
 
 
 def test_sparse_reading_prefixes_and_grammars(prompts: list[list[int]]) -> None:
-    services = start_services(target_command=COMMAND)
+    services = start_services(*ON_CPU, target_command=COMMAND)
     try:
         stack = start_gateway(services)
         stub, prompt = stack.stub(), prompts[-1]
@@ -116,7 +117,7 @@ def test_sparse_reading_prefixes_and_grammars(prompts: list[list[int]]) -> None:
 @pytest.fixture
 def target() -> Iterator[subprocess.Popen[str]]:
     """A target service by itself, which listens."""
-    flags = ("--model", str(TARGET), "--draft", "lookup", "--port", "0", "--kv-tokens", "4000")
+    flags = (*ON_CPU, "--model", str(TARGET), "--draft", "lookup", "--port", "0", "--kv-tokens", "4000")
     command = [sys.executable, *COMMAND, *flags, "--timeouts", '{"step": 3}']
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) as process:
@@ -138,9 +139,10 @@ def test_a_rank_that_hangs_ends_the_target(target: subprocess.Popen[str]) -> Non
     os.kill(rank, signal.SIGSTOP)
     gateway = start_stack("--target-address", address, "--draft", "lookup")
     try:
-        gateway.stub().Generate(make_request("Once", max_tokens=4))  # nobody waits for its answer
+        answer = gateway.stub().Generate(make_request("Once", max_tokens=4))
         _, said = target.communicate(timeout=20)
         assert target.returncode == 70
+        answer.cancel()
         assert "has taken more than 3 s, so it hangs" in said
         wait_for(lambda: has_ended(rank), 5, "the rank has ended")
     finally:
