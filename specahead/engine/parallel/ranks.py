@@ -64,8 +64,9 @@ class Ranks:
 
 
 ALONE = Ranks()
-# Ranks are on one machine, and meet on its loopback. Multicast over NVLink is often off where GPUs are shared out.
-_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
+# Ranks are on one machine, and meet on its loopback. Multicast over NVLink is often off where GPUs are shared out. The
+# buffers of graphs are not registered: they may lie in segments that grow (specahead.config.process).
+_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}
 if sys.platform == "linux":
     _ENVIRONMENT |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
