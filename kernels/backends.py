@@ -28,6 +28,7 @@ Backend = Literal["torch", "triton"]
 _ANYWHERE = {
     *("counts_ptr", "first_items_ptr", "following_ptr", "lengths_ptr", "lists_ptr", "memory_ptr", "pieces_ptr"),
     *(
+        "kv_scales_ptr",
         "positions_ptr",
         "read_weights_ptr",
         "slots_ptr",

@@ -7,15 +7,21 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.backends import jit, tl
+from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_to_pages
 
 
-def write_kv(k_pages: Tensor, v_pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+def write_kv(
+    k_pages: Tensor, v_pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor, scales: KVScales | None = None
+) -> None:
     """Store `keys` and `values` at `slots`, in place.
 
     k_pages, v_pages: [pages, kv_heads, page_size, head_dim]
     slots: [tokens] int64, page * page_size + offset, no two alike
-    keys, values: [tokens, kv_heads, head_dim], the pages' dtype
+    keys, values: [tokens, kv_heads, head_dim], of the pages' dtype unless there are scales
+    scales: the layer's, for pages in 8 bits; None: numbers are written as they are
     """
+    if scales is not None:
+        keys, values = keys_to_pages(keys, scales), values_to_pages(values, scales)
     page_size = k_pages.shape[2]
     page = torch.div(slots, page_size, rounding_mode="floor")
     offset = slots - page * page_size

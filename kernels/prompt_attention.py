@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.backends import default_backend
+from specahead.kernels.kv_scales import KVScales, copy_keys, copy_values
 from specahead.kernels.merged_attention import merge_attended
 from specahead.kernels.prompt_reads import UNIT, Ends, PromptPart, PromptReads
 from specahead.kernels.ragged_attention import attend_to_last_tokens
+
+_Pages = tuple[Tensor, Tensor, KVScales | None]  # of keys and of values, and the scales of those in 8 bits
 
 
 def cudnn_attends(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -25,17 +28,21 @@ def cudnn_attends(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def attend_to_prompts(reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> Tensor:
+def attend_to_prompts(
+    reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, scales: KVScales | None = None
+) -> Tensor:
     """Return the output [rows, heads, dim]; rows of no part are zeros.
 
-    queries: [rows, heads, dim]. k_pages, v_pages: [pages, kv_heads, page_size, dim].
+    queries: [rows, heads, dim]. k_pages, v_pages: [pages, kv_heads, page_size, dim]. scales: the layer's, for pages in
+    8 bits.
     """
+    pages = k_pages, v_pages, scales
     out, end = torch.empty_like(queries), 0
     for part in reads.parts:
         if isinstance(part, Ends):
-            whole = _attend_to_ends(reads, part, queries, (k_pages, v_pages), scale, out)
+            whole = _attend_to_ends(reads, part, queries, pages, scale, out)
         else:
-            whole = _attend_to_part(reads, part, queries, (k_pages, v_pages), scale, out)
+            whole = _attend_to_part(reads, part, queries, pages, scale, out)
         if whole is not None:
             return whole
         out[end : part.rows.start].zero_()
@@ -45,7 +52,7 @@ def attend_to_prompts(reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pa
 
 
 def _attend_to_ends(
-    reads: PromptReads, ends: Ends, queries: Tensor, pages: tuple[Tensor, Tensor], scale: float, out: Tensor
+    reads: PromptReads, ends: Ends, queries: Tensor, pages: _Pages, scale: float, out: Tensor
 ) -> Tensor | None:
     """Write the outputs of short parts to their rows of `out`; or return them, if they are all rows of the pass."""
     keys, values = (each.transpose(0, 1) for each in copy_places(pages, ends.places, reads.room))
@@ -64,7 +71,7 @@ def _attend_to_ends(
 
 
 def _attend_to_part(
-    reads: PromptReads, part: PromptPart, queries: Tensor, pages: tuple[Tensor, Tensor], scale: float, out: Tensor
+    reads: PromptReads, part: PromptPart, queries: Tensor, pages: _Pages, scale: float, out: Tensor
 ) -> Tensor | None:
     """Write the output of a part to its rows of `out`; or return it, if it is all rows of the pass."""
     assert part.own is not None
@@ -96,7 +103,7 @@ def _merge_before(
     part: PromptPart,
     own: Tensor,
     running: tuple[Tensor, Tensor],
-    pages: tuple[Tensor, Tensor],
+    pages: _Pages,
     scale: float,
     out: Tensor,
 ) -> None:
@@ -141,16 +148,20 @@ def merge_in_all_ways(heads: int, dim: int, dtype: torch.dtype, device: torch.de
         merge_attended(piece.to(running), total, piece, total, out, backend=default_backend(device))
 
 
-def copy_places(pages: tuple[Tensor, ...], places: Tensor, room: Tensor) -> list[Tensor]:
+def copy_places(pages: _Pages, places: Tensor, room: Tensor) -> list[Tensor]:
     """Copy the KV at `places` of pages to `room`, and return it: [kv_heads, tokens, dim] of each.
 
     pages: [pages, kv_heads, page_size, dim] each; places: int64, head by head, as `PromptPart` has them.
     """
+    scales = pages[2]
     _, kv_heads, page_size, dim = pages[0].shape
     copies = []
-    for source, own in zip(pages, room, strict=False):
+    for copy_scaled, source, own in zip((copy_keys, copy_values), pages[:2], room, strict=True):
         copy = own[: len(places) * page_size * dim].view(-1, page_size * dim)
-        torch.index_select(source.view(-1, page_size * dim), 0, places, out=copy)
+        if scales is None:
+            torch.index_select(source.view(-1, page_size * dim), 0, places, out=copy)
+        else:
+            copy_scaled(source, places, scales, copy, default_backend(copy.device))
         copies.append(copy.view(kv_heads, -1, dim))
     return copies
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.backends import jit, overlapping_launch, tl
+from specahead.kernels.kv_scales import KVScales, in_pages
 from specahead.kernels.kv_write import write_kv
 from specahead.kernels.rms_norm import add_rms_norm
 
@@ -27,30 +28,35 @@ def rotate_and_write_kv(
     backend: str = "torch",
     head_norms: Tensor | None = None,
     epsilon: float = 0.0,
+    scales: KVScales | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Write the rotated keys, and the values, to their slots in place; return the rotated queries.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], contiguous: queries, keys, values; or [parts, tokens, …] float32,
-        whose sum is rounded to the dtype of the pages.
+        whose sum is rounded to `dtype`.
     cosines, sines: [positions, rotated / 2] float32, contiguous; dimension i of a head turns with i + rotated / 2.
     positions: [tokens] int32 or int64.
     slots: [tokens] int64, page * page_size + offset; a token with a negative slot is not written.
     k_pages, v_pages: [pages, kv_heads, page_size, head_dim]; Triton takes powers of two as head_dim.
     head_norms: [2, head_dim], RMSNorm weights of each head's query and key before rotation; None: no norm.
+    scales: the layer's, for pages in 8 bits.
+    dtype: of the queries, and of keys and values before they are written; None: that of the pages.
     Returns [tokens, heads, head_dim].
     """
     kv_heads, page_size, dim = k_pages.shape[1:]
+    dtype = dtype or k_pages.dtype
     if backend == "torch":
-        qkv = qkv.sum(0).to(k_pages.dtype) if qkv.dim() == 3 else qkv
+        qkv = qkv.sum(0).to(dtype) if qkv.dim() == 3 else qkv
         queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
         if head_norms is not None:
             queries, keys = _norm_heads(queries, head_norms[0], epsilon), _norm_heads(keys, head_norms[1], epsilon)
         queries, keys = (_rotate(each, cosines, sines, positions) for each in (queries, keys))
         kept = slots >= 0
-        write_kv(k_pages, v_pages, slots[kept], keys[kept], values[kept])
+        write_kv(k_pages, v_pages, slots[kept], keys[kept], values[kept], scales)
         return queries
     tokens = qkv.shape[-2]
-    queries = torch.empty(tokens, heads, dim, dtype=k_pages.dtype, device=qkv.device)
+    queries = torch.empty(tokens, heads, dim, dtype=dtype, device=qkv.device)
     of_program = 1 if tokens < MANY_TOKENS else HEADS_OF_PROGRAM
     _rotate_and_write_kv_kernel[(tokens, -(-(heads + 2 * kv_heads) // of_program))](
         qkv,
@@ -59,6 +65,8 @@ def rotate_and_write_kv(
         positions,
         slots,
         head_norms,
+        None if scales is None else scales.scales,
+        None if scales is None else scales.centers,
         k_pages,
         v_pages,
         queries,
@@ -112,6 +120,8 @@ def _rotate_and_write_kv_kernel(
     positions_ptr,
     slots_ptr,
     norms_ptr,
+    kv_scales_ptr,
+    centers_ptr,
     k_ptr,
     v_ptr,
     queries_ptr,
@@ -136,14 +146,14 @@ def _rotate_and_write_kv_kernel(
     slot = tl.load(slots_ptr + token)
     if HALF > 0:
         row, turned = tl.load(positions_ptr + token) * HALF + at % HALF, at < 2 * HALF
-        cos = tl.load(cosines_ptr + row, mask=turned, other=1.0).to(k_ptr.dtype.element_ty)
-        sin = tl.load(sines_ptr + row, mask=turned, other=0.0).to(k_ptr.dtype.element_ty)
+        cos = tl.load(cosines_ptr + row, mask=turned, other=1.0).to(queries_ptr.dtype.element_ty)
+        sin = tl.load(sines_ptr + row, mask=turned, other=0.0).to(queries_ptr.dtype.element_ty)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for index in tl.static_range(OF_PROGRAM):
         head = tl.program_id(1) * OF_PROGRAM + index
         if head < HEADS + 2 * KV_HEADS:
-            dtype: tl.constexpr = k_ptr.dtype.element_ty
+            dtype: tl.constexpr = queries_ptr.dtype.element_ty
             own = _load_head(qkv_ptr, token, tokens, head * DIM + at, WIDTH, PARTS, dtype)
             if head < HEADS + KV_HEADS:
                 other = _load_head(qkv_ptr, token, tokens, head * DIM + partner, WIDTH, PARTS, dtype)
@@ -161,7 +171,13 @@ def _rotate_and_write_kv_kernel(
             elif slot >= 0:
                 kv_head = (head - HEADS) % KV_HEADS
                 offset = ((slot // PAGE * KV_HEADS + kv_head) * PAGE + slot % PAGE) * DIM
+                if kv_scales_ptr is None:
+                    written = own
+                else:  # those of keys and, after them, of values
+                    of_kv = head - HEADS
+                    scale, center = tl.load(kv_scales_ptr + of_kv), tl.load(centers_ptr + of_kv * DIM + at)
+                    written = in_pages(own, scale, center, k_ptr.dtype.element_ty)
                 if head < HEADS + KV_HEADS:
-                    tl.store(k_ptr + offset + at, own)
+                    tl.store(k_ptr + offset + at, written)
                 else:
-                    tl.store(v_ptr + offset + at, own)
+                    tl.store(v_ptr + offset + at, written)

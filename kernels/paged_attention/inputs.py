@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specahead.kernels.kv_scales import EIGHT_BITS, KVScales
+
 MOST_BEYOND = 128  # tokens after a sequence's end whose blocks may be listed, for later passes
 # The second-order term overshoots for keys that are far from normal; beyond this (a factor of e²) it is cut.
 MAX_VARIANCE_TERM = 2.0
@@ -28,7 +30,9 @@ class BlockLists:
 
 @dataclass(frozen=True)
 class GroupMeans:
-    """Means of the keys and values of groups of `group_size` tokens, a whole number of blocks.
+    """Means of the keys and values of groups of `group_size` tokens, a whole number of blocks, as pages hold them.
+
+    Of pages in 8 bits they are means of the 8-bit numbers, which stand for keys and values by the scales of the batch.
 
     k, v: [slots, kv_heads, head_dim] means; k_variance: the same shape, of each key dimension within the group
     tables: [sequences, max_groups] int32, slot of each group from the first token on
@@ -56,6 +60,7 @@ class Batch:
     visible: [tokens, 3] int32, for queries that are on different branches of one sequence: a query with the numbers
         (before, first, last) sees the KV positions below `before` and those from `first` up to `last` - 1; None: each
         query sees its own position and all before it
+    scales: the layer's, for pages in 8 bits; None: pages have the dtype of the queries
     """
 
     queries: Tensor
@@ -67,6 +72,7 @@ class Batch:
     scale: float
     max_queries: int = 0
     visible: Tensor | None = None
+    scales: KVScales | None = None
 
     @property
     def heads(self) -> int:
@@ -94,6 +100,7 @@ def check_batch(batch: Batch, blocks: BlockLists | None = None, means: GroupMean
     """Assert that heads, lists and means fit the pages and one another."""
     assert batch.heads % batch.kv_heads == 0
     assert batch.visible is None or batch.visible.shape == (len(batch.queries), 3)
+    assert (batch.scales is None) == (batch.k_pages.dtype != EIGHT_BITS), "scales are of pages in 8 bits"
     if blocks is None:
         assert means is None, "means stand in for blocks that lists leave out"
         return

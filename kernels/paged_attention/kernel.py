@@ -118,6 +118,7 @@ def partial_attention_kernel(
     partial_sum_ptr,
     block_sums_ptr,
     visible_ptr,
+    kv_scales_ptr,
     scale_log2,
     items,
     table_stride,
@@ -145,7 +146,11 @@ def partial_attention_kernel(
     MAX_VARIANCE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend one stretch of the row of tiles; leave a partial result at slot (program + item) for each item in it."""
+    """Attend one stretch of the row of tiles; leave a partial result at slot (program + item) for each item in it.
+
+    With kv_scales, pages have 8-bit numbers. They are multiplied as 16-bit floats, which hold each of them, and summed
+    in float32. A head's scale of keys joins that of the scores; what is due to values comes when results are merged.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4
     sources = (tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
@@ -187,6 +192,11 @@ def partial_attention_kernel(
         head = kv_head * GROUP + offs_row % GROUP
         q_at = ((start + query) * HEADS + head).to(tl.int64) * DIM
         q = tl.load(q_ptr + q_at[:, None] + offs_dim[None, :], mask=real[:, None], other=0.0)
+        scale = scale_log2
+        if kv_scales_ptr is not None:
+            scale *= tl.load(kv_scales_ptr + kv_head)
+            if q.dtype == tl.bfloat16:
+                q = q.to(tl.float16)  # which GPUs make of 8 bits in one instruction
         if BRANCHED:
             visible_at = visible_ptr + (start + query) * 3
             limit = tl.load(visible_at, mask=real, other=0)
@@ -213,7 +223,7 @@ def partial_attention_kernel(
                 position = tl.where(place < tokens, block * BLOCK + place % BLOCK, length)
             there = position < there_to
             k = tl.load(k_ptr + at[None, :] + offs_dim[:, None], mask=there[None, :], other=0.0)
-            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
             # `limit` and `own_last` do not lie after `there_to`: what is not there is not seen either.
             seen = position[None, :] < limit[:, None]
             if BRANCHED:
@@ -225,7 +235,7 @@ def partial_attention_kernel(
             fade = tl.exp2(maximum - base)
             total_weight = total_weight * fade + tl.sum(p, 1)
             v = tl.load(v_ptr + at[:, None] + offs_dim[None, :], mask=there[:, None], other=0.0)
-            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
             maximum = higher
             if EMIT:
                 if SPREAD:
@@ -254,12 +264,12 @@ def partial_attention_kernel(
                 k = tl.load(mean_k_ptr + across, mask=there[None, :], other=0.0)
                 variance = tl.load(mean_variance_ptr + across, mask=there[None, :], other=0.0)
                 variance = tl.minimum(variance, 60000.0)  # what float16 holds, if those are the queries
-                scaled = q.to(tl.float32) * scale_log2
+                scaled = q.to(tl.float32) * scale
                 # In units of log 2: ½ (q·s)² var, where s holds one factor log2(e) too many; hence · ln 2.
                 squares = (scaled * scaled).to(q.dtype)
                 spread = tl.dot(squares, variance.to(q.dtype), input_precision=PRECISION) * 0.34657359028
                 spread = tl.minimum(spread, MAX_VARIANCE * 1.44269504089)
-                scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2 + spread
+                scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale + spread
                 scores += tl.log2(tl.maximum(unread, 1.0))[None, :]
                 scores = tl.where(there[None, :] & real[:, None], scores, -float("inf"))
                 higher = tl.maximum(maximum, tl.max(scores, 1))
@@ -290,6 +300,8 @@ def merge_kernel(
     starts_ptr,
     out_ptr,
     log_sums_ptr,
+    kv_scales_ptr,
+    centers_ptr,
     items,
     programs,
     row_tiles,
@@ -336,6 +348,10 @@ def merge_kernel(
         total_weight = total_weight * ours + tl.sum(weights * theirs, 0)
         maximum = higher
     acc = acc / tl.where(total_weight == 0.0, 1.0, total_weight)
+    if kv_scales_ptr is not None:  # of values, whose scales and centers come after those of keys
+        of_values = KV_HEADS + kv_head
+        center = tl.load(centers_ptr + of_values * DIM + offs_dim)
+        acc = acc * tl.load(kv_scales_ptr + of_values) + tl.where(total_weight == 0.0, 0.0, center)
     query = (item % row_tiles) * QUERIES + row // GROUP
     out_at = ((start + query) * HEADS + kv_head * GROUP + row % GROUP).to(tl.int64) * DIM
     if query < next_start - start:

@@ -57,7 +57,7 @@ def attend_in_triton(
     tables, device = batch.block_tables, batch.queries.device
     model = batch.kv_heads, batch.group, batch.dim, batch.max_queries
     shared_out = *model, tables, batch.kv_lengths, batch.page_size, blocks, means
-    work = work or plan_work(*shared_out)
+    work = work or plan_work(*shared_out, eight_bit=batch.scales is not None)
     if emit_block_size > work.tuning.tile:  # blocks of more tokens than most have: a tile holds whole ones
         work = plan_work(*shared_out, replace(work.tuning, tile=emit_block_size))
     tile_queries, row_tiles = row_tiles_of(batch.max_queries, batch.group)
@@ -135,6 +135,7 @@ def _attend_in_parts(
         partial_sum_ptr=partial_sum,
         block_sums_ptr=sums.blocks,
         visible_ptr=batch.visible,
+        kv_scales_ptr=None if batch.scales is None else batch.scales.scales,
         scale_log2=batch.scale * LOG2_E,
         items=items,
         table_stride=batch.block_tables.shape[1],
@@ -186,6 +187,8 @@ def _merge(batch: Batch, work: Work, items: int, rows: int, partial: Partial, su
         starts_ptr=batch.query_starts,
         out_ptr=out,
         log_sums_ptr=sums.total,
+        kv_scales_ptr=None if batch.scales is None else batch.scales.scales,
+        centers_ptr=None if batch.scales is None else batch.scales.centers,
         items=items,
         programs=programs,
         **sums.layout,

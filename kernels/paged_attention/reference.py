@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specahead.kernels.kv_scales import as_bytes, keys_of_pages, values_of_pages
 from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans
 
 
@@ -35,7 +36,7 @@ def attend_in_torch(
         if means is None and not emit:
             out[own] = _attend(rows, keys, values, mask, scale)
             continue
-        groups = None if means is None else _stand_ins(means, i, blocks, listed)
+        groups = None if means is None else _stand_ins(batch, means, i, blocks, listed)
         probs = _probabilities(pack_heads(rows, batch.kv_heads), keys, mask, scale, groups)
         if groups is not None:
             values = torch.cat([values, groups.v.to(values.dtype)], 1)
@@ -51,7 +52,16 @@ def _all_pages(batch: Batch, sequence: int, length: int) -> tuple[Tensor, Tensor
     page_size, table = batch.page_size, batch.block_tables[sequence].long()
     physical = table[None, : -(-length // page_size)]
     positions = torch.arange(physical.shape[1] * page_size, device=table.device)[None]
-    return gather_pages(batch.k_pages, physical), gather_pages(batch.v_pages, physical), positions
+    keys, values = _in_full(batch, *(gather_pages(pages, physical) for pages in (batch.k_pages, batch.v_pages)))
+    return keys, values, positions
+
+
+def _in_full(batch: Batch, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values out of pages [kv_heads, n, dim] in the queries' dtype."""
+    if batch.scales is None:
+        return keys, values
+    dtype = batch.queries.dtype
+    return keys_of_pages(keys, batch.scales, dtype), values_of_pages(values, batch.scales, dtype)
 
 
 def _entries_that_count(blocks: BlockLists, sequence: int) -> Tensor:
@@ -79,9 +89,10 @@ def _listed(
         rows = pages * kv_heads + torch.arange(kv_heads, device=table.device)[:, None]
         rows = rows * (page_size // piece) + begins % page_size // piece
     keys, values = (
-        pool.view(-1, piece * batch.dim).index_select(0, rows.flatten()).view(kv_heads, -1, batch.dim)
+        as_bytes(pool).view(-1, piece * batch.dim).index_select(0, rows.flatten()).view(kv_heads, -1, batch.dim)
         for pool in (batch.k_pages, batch.v_pages)
     )
+    keys, values = _in_full(batch, keys.view(batch.k_pages.dtype), values.view(batch.k_pages.dtype))
     return keys, values, positions.where(listed[..., None], length).flatten(1)
 
 
@@ -95,7 +106,7 @@ class StandIns:
     unread: Tensor
 
 
-def _stand_ins(means: GroupMeans, sequence: int, blocks: BlockLists, listed: Tensor) -> StandIns:
+def _stand_ins(batch: Batch, means: GroupMeans, sequence: int, blocks: BlockLists, listed: Tensor) -> StandIns:
     chosen, block_size = blocks.lists[sequence].long(), blocks.block_size
     count = int(means.counts[sequence])
     slots = means.tables[sequence, :count].long()
@@ -106,6 +117,10 @@ def _stand_ins(means: GroupMeans, sequence: int, blocks: BlockLists, listed: Ten
     )
     unread = means.group_size - block_size * read[:, :count]
     k, v, variance = (x[slots].transpose(0, 1).float() for x in (means.k, means.v, means.k_variance))
+    if batch.scales is not None:
+        of_keys, of_values = batch.scales.scales[..., None, None]
+        k, variance = k * of_keys, variance * of_keys**2
+        v = v * of_values + batch.scales.centers[1, :, None]
     return StandIns(k, v, variance, unread)
 
 
@@ -117,7 +132,8 @@ def gather_pages(pages: Tensor, physical: Tensor) -> Tensor:
     kv_heads, page_size, dim = pages.shape[1:]
     rows = physical * kv_heads + torch.arange(kv_heads, device=pages.device)[:, None]
     # One row per (page, head): index_select copies each with one memcpy, several times faster than indexing.
-    return pages.view(-1, page_size * dim).index_select(0, rows.flatten()).view(kv_heads, -1, dim)
+    gathered = as_bytes(pages).view(-1, page_size * dim).index_select(0, rows.flatten())
+    return gathered.view(pages.dtype).view(kv_heads, -1, dim)
 
 
 def pack_heads(queries: Tensor, kv_heads: int) -> Tensor:

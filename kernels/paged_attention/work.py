@@ -78,15 +78,18 @@ def plan_work(
     blocks: BlockLists | None = None,
     means: GroupMeans | None = None,
     tuning: Tuning | None = None,
+    eight_bit: bool = False,
 ) -> Work:
     """Return how the work is shared out. The host does not wait, so that a CUDA graph can capture this.
 
-    block_tables, kv_lengths, max_queries: as for `paged_attention`; group: query heads of a KV head; dim: of a head.
+    block_tables, kv_lengths, max_queries: as for `paged_attention`; group: query heads of a KV head; dim: of a head;
+    eight_bit: whether pages are in 8 bits.
     blocks: may hold the lists of all layers, [layers, sequences, kv_heads, …]: then the result has a leading dimension
     for layers; `Work.layer` takes one.
     """
     tile_queries, row_tiles = row_tiles_of(max_queries, group)
-    tuning = tuning or default_tuning(dim, 0 if blocks is None else blocks.block_size, tile_queries * group, kv_heads)
+    block_size = 0 if blocks is None else blocks.block_size
+    tuning = tuning or default_tuning(dim, block_size, tile_queries * group, kv_heads, eight_bit)
     longest = block_tables.shape[1] * page_size if blocks is None else blocks.lists.shape[-1] * blocks.block_size
     per_sequence = kv_heads * row_tiles
     starts, first_items = _share_tiles(kv_lengths, longest, per_sequence, row_tiles, blocks, means, tuning)
@@ -184,7 +187,7 @@ def _count_unread(blocks: BlockLists, means: GroupMeans) -> Tensor:
     return unread
 
 
-def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int) -> Tuning:
+def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int, eight_bit: bool = False) -> Tuning:
     """Return the fastest cut measured on an H200: as many tiles in flight as shared memory holds.
 
     block_size: tokens of a listed block, 0 without lists; rows: of a tile. For more than 32 rows Triton keeps keys and
@@ -192,6 +195,8 @@ def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int) -> Tunin
     and not two; 82 KB with tiles of 64 (compiled for sm_90, not measured). Where there are hardly any KV heads, lists
     are short in all, and are read sooner by more and smaller programs.
     """
+    if eight_bit:
+        return _tuning_of_eight_bit(dim, block_size, rows, kv_heads)
     if dim > 64:
         if rows > 32:
             return Tuning(tile=64, stages=3)
@@ -205,10 +210,25 @@ def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int) -> Tunin
     return Tuning(programs=3) if block_size else Tuning(stages=3, programs=3)
 
 
-def pinned_tuning(dim: int, group: int, max_queries: int) -> Tuning:
+def _tuning_of_eight_bit(dim: int, block_size: int, rows: int, kv_heads: int) -> Tuning:
+    """Return a cut for pages in 8 bits, by what is compiled for sm_90; not measured.
+
+    Converting takes registers: with tiles of 128 tokens they spill, and a multiprocessor holds fewer programs. With
+    half the bytes a tile, more tiles are in flight.
+    """
+    if dim > 64:
+        return Tuning(tile=64, stages=3 if rows > 32 else 5)
+    if rows > 16:
+        return Tuning(tile=64, stages=5)
+    if 0 < block_size <= 32 and kv_heads <= 2:
+        return Tuning(tile=32, stages=3, warps=1, programs=8)
+    return Tuning(tile=64, stages=5, warps=2, programs=4)
+
+
+def pinned_tuning(dim: int, group: int, max_queries: int, eight_bit: bool = False) -> Tuning:
     """Return a tuning whose results depend on nothing else in the batch, as long as `max_queries` is the same."""
     tile_queries, _ = row_tiles_of(max_queries, group)
-    return replace(default_tuning(dim, 0, max(32, tile_queries * group), kv_heads=1), segment=32)
+    return replace(default_tuning(dim, 0, max(32, tile_queries * group), 1, eight_bit), segment=32)
 
 
 def row_tiles_of(max_queries: int, group: int) -> tuple[int, int]:

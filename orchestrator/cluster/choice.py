@@ -131,7 +131,7 @@ def _sizes_of(config: Config, machine: Machine) -> PairSizes | None:
         dtype = resolve_dtype(config.target.dtype, "cuda" if machine.gpus else "cpu", side.model)
         read = load_config(side.model)
         weights = bytes_of_weights(read, dtype, holds_eight_bits(read, side.quantization))
-        sizes.append((weights, bytes_of_token(read_shape(read), dtype)))
+        sizes.append((weights, bytes_of_token(read_shape(read), dtype, config.target.kv_cache_dtype)))
     (weights, token), (draft_weights, draft_token) = sizes
     return PairSizes(weights, draft_weights, token, draft_token)
 

@@ -13,6 +13,7 @@ from specahead.config.speculation import (
     READ_AT_ONCE,
     SELF_READ_SHARE,
     Circumstances,
+    KVCacheDtype,
     Quantization,
     ResolvedSpeculation,
     Speculation,
@@ -81,6 +82,8 @@ class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunS
     """fp8: linear layers but the head are held in 8 bits; none: as the checkpoint has them."""
     tensor_parallel_size: int = 1
     """GPUs over which heads and columns of the model are split; 1: one device has it whole."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """fp8: keys and values are held in 8 bits; auto: in the model's dtype."""
     group_size: int = 0
     """Tokens of a group whose means are kept, by the plan; 0: none are."""
 
@@ -191,6 +194,9 @@ class _OwnOfTarget(ServiceSettings, group="the target"):
     they stay as the checkpoint has them."""
     tensor_parallel_size: Annotated[int, Within(least=1, most=8)] = 1
     """GPUs of one machine over which each target's heads and columns are split: 1, 2, 4 or 8."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """fp8: the KV of the target, and of a draft in its process, is held in 8 bits (e4m3, a scale for each layer and
+    KV head); auto: in the model's dtype."""
     max_queued: Count = 1024
     """Sessions that may wait for a place; more are refused; 0: every session that cannot run at once is refused."""
     host_kv_memory: Annotated[float, Within(least=0)] = 0.0

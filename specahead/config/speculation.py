@@ -8,6 +8,8 @@ from specahead.config.setting import Keyed, Share, Within
 
 QUANTIZATIONS = ("none", "fp8")
 Quantization = Literal["none", "fp8"]
+KV_CACHE_DTYPES = ("auto", "fp8")
+KVCacheDtype = Literal["auto", "fp8"]
 
 MAX_BRANCHES = 16
 MOST_GAMMA = 64

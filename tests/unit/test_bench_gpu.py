@@ -1,21 +1,19 @@
 """What the GPU benchmarks compute and print; that they measure right is seen on a GPU."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from specahead.cli.main import main
-from specahead.config.speculation import QUANTIZATIONS, Quantization
 from specahead.lab.benchmarks.gpu_timing import require_gpu
 from specahead.lab.benchmarks.shapes import Shape
 from specahead.lab.benchmarks.step import Bench, draft_rows, target_rows
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_each_step_and_round_that_is_measured_can_be_run(
-    quantization: Quantization, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("how", [{}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
+def test_each_step_and_round_that_is_measured_can_be_run(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, on a CPU, in a small shape: all that `bench step` times."""
 
     def run_once(work: Callable[[], object], repeats: int) -> float:
@@ -25,7 +23,7 @@ def test_each_step_and_round_that_is_measured_can_be_run(
     monkeypatch.setattr("specahead.lab.benchmarks.step.graph_milliseconds", run_once)
     shape = Shape(3, 64, 4, 2, 16, 128, 300)
     with torch.inference_mode():
-        bench = Bench(shape, 1e9, 2, 512, "cpu", batch=2, quantization=quantization)
+        bench = Bench(shape, 1e9, 2, 512, "cpu", batch=2, **how)
         rows = target_rows(bench, 2, 512) + draft_rows(bench, 2, 512)
     assert len({row.what for row in rows}) == len(rows) == 11
     assert all(row.milliseconds == 2 and row.floor > 0 for row in rows)

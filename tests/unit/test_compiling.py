@@ -32,7 +32,7 @@ from specahead.kernels.compiling import compile_ahead
 A_ROUND_AND_A_STEP = """
 from functools import partial
 from specahead.kernels.compiling import note_launch
-from specahead.lab.benchmarks.shapes import Shape, random_decoder
+from specahead.lab.benchmarks.shapes import Shape, random_decoder, random_scales
 from specahead.engine.steps.announcing import Announcer
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.pass_runner import PassRunner
@@ -46,7 +46,7 @@ from specahead.kernels.prompt_attention import merge_in_all_ways
 
 shape = Shape(4, 1024, 16, 2, 64, 2048, 4096)
 decoder = random_decoder(shape, 8192, "cpu")
-kv = KVCache(4, 2, 64, 600, torch.bfloat16, "cpu")
+kv = KVCache(4, 2, 64, 600, torch.bfloat16, "cpu", scales=random_scales(shape, "cpu") if EIGHT_BIT else None)
 kv.keep_group_means(64)
 announcer = Announcer(torch.randint(64, (8, 3), dtype=torch.int32), torch.rand(8, 3))
 settings = RoundSettings(6, 64, 16, 0.1, 1, 4, announcer)
@@ -242,10 +242,11 @@ def run_on_a_gpu(script: str, folder: Path) -> "subprocess.CompletedProcess[str]
 
 
 @pytest.mark.timeout(300)
-def test_a_round_and_a_step_compile_and_write_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_a_round_and_a_step_compile_and_write_nothing(eight_bit: bool, tmp_path: Path) -> None:
     """All that a draft's round launches, and a step of its target behind it, is compiled, with what launches it.
     Nothing of it runs."""
-    run = run_on_a_gpu(A_ROUND_AND_A_STEP, tmp_path)
+    run = run_on_a_gpu(f"EIGHT_BIT = {eight_bit}\n{A_ROUND_AND_A_STEP}", tmp_path)
     assert run.returncode == 0, run.stderr
     names = {file.stem for file in tmp_path.glob("cache/*/*.cubin")}
     assert {file.name.removeprefix("launcher-") for file in tmp_path.glob("cache/launcher-*")} == names

@@ -25,7 +25,7 @@ def made(
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("layers", "dim", "per_group"), [(1, 16, 1), (3, 24, 4)])
 def test_means_and_variances(layers: int, dim: int, per_group: int, dtype: torch.dtype, backend: str) -> None:
     pools, pages, slots, (k, v, k_variance) = made(layers, dim, per_group, dtype, backend)

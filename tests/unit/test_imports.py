@@ -19,7 +19,7 @@ PACKAGES = {
     "specahead.models": set(),
     "specahead.config": {"specahead.models"},
     "specahead.kernels": set(),
-    "specahead.engine": {"specahead.config", "specahead.kernels"},
+    "specahead.engine": {"specahead.config", "specahead.kernels", "specahead.models"},  # the text that comes with them
     "specahead.sparsity": {"specahead.kernels", "specahead.engine"},
     "specahead.wire": {"specahead.config", "specahead.engine", "specahead.sparsity", "protos"},
     "draft_service": {*SHARED, "protos"},

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.backends import Backend
+from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_to_pages
 from specahead.kernels.kv_write import write_kv
 from specahead.kernels.paged_attention import (
     MAX_VARIANCE_TERM,
@@ -44,7 +45,7 @@ def weigh(
 
 @dataclass(frozen=True)
 class Case:
-    """A ragged batch. `lists[i][h]`: the logical pages that KV head h of sequence i reads."""
+    """A ragged batch. `lists[i][h]`: the logical pages that KV head h of sequence i reads; scales: of 8-bit pages."""
 
     queries: Tensor
     k_pages: Tensor
@@ -53,6 +54,7 @@ class Case:
     kv_lengths: list[int]
     query_counts: list[int]
     lists: list[list[list[int]]]
+    scales: KVScales | None = None
 
     @property
     def page_size(self) -> int:
@@ -69,7 +71,7 @@ class Case:
 
     @property
     def batch(self) -> Batch:
-        return Batch(*self.arguments, SCALE, max(self.query_counts))
+        return Batch(*self.arguments, SCALE, max(self.query_counts), scales=self.scales)
 
     def packed_lists(self, block_size: int = 0) -> BlockLists:
         counts = torch.tensor([[len(pages) for pages in heads] for heads in self.lists], dtype=torch.int32)
@@ -119,7 +121,23 @@ def densified(case: Case, i: int, pages: Tensor) -> np.ndarray:
     """[length, kv_heads, dim] float64: the tokens of sequence i in order."""
     at = np.arange(case.kv_lengths[i])
     table = case.block_tables[i].numpy()
-    return pages.double().numpy()[table[at // case.page_size], :, at % case.page_size]
+    dense = pages.double().numpy()[table[at // case.page_size], :, at % case.page_size]
+    if case.scales is None:
+        return dense
+    which = int(pages is case.v_pages)
+    return dense * case.scales.scales[which, :, None].double().numpy() + case.scales.centers[which].double().numpy()
+
+
+def in_eight_bits(case: Case, eight_bit: bool = True) -> Case:
+    """The case with its pages in 8 bits, by another scale for each head, if that is wanted."""
+    if not eight_bit:
+        return case
+    kv_heads, _, dim = case.k_pages.shape[1:]
+    scales = torch.exp2(torch.arange(2.0 * kv_heads) - 5).view(2, kv_heads).flip(1)
+    of = KVScales(scales, torch.randn(2, kv_heads, dim))
+    k = keys_to_pages(case.k_pages.transpose(1, 2), of).transpose(1, 2).contiguous()
+    v = values_to_pages(case.v_pages.transpose(1, 2), of).transpose(1, 2).contiguous()
+    return replace(case, k_pages=k, v_pages=v, scales=of)
 
 
 def every_block(case: Case, block_size: int) -> Case:
@@ -149,6 +167,10 @@ def reference_by_token(case: Case, block_size: int, means: GroupMeans | None = N
                     slot, size = int(means.tables[i, g]), means.group_size
                     unread = size - int(listed[g * size : (g + 1) * size].sum())
                     k, v, var = (x[slot, kv_head].double().numpy() for x in (means.k, means.v, means.k_variance))
+                    if case.scales is not None:
+                        of_keys, of_values = case.scales.scales[:, kv_head].tolist()
+                        centers = case.scales.centers[:, kv_head].double().numpy()
+                        k, v, var = k * of_keys + centers[0], v * of_values + centers[1], var * of_keys**2
                     if unread:
                         spread = min(MAX_VARIANCE_TERM, SCALE**2 * float(q**2 @ var) / 2)
                         scores.append(k @ q * SCALE + spread + np.log(unread))
@@ -164,11 +186,13 @@ def reference_by_token(case: Case, block_size: int, means: GroupMeans | None = N
 
 
 cases = pytest.mark.parametrize(("seed", "group"), [(100 * group + i, group) for group in (1, 2, 4) for i in range(5)])
+both_widths = pytest.mark.parametrize("eight_bit", [False, True])
 
 
 @cases
-def test_dense_attention_is_the_reference(seed: int, group: int) -> None:
-    case = random_case(seed, group)
+@both_widths
+def test_dense_attention_is_the_reference(seed: int, group: int, eight_bit: bool) -> None:
+    case = in_eight_bits(random_case(seed, group), eight_bit)
     wanted, _ = reference_by_token(every_block(case, case.page_size), case.page_size)
     torch.testing.assert_close(case.dense(), wanted, atol=2e-5, rtol=1e-4)
 
@@ -226,7 +250,8 @@ def group_means(case: Case, group_size: int) -> GroupMeans:
         at, shape = [slots.pop() for _ in range(count)], (count, group_size, kv_heads, dim)
         tables[i, :count] = torch.tensor(at, dtype=torch.int32)
         keys, values = (
-            densified(case, i, pages)[: count * group_size].reshape(shape) for pages in (case.k_pages, case.v_pages)
+            densified(replace(case, scales=None), i, pages)[: count * group_size].reshape(shape)
+            for pages in (case.k_pages, case.v_pages)
         )
         k[at], v[at] = torch.from_numpy(keys.mean(1)).float(), torch.from_numpy(values.mean(1)).float()
         variance[at] = torch.from_numpy(keys.var(1)).float()
@@ -254,9 +279,12 @@ def test_empty_lists_of_any_block_size_give_zeros(block_size: int, width: int) -
 
 
 @cases
-def test_lists_of_blocks_of_any_size_and_their_weights_are_the_reference(seed: int, group: int) -> None:
+@both_widths
+def test_lists_of_blocks_of_any_size_and_their_weights_are_the_reference(
+    seed: int, group: int, eight_bit: bool
+) -> None:
     """Lists of any order and length, none at all included; entries past a count are never read."""
-    case = random_case(seed, group)
+    case = in_eight_bits(random_case(seed, group), eight_bit)
     for size in sizes(case):
         chosen = in_blocks(case, size, seed)
         blocks = chosen.packed_lists(size)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.paged_attention import (
     Batch,
     BlockLists,
@@ -23,9 +24,11 @@ from specahead.kernels.paged_attention.inputs import MOST_BEYOND
 from tests.unit.test_paged_attention import (
     SCALE,
     Case,
+    both_widths,
     every_block,
     group_means,
     in_blocks,
+    in_eight_bits,
     reference_by_token,
     shuffled_case,
     weigh,
@@ -50,7 +53,7 @@ def on_device(value: Any) -> Any:
         return value.to(DEVICE)
     if isinstance(value, tuple):
         return tuple(on_device(item) for item in value)
-    if isinstance(value, Batch | BlockLists | GroupMeans):
+    if isinstance(value, Batch | BlockLists | GroupMeans | KVScales):
         return type(value)(*(on_device(getattr(value, field.name)) for field in fields(value)))
     return value
 
@@ -65,8 +68,9 @@ cases = pytest.mark.parametrize(("seed", "group", "counts"), CASES)
 
 
 @cases
-def test_dense(seed: int, group: int, counts: list[int]) -> None:
-    case = ragged(seed, group, counts)
+@both_widths
+def test_dense(seed: int, group: int, counts: list[int], eight_bit: bool) -> None:
+    case = in_eight_bits(ragged(seed, group, counts), eight_bit)
     wanted, _ = reference_by_token(every_block(case, 16), 16)
     torch.testing.assert_close(in_triton(case), wanted, atol=2e-5, rtol=1e-4)
 
@@ -75,8 +79,9 @@ def test_dense(seed: int, group: int, counts: list[int]) -> None:
     ("seed", "group", "counts", "block_size"),
     [(*CASES[i], size) for i, size in ((0, 64), (1, 1), (1, 32), (2, 16), (3, 64))],
 )
-def test_lists_and_their_weights(seed: int, group: int, counts: list[int], block_size: int) -> None:
-    case = in_blocks(ragged(seed, group, counts), block_size, seed)
+@both_widths
+def test_lists_and_their_weights(seed: int, group: int, counts: list[int], block_size: int, eight_bit: bool) -> None:
+    case = in_eight_bits(in_blocks(ragged(seed, group, counts), block_size, seed), eight_bit)
     blocks = case.packed_lists(block_size)
     wanted, wanted_weights = paged_attention_with_read_weights(case.batch, blocks)
     torch.testing.assert_close(in_triton(case, blocks), wanted, atol=2e-5, rtol=1e-4)
@@ -112,11 +117,12 @@ def test_blocks_behind_the_tokens_are_not_seen(seed: int) -> None:
 
 @pytest.mark.parametrize(("group_size", "block_size"), [(64, 16), (64, 64), (128, 32)])
 @pytest.mark.parametrize("group", [1, 4])
-def test_group_means(group: int, group_size: int, block_size: int) -> None:
+@both_widths
+def test_group_means(group: int, group_size: int, block_size: int, eight_bit: bool) -> None:
     rng = np.random.default_rng(group_size)
     torch.manual_seed(group_size)
     case = shuffled_case(rng, [290, 133, 30, 3], [5, 5, 1, 3], 16, 2, 16, group)
-    case = in_blocks(replace(case, queries=2 * case.queries), block_size, 1)
+    case = in_eight_bits(in_blocks(replace(case, queries=2 * case.queries), block_size, 1), eight_bit)
     blocks, means = case.packed_lists(block_size), group_means(case, group_size)
     wanted, wanted_weights = paged_attention_with_read_weights(case.batch, blocks, means)
     got, weights = in_triton(case, blocks, means, kernel=paged_attention_with_read_weights)
@@ -160,16 +166,25 @@ def test_a_dense_pass_remembers(group: int, counts: list[int], block_size: int) 
     assert torch.equal(memory.cpu()[2], before[2])
 
 
+def test_bfloat16_queries_of_8_bit_keys() -> None:
+    case = in_eight_bits(ragged(11, 4, [5, 5, 1, 5]))
+    case = replace(case, queries=case.queries.bfloat16())
+    wanted, _ = reference_by_token(every_block(case, 16), 16)
+    torch.testing.assert_close(in_triton(case).float(), wanted, atol=4e-3, rtol=4e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_half_precision_on_a_gpu_against_float64(dtype: torch.dtype, dim: int) -> None:
+@both_widths
+def test_half_precision_on_a_gpu_against_float64(dtype: torch.dtype, dim: int, eight_bit: bool) -> None:
     if DEVICE != "cuda":
         pytest.skip("needs a GPU")
     case = ragged(11, 4, [5, 5, 1, 5], longest=900, dim=dim)
     case = replace(
         case, queries=case.queries.to(dtype) * 0.3, k_pages=case.k_pages.to(dtype), v_pages=case.v_pages.to(dtype)
     )
+    case = in_eight_bits(case, eight_bit)
     chosen = in_blocks(case, 16, 2)
     for each, blocks in ((every_block(case, 16), None), (chosen, chosen.packed_lists(16))):
         wanted, _ = reference_by_token(each, 16)

@@ -30,7 +30,7 @@ from specahead.kernels.prompt_reads import (
     shapes_of_parts,
     size_of_own,
 )
-from tests.unit.test_paged_attention import SCALE, Case, shuffled_case
+from tests.unit.test_paged_attention import SCALE, Case, both_widths, in_eight_bits, shuffled_case
 
 PAGE, KV_HEADS = 16, 2
 BATCHES = {
@@ -57,13 +57,14 @@ def plan(case: Case, cudnn: bool = False) -> PromptReads:
 
 
 def attend(case: Case, reads: PromptReads) -> Tensor:
-    return attend_to_prompts(reads, case.queries, case.k_pages, case.v_pages, SCALE)
+    return attend_to_prompts(reads, case.queries, case.k_pages, case.v_pages, SCALE, case.scales)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("group", [1, 4])
-def test_pieces_give_what_the_reference_gives(batch: str, group: int) -> None:
-    case = ragged(*BATCHES[batch], group, dim=16)
+@both_widths
+def test_pieces_give_what_the_reference_gives(batch: str, group: int, eight_bit: bool) -> None:
+    case = in_eight_bits(ragged(*BATCHES[batch], group, dim=16), eight_bit)
     torch.testing.assert_close(attend(case, plan(case)), case.dense(), atol=1e-5, rtol=1e-4)
 
 
@@ -178,16 +179,15 @@ def test_an_own_piece_holds_its_tokens_and_little_more(tokens: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_cudnn_gives_what_the_reference_gives(batch: str, dim: int) -> None:
+@both_widths
+def test_cudnn_gives_what_the_reference_gives(batch: str, dim: int, eight_bit: bool) -> None:
     assert cudnn_attends(dim, torch.bfloat16, torch.device("cuda"))
-    case = ragged(*BATCHES[batch], 4, dim)
-    names = "queries", "k_pages", "v_pages"
-    there = replace(
-        case,
-        **{name: getattr(case, name).to("cuda", torch.bfloat16) for name in names},
-        block_tables=case.block_tables.cuda(),
-    )
+    case = in_eight_bits(ragged(*BATCHES[batch], 4, dim), eight_bit)
+    names = ["queries"] if eight_bit else ["queries", "k_pages", "v_pages"]
     rounded = replace(case, **{name: getattr(case, name).bfloat16().float() for name in names})
+    case = replace(case, **{name: getattr(case, name).bfloat16() for name in names})
+    tensors = {name: value.cuda() for name, value in vars(case).items() if isinstance(value, Tensor)}
+    there = replace(case, **tensors)
     torch.testing.assert_close(
         attend(there, plan(there, cudnn=True)).float().cpu(), rounded.dense(), atol=2e-2, rtol=2e-2
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels import rotary
+from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_to_pages
 from specahead.kernels.rotary import rotate_and_write_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,12 +26,19 @@ def given(heads: int, kv_heads: int, turned: int, dtype: torch.dtype, normed: bo
     return *(tensor.to(DEVICE) for tensor in tensors), norms.to(DEVICE, dtype) if normed else None
 
 
-def run(arguments: tuple[Any, ...], heads: int, kv_heads: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    qkv, cosines, sines, positions, slots, norms = arguments
-    shape = 2, kv_heads, PAGE, DIM
-    keys, values = (torch.zeros(shape, dtype=qkv.dtype, device=DEVICE) for _ in range(2))
-    queries = rotate_and_write_kv(qkv, cosines, sines, positions, slots, keys, values, heads, backend, norms, 1e-5)
-    return queries, keys, values
+def run(
+    arguments: tuple[Any, ...],
+    heads: int,
+    kv_heads: int,
+    backend: str,
+    scales: KVScales | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    qkv, *others, norms = arguments
+    shape, held = (2, kv_heads, PAGE, DIM), qkv.dtype if scales is None else torch.float8_e4m3fn
+    keys, values = (torch.zeros(shape, dtype=held, device=DEVICE) for _ in range(2))
+    how = backend, norms, 1e-5, scales, dtype
+    return rotate_and_write_kv(qkv, *others, keys, values, heads, *how), keys, values
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -56,6 +64,35 @@ def test_triton_gives_what_torch_gives(
         run(arguments, heads, kv_heads, "triton"), run(arguments, heads, kv_heads, "torch"), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=2 * precision, atol=4 * precision)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(2, 2, torch.float32), (7, 1, torch.bfloat16)])
+def test_pages_in_8_bits_hold_what_others_do_but_rounded(
+    heads: int, kv_heads: int, dtype: torch.dtype, backend: str
+) -> None:
+    """By scales and centers of each head, with numbers beyond the largest, in parts or whole."""
+    qkv, *others = given(heads, kv_heads, 24, dtype, normed=False)
+    arguments = qkv * 3, *others
+    scales = torch.exp2(-torch.arange(2.0 * kv_heads).view(2, kv_heads) - 6).to(DEVICE)  # 448 / 2^7 is 3.5
+    of = KVScales(scales, torch.randn(2, kv_heads, DIM, generator=torch.Generator().manual_seed(0)).to(DEVICE))
+    parts = torch.stack((arguments[0].float(), torch.zeros_like(qkv, dtype=torch.float32))), *others
+    queries, *pages = run(arguments, heads, kv_heads, "torch")
+    wanted = [
+        to_pages(each.transpose(1, 2), of).transpose(1, 2).float()
+        for to_pages, each in zip((keys_to_pages, values_to_pages), pages, strict=True)
+    ]
+    assert pages[1].float().abs().max() > 448 * scales[1].max()
+    for given_qkv in (arguments, parts):
+        got, *rounded = run(given_qkv, heads, kv_heads, backend, of, dtype)
+        precision = torch.finfo(dtype).eps  # the interpreter rounds to bfloat16 otherwise
+        torch.testing.assert_close(got, queries, rtol=4 * precision, atol=16 * precision)
+        for eight_bit, each in zip(rounded, wanted, strict=True):
+            written = eight_bit.float() != 0
+            assert written.sum() > (TOKENS - 1) * kv_heads * DIM * 0.9
+            torch.testing.assert_close(eight_bit.float()[written], each[written], rtol=2**-3, atol=2048 * precision)
+            if dtype == torch.float32:
+                assert (eight_bit.float() != each)[written].sum() <= 2  # keys that rounding of a product moved
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

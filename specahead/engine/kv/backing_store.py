@@ -12,6 +12,7 @@ from torch import Tensor
 from specahead.engine.kv.tier_memory import PROGRAMS, Pages, run_beside, side_stream
 from specahead.kernels.backends import Backend
 from specahead.kernels.kv_gather import gather_blocks
+from specahead.kernels.kv_scales import as_bytes
 
 
 class BackingStore:
@@ -81,8 +82,8 @@ class BackingStore:
     def _copy_layers(self, gpu_pages: Tensor, pages: Tensor, count: Tensor) -> None:
         for source, destination in self._layers:
             gather_blocks(
-                (source[0].flatten(1), source[1].flatten(1)),
-                (destination[0].flatten(1), destination[1].flatten(1)),
+                (_page_rows(source[0]), _page_rows(source[1])),
+                (_page_rows(destination[0]), _page_rows(destination[1])),
                 gpu_pages,
                 pages,
                 count,
@@ -130,7 +131,12 @@ class BackingStore:
         both = np.flatnonzero(self.holds & (gpu_page_of >= 0))
         for source, destination in self._layers:
             for near, far in zip(source, destination, strict=True):
-                assert torch.equal(near[gpu_page_of[both]].cpu(), far[both].cpu())
+                assert torch.equal(_page_rows(near)[gpu_page_of[both]].cpu(), _page_rows(far)[both].cpu())
         movable = {**self._movable, **self._movable_dense}
         assert all(self.holds[page] and gpu_page_of[page] >= 0 for page in movable)
         assert not (set(movable) & set(self._waiting)) and not (set(movable) & set(self._copying))
+
+
+def _page_rows(pages: Tensor) -> Tensor:
+    """Return each page as a row, a view: those in 8 bits as bytes."""
+    return as_bytes(pages).flatten(1)

@@ -24,6 +24,7 @@ from specahead.engine.kv.prefix_index import blocks_of
 from specahead.engine.kv.staged import StagedReads
 from specahead.engine.parallel.commands import Command
 from specahead.engine.parallel.ranks import ALONE, Ranks
+from specahead.kernels.kv_scales import EIGHT_BITS, KVScales, as_bytes
 from specahead.kernels.kv_write import page_addresses
 
 
@@ -31,7 +32,9 @@ class KVCache:
     """The KV tensors of one model, each page at the index of its number.
 
     k_pages, v_pages: of each layer [pages, kv_heads, PAGE_SIZE, head_dim]; a page of one head is contiguous.
-    addresses: of these tensors, [2, layers] int64 on the device.
+    scales: those of all layers, if pages are in 8 bits (specahead.kernels.kv_scales); else None.
+    dtype: of keys and values before they are written, and of queries.
+    addresses: of the pages, [2, layers] int64 on the device.
     ranks: that run the model together; the pages hold the KV heads of this one, and page numbers are rank 0's.
     pool: of page numbers, which block tables name.
     """
@@ -49,10 +52,14 @@ class KVCache:
         device: torch.device | str = "cpu",
         on_gpu: int | None = None,
         ranks: Ranks = ALONE,
+        scales: KVScales | None = None,
     ) -> None:
-        """kv_heads: of this rank. on_gpu: pages of each layer's tensors; None: `num_pages`."""
-        shape = on_gpu or num_pages, kv_heads, PAGE_SIZE, head_dim
-        self.k_pages, self.v_pages = ([kv_zeros(shape, dtype, device) for _ in range(num_layers)] for _ in range(2))
+        """kv_heads: of this rank. on_gpu: pages of each layer's tensors; None: `num_pages`. scales: None: pages have
+        the dtype.
+        """
+        shape, held = (on_gpu or num_pages, kv_heads, PAGE_SIZE, head_dim), dtype if scales is None else EIGHT_BITS
+        self.k_pages, self.v_pages = ([kv_zeros(shape, held, device) for _ in range(num_layers)] for _ in range(2))
+        self.dtype, self.scales = dtype, scales
         self.addresses = page_addresses(self.k_pages, self.v_pages).to(device)
         self.num_layers, self.kv_heads, self.device = num_layers, kv_heads, torch.device(device)
         self.all_kv_heads, self.ranks = kv_heads * ranks.count, ranks
@@ -82,6 +89,10 @@ class KVCache:
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer, [pages, kv_heads, PAGE_SIZE, head_dim] each."""
         return self.k_pages[layer], self.v_pages[layer]
+
+    def scales_of(self, layer: int) -> KVScales | None:
+        """Return a layer's scales, if pages are in 8 bits."""
+        return None if self.scales is None else self.scales.layer(layer)
 
     def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         """Make the means of groups from their pages, int32 [groups, pages of a group], in `slots` of the pool."""
@@ -266,7 +277,7 @@ class KVCache:
         """Zero pages in `k_pages` and `v_pages`, by their indices there."""
         index = torch.from_numpy(places).long().to(self.device)
         for tensor in (*self.k_pages, *self.v_pages):
-            tensor.index_fill_(0, index, 0.0)
+            as_bytes(tensor).index_fill_(0, index, 0)
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
         """Give an empty sequence the indexed pages of a prefix of `tokens`; return how many tokens they cover."""

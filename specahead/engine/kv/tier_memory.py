@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.kv_gather import LayerCopies, gather_blocks, layer_copies
+from specahead.kernels.kv_scales import as_bytes
 from specahead.kernels.residency import ResidencyTables, empty_tables
 
 # Programs that fetch: enough to fill the host's link. Attention leaves room for no more beside it
@@ -125,8 +126,8 @@ def run_beside(stream: torch.cuda.Stream | None, work: Callable[[], object]) -> 
 
 
 def head_rows(pages: Tensor) -> Tensor:
-    """Return pages as rows, [pages * kv_heads, PAGE_SIZE * head_dim], a view."""
-    return pages.flatten(0, 1).flatten(1)
+    """Return pages as rows, [pages * kv_heads, PAGE_SIZE * head_dim], a view: those in 8 bits as bytes."""
+    return as_bytes(pages).flatten(0, 1).flatten(1)
 
 
 def rows_of(pages: np.ndarray, kv_heads: int, device: torch.device) -> Tensor:

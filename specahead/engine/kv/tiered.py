@@ -31,6 +31,7 @@ from specahead.engine.kv.host_memory import host_zeros
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from specahead.engine.kv.staged import StagedReads, make_staged_means
 from specahead.engine.kv.tier_memory import Pages, TierCounters, TierMemory
+from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.residency import clear_tables, drop_pages, mark_stored, pin_gpu_pages
 
 COPIED_AT_ONCE = 64  # full pages that one copy takes to the store; fewer if GPU pages are short
@@ -57,10 +58,11 @@ class TieredKV(KVCache):
         longest: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        scales: KVScales | None = None,
     ) -> None:
         """gpu_pages: how many pages lie on the GPU at once. pages: how many the backing store has.
 
-        longest: the most tokens of a sequence; staged reads have room for them.
+        longest: the most tokens of a sequence; staged reads have room for them. scales: as for KVCache.
         Raises ValueError for sizes that do not fit, MemoryError if the host has no room.
         """
         device = torch.device(device)
@@ -71,10 +73,10 @@ class TieredKV(KVCache):
             )
         if not 0 < gpu_pages <= pages:
             raise ValueError(f"{gpu_pages} GPU pages for {pages} pages in the backing store: expected 1 to {pages}")
-        super().__init__(num_layers, kv_heads, head_dim, pages, dtype, device, gpu_pages)
+        super().__init__(num_layers, kv_heads, head_dim, pages, dtype, device, gpu_pages, scales=scales)
         self._freed: list[int] = []
         self.pool.freed = self._freed
-        stored = self._make_store(num_layers, (pages, kv_heads, PAGE_SIZE, head_dim), dtype)
+        stored = self._make_store(num_layers, (pages, kv_heads, PAGE_SIZE, head_dim), self.k_pages[0].dtype)
         on_gpu = [self.layer_pages(layer) for layer in range(num_layers)]
         self.memory = TierMemory.make(on_gpu, stored, pages_for(longest))
         self.store = BackingStore(self.memory.on_gpu, stored, pages, device, self.memory.backend)

@@ -108,7 +108,7 @@ def _memory(settings: TargetSettings | DraftSettings) -> tuple[float, float]:
     asked = settings.kv_memory * 2**30
     for model in [settings.model, *beside]:
         config, dtype = load_config(model), resolve_dtype(settings.dtype, settings.device, model)
-        ranks = _ranks_of(settings, model)
+        ranks, kv_dtype = _ranks_of(settings, model), settings.kv_cache_dtype
         left -= bytes_of_weights(config, dtype, _is_held(settings, model), ranks)
-        asked += settings.kv_tokens * bytes_of_token(read_shape(config).of_rank(ranks), dtype)
+        asked += settings.kv_tokens * bytes_of_token(read_shape(config).of_rank(ranks), dtype, kv_dtype)
     return left, asked

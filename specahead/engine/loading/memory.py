@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from specahead.config import ModelSettings
+from specahead.config.speculation import KVCacheDtype
 from specahead.engine.kv.pages import KEPT_SHARE, PAGE_SIZE
 from specahead.engine.loading.config import ModelShape
 from specahead.engine.model.families import count_parameters
 from specahead.engine.steps.model_runner import MAX_OVERHANG
+from specahead.kernels.kv_scales import EIGHT_BITS
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +62,11 @@ def check_memory(settings: ModelSettings, shape: ModelShape, weights: int, dtype
     refuse it before requests come.
     """
     if settings.kv_tokens:
-        of_kv = {f"{settings.kv_tokens} tokens of KV": float(settings.kv_tokens * bytes_of_token(shape, dtype))}
+        of_kv = {
+            f"{settings.kv_tokens} tokens of KV": float(
+                settings.kv_tokens * bytes_of_token(shape, dtype, settings.kv_cache_dtype)
+            )
+        }
     else:
         of_kv = {"kv_memory": settings.kv_memory * 2**30}
     of_host = {"host_kv_memory": settings.host_kv_memory * 2**30}
@@ -93,11 +99,12 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
     context = context_of(settings, shape)
     if device == "cpu" and not settings.kv_memory:
         return max(DEFAULT_KV_TOKENS, settings.max_context + PAGE_SIZE)
-    a_token = bytes_of_token(shape, dtype) + beside
+    own = bytes_of_token(shape, dtype, settings.kv_cache_dtype)
+    a_token = own + beside
     memory = _device_memory(settings, device)
     if settings.host_kv_memory:
         memory -= _bytes_beside_pages(settings, shape, dtype)
-        a_token = bytes_of_token(shape, dtype)
+        a_token = own
     most = math.ceil(settings.max_sessions * (context + 2 * PAGE_SIZE) / (1 - KEPT_SHARE))
     tokens = min(max(0, int(memory / a_token)), most)
     if device != "cpu":
@@ -114,7 +121,7 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
 
 def backing_store_tokens(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
     """Return how many tokens of KV the backing store in host memory holds; 0 if there is none."""
-    return int(settings.host_kv_memory * 2**30 / bytes_of_token(shape, dtype))
+    return int(settings.host_kv_memory * 2**30 / bytes_of_token(shape, dtype, settings.kv_cache_dtype))
 
 
 def context_of(settings: ModelSettings, shape: ModelShape) -> int:
@@ -142,9 +149,10 @@ def bytes_of_weights(config: Any, dtype: torch.dtype, in_eight_bits: bool = Fals
     return (parameters - whole) // ranks * (1 if in_eight_bits else dtype.itemsize) + whole * dtype.itemsize
 
 
-def bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return how many bytes the KV of a token takes."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+def bytes_of_token(shape: ModelShape, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> int:
+    """Return how many bytes the KV of a token takes. dtype: the model's."""
+    size = EIGHT_BITS.itemsize if kv_cache_dtype == "fp8" else dtype.itemsize
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size
 
 
 def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> float:
@@ -153,7 +161,8 @@ def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch
     They hold two layers of one sequence, which dense passes bring together; the tables that say where each page lies;
     and group means.
     """
-    of_layer, backing = (bytes_of_token(shape, dtype) / shape.num_layers, backing_store_tokens(settings, shape, dtype))
+    of_layer = bytes_of_token(shape, dtype, settings.kv_cache_dtype) / shape.num_layers
+    backing = backing_store_tokens(settings, shape, dtype)
     heads = shape.num_layers * shape.num_kv_heads
     tables = backing / PAGE_SIZE * heads * (4 + 10)  # of a page and, at most, of a cache line
     means = 3 * 4 * backing / settings.group_size * heads * shape.head_dim if settings.group_size else 0.0

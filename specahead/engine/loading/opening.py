@@ -9,6 +9,7 @@ import torch
 from specahead.config import ModelSettings
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.config import ModelShape, load_config, read_shape
+from specahead.engine.loading.kv_scales import check_eight_bit_kv, measure_kv_scales
 from specahead.engine.loading.memory import (
     backing_store_tokens,
     bytes_of_token,
@@ -33,6 +34,7 @@ from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import TargetOrDraftRunner
 from specahead.kernels.compiling import begin_compiling
+from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.paged_attention import takes_heads
 
 # Which passes of up to 64 rows read 8-bit weights: none, all, or only the passes whose tokens a later pass judges
@@ -60,6 +62,8 @@ class _Loaded:
     tokenizer: Any
     drafting: Decoder | None
     """The decoder of passes whose tokens a later pass judges; None: the model's decoder."""
+    kv_scales: KVScales | None
+    """Of KV in 8 bits (engine.loading.kv_scales); None: the KV has the model's dtype."""
     device: str
 
     def room(self, beside: int = 0) -> int:
@@ -99,7 +103,8 @@ def open_both(
     second = _load(beside, of_second)
     first = _load(settings, eight_bit, ranks)
     meet()
-    tokens = ranks.least(first.room(bytes_of_token(second.model.shape, second.model.dtype)))
+    beside_it = bytes_of_token(second.model.shape, second.model.dtype, beside.kv_cache_dtype)
+    tokens = ranks.least(first.room(beside_it))
     rounds = beside.max_sessions * (2 * beside.widest_round + PAGE_SIZE)
     return _open(first, tokens), _open(second, beside.kv_tokens or tokens + rounds)
 
@@ -116,12 +121,13 @@ def _load(settings: ModelSettings, eight_bit: EightBit = "none", ranks: Ranks = 
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # a dummy is measured in the shape of its config
         loaded = loaded.with_vocabulary(count_token_ids(tokenizer))
+    kv_scales = measure_kv_scales(loaded, tokenizer, settings.max_context) if settings.kv_cache_dtype == "fp8" else None
     drafting = None if eight_bit == "none" else loaded.decoder.with_eight_bit_weights()
     if eight_bit == "all" and drafting is not None:
         loaded, drafting = replace(loaded, decoder=drafting), None
     if device != "cpu":
         torch.cuda.empty_cache()  # memory that loading took for a time becomes room for KV
-    return _Loaded(settings, loaded, tokenizer, drafting, device)
+    return _Loaded(settings, loaded, tokenizer, drafting, kv_scales, device)
 
 
 def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
@@ -139,6 +145,7 @@ def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
         tokens,
         backing,
         context,
+        loaded.kv_scales,
         enforce_eager=settings.enforce_eager,
         step_queries=settings.most_drafted + 1,
         most_queries=settings.widest_round,
@@ -167,6 +174,12 @@ def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) ->
         )
     in_eight_bits, ranks = holds_eight_bits(config, settings.quantization), settings.tensor_parallel_size
     check_ranks(settings.model, config, device, ranks)
+    if settings.kv_cache_dtype == "fp8":
+        if ranks > 1:
+            raise NotImplementedError(
+                "--kv-cache-dtype fp8 is not built with --tensor-parallel-size: leave one of them out"
+            )
+        check_eight_bit_kv(settings.model, device)
     if in_eight_bits:
         check_eight_bits(config, dtype, device, ranks)
     weights = bytes_of_weights(config, dtype, in_eight_bits, ranks)

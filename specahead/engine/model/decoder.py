@@ -14,6 +14,7 @@ from torch import Tensor
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.compiling import compiles_only
+from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.linear import BLOCK, LinearWeight, Residual, add_linear, linear, linear_of_residual
 from specahead.kernels.rms_norm import add_rms_norm
 from specahead.kernels.rotary import rotate_and_write_kv
@@ -139,6 +140,7 @@ class Decoder:
         attend: Attend,
         logits_rows: Tensor | None = None,
         backend: Backend | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         """Write the tokens' KV, and return the logits [rows, vocab] of all tokens, or of `logits_rows`.
 
@@ -148,12 +150,13 @@ class Decoder:
         logits_rows: [rows] int32 or int64; more rows than tokens are allowed, since each sequence has room for as many.
             After the last layer's attention only these rows run on: of other tokens only keys and values are needed.
         backend: of all kernels but attention; None: the device's.
+        kv_scales: those of all layers, for pages in 8 bits.
         """
         kernels = backend or default_backend(token_ids.device)
         stream = self.embed(token_ids)
         for index in self._layers_to_run():
             pages = k_pages[index], v_pages[index]
-            queries, stream = self.before_attention(index, stream, positions, slots, pages, kernels)
+            queries, stream = self.before_attention(index, stream, positions, slots, pages, kernels, kv_scales)
             attended = attend(index, queries).flatten(1)
             if index == self.num_layers - 1 and logits_rows is not None:
                 return self.last_logits(stream, attended, logits_rows, kernels)
@@ -177,14 +180,16 @@ class Decoder:
         slots: Tensor,
         pages: tuple[Tensor, Tensor],
         backend: Backend,
+        kv_scales: KVScales | None = None,
     ) -> tuple[Tensor, Residual]:
         """Write the tokens' KV of a layer, and return its queries [tokens, heads, dim] and the stream, added up.
 
-        positions, slots: as for `run`. pages: the layer's, of keys and of values.
+        positions, slots, kv_scales: as for `run`. pages: the layer's, of keys and of values.
         """
         layer = self.layers[index]
         qkv, stream = self._read(stream, layer.input_norm, layer.qkv, backend, in_parts=layer.full_norms is None)
-        return self._rotate(layer, qkv, positions, slots, pages, backend), stream
+        scales = None if kv_scales is None else kv_scales.layer(index)
+        return self._rotate(layer, qkv, positions, slots, pages, scales, backend), stream
 
     def after_attention(self, index: int, stream: Residual, attended: Tensor, backend: Backend) -> Residual:
         """Return the stream after a layer. attended: [tokens, heads * dim]."""
@@ -242,6 +247,7 @@ class Decoder:
         positions: Tensor,
         slots: Tensor,
         pages: tuple[Tensor, Tensor],
+        scales: KVScales | None,
         backend: Backend,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to `pages`, and return the queries."""
@@ -260,6 +266,8 @@ class Decoder:
             backend,
             layer.head_norms,
             self.epsilon,
+            scales,
+            self.embedding.dtype,
         )
 
     def _norm_all_heads(self, qkv: Tensor, norms: tuple[Tensor, Tensor], backend: Backend) -> Tensor:

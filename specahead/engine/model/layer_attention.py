@@ -12,6 +12,7 @@ from torch import Tensor
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.backends import Backend
+from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.paged_attention import (
     Batch,
     BlockLists,
@@ -43,6 +44,8 @@ class Heads:
     """Dimensions of a head."""
     scale: float
     """The factor of the scores, which are products of queries and keys."""
+    kv_scales: KVScales | None = None
+    """Those of all layers, for KV in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,8 @@ class LayerAttention:
         rows = self.rows
         keys, values = self.pages(layer)
         of_rows = rows.tables, rows.lengths, rows.starts, self.heads.scale, rows.most, rows.visible
-        return Batch(queries, keys, values, *of_rows)
+        scales = self.heads.kv_scales
+        return Batch(queries, keys, values, *of_rows, None if scales is None else scales.layer(layer))
 
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         batch, weights = self._batch(layer, queries), self.weights
@@ -143,7 +147,7 @@ class LayerAttention:
             out = paged_attention_remembering(batch, weights.block_size, *remembered, **how)
             return paged_attention(batch, **how) if weights.apart else out
         if self.prompts is not None:
-            return attend_to_prompts(self.prompts, queries, batch.k_pages, batch.v_pages, batch.scale)
+            return attend_to_prompts(self.prompts, queries, batch.k_pages, batch.v_pages, batch.scale, batch.scales)
         return paged_attention(batch, **how)
 
     def _listed(self, layer: int, at: int, queries: Tensor) -> Tensor:
@@ -177,5 +181,5 @@ def plan_reads(
     """
     if backend != "triton":
         return None
-    of_rows = rows.most, rows.tables, rows.lengths, PAGE_SIZE
-    return plan_work(heads.kv, heads.group, heads.dim, *of_rows, blocks, None if means is None else means[0], tuning)
+    how = PAGE_SIZE, blocks, None if means is None else means[0], tuning, heads.kv_scales is not None
+    return plan_work(heads.kv, heads.group, heads.dim, rows.most, rows.tables, rows.lengths, *how)

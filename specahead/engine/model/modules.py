@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from specahead.engine.model.decoder import Attend, Decoder
 from specahead.engine.parallel.ranks import ALONE
+from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.kv_write import write_kv
 
 NAME = "specahead"
@@ -28,6 +29,7 @@ class _Pass:
     k_pages: list[Tensor]
     v_pages: list[Tensor]
     scale: float
+    kv_scales: KVScales | None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class ModulesDecoder:
         v_pages: list[Tensor],
         attend: Attend,
         logits_rows: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         """Run one pass; arguments and result as for `specahead.engine.model.decoder.Decoder.run`."""
         if logits_rows is not None and not len(logits_rows):
@@ -67,7 +70,7 @@ class ModulesDecoder:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=0 if logits_rows is None else logits_rows,
-            running=_Pass(attend, slots, k_pages, v_pages, self.attention_scale),
+            running=_Pass(attend, slots, k_pages, v_pages, self.attention_scale, kv_scales),
         )
         logits: Tensor = result.logits[0, :, : self.vocab]
         return logits
@@ -116,5 +119,7 @@ def attend_in_pass(
     layer: int = module.layer_idx  # type: ignore[assignment]
     queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
     kept = running.slots >= 0
-    write_kv(running.k_pages[layer], running.v_pages[layer], running.slots[kept], keys[kept], values[kept])
+    pages, scales = (running.k_pages[layer], running.v_pages[layer]), running.kv_scales
+    of_layer = None if scales is None else scales.layer(layer)
+    write_kv(*pages, running.slots[kept], keys[kept], values[kept], of_layer)
     return running.attend(layer, queries.contiguous())[None], None

@@ -62,7 +62,8 @@ class DraftPasses:
         attend = LayerAttention(heads, at.rows, self.kv.layer_pages, self.attention, reads, self.evidence)
         if self.dense_layers:
             attend.dense_work = plan_reads(heads, at.rows, self.attention)
-        return self.decoder.run(tokens, at.positions, at.slots, self.kv.k_pages, self.kv.v_pages, attend)
+        pages = self.kv.k_pages, self.kv.v_pages
+        return self.decoder.run(tokens, at.positions, at.slots, *pages, attend, kv_scales=self.kv.scales)
 
 
 @dataclass(frozen=True)

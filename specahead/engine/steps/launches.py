@@ -66,8 +66,9 @@ def run_pass(
         attend.unread = kv.num_layers - 1
     running = graphs or (drafting if shape.light and drafting else decoder)
     given["logits"] = running.run(
-        given["token_ids"], given["positions"], given["slots"], kv.k_pages, kv.v_pages, attend, logits_rows
-    )
+        given["token_ids"], given["positions"], given["slots"], kv.k_pages, kv.v_pages, attend, logits_rows,
+        kv_scales=kv.scales,
+    )  # fmt: skip
     _leave_results(shape, buffers, fetched, kv, chain)
 
 
@@ -113,7 +114,8 @@ def _attention_of(
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], shape.most_rows, given.get("visible"))
-    tuning = pinned_tuning(heads.dim, heads.group, shape.most_rows) if shape.pinned else None
+    eight_bit = heads.kv_scales is not None
+    tuning = pinned_tuning(heads.dim, heads.group, shape.most_rows, eight_bit) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention, prompts=prompts)
     if shape.read.weighs or (prompts is None and (not shape.read.is_sparse or shape.read.dense_layers)):
         attend.dense_work = plan_reads(heads, rows, attention, tuning)

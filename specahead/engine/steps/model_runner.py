@@ -287,7 +287,7 @@ class ModelRunner(TargetOrDraftRunner):
             return
         log.info("reading a prompt to be ready", extra={"tokens": tokens})
         pages = self.kv.k_pages[0]
-        merges = partial(merge_in_all_ways, self.decoder.heads, pages.shape[3], pages.dtype, self.device)
+        merges = partial(merge_in_all_ways, self.decoder.heads, pages.shape[3], self.kv.dtype, self.device)
         layers = [partial(self._passes.launches_of_prompt, tokens)] if self.decoder.can_capture else []
         compile_ahead([lambda: merges, *layers])
         scratch = SequenceKV()

@@ -56,7 +56,7 @@ class PassRunner:
         self._followers = kv.ranks.followers
         self.memories = memories
         self.graphs = Graphs(captures)
-        dim, dtype = kv.k_pages[0].shape[3], kv.k_pages[0].dtype
+        dim, dtype = kv.k_pages[0].shape[3], kv.dtype
         self.attention: Backend = default_backend(kv.device) if takes_heads(dim) else "torch"
         self._cudnn = cudnn_attends(dim, dtype, kv.device)
         self.chain = DeviceChain.make(1, kv.device)
@@ -193,7 +193,8 @@ class PassRunner:
         def launch() -> None:
             numbers = torch.zeros(tokens, dtype=torch.int64, device=self._kv.device)
             pages = self._kv.k_pages, self._kv.v_pages
-            self._decoder.run(numbers, numbers, numbers, *pages, lambda _layer, queries: queries, numbers[:0])
+            of_kv = *pages, lambda _layer, queries: queries, numbers[:0]
+            self._decoder.run(numbers, numbers, numbers, *of_kv, kv_scales=self._kv.scales)
 
         return launch
 
@@ -228,14 +229,14 @@ class PassRunner:
         self._followers.tell(Command.CAPTURE_PROMPT, [tokens])
         assert isinstance(self._decoder, Decoder)
         if self._prompt_graphs is None:
-            self._prompt_graphs = PromptGraphs(self._decoder, self._kv.k_pages, self._kv.v_pages)
+            self._prompt_graphs = PromptGraphs(self._decoder, self._kv.k_pages, self._kv.v_pages, self._kv.scales)
         self._prompt_graphs.capture(tokens)
 
     def _room_for_prompts(self) -> Tensor:
         if self._room is None:
             pages = self._kv.k_pages[0]
             sizes = self._limits.pages * PAGE_SIZE, self._kv.kv_heads, pages.shape[3]
-            self._room = make_room(*sizes, pages.dtype, pages.device)
+            self._room = make_room(*sizes, self._kv.dtype, pages.device)
         return self._room
 
     def _plan_prompts(self, buffers: Buffers) -> PromptReads:

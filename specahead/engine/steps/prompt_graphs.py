@@ -15,6 +15,7 @@ from specahead.config.garbage import no_garbage_collected
 from specahead.engine.model.decoder import Attend, Decoder
 from specahead.engine.steps.graphs import Graphs
 from specahead.kernels.backends import default_backend
+from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.linear import Residual
 
 MOST_TOKENS = 4096  # of a pass; longer ones keep the device busy for longer than the host takes to launch them
@@ -24,11 +25,13 @@ _STEPS = (1024, 128), (2048, 256), (MOST_TOKENS, 512)  # up to so many tokens, s
 class PromptGraphs:
     """Runs a decoder like `Decoder.run`, by the graphs of the next larger captured size where there is one.
 
-    Rows that fill a size up write no KV. k_pages, v_pages: of each layer, which every pass reads and writes.
+    Rows that fill a size up write no KV. k_pages, v_pages, kv_scales: of each layer, which every pass reads and writes.
     """
 
-    def __init__(self, decoder: Decoder, k_pages: list[Tensor], v_pages: list[Tensor]) -> None:
-        self._decoder, self._k_pages, self._v_pages = decoder, k_pages, v_pages
+    def __init__(
+        self, decoder: Decoder, k_pages: list[Tensor], v_pages: list[Tensor], kv_scales: KVScales | None
+    ) -> None:
+        self._decoder, self._k_pages, self._v_pages, self._kv_scales = decoder, k_pages, v_pages, kv_scales
         device, hidden, width = k_pages[0].device, decoder.embedding.shape[1], decoder.heads * k_pages[0].shape[3]
         make = partial(torch.zeros, dtype=decoder.embedding.dtype, device=device)
         self._numbers = torch.zeros(3, MOST_TOKENS, dtype=torch.int64, device=device)  # token ids, positions, slots
@@ -50,7 +53,8 @@ class PromptGraphs:
                     stream = self._decoder.embed(ids)
                 else:
                     stream = self._decoder.after_attention(index - 1, stream, attended, self._backend)
-                queries, stream = self._decoder.before_attention(index, stream, positions, slots, pages, self._backend)
+                of_kv = pages, self._backend, self._kv_scales
+                queries, stream = self._decoder.before_attention(index, stream, positions, slots, *of_kv)
                 # Only what is copied out lasts: the pool gives the memory of all else to the graphs that follow.
                 self._queries[:tokens].copy_(queries.flatten(1))
                 if index == self._decoder.num_layers - 1:
@@ -68,13 +72,15 @@ class PromptGraphs:
         v_pages: list[Tensor],
         attend: Attend,
         logits_rows: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         """Run one pass; arguments and result as for `Decoder.run`. The pages must be those that were captured."""
         count = len(token_ids)
         size = next((size for size in sizes_up_to(MOST_TOKENS) if size >= count), 0)
         if size not in self._graphs or logits_rows is None:
-            return self._decoder.run(token_ids, positions, slots, k_pages, v_pages, attend, logits_rows)
-        assert k_pages is self._k_pages and v_pages is self._v_pages
+            of_kv = k_pages, v_pages, attend, logits_rows
+            return self._decoder.run(token_ids, positions, slots, *of_kv, kv_scales=kv_scales)
+        assert k_pages is self._k_pages and v_pages is self._v_pages and kv_scales is self._kv_scales
         for row, numbers in zip(self._numbers, (token_ids, positions, slots), strict=True):
             row[:count].copy_(numbers)
         self._numbers[2, count:size].fill_(-1)

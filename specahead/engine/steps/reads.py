@@ -14,7 +14,8 @@ from specahead.kernels.paged_attention import BlockLists, GroupMeans, Tuning
 
 def heads_of(decoder: Decoder | ModulesDecoder, kv: KVCache) -> Heads:
     """Return what attention needs to know of a model's heads."""
-    return Heads(kv.kv_heads, decoder.heads // kv.kv_heads, kv.k_pages[0].shape[3], decoder.attention_scale)
+    group, dim = decoder.heads // kv.kv_heads, kv.k_pages[0].shape[3]
+    return Heads(kv.kv_heads, group, dim, decoder.attention_scale, kv.scales)
 
 
 def listed_layers(shape: PassShape, kv: KVCache) -> dict[int, int]:

@@ -183,7 +183,8 @@ def _run_first_pass(round_: _Round, branches: OneToken | None) -> Tensor:
     work = plan_reads(heads, at.rows, round_.attention)
     evidence = round_.evidence_of_passes(first=True)
     attend = LayerAttention(heads, at.rows, kv.layer_pages, round_.attention, None, evidence, dense_work=work)
-    return round_.decoder.run(given["token_ids"], at.positions, at.slots, kv.k_pages, kv.v_pages, attend, ends)
+    given_kv = kv.k_pages, kv.v_pages
+    return round_.decoder.run(given["token_ids"], at.positions, at.slots, *given_kv, attend, ends, kv_scales=kv.scales)
 
 
 def _own_lists(round_: _Round) -> ListedReads:

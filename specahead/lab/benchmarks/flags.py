@@ -4,7 +4,7 @@ neither --help nor completion loads torch."""
 import argparse
 
 from specahead import models
-from specahead.config.speculation import QUANTIZATIONS
+from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
 
 SHAPES_HELP = "8b, 1b, 0.5b, tiny, or a model's folder or id"  # of specahead.lab.benchmarks.shapes, which loads torch
 
@@ -91,6 +91,7 @@ def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_quantization(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="of the target's weights")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of the target's KV")
 
 
 def add_step_flags(parser: argparse.ArgumentParser) -> None:

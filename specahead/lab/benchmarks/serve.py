@@ -124,6 +124,7 @@ def _pair(flags: argparse.Namespace, speculation: dict[str, Any]) -> Pair:
         speculation=speculation,
         targets=flags.targets or (max(1, gpus) if together else 1),
         quantization=flags.quantization,
+        kv_cache_dtype=flags.kv_cache_dtype,
         flags=tuple(shlex.split(flags.flags)),
     )
     devices = flags.gpus or ([index % gpus for index in range(len(pair.names))] if gpus else [])

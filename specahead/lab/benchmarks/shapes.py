@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specahead.config.speculation import Quantization
 from specahead.engine.model.decoder import Decoder, DecoderLayer
+from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.linear import LinearWeight, quantize
 from specahead.sparsity.plan import Plan
 
@@ -96,3 +97,9 @@ def random_decoder(
         epsilon=1e-5,
         attention_scale=dim**-0.5,
     )
+
+
+def random_scales(shape: Shape, device: str | torch.device) -> KVScales:
+    """Return scales of 1 and random centers, for KV in 8 bits."""
+    rows = shape.num_hidden_layers, 2, shape.num_key_value_heads
+    return KVScales(torch.ones(rows, device=device), torch.randn(*rows, shape.head_dim, device=device))

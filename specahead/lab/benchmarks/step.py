@@ -6,10 +6,11 @@ Weights are random, and so is the selection of the imposed share of KV, since on
 import argparse
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import torch
 
-from specahead.config.speculation import Quantization
+from specahead.config.speculation import KVCacheDtype, Quantization
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
@@ -22,7 +23,7 @@ from specahead.engine.steps.round_launches import run_round
 from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape, RoundShape
 from specahead.kernels.backends import default_backend
 from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
-from specahead.lab.benchmarks.shapes import GROUP, Shape, random_decoder, read_shape_of
+from specahead.lab.benchmarks.shapes import GROUP, Shape, random_decoder, random_scales, read_shape_of
 
 BATCHES = 1, 8
 BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as of a calibrated plan
@@ -40,21 +41,23 @@ class Bench:
         device: str = "cuda",
         batch: int = max(BATCHES),
         quantization: Quantization = "none",
+        kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
         self.shape, self.bandwidth, self.repeats, self.device = shape, bandwidth, repeats, torch.device(device)
         self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE, device, quantization=quantization)
         self.attention = default_backend(self.device)
         pages = batch * (longest // PAGE_SIZE)
-        self.kv = KVCache(
-            shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, device
-        )
+        of_shape = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
+        scales = random_scales(shape, device) if kv_cache_dtype == "fp8" else None
+        self.kv = KVCache(*of_shape, pages, torch.bfloat16, device, scales=scales)
         for part in (*self.kv.k_pages, *self.kv.v_pages):
-            part.normal_()  # what is all alike, selections break by order
+            part.copy_(torch.randn_like(part, dtype=torch.bfloat16))  # what is all alike, selections break by order
 
     def kv_bytes(self, batch: int, context: int, share: float = 1.0) -> float:
         """Return the bytes of a share of the KV."""
-        shape = self.shape
-        return 4 * batch * context * shape.num_key_value_heads * shape.head_dim * shape.num_hidden_layers * share
+        shape, a_number = self.shape, self.kv.k_pages[0].itemsize
+        numbers = 2 * batch * context * shape.num_key_value_heads * shape.head_dim * shape.num_hidden_layers
+        return numbers * a_number * share
 
     def floor(self, kv_bytes: float, passes: int = 1) -> float:
         """Return the milliseconds in which weights and KV are read once a pass at the copy bandwidth."""
@@ -192,19 +195,20 @@ def run(flags: argparse.Namespace) -> None:
     bandwidth, longest = copy_bandwidth(), max(flags.contexts)
     cases = list(product(BATCHES, flags.contexts))
     table: list[TimedRow] = []
-    sides: list[tuple[str, Quantization, Callable[[Bench, int, int], list[TimedRow]]]] = [
-        (flags.target_shape, flags.quantization, target_rows),
-        (flags.draft_shape, "none", draft_rows),
+    sides: list[tuple[str, dict[str, Any], Callable[[Bench, int, int], list[TimedRow]]]] = [
+        (flags.target_shape, {name: getattr(flags, name) for name in ("quantization", "kv_cache_dtype")}, target_rows),
+        (flags.draft_shape, {}, draft_rows),
     ]
     with torch.inference_mode():
-        for name, quantization, measure in sides:
-            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest, quantization=quantization)
+        for name, how, measure in sides:
+            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest, **how)
             for batch, context in cases:
                 table += measure(bench, batch, context)
             del bench
             torch.cuda.empty_cache()
     command = f"specahead bench step --target-shape {flags.target_shape} --draft-shape {flags.draft_shape}"
     command += f" --contexts {' '.join(map(str, flags.contexts))} --quantization {flags.quantization}"
+    command += f" --kv-cache-dtype {flags.kv_cache_dtype}"
     head = Head.here(command, bandwidth)
     note = "rival: of the target's sparse steps our dense step of the same run. Random weights, imposed selection"
     print(report(head, table, note))

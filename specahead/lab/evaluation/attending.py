@@ -26,7 +26,7 @@ def forward_attending(
     slots = sequence.table()[at // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + at % PAGE_SIZE
     ids, positions, written = (torch.as_tensor(each, device=runner.device) for each in (tokens, at, slots))
     rows = None if logits else torch.empty(0, dtype=torch.int64, device=runner.device)
-    given = runner.decoder.run(ids, positions, written, kv.k_pages, kv.v_pages, attend, rows)
+    given = runner.decoder.run(ids, positions, written, kv.k_pages, kv.v_pages, attend, rows, kv_scales=kv.scales)
     sequence.length += len(tokens)
     return given.float()
 
@@ -45,7 +45,7 @@ def forward_weighing(
     def attend(layer: int, queries: Tensor) -> Tensor:
         table = torch.from_numpy(sequence.table()).to(device)[None]
         pages, scale = runner.kv.layer_pages(layer), runner.decoder.attention_scale
-        batch = Batch(queries, *pages, table, lengths, starts, scale, len(tokens))
+        batch = Batch(queries, *pages, table, lengths, starts, scale, len(tokens), scales=runner.kv.scales_of(layer))
         given.append(weights_of_last_queries(batch, block_size, emitting)[0])
         return paged_attention(batch, backend=default_backend(device))
 

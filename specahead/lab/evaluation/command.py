@@ -51,7 +51,8 @@ def run(flags: argparse.Namespace) -> None:
     else:
         chosen = cases.copy_cases(texts, tokenizer, flags.context, flags.cases)
     variants = variants_of(flags.methods.split(","), flags.budgets.split(","), plan, flags.gamma)
-    sums = evaluate(Pair(flags.target, flags.draft), chosen, variants, flags.workers, flags.task)
+    pair = Pair(flags.target, flags.draft, flags.kv_cache_dtype)
+    sums = evaluate(pair, chosen, variants, flags.workers, flags.task)
     rows = report.to_rows(flags.task, variants, sums)
     print(report.to_json(rows) if flags.json else report.to_text(rows))
     if flags.markdown:

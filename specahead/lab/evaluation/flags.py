@@ -6,7 +6,7 @@ import shlex
 from functools import partial
 
 from specahead import models
-from specahead.config.speculation import QUANTIZATIONS
+from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
 
 
 def _add_pair(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -82,6 +82,9 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draft-quantization", choices=QUANTIZATIONS, default="none", help="self: how drafting passes read the weights"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="perplexity, recall, copy: of the target's KV"
     )
     parser.add_argument("--generated", type=int, default=64, help="drafts, identity, self: tokens after each passage")
     parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality/tables.md")

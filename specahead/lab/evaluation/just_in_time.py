@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.kernels.kv_scales import KVScales, keys_of_pages
 from specahead.kernels.paged_attention import gather_pages, pack_heads, pool_blocks
 from specahead.lab.evaluation.choice import budget_blocks, choose, mandatory
 from specahead.sparsity.plan import Plan
@@ -26,11 +27,17 @@ class SequenceKeys:
     k_pages: Tensor
     table: Tensor
     length: int
+    scales: KVScales | None = None
+    """The layer's, for pages in 8 bits."""
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return the keys of tokens first … last - 1, `first` at a page's start: [kv_heads, last - first, dim]."""
+        """Return the keys of tokens first … last - 1, `first` at a page's start: [kv_heads, last - first, dim].
+
+        Of pages in 8 bits they are less their centers, which makes no difference to what attention chooses.
+        """
         pages = self.table[None, first // PAGE_SIZE : -(-last // PAGE_SIZE)]
-        return gather_pages(self.k_pages, pages)[:, : last - first]
+        keys = gather_pages(self.k_pages, pages)[:, : last - first]
+        return keys if self.scales is None else keys_of_pages(keys, self.scales, torch.float32)
 
 
 @dataclass

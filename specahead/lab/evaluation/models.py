@@ -6,24 +6,34 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specahead.config.speculation import KVCacheDtype
+from specahead.engine.loading.kv_scales import measure_kv_scales
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
+from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.steps.model_runner import ModelRunner
 
 
 def load_runner(
-    model: str, dtype: torch.dtype, device: str, kv_tokens: int, drafts_in_eight_bits: bool = False
+    model: str,
+    dtype: torch.dtype,
+    device: str,
+    kv_tokens: int,
+    drafts_in_eight_bits: bool = False,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    max_context: int = 0,
 ) -> ModelRunner:
     """Return a runner of the model with KV room for `kv_tokens` tokens in all, which captures no graphs.
 
-    drafts_in_eight_bits: whether the passes that draft for itself read its weights in 8 bits. Raises
-    NotImplementedError for a model that this is not built for.
+    drafts_in_eight_bits: whether the passes that draft for itself read its weights in 8 bits. max_context: the most
+    tokens of a sequence; 0: kv_tokens. Raises NotImplementedError for a model that this is not built for.
     """
     loaded = load_model(model, dtype, device)
     drafting = loaded.decoder.with_eight_bit_weights() if drafts_in_eight_bits else None
-    return make_runner(loaded, kv_tokens, drafting=drafting, enforce_eager=True)
+    scales = measure_kv_scales(loaded, load_tokenizer(model)) if kv_cache_dtype == "fp8" else None
+    return make_runner(loaded, kv_tokens, 0, max_context, scales, drafting=drafting, enforce_eager=True)
 
 
 def model_hash(model: str) -> str:

@@ -12,6 +12,7 @@ from specahead.engine.model.decoder import Attend
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.backends import default_backend
+from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.paged_attention import Batch, BlockLists, paged_attention
 from specahead.kernels.selection import compact
 from specahead.lab.evaluation.just_in_time import JustInTime, SequenceKeys
@@ -50,11 +51,12 @@ class LayerReader:
         def attend(layer: int, queries: Tensor) -> Tensor:
             k_pages, v_pages = runner.kv.layer_pages(layer)
             table = torch.from_numpy(item.kv.table()).to(queries.device)
-            keys = SequenceKeys(k_pages, table.long(), length)
+            keys = SequenceKeys(k_pages, table.long(), length, runner.kv.scales_of(layer))
             chosen = self._selector.choose(layer, queries, keys, scale)
             if chosen is not None:
                 self._masks[layer] = chosen
-            return attend_chosen(queries, k_pages, v_pages, table, length, scale, chosen, self.plan.block_size)
+            reads = table, length, scale, chosen, self.plan.block_size, keys.scales
+            return attend_chosen(queries, k_pages, v_pages, *reads)
 
         return attend
 
@@ -84,15 +86,16 @@ def attend_chosen(
     scale: float,
     chosen: Tensor | None,
     block_size: int,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """Let the queries of one sequence attend over chosen blocks: [rows, heads, dim] like `queries`.
 
     table: [pages] int32; length: tokens with KV, the queries' own included; chosen: bool [kv_heads, blocks], None for
-    all.
+    all. scales: the layer's, for pages in 8 bits.
     """
     rows, device = len(queries), queries.device
     lengths, starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([length], [0, rows]))
-    batch = Batch(queries, k_pages, v_pages, table[None], lengths, starts, scale, rows)
+    batch = Batch(queries, k_pages, v_pages, table[None], lengths, starts, scale, rows, scales=scales)
     blocks = None
     if chosen is not None:
         lists, counts = compact(chosen)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
+from specahead.config.speculation import KVCacheDtype
 from specahead.engine.kv.pages import PAGE_SIZE
-from specahead.engine.loading.model import default_device, load_model, resolve_dtype
-from specahead.engine.loading.runner import make_runner
+from specahead.engine.loading.model import default_device, resolve_dtype
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.cases import Case
 from specahead.lab.evaluation.methods import rival_of
@@ -21,6 +21,8 @@ class Pair:
 
     target: str
     draft: str
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Of the target."""
 
 
 def parse_budget(text: str, plan: Plan) -> Plan:
@@ -72,9 +74,9 @@ def _load(pair: Pair, longest: int, target_tokens: int) -> tuple[ModelRunner, Mo
     """Load draft and target, with room for a sequence of `longest` tokens, and in the target for forks of it."""
     device = default_device()
     dtype = resolve_dtype("auto", device, pair.target)
-    target = load_model(pair.target, dtype, device)
     draft = load_runner(pair.draft, dtype, device, longest)
-    return draft, make_runner(target, target_tokens, max_context=longest, enforce_eager=True)
+    held = pair.kv_cache_dtype
+    return draft, load_runner(pair.target, dtype, device, target_tokens, kv_cache_dtype=held, max_context=longest)
 
 
 def _evaluate(case: Case, variants: list[Variant]) -> list[VariantSums]:

@@ -17,7 +17,7 @@ import torch
 from orchestrator.cluster.directory import Directory, name_services, side_of
 from orchestrator.cluster.service_status import ControlLine
 from specahead import models
-from specahead.config.speculation import Quantization
+from specahead.config.speculation import KVCacheDtype, Quantization
 from specahead.lab.benchmarks.processes import (
     Endpoints,
     Start,
@@ -62,6 +62,8 @@ class Pair:
     targets: int = 1
     quantization: Quantization = "none"
     """How the targets hold their weights."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """How the targets hold their KV."""
     flags: tuple[str, ...] = ()
     """More flags of all services."""
     gpus: Mapping[str, int] = field(default_factory=dict)
@@ -92,12 +94,13 @@ class Room:
     hot: float = 0.0
     """Share of the target's KV on its GPU, beside a backing store in host memory; 0: all of it, without a store."""
 
-    def tiers(self, shape: str) -> list[str]:
+    def tiers(self, shape: str, kv_cache_dtype: KVCacheDtype) -> list[str]:
         """Return the flags that put the KV of a target of this shape in tiers, if it is to be."""
         if not self.hot:
             return []
         tokens = self.sessions * (self.context + 32)
-        gib = 1.01 * kv_gib(shape, tokens, 2 if torch.cuda.is_available() else 4)
+        in_full = 2 if torch.cuda.is_available() else 4
+        gib = 1.01 * kv_gib(shape, tokens, 1 if kv_cache_dtype == "fp8" else in_full)
         # What a step writes lies on the GPU, so a small part of a small model's KV has no room for long prompts.
         chunk = max(16, min(8192, int(self.hot * self.context)))
         sizes = ["--kv-tokens", str(int(self.hot * tokens)), "--prefill-chunk", str(chunk)]
@@ -239,9 +242,10 @@ class Deployment:
     def _target_flags(self, name: str) -> list[str]:
         pair = self.pair
         own = ["--acceptance", str(pair.acceptance), "--confirmation", str(pair.confirmation)]
-        own += self._room.tiers(pair.target_shape)
+        own += self._room.tiers(pair.target_shape, pair.kv_cache_dtype)
         own += ["--draft", self._models["draft"] if pair.draft == "model" else pair.draft]
-        own += ["--quantization", pair.quantization, *(["--placement", "together"] if pair.together else [])]
+        own += ["--quantization", pair.quantization, "--kv-cache-dtype", pair.kv_cache_dtype]
+        own += ["--placement", "together"] if pair.together else []
         own += ["--replay"] if self._replayed else []
         return own + (["--slept", str(pair.slept[name])] if name in pair.slept else [])
 
