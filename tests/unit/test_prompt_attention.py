@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specahead.kernels import prompt_attention, prompt_reads
+from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.merged_attention import merge_attended
 from specahead.kernels.prompt_attention import attend_to_piece, attend_to_prompts, cudnn_attends
 from specahead.kernels.prompt_reads import (
@@ -186,7 +187,9 @@ def test_cudnn_gives_what_the_reference_gives(batch: str, dim: int, eight_bit: b
     names = ["queries"] if eight_bit else ["queries", "k_pages", "v_pages"]
     rounded = replace(case, **{name: getattr(case, name).bfloat16().float() for name in names})
     case = replace(case, **{name: getattr(case, name).bfloat16() for name in names})
-    tensors = {name: value.cuda() for name, value in vars(case).items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = {name: value.cuda() for name, value in vars(case).items() if isinstance(value, Tensor)}
+    if case.scales is not None:
+        tensors["scales"] = KVScales(case.scales.scales.cuda(), case.scales.centers.cuda())
     there = replace(case, **tensors)
     torch.testing.assert_close(
         attend(there, plan(there, cudnn=True)).float().cpu(), rounded.dense(), atol=2e-2, rtol=2e-2
