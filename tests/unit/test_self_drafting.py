@@ -55,7 +55,7 @@ def test_a_target_that_drafts_for_itself_holds_its_weights_in_eight_bits_too(
     """One whose draft is a service holds them but once: the draft's are that service's affair."""
     asked = []
 
-    def note(settings: TargetSettings, eight_bit: str) -> None:
+    def note(settings: TargetSettings, eight_bit: str, *others: object) -> None:
         asked.append(eight_bit)
         raise StopIteration
 

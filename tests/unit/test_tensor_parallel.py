@@ -174,7 +174,7 @@ def opened(processes: RankProcesses, settings: TargetSettings) -> OpenedModel:
     return processes.open(lambda ranks, meet: open_model(settings, "none", ranks, meet))
 
 
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs more than one GPU")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
