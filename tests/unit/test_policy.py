@@ -325,7 +325,7 @@ def test_choices_are_apart_by_time_and_by_rounds() -> None:
 
     policy.choose = choose  # type: ignore[method-assign]
     for step in range(1, 101):
-        policy.note_step(Ended(0.01 * step, 16, 16, Load(16, 16_000)))
+        policy.note_step(Ended(0.01 * step, 6, 16, Load(6, 6_000)))
     assert all(0.029 < later - earlier < 0.05 for earlier, later in itertools.pairwise(chosen)) and len(chosen) > 20
     chosen.clear()
     for _ in range(16):
