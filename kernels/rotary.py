@@ -48,30 +48,19 @@ def rotate_and_write_kv(
     dtype = dtype or k_pages.dtype
     if backend == "torch":
         qkv = qkv.sum(0).to(dtype) if qkv.dim() == 3 else qkv
-        queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
-        if head_norms is not None:
-            queries, keys = _norm_heads(queries, head_norms[0], epsilon), _norm_heads(keys, head_norms[1], epsilon)
+        parts = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
+        norms, kept, values = (None, None) if head_norms is None else head_norms, slots >= 0, parts[2]
+        queries, keys = (_norm_heads(each, norm, epsilon) for each, norm in zip(parts, norms, strict=False))
         queries, keys = (_rotate(each, cosines, sines, positions) for each in (queries, keys))
-        kept = slots >= 0
         write_kv(k_pages, v_pages, slots[kept], keys[kept], values[kept], scales)
         return queries
     tokens = qkv.shape[-2]
     queries = torch.empty(tokens, heads, dim, dtype=dtype, device=qkv.device)
     of_program = 1 if tokens < MANY_TOKENS else HEADS_OF_PROGRAM
     _rotate_and_write_kv_kernel[(tokens, -(-(heads + 2 * kv_heads) // of_program))](
-        qkv,
-        cosines,
-        sines,
-        positions,
-        slots,
-        head_norms,
-        None if scales is None else scales.scales,
-        None if scales is None else scales.centers,
-        k_pages,
-        v_pages,
-        queries,
-        epsilon,
-        tokens,
+        *(qkv, cosines, sines, positions, slots, head_norms),
+        *((None, None) if scales is None else (scales.scales, scales.centers)),
+        *(k_pages, v_pages, queries, epsilon, tokens),
         PARTS=1 if qkv.dim() == 2 else len(qkv),
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -85,8 +74,8 @@ def rotate_and_write_kv(
     return queries
 
 
-def _norm_heads(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return add_rms_norm(x.reshape(-1, x.shape[-1]), None, weight, epsilon)[0].view(x.shape)
+def _norm_heads(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    return x if weight is None else add_rms_norm(x.reshape(-1, x.shape[-1]), None, weight, epsilon)[0].view(x.shape)
 
 
 def _rotate(x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor) -> Tensor:
