@@ -144,8 +144,8 @@ def nll(runner: ModelRunner, tokens: list[int]) -> float:
 def test_the_perplexity_of_the_bundled_target_stays(
     target: LoadedModel, scales: KVScales, tokenizer: Any, books: list[str]
 ) -> None:
-    """Within 0.2 %, over passages of all books."""
-    passages = [tokenizer.encode(book[at : at + 9000])[:2000] for book in books for at in (20_000, 90_000)]
+    """Within 0.2 %, over a passage of each of three books."""
+    passages = [tokenizer.encode(book[20_000:29_000])[:2000] for book in books[::2]]
     losses = []
     for of in (None, scales):
         runner = make_runner(target, 2048, kv_scales=of)
