@@ -5,6 +5,7 @@ out and tells it to the ranks, these run it as a CUDA graph, and its verdicts co
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -78,7 +79,10 @@ def _measure_all(settings: TargetSettings, plan: Plan, flags: argparse.Namespace
     measured: dict[str, Measured] = {}
     for context in flags.contexts:
         for batch in flags.batch:
-            measured |= _measure(runner, plan, batch, context, flags.repeats)
+            rows = _measure(runner, plan, batch, context, flags.repeats)
+            for what, row in rows.items():  # the table comes last
+                print(f"{settings.tensor_parallel_size} GPUs: {what}: {row.milliseconds:.2f} ms", file=sys.stderr)
+            measured |= rows
     if processes is not None:
         processes.stop()
     return measured
