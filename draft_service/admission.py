@@ -70,11 +70,13 @@ class Admission:
         """
         skipped = self._settings.chosen.skipped_by_draft(begin.prompt_tokens, begin.announces)
         step = self._settings.chosen.draft_context
-        longest = begin.max_length - self._settings.max_context
-        for earlier in range(skipped - step, max(-1, skipped - KEPT_CONTEXTS * step - 1), -step) if skipped else ():
-            if earlier >= longest and self._kv.knows(begin.tokens[earlier : earlier + PAGE_SIZE]):
-                return earlier
-        return skipped
+        if not skipped:
+            return 0
+        least = max(0, begin.max_length - self._settings.max_context, skipped - KEPT_CONTEXTS * step)
+        known = (
+            at for at in range(skipped - step, least - 1, -step) if self._kv.knows(begin.tokens[at : at + PAGE_SIZE])
+        )
+        return next(known, skipped)
 
     def drop(self, session: DraftSession) -> None:
         """Release a session's KV, and ask a target for the next session that waits for room."""

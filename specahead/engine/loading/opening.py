@@ -175,10 +175,6 @@ def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) ->
     in_eight_bits, ranks = holds_eight_bits(config, settings.quantization), settings.tensor_parallel_size
     check_ranks(settings.model, config, device, ranks)
     if settings.kv_cache_dtype == "fp8":
-        if ranks > 1:
-            raise NotImplementedError(
-                "--kv-cache-dtype fp8 is not built with --tensor-parallel-size: leave one of them out"
-            )
         check_eight_bit_kv(settings.model, device)
     if in_eight_bits:
         check_eight_bits(config, dtype, device, ranks)
