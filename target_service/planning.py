@@ -21,6 +21,8 @@ from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from target_service.verify_step import VerifyRound, VerifyStep
 
+MUCH = 1024  # tokens: reading more takes several times as long as rounds
+
 
 class StepPlanner:
     """Plans the steps of a target."""
@@ -41,6 +43,7 @@ class StepPlanner:
         self._runner, self._plan, self._settings, self._policy = runner, plan, settings, policy
         self._drafting, self._patience, self._counters = drafting, patience, counters
         self._parts_read = 0  # steps that read prompts
+        self._gives_way = False  # whether the next step reads no prompts if it has rounds
 
     def plan(self, sessions: Iterable[TargetSession], now: float) -> VerifyStep | None:
         """Return the next step of these sessions, in order of their arrival; None if there is nothing to run."""
@@ -95,9 +98,17 @@ class StepPlanner:
         return False
 
     def _plan_prompts(self, step: VerifyStep, reading: list[TargetSession]) -> None:
-        """Add parts of prompts to a step. Where one is the last, the session's round follows in the same pass."""
+        """Add parts of prompts to a step. Where one is the last, the session's round follows in the same pass.
+
+        After a step that read much of them, the next one that has rounds reads none. Otherwise all sessions would wait
+        for the last prompt, end together, and send their next turns together.
+        """
+        if step.rounds and self._gives_way:
+            self._gives_way = False
+            return
         deterministic, chunk = self._runner.deterministic, self._settings.prefill_chunk
         shared = share_prompts(reading, chunk, bool(step.rounds), self._parts_read)
+        self._gives_way = sum(share for _, share in shared) > MUCH
         self._parts_read += bool(shared)
         for session, share in shared:
             if is_followed_by_round(session, share, deterministic):
