@@ -120,7 +120,7 @@ class _Planner:
         if short:
             if sum(map(len, self.own)) * self.page_size + length - first + self.page_size > self.most:
                 self.join_ends()
-            self.short.append(PromptPart(rows, 0, size_of_own(new), pieces, None))
+            self.short.append(PromptPart(rows, 0, queries_of_short(new), pieces, None))
             self.own.append(table[first // self.page_size : -(-length // self.page_size)])
             self.used.append(length - first)
             return
@@ -170,11 +170,20 @@ def size_of_own(tokens: int) -> int:
     return size
 
 
+def queries_of_short(tokens: int) -> int:
+    """Return with how many queries pieces before a short part of `tokens` new tokens are attended to, filling included.
+
+    In finer steps than longer parts have, since filling takes cuDNN as long as queries.
+    """
+    return size_of_own(tokens) if tokens <= SHORT // 2 else -(-tokens // (SHORT // 8)) * (SHORT // 8)
+
+
 def shapes_of_parts(most: int) -> Iterator[tuple[int, int]]:
     """Yield all numbers of queries that pieces are attended to with, for up to `most` new tokens at once, each with all
     sizes of such a piece, 0 for the own one: the largest first. Short parts have no pieces but before their ends.
     """
-    own = sorted({size_of_own(tokens) for tokens in range(UNIT, size_of_own(most) + 1, UNIT)}, reverse=True)
+    short = {queries_of_short(tokens) for tokens in range(1, min(SHORT, most) + 1)}
+    long = {size_of_own(tokens) for tokens in range(SHORT + 1, size_of_own(most) + 1, UNIT)}
     before = sorted({b - a for tokens in range(0, PIECE + 1, UNIT) for a, b in pieces_before(tokens)})
-    for size in own:
-        yield from ((size, piece) for piece in (0, *before) if size > SHORT or (piece and piece % STEP == 0))
+    for size in sorted(short | long, reverse=True):
+        yield from ((size, piece) for piece in (0, *before) if size in long or (piece and piece % STEP == 0))
