@@ -1,9 +1,10 @@
-"""Linear layers, and how a model's layers read its residual stream and add to it: one dispatch over three kernels.
+"""Linear layers, and how a model's layers read its residual stream and add to it: one dispatch over all kernels.
 
 A layer of up to MOST_ROWS rows takes about as long as its weight takes to read:
 
-    up to MOST_ROWS rows              `few_rows`: tensor cores, over weights of 16 bits or of 8
+    up to MOST_ROWS rows              `few_rows`: tensor cores, over weights of 16 bits, 8 or 4
     more rows, weights of 8 bits      `many_rows`: inputs are rounded to 8 bits as well, then the activation by itself
+    more rows, weights in groups      `many_rows`: the weights of a layer in 16 bits, then the activation by itself
     more rows, a CPU, other shapes    torch (cuBLAS), then the activation by itself
 
 Which kernel runs depends on the number of rows, on the weight and on the backend, never on values. So the rows of a
@@ -19,21 +20,26 @@ from torch import Tensor
 from specahead.kernels.backends import Backend
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear, takes
+from specahead.kernels.linear.grouped import GROUPS, GroupedWeight, group_weight, split_words
 from specahead.kernels.linear.many_rows import many_rows_linear
 from specahead.kernels.linear.weights import BLOCK, EightBitWeight, LinearWeight, hold, quantize
 from specahead.kernels.rms_norm import add_rms_norm, add_scaled
 
 __all__ = [
     "BLOCK",
+    "GROUPS",
     "MOST_ROWS",
     "EightBitWeight",
+    "GroupedWeight",
     "LinearWeight",
     "Residual",
     "add_linear",
+    "group_weight",
     "hold",
     "linear",
     "linear_of_residual",
     "quantize",
+    "split_words",
 ]
 
 
@@ -71,23 +77,23 @@ def linear(
 ) -> Tensor:
     """Return x @ weight.T + bias, [rows, outputs], in the weight's dtype.
 
-    x: [rows, inputs], contiguous; where few rows read 8 bits, of numbers that float16 holds.
+    x: [rows, inputs], contiguous; where few rows read fewer than 16 bits, of numbers that float16 holds.
     gated: return silu(gate) * up of the two halves of the outputs, [rows, outputs / 2]; in the dtype of x where few
-    rows read 8 bits.
+    rows read fewer than 16 bits.
     in_parts: whether the result may be [parts, rows, outputs] float32, which the caller sums.
     A gated layer has no bias and comes whole.
     """
-    eight_bit = _read_by_few_rows(weight, len(x))
-    if eight_bit is not None:
+    small = _read_by_few_rows(weight, len(x))
+    if small is not None:
         dtype = x.dtype if gated else weight.dtype
-        return few_rows_linear(x, eight_bit, weight.bias, gated, in_parts, backend, dtype)
+        return few_rows_linear(x, small, weight.bias, gated, in_parts, backend, dtype)
     if backend == "triton" and takes(x):
         return few_rows_linear(x, weight.values, weight.bias, gated, in_parts, backend, weight.dtype)
     assert not gated or (weight.bias is None and not in_parts)
-    if isinstance(weight.values, EightBitWeight):
-        out = many_rows_linear(x, weight.values, weight.bias, backend)
-    else:
+    if isinstance(weight.values, Tensor):
         out = F.linear(x.to(weight.dtype), weight.values, weight.bias)
+    else:
+        out = many_rows_linear(x, weight.values, weight.bias, backend)
     return silu_and_multiply(out, backend) if gated else out
 
 
@@ -108,7 +114,7 @@ def linear_of_residual(
         residual = residual.added_up()
         return linear(residual.total, weight, backend, gated, in_parts), residual
     total, update = residual.total, residual.update
-    # float16 is what the kernel multiplies 8-bit weights in.
+    # float16 is what the kernel multiplies weights of fewer bits in.
     in_half = backend == "triton" and _read_by_few_rows(weight, len(total)) is not None
     dtype = torch.float16 if in_half else None
     if update is None:
@@ -123,8 +129,8 @@ def add_linear(residual: Residual, x: Tensor, weight: LinearWeight, backend: Bac
     return residual.plus(linear(x, weight, backend, in_parts=True))
 
 
-def _read_by_few_rows(weight: LinearWeight, rows: int) -> EightBitWeight | None:
-    """Return the 8-bit weight that a pass of `rows` rows reads by `few_rows`; None if it does not."""
+def _read_by_few_rows(weight: LinearWeight, rows: int) -> EightBitWeight | GroupedWeight | None:
+    """Return the weight of fewer than 16 bits that a pass of `rows` rows reads by `few_rows`; None if it does not."""
     if rows > MOST_ROWS:
         return None
-    return weight.values if isinstance(weight.values, EightBitWeight) else weight.eight_bit
+    return weight.eight_bit if isinstance(weight.values, Tensor) else weight.values

@@ -1,4 +1,4 @@
-"""Linear layers of few rows, whose time is that of reading their weights, in 16 bits or in 8.
+"""Linear layers of few rows, whose time is that of reading their weights, in 16 bits, 8 or 4.
 
 In Triton a program computes COLUMNS outputs of all rows on tensor cores. Where a layer has too few outputs to fill a
 GPU, its inputs are cut into parts, which the reader of the result adds up. A launch begins before the one before it has
@@ -7,9 +7,14 @@ ended (programmatic dependent launch) and asks for its first weights, which depe
 8-bit weights are rounded to e4m3, with a scale for each output, and multiplied as 16-bit floats, which hold every e4m3
 number; inputs are not rounded. A word of four weights has one of each quarter of a block of inputs. So the inputs of a
 quarter stand side by side, and a lane takes whole words from shared memory, which is much faster than single bytes.
+
+Weights with a scale for each group of inputs (GroupedWeight) lie alike, in words of four or of eight numbers. Products
+of a group are added up by themselves, and then scaled. 4-bit integers become float16 by their bits: 0x6400 is 1024, and
+its lowest bit counts one.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +22,7 @@ from torch import Tensor
 
 from specahead.kernels.backends import ask_for, constant, jit, overlapping_launch, power_of_two, tl
 from specahead.kernels.gated_activation import silu_and_multiply
+from specahead.kernels.linear.grouped import GroupedWeight
 from specahead.kernels.linear.weights import BLOCK, EightBitWeight
 
 MOST_ROWS = 64  # beyond it, products take longer than reading the weights
@@ -47,7 +53,7 @@ def takes(x: Tensor) -> bool:
 
 def few_rows_linear(
     x: Tensor,
-    weight: Tensor | EightBitWeight,
+    weight: Tensor | EightBitWeight | GroupedWeight,
     bias: Tensor | None = None,
     gated: bool = False,
     in_parts: bool = False,
@@ -57,8 +63,8 @@ def few_rows_linear(
 ) -> Tensor:
     """Return x @ weight.T + bias, [rows, outputs].
 
-    x: [rows, inputs], contiguous. Triton takes what `takes` says; with 8-bit weights of numbers that float16 holds
-        (float16 itself is fastest).
+    x: [rows, inputs], contiguous. Triton takes what `takes` says; with weights of fewer than 16 bits, numbers that
+        float16 holds (float16 itself is fastest).
     weight: [outputs, inputs]; bias: [outputs].
     gated: return silu(gate) * up of the two halves of the outputs, the gates first: [rows, outputs / 2].
     in_parts: whether the result may be [parts, rows, outputs] float32, which the caller sums.
@@ -70,17 +76,22 @@ def few_rows_linear(
         values = weight if isinstance(weight, Tensor) else weight.in_order()
         out = F.linear(x.to(values.dtype), values, None if bias is None else bias.to(values.dtype))
         return (silu_and_multiply(out) if gated else out).to(dtype or x.dtype)
-    values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
     rows, inputs = x.shape
-    outputs = len(values) // 2 if gated else len(values)
-    tuning = tuning or default_tuning(rows, outputs, inputs, gated, in_parts, scales is not None)
+    outputs = len(weight) // 2 if gated else len(weight)
+    values, scales, zeros, group = _as_the_kernel_takes(weight)
+    tuning = tuning or (
+        grouped_tuning(rows, outputs, inputs, in_parts, weight.span)
+        if isinstance(weight, GroupedWeight)
+        else default_tuning(rows, outputs, inputs, gated, in_parts, scales is not None)
+    )
     assert takes(x) and x.is_contiguous() and inputs % (tuning.parts * tuning.depth) == 0
     shape = (rows, outputs) if tuning.parts == 1 else (tuning.parts, rows, outputs)
     out = torch.empty(shape, dtype=(dtype or x.dtype) if tuning.parts == 1 else torch.float32, device=x.device)
     _few_rows_linear_kernel[(-(-outputs // tuning.columns), tuning.parts)](
         x,
-        values if scales is None else values.view(torch.int32),
+        values,
         scales,
+        zeros,
         bias,
         out,
         rows,
@@ -90,13 +101,23 @@ def few_rows_linear(
         COLUMNS=tuning.columns,
         DEPTH=tuning.depth,
         PARTS=tuning.parts,
+        GROUP=group,
         GATED=gated,
-        AHEAD=asked_ahead(max(BLOCK, inputs // tuning.parts), values.itemsize),
+        AHEAD=asked_ahead(max(BLOCK, inputs // tuning.parts), values.nbytes / len(values) / inputs),
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         **overlapping_launch(x.device),
     )
     return out
+
+
+def _as_the_kernel_takes(weight: Tensor | EightBitWeight | GroupedWeight) -> tuple[Any, ...]:
+    """Return numbers or words of a weight, its scales, its zeros, and the inputs of a group; None of what it lacks."""
+    if isinstance(weight, GroupedWeight):
+        return weight.words, weight.scales, weight.zeros, weight.group
+    if isinstance(weight, EightBitWeight):
+        return weight.values.view(torch.int32), weight.scales, None, None
+    return weight, None, None, None
 
 
 def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: bool, in_eight_bits: bool) -> Tuning:
@@ -118,24 +139,30 @@ def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: 
     return Tuning(64, 128, 4, 4 if in_eight_bits or is_few or is_large else 5, parts)
 
 
-def _parts(inputs: int, tiles: int, doubled: bool) -> int:
+def grouped_tuning(rows: int, outputs: int, inputs: int, in_parts: bool, span: int) -> Tuning:
+    """Return a cut for weights in groups, by spans of their words. It was taken over from 8 bits, not measured."""
+    return Tuning(64, span, 4, 4 if rows <= 32 else 3, _parts(inputs, -(-outputs // 64), True, span) if in_parts else 1)
+
+
+def _parts(inputs: int, tiles: int, doubled: bool, unit: int = BLOCK) -> int:
     """Return into how many parts to cut the inputs of a layer whose outputs take `tiles` programs.
 
-    The least number that gives _PROGRAMS programs; if `doubled`, twice that number where parts stay long.
+    The least number that gives _PROGRAMS programs; if `doubled`, twice that number where parts stay long. unit: inputs
+    that parts are multiples of.
     """
-    units = inputs // BLOCK
+    units = inputs // unit
     enough = (each for each in range(1, units + 1) if units % each == 0 and tiles * each >= _PROGRAMS)
     parts = next(enough, units)
     stay_long = units % (2 * parts) == 0 and inputs // (2 * parts) >= _SHORTEST
     return 2 * parts if doubled and stay_long else parts
 
 
-def asked_ahead(inputs: int, itemsize: int) -> int:
+def asked_ahead(inputs: int, itemsize: float) -> int:
     """Return how many of a part's inputs have their weights asked for before the wait: a power of two.
 
     itemsize: bytes of a weight.
     """
-    return 1 << min(_MOST_AHEAD // itemsize, inputs).bit_length() - 1
+    return 1 << min(int(_MOST_AHEAD / itemsize), inputs).bit_length() - 1
 
 
 # For each of the four numbers of a word: take it from two words, and turn these two e4m3 numbers into float16.
@@ -157,10 +184,26 @@ def _part_of(words, NUMBER: tl.constexpr, IN_PTX: tl.constexpr):
 
 
 @jit
+def number_of(words, zeros_ptr, of_group, NUMBER: tl.constexpr, WORD: tl.constexpr, IN_PTX: tl.constexpr):
+    """One of the WORD numbers of each word of a GroupedWeight, as float16: of 4-bit integers less the zero.
+
+    of_group: [rows of words], the places of their scales and zeros.
+    """
+    if WORD == 4:
+        number = _part_of(words, NUMBER, IN_PTX)
+    else:
+        bits = (words >> (4 * NUMBER)) & 0xF | 0x6400
+        zeros = tl.load(zeros_ptr + of_group).to(tl.float16) + 1024
+        number = bits.to(tl.int16).to(tl.float16, bitcast=True) - zeros[:, None]
+    return number
+
+
+@jit
 def _few_rows_linear_kernel(
     x_ptr,
     values_ptr,
     scales_ptr,
+    zeros_ptr,
     bias_ptr,
     out_ptr,
     rows,
@@ -170,6 +213,7 @@ def _few_rows_linear_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
     GATED: tl.constexpr,
     AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
@@ -181,8 +225,10 @@ def _few_rows_linear_kernel(
     product: two would wait for one another.
     """
     LENGTH: tl.constexpr = inputs // PARTS
-    WORD: tl.constexpr = 1 if scales_ptr is None else 4  # numbers that values_ptr has side by side
+    WORD: tl.constexpr = 1 if scales_ptr is None else 4 if zeros_ptr is None else 8  # numbers of an item of values_ptr
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    LINE: tl.constexpr = DEPTH // WORD  # inputs that one number of each word of a span stands for
+    UNIT: tl.constexpr = DEPTH if GROUP is None else min(GROUP, DEPTH)  # inputs of one group within a span
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     line = tl.arange(0, HEIGHT)
     part = tl.program_id(1)
@@ -208,11 +254,20 @@ def _few_rows_linear_kernel(
         if WORD == 1:
             x = tl.load(x_at + at, mask=there[None, :], other=0.0)
             sums = tl.dot(weights, x, sums)
+        elif GROUP is not None:
+            for number in tl.static_range(WORD):
+                x = tl.load(x_at + at + LINE * number, mask=there[None, :], other=0.0).to(tl.float16)
+                if number * LINE % UNIT == 0:  # a group begins, or goes on from the last span
+                    of_group = (begin + at + number * LINE) // GROUP * (HEIGHT // COLUMNS * outputs) + known
+                    products = tl.zeros([HEIGHT, ROWS], tl.float32)
+                products = tl.dot(number_of(weights, zeros_ptr, of_group, number, WORD, PDL), x, products)
+                if (number + 1) * LINE % UNIT == 0:
+                    sums += products * tl.load(scales_ptr + of_group).to(tl.float32)[:, None]
         else:
             for number in tl.static_range(WORD):
                 x = tl.load(x_at + at + 32 * number, mask=there[None, :], other=0.0).to(tl.float16)
                 sums = tl.dot(_part_of(weights, number, PDL), x, sums)
-    if scales_ptr is not None:
+    if scales_ptr is not None and GROUP is None:
         sums = sums * tl.load(scales_ptr + known)[:, None]
     if bias_ptr is not None:
         sums += tl.where(part == 0, tl.load(bias_ptr + known).to(tl.float32), 0.0)[:, None]

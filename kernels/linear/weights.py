@@ -1,9 +1,11 @@
-"""The weights of linear layers, in 16 bits and in 8."""
+"""The weights of linear layers, in 16 bits and in 8. Those in groups of inputs are in kernels.linear.grouped."""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from specahead.kernels.linear.grouped import GroupedWeight
 
 BLOCK = 128  # inputs of a block of an 8-bit weight
 LARGEST = torch.finfo(torch.float8_e4m3fn).max  # number of e4m3
@@ -49,12 +51,12 @@ class EightBitWeight:
 class LinearWeight:
     """All that a linear layer holds."""
 
-    values: Tensor | EightBitWeight
-    """[outputs, inputs], in the model's dtype or in 8 bits; of a gated layer the rows of the gates come first."""
+    values: Tensor | EightBitWeight | GroupedWeight
+    """[outputs, inputs], in the model's dtype or in fewer bits; of a gated layer the rows of the gates come first."""
     bias: Tensor | None = None
     """[outputs]."""
     eight_bit: EightBitWeight | None = None
-    """A second copy of `values`, which passes of few rows read. Values in 8 bits have none."""
+    """A second copy of `values`, which passes of few rows read. Values in 8 or 4 bits have none."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,10 +67,8 @@ class LinearWeight:
         return len(self.values)
 
     def with_eight_bit(self) -> "LinearWeight":
-        """Return the same layer with a second copy of its weight in 8 bits, unless it is held in 8 bits itself."""
-        if isinstance(self.values, EightBitWeight):
-            return self
-        return replace(self, eight_bit=quantize(self.values))
+        """Return the same layer with a second copy of its weight in 8 bits, if it is held in 16 bits."""
+        return replace(self, eight_bit=quantize(self.values)) if isinstance(self.values, Tensor) else self
 
 
 def quantize(weight: Tensor) -> EightBitWeight:
