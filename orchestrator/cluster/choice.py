@@ -10,7 +10,7 @@ from specahead.config import Config
 from specahead.engine.loading.config import load_config, read_shape
 from specahead.engine.loading.memory import bytes_of_token, bytes_of_weights
 from specahead.engine.loading.model import resolve_dtype
-from specahead.engine.model.quantization import holds_eight_bits
+from specahead.engine.model.quantization import storage_of
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _sizes_of(config: Config, machine: Machine) -> PairSizes | None:
     for side in (config.target, config.draft):
         dtype = resolve_dtype(config.target.dtype, "cuda" if machine.gpus else "cpu", side.model)
         read = load_config(side.model)
-        weights = bytes_of_weights(read, dtype, holds_eight_bits(read, side.quantization))
+        weights = bytes_of_weights(read, dtype, storage_of(read, side.quantization))
         sizes.append((weights, bytes_of_token(read_shape(read), dtype, config.target.kv_cache_dtype)))
     (weights, token), (draft_weights, draft_token) = sizes
     return PairSizes(weights, draft_weights, token, draft_token)

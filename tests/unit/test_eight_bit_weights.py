@@ -21,6 +21,7 @@ from specahead.engine.loading.opening import open_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model import quantization
 from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.quantization import Storage
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.kernels.linear import MOST_ROWS, EightBitWeight, LinearWeight, quantize
 from target_service.service import open_models
@@ -123,7 +124,7 @@ def test_every_linear_layer_is_kept_in_8_bits_alone(tied: bool, tmp_path: Path) 
     assert decoder_of(whole).weight_bytes == 2 * numbers + head.values.nbytes
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     kept = decoder_of(held).weight_bytes + (0 if tied else decoder_of(held).embedding.nbytes)
-    assert kept == pytest.approx(bytes_of_weights(config, torch.bfloat16, True), rel=0.05)
+    assert kept == pytest.approx(bytes_of_weights(config, torch.bfloat16, Storage(8)), rel=0.05)
     copied = decoder_of(held).with_eight_bit_weights()
     assert all(weight.eight_bit is None for layer in copied.layers for weight in layer.linears)
 
@@ -199,18 +200,23 @@ def test_a_checkpoint_in_8_bits_is_held_as_it_comes(folder: Path, scale: str) ->
     for one, other in zip(layers, linears_of(plain), strict=False):
         assert torch.equal(one.values.in_order(), other.values)  # type: ignore[union-attr, arg-type]
     torch.testing.assert_close(logits(held, 9), logits(plain, 9), atol=1e-4, rtol=1e-3)
-    rounded = linears_of(load(folder, quantization="fp8"))
-    assert torch.equal(rounded[0].values.scales, layers[0].values.scales)  # type: ignore[union-attr]
 
 
-def test_a_layer_that_a_checkpoint_leaves_in_16_bits_is_rounded_by_the_setting_alone(folder: Path) -> None:
+def test_a_layer_that_a_checkpoint_leaves_in_16_bits_stays_so(folder: Path) -> None:
     rewrite(folder, BY_CHANNEL)
     name, file = "model.layers.1.mlp.down_proj.weight", folder / "model.safetensors"
     tensors = without(f"{name}_scale")(load_file(file)) | {name: load_file(folder / "plain" / file.name)[name]}
     save_file(tensors, file, {"format": "pt"})
-    for setting, rounded in (("none", False), ("fp8", True)):
-        last = decoder_of(load(folder, quantization=setting)).layers[1].down
-        assert isinstance(last.values, EightBitWeight) == rounded
+    held = [isinstance(layer.down.values, EightBitWeight) for layer in decoder_of(load(folder)).layers]
+    assert held == [True, False]
+
+
+def test_a_checkpoint_in_8_bits_is_not_rounded_again(folder: Path) -> None:
+    rewrite(folder, BY_CHANNEL)
+    asked = ModelSettings(model=str(folder), device="cpu", quantization="fp8")
+    for refused in (lambda: load(folder, quantization="fp8"), lambda: open_model(asked)):
+        with pytest.raises(ValueError, match="quantized already, by compressed-tensors: leave the flag out"):
+            refused()
 
 
 def test_scales_of_activations_are_not_read(folder: Path) -> None:
@@ -225,7 +231,7 @@ def without(name: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("model.layers.0.self_attn.q_proj.weight_scale"), r"q_proj\.weight is torch\.float8_e4m3fn, read as"),
+        (without("model.layers.0.self_attn.q_proj.weight_scale"), r"q_proj\.weight_scale is missing: layers that read"),
         (without("model.layers.1.self_attn.k_proj.weight_scale"), r"k_proj\.weight_scale is missing"),
         (lambda t: t | {"model.layers.1.mlp.up_proj.weight_scale": torch.ones(2, 1)}, "has 2 numbers, and .* 256 rows"),
         (without("model.layers.1.mlp.up_proj.weight"), r"up_proj\.weight is missing"),
@@ -251,8 +257,9 @@ def changed(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 in blocks of 128 x 128"),
-        (changed(strategy="block"), "compressed-tensors with weights of 8 float by block"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, "fp8 in blocks of 64 x 128"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 of the kind e5m2"),
+        (changed(strategy="block"), "compressed-tensors float-quantized with weights of 8 float by block"),
         (changed(num_bits=4, type="int", strategy="group"), "weights of 4 int by group"),
         (BY_CHANNEL | {"format": "pack-quantized"}, "compressed-tensors pack-quantized"),
         (BY_CHANNEL | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
@@ -284,7 +291,7 @@ def test_models_and_gpus_that_no_kernel_takes_are_refused(
     sizes = SIZES | ({"intermediate_size": 192} if model == "odd" else {})
     config = transformers.Olmo2Config(**sizes) if model == "olmo2" else transformers.LlamaConfig(**sizes)
     with pytest.raises(NotImplementedError, match=named):
-        quantization.check_eight_bits(config, dtype, "cuda")
+        quantization.check_storage(config, Storage(8), dtype, "cuda")
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from specahead.engine.model.families import HEAD, weight_shapes
+from specahead.engine.model.quantization import Storage
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -40,21 +41,40 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Random weights in the shapes of a config, as transformers initialises them: norms are ones, biases zeros."""
+    """Random weights in the shapes of a config, as transformers initialises them: norms are ones, biases zeros.
 
-    def __init__(self, config: Any, dtype: torch.dtype, device: str) -> None:
+    held: how linear layers are; in groups they are as engine.loading.packed gives them.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: str, held: Storage) -> None:
         self._how: dict[str, Any] = {"dtype": dtype, "device": device}
         self._generator = torch.Generator(device).manual_seed(0)  # of its own, so that all ranks have one model
         self._deviation = getattr(config, "initializer_range", 0.02)
         self._shapes = weight_shapes(config)
         if config.tie_word_embeddings:
             del self._shapes[HEAD]
+        self._of_groups = {each for each in self._shapes if held.in_groups and each.endswith("proj.weight")}
+        self._bits = held.bits
+        for name in self._of_groups:
+            outputs, inputs = self._shapes[name]
+            self._shapes[f"{name}_scale"] = outputs, inputs // (held.group or inputs)
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shapes[name]
+        if name.removesuffix("_scale") in self._of_groups:
+            return self._in_groups(name, shape)
         if len(shape) > 1:
             return torch.empty(shape, **self._how).normal_(0, self._deviation, generator=self._generator)
         return torch.zeros(shape, **self._how) if name.endswith(".bias") else torch.ones(shape, **self._how)
+
+    def _in_groups(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return numbers of a deviation of about four, or scales that undo it."""
+        device = self._how["device"]
+        if name.endswith("_scale"):
+            return torch.full(shape, self._deviation / 4, **self._how)
+        if self._bits == 4:
+            return torch.randint(16, shape, dtype=torch.uint8, device=device, generator=self._generator)
+        return (4 * torch.randn(shape, device=device, generator=self._generator)).to(torch.float8_e4m3fn)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

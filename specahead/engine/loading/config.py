@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from specahead.engine.model.families import FAMILIES, head_dim, sliding_window
-from specahead.engine.model.quantization import check_checkpoint
+from specahead.engine.model.quantization import storage_of
 
 # Keys that the config.json of every family must have.
 _REQUIRED = (
@@ -36,7 +36,8 @@ def load_config(model: str) -> Any:
     values, _ = PreTrainedConfig.get_config_dict(model)
     if is_complete(values):
         return FamilyConfig.from_dict(values, name_or_path=model)
-    check_checkpoint(model, values.get("quantization_config"))
+    if values.get("quantization_config"):
+        storage_of(PreTrainedConfig.from_dict(values, name_or_path=model))
     return AutoConfig.from_pretrained(model, trust_remote_code=False)
 
 

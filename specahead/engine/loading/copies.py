@@ -12,7 +12,7 @@ from specahead.engine.loading.config import load_config, read_shape
 from specahead.engine.loading.memory import ACTIVATION_BYTES, bytes_of_token, bytes_of_weights
 from specahead.engine.loading.model import resolve_dtype
 from specahead.engine.model.families import count_parameters, unbuilt_feature
-from specahead.engine.model.quantization import holds_eight_bits, unbuilt_in_eight_bits
+from specahead.engine.model.quantization import Storage, storage_of, unbuilt_in
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ def choose_copies(settings: Settings) -> Settings:
     """Return the settings with "fp8" or "none" for each quantization that they leave open.
 
     A copy is made where passes that a later pass judges can read it, the GPU converts 8 bits, and memory allows; none
-    of weights that are held in 8 bits. The device of the settings must be known.
+    of weights that are held in 8 or 4 bits. The device of the settings must be known.
     Raises what transformers raises for a config that it cannot read.
     """
     said = settings.speculation
     read = _read_by(settings)
-    held = [name for name, model in read.items() if _is_held(settings, model)]
+    held = [name for name, model in read.items() if _storage_of(settings, model).bits < 16]
     models = {
         name: model
         for name, model in read.items()
@@ -58,7 +58,7 @@ def can_copy(config: Any, dtype: str, device: str, model: str, ranks: int = 1) -
     """
     if not device.startswith("cuda") or unbuilt_feature(config, on_gpu=True) is not None:
         return False
-    return unbuilt_in_eight_bits(config, resolve_dtype(dtype, device, model), device, ranks) is None
+    return unbuilt_in(Storage(8), config, resolve_dtype(dtype, device, model), device, ranks) is None
 
 
 def fitting(sizes: Mapping[str, int], left: float, asked: float) -> list[str]:
@@ -76,9 +76,9 @@ def fitting(sizes: Mapping[str, int], left: float, asked: float) -> list[str]:
     return made
 
 
-def _is_held(settings: TargetSettings | DraftSettings, model: str) -> bool:
-    """Return whether the linear layers of a model of this process are held in 8 bits."""
-    return holds_eight_bits(load_config(model), settings.quantization if model == settings.model else "none")
+def _storage_of(settings: TargetSettings | DraftSettings, model: str) -> Storage:
+    """Return how the linear layers of a model of this process are held."""
+    return storage_of(load_config(model), settings.quantization if model == settings.model else "none")
 
 
 def _read_by(settings: TargetSettings | DraftSettings) -> dict[str, str]:
@@ -109,6 +109,6 @@ def _memory(settings: TargetSettings | DraftSettings) -> tuple[float, float]:
     for model in [settings.model, *beside]:
         config, dtype = load_config(model), resolve_dtype(settings.dtype, settings.device, model)
         ranks, kv_dtype = _ranks_of(settings, model), settings.kv_cache_dtype
-        left -= bytes_of_weights(config, dtype, _is_held(settings, model), ranks)
+        left -= bytes_of_weights(config, dtype, _storage_of(settings, model), ranks)
         asked += settings.kv_tokens * bytes_of_token(read_shape(config).of_rank(ranks), dtype, kv_dtype)
     return left, asked

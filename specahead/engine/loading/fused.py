@@ -23,13 +23,14 @@ from specahead.engine.model.families import (
     unbuilt_feature,
     weight_shapes,
 )
+from specahead.engine.model.quantization import Storage, storage_of
 from specahead.engine.parallel.ranks import ALONE, Ranks
-from specahead.kernels.linear import LinearWeight, hold, quantize
+from specahead.kernels.linear import BLOCK, LinearWeight, group_weight, hold, quantize
 
 # Some releases of transformers wrote this to checkpoints; it is computed here.
 _COMPUTED = "rotary_emb.inv_freq"
-# Of weights in 8 bits; those of activations are not read: each row gets its own when it is rounded.
-_SCALES = ".weight_scale", ".input_scale"
+# Of weights in 8 or 4 bits; those of activations are not read: each row gets its own when it is rounded.
+_SCALES = ".weight_scale", ".weight_zero_point", ".input_scale"
 _EIGHT_BITS = torch.float8_e4m3fn
 
 
@@ -77,7 +78,8 @@ def read_decoder(
     if not ranks.is_alone:
         tensors = part = OwnPart(tensors, config, ranks)
         shapes = part.shapes
-    family, weights = FAMILIES[config.model_type], _Weights(tensors, shapes, dtype, device, rounds)
+    family = FAMILIES[config.model_type]
+    weights = _Weights(tensors, shapes, dtype, device, rounds, storage_of(config))
     embedding = weights.take(EMBEDDING)
     cosines, sines = _rotary_table(config, device)
     layers = tqdm(range(config.num_hidden_layers), desc="loading weights", unit="layer", leave=False, disable=None)
@@ -110,25 +112,45 @@ class _Weights:
     rounds: bool
     """Whether linear layers but the head are held in 8 bits, also where `tensors` are not."""
 
+    held: Storage
+    """How `tensors` hold linear layers that have scales."""
+
     def linear(self, *names: str) -> LinearWeight:
-        """Return the linear layers of these names below one another, as one, in 8 bits if they are saved so."""
+        """Return the linear layers of these names below one another, as one, in the bits that they are saved in."""
         of_rows, biases, scales = ([f"{name}.{kind}" for name in names] for kind in ("weight", "bias", "weight_scale"))
         bias = self.find(*biases)
-        if scales[0] not in self.tensors:
+        if not any(name in self.tensors for name in scales):
             whole = self.take(*of_rows)
             return LinearWeight(quantize(whole) if self.rounds and of_rows != [HEAD] else whole, bias)
+        read = self._of_groups if self.held.in_groups else self._row_scales
+        of_each = torch.cat([read(*each) for each in zip(of_rows, scales, strict=True)])
         values = self.take(*of_rows, dtype=_EIGHT_BITS)
-        rows = [self._row_scales(*each) for each in zip(of_rows, scales, strict=True)]
-        return LinearWeight(hold(values, torch.cat(rows), self.dtype), bias)
+        if self.held.in_groups:
+            return LinearWeight(group_weight(values, of_each, None, self.dtype), bias)
+        return LinearWeight(hold(values, of_each, self.dtype), bias)
+
+    def _scales_of(self, name: str) -> Tensor:
+        """Return a tensor that stands beside a weight; raise ValueError if it is missing."""
+        if name not in self.tensors:
+            raise ValueError(
+                f"{name} is missing: layers that read the same (queries, keys and values; gate and up) are one layer "
+                "here, and must be quantized all or none"
+            )
+        return self.tensors[name].to(self.device)
 
     def _row_scales(self, weight: str, name: str) -> Tensor:
         """Return the scale of each row of a weight, [rows] float32; raise ValueError if there are others, or none."""
-        if name not in self.tensors:
-            raise ValueError(f"{name} is missing")
-        scales, rows = self.tensors[name].to(self.device, torch.float32).flatten(), self.shapes[weight][0]
+        scales, rows = self._scales_of(name).float().flatten(), self.shapes[weight][0]
         if len(scales) not in (1, rows):
             raise ValueError(f"{name} has {len(scales)} numbers, and {weight} {rows} rows: expected as many, or one")
         return scales.expand(rows)
+
+    def _of_groups(self, weight: str, name: str) -> Tensor:
+        """Return scales or zeros of a weight's groups, [rows, groups]; raise ValueError if they are missing."""
+        numbers, rows = self._scales_of(name), self.shapes[weight][0]
+        if not rows <= len(numbers) < rows + BLOCK:  # the last block may be cut
+            raise ValueError(f"{name} is {list(numbers.shape)}, and {weight} has {rows} rows: expected one for each")
+        return numbers[:rows]
 
     def take(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return these weights below one another, as one tensor of a dtype, by default the model's.

@@ -15,6 +15,7 @@ from specahead.config.speculation import KVCacheDtype
 from specahead.engine.kv.pages import KEPT_SHARE, PAGE_SIZE
 from specahead.engine.loading.config import ModelShape
 from specahead.engine.model.families import count_parameters
+from specahead.engine.model.quantization import Storage
 from specahead.engine.steps.model_runner import MAX_OVERHANG
 from specahead.kernels.kv_scales import EIGHT_BITS
 
@@ -137,16 +138,16 @@ def _device_memory(settings: ModelSettings, device: str) -> float:
     return free - (1 - settings.gpu_memory_utilization) * total - ACTIVATION_BYTES
 
 
-def bytes_of_weights(config: Any, dtype: torch.dtype, in_eight_bits: bool = False, ranks: int = 1) -> int:
+def bytes_of_weights(config: Any, dtype: torch.dtype, held: Storage, ranks: int = 1) -> int:
     """Return about how many bytes the weights of a model take on each of so many ranks.
 
-    in_eight_bits: whether linear layers are held so; embedding and head stay in the dtype, whole on each rank.
+    held: how linear layers are; embedding and head stay in the dtype, whole on each rank.
     """
     parameters = count_parameters(config)
-    if not in_eight_bits and ranks == 1:
+    if held.bits == 16 and ranks == 1:
         return parameters * dtype.itemsize
     whole = int(config.vocab_size * config.hidden_size) * (1 if config.tie_word_embeddings else 2)
-    return (parameters - whole) // ranks * (1 if in_eight_bits else dtype.itemsize) + whole * dtype.itemsize
+    return int((parameters - whole) / ranks * held.bytes_of_weight(dtype)) + whole * dtype.itemsize
 
 
 def bytes_of_token(shape: ModelShape, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> int:

@@ -18,10 +18,11 @@ from specahead.engine.loading.checkpoint import Checkpoint, RandomWeights, find_
 from specahead.engine.loading.config import ModelShape, load_config, read_shape
 from specahead.engine.loading.fused import misfit, read_decoder
 from specahead.engine.loading.own_part import unbuilt_in_ranks
+from specahead.engine.loading.packed import PackedCheckpoint
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import count_parameters, unbuilt_feature
 from specahead.engine.model.modules import NAME, ModulesDecoder, attend_in_pass
-from specahead.engine.model.quantization import check_eight_bits, holds_eight_bits
+from specahead.engine.model.quantization import Storage, check_storage, storage_of
 from specahead.engine.parallel.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
@@ -72,15 +73,14 @@ def load_model(
         raise ValueError(f"load format {load_format!r}: expected {' or '.join(LOAD_FORMATS)}")
     config = load_config(model)
     check_ranks(model, config, device, ranks.count)
-    in_eight_bits = holds_eight_bits(config, quantization)
-    if in_eight_bits:
-        check_eight_bits(config, dtype, device, ranks.count)
+    held = storage_of(config, quantization)
+    check_storage(config, held, dtype, device, ranks.count)
     if unbuilt_feature(config, on_gpu=device != "cpu") is not None:
         return load_modules(model, dtype, device, load_format)
     shape = read_shape(config)
     dummy = load_format == "dummy"
-    weights = RandomWeights(config, dtype, device) if dummy else _weights_of(model, config, dtype, device)
-    rounds = quantization == "fp8" or (dummy and in_eight_bits)
+    weights = RandomWeights(config, dtype, device, held) if dummy else _weights_of(model, config, dtype, device)
+    rounds = quantization == "fp8" or (dummy and held == Storage(8))
     decoder = read_decoder(config, weights, dtype, device, rounds, ranks)
     return LoadedModel(decoder, shape, dtype, decoder.norm.device)
 
@@ -135,14 +135,16 @@ def load_module(
 
 def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Mapping[str, Tensor]:
     """Return the weights of a model by name, from its files; if these do not fit, as transformers reads them."""
+    held = storage_of(config)
     try:
-        checkpoint = Checkpoint(find_files(model), device)
+        files = find_files(model)
+        checkpoint = PackedCheckpoint(files, device, held.layout) if held.in_groups else Checkpoint(files, device)
         why = misfit(config, checkpoint.shapes)
     except OSError as error:
         why = str(error)
     if why is None:
         return checkpoint
-    if holds_eight_bits(config):
+    if held.bits < 16:
         raise ValueError(f"{model}: {why}")
     log.info("the files do not fit the config: transformers reads the weights", extra={"model": model, "why": why})
     # Not to the device, which would hold them beside the decoder.

@@ -29,7 +29,7 @@ from specahead.engine.loading.tokenizer import (
 )
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import head_dim, unbuilt_feature
-from specahead.engine.model.quantization import check_eight_bits, holds_eight_bits
+from specahead.engine.model.quantization import check_storage, storage_of
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import TargetOrDraftRunner
@@ -172,11 +172,10 @@ def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) ->
             f"{settings.model}: no CUDA graphs are built for {feature}; pass --enforce-eager to run it through "
             "transformers' own modules"
         )
-    in_eight_bits, ranks = holds_eight_bits(config, settings.quantization), settings.tensor_parallel_size
+    held, ranks = storage_of(config, settings.quantization), settings.tensor_parallel_size
     check_ranks(settings.model, config, device, ranks)
     if settings.kv_cache_dtype == "fp8":
         check_eight_bit_kv(settings.model, device)
-    if in_eight_bits:
-        check_eight_bits(config, dtype, device, ranks)
-    weights = bytes_of_weights(config, dtype, in_eight_bits, ranks)
+    check_storage(config, held, dtype, device, ranks)
+    weights = bytes_of_weights(config, dtype, held, ranks)
     check_memory(settings, read_shape(config).of_rank(ranks), weights, dtype, device)

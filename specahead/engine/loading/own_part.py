@@ -43,12 +43,14 @@ class OwnPart(Mapping[str, Tensor]):
         self.shapes: Shapes = {name: self._own_shape(name) for name in self._whole}
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = name.removesuffix("_scale")  # of 8-bit weights: one for each row, or one for all
+        weight = name.removesuffix("_scale").removesuffix("_zero_point")  # one for each row, for its groups, or for all
         layer = _layer_of(weight)
         if layer in self._rows and (weight == name or self._tensors[name].numel() > 1):
             return self._own_rows(name, self._rows[layer])
-        if layer in _BY_COLUMNS and name.endswith(".weight"):
-            return self._part(name, (slice(None), self._ranks.own(self._whole[name][1])))
+        if layer in _BY_COLUMNS and weight.endswith(".weight"):
+            columns = self._whole[name][1] if weight == name else self._columns_of(name)
+            if columns > 1:
+                return self._part(name, (slice(None), self._ranks.own(columns)))
         tensor = self._tensors[name]
         # Every rank adds its bias to the sum.
         return torch.zeros_like(tensor) if self._ranks.rank and layer in _BY_COLUMNS and weight == name else tensor
@@ -67,6 +69,11 @@ class OwnPart(Mapping[str, Tensor]):
             owned.append(self._part(name, (slice(start + own.start, start + own.stop),)))
             start += rows
         return torch.cat(owned) if len(owned) > 1 else owned[0]
+
+    def _columns_of(self, scales: str) -> int:
+        """Return into how many groups the inputs of a layer go, each with scales; 1 if a scale is for all inputs."""
+        shape = self._tensors[scales].shape
+        return shape[1] if len(shape) == 2 else 1
 
     def _part(self, name: str, index: tuple[slice, ...]) -> Tensor:
         if isinstance(self._tensors, Checkpoint):

@@ -1,7 +1,11 @@
-"""Which weights in 8 bits are built: of checkpoints as they come, and of models on a device."""
+"""How linear layers are held in fewer than 16 bits, and which such models are built.
+
+They come so in checkpoints, whose config says how, or are rounded to 8 bits as they are loaded.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -10,75 +14,127 @@ from specahead.kernels.linear import BLOCK
 
 LEAST_CAPABILITY = (8, 9)  # of GPUs that convert and multiply numbers of 8 bits (e4m3)
 _BUILT = (
-    "built are 8-bit floats (e4m3) with a scale for each tensor or each output channel: compressed-tensors "
-    "float-quantized, and fp8 without blocks; or take the 16-bit checkpoint with --quantization fp8"
+    "built are 8-bit floats (e4m3) with a scale for each tensor, each output channel or each block of 128 x 128 "
+    "(compressed-tensors float-quantized, and fp8); or take the 16-bit checkpoint with --quantization fp8"
 )
 
 
-def holds_eight_bits(config: Any, quantization: str = "none") -> bool:
-    """Return whether linear layers are held in 8 bits: by the setting `quantization`, or as the checkpoint comes.
+@dataclass(frozen=True)
+class Storage:
+    """How a model holds its linear layers but the head."""
 
-    config: of transformers; `check_checkpoint` has passed it.
+    bits: Literal[4, 8, 16] = 16
+    """Of a weight: 4-bit integers, 8-bit floats (e4m3), or 16 for the model's dtype."""
+    layout: Literal["plain", "blocks"] = "plain"
+    """How the files of a checkpoint lay them out (engine.loading.packed). Only plain weights are not in groups."""
+    group: int = 0
+    """Inputs that share a scale; 0: all inputs of an output do."""
+
+    @property
+    def in_groups(self) -> bool:
+        return self.layout != "plain"
+
+    def bytes_of_weight(self, dtype: torch.dtype) -> float:
+        """Return the bytes of a weight and of its share of a scale and a zero. dtype: the model's."""
+        if self.bits == 16:
+            return dtype.itemsize
+        beside = 4 if self.bits == 8 else 3
+        return self.bits / 8 + (beside / self.group if self.group else 0)
+
+
+def storage_of(config: Any, quantization: str = "none") -> Storage:
+    """Return how linear layers are held: by the setting `quantization`, or as the checkpoint comes.
+
+    config: of transformers. Raises NotImplementedError, by name, for a checkpoint whose quantization is not built, and
+    ValueError for one that is quantized and would be rounded by the setting as well.
     """
-    return quantization == "fp8" or bool(getattr(config, "quantization_config", None))
+    said = getattr(config, "quantization_config", None)
+    if not said:
+        return Storage(8 if quantization == "fp8" else 16)
+    model = getattr(config, "name_or_path", "") or config.model_type
+    if quantization == "fp8":
+        raise ValueError(
+            f"{model}: --quantization fp8 is given, and its weights are quantized already, by "
+            f"{said.get('quant_method')}: leave the flag out, or take the 16-bit checkpoint"
+        )
+    held = _storage(said)
+    if isinstance(held, str):
+        raise NotImplementedError(f"{model}: its weights are quantized by {held}, which is not built; {_BUILT}")
+    return held
 
 
-def check_checkpoint(model: str, said: Mapping[str, Any] | None) -> None:
-    """Raise NotImplementedError, by name, for a checkpoint whose quantization is not built.
-
-    said: the quantization_config in its config.json.
-    """
-    unbuilt = None if said is None else _unbuilt(said)
-    if unbuilt is not None:
-        raise NotImplementedError(f"{model}: its weights are quantized by {unbuilt}, which is not built; {_BUILT}")
-
-
-def check_eight_bits(config: Any, dtype: torch.dtype, device: str, ranks: int = 1) -> None:
-    """Raise NotImplementedError if a model of this config cannot be held in 8 bits on the device.
+def check_storage(config: Any, held: Storage, dtype: torch.dtype, device: str, ranks: int = 1) -> None:
+    """Raise NotImplementedError if a model of this config cannot be held so on the device.
 
     ranks: over which its heads and columns are split.
     """
-    reason = unbuilt_feature(config, on_gpu=device != "cpu") or unbuilt_in_eight_bits(config, dtype, device, ranks)
+    if held.bits == 16:
+        return
+    reason = unbuilt_feature(config, on_gpu=device != "cpu") or unbuilt_in(held, config, dtype, device, ranks)
     if reason is None and device != "cpu" and dtype != torch.bfloat16:
         reason = f"results in {dtype} (bfloat16 is built)"
     if reason is not None:
-        raise NotImplementedError(f"{config.model_type}: weights in 8 bits are not built for {reason}")
+        raise NotImplementedError(f"{config.model_type}: weights in {held.bits} bits are not built for {reason}")
 
 
-def unbuilt_in_eight_bits(config: Any, dtype: torch.dtype, device: str, ranks: int = 1) -> str | None:
-    """Return why no kernel reads the layers of such a model, one of FAMILIES, in 8 bits; None if they do."""
+def unbuilt_in(held: Storage, config: Any, dtype: torch.dtype, device: str, ranks: int = 1) -> str | None:
+    """Return why no kernel reads the layers of such a model, one of FAMILIES, as they are held; None if they do."""
     family = FAMILIES[config.model_type]
     if None in (family.input_norm, family.mlp_norm):
         return "layers that do not norm what attention and the MLP read"
-    if device == "cpu":
+    if device == "cpu" and not held.in_groups:
         return None
-    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if device != "cpu" and held.bits == 8 and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return f"GPUs of a compute capability below {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
     of_ranks = (size // ranks for size in (config.intermediate_size, config.num_attention_heads * head_dim(config)))
     inputs = config.hidden_size, *of_ranks
     odd = [size for size in inputs if size % BLOCK]
     if odd:
         return f"layers of {odd[0]} inputs, which is no multiple of {BLOCK}"
-    return "float32" if dtype == torch.float32 else None
+    return "float32" if dtype == torch.float32 and device != "cpu" else None
 
 
-def _unbuilt(said: Mapping[str, Any]) -> str | None:
-    method = said.get("quant_method", "a method without a name")
-    if method == "fp8":
-        blocks = said.get("weight_block_size")
-        return None if blocks is None else f"fp8 in blocks of {' x '.join(map(str, blocks))}"
-    if method != "compressed-tensors":
-        return str(method)
-    if said.get("kv_cache_scheme"):
-        return f"{method} with a kv_cache_scheme"
-    if said.get("format") != "float-quantized":
-        return f"{method} {said.get('format')}"
-    for group in said.get("config_groups", {}).values():
-        weights = group.get("weights") or {}
-        kind = [weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric")]
-        if kind not in ([8, "float", "channel", True], [8, "float", "tensor", True]):
-            return f"{method} with weights of {' '.join(map(str, kind[:2]))} by {kind[2]}"
-        inputs = group.get("input_activations")
-        if inputs is not None and (inputs.get("num_bits"), inputs.get("type")) != (8, "float"):
-            return f"{method} with activations of {inputs.get('num_bits')} {inputs.get('type')}"
-    return None
+def _storage(said: Mapping[str, Any]) -> Storage | str:
+    """Return how a checkpoint holds its weights by its quantization_config, or what of that is not built."""
+    readers = {"compressed-tensors": _of_compressed_tensors, "fp8": _of_fp8}
+    method = str(said.get("quant_method", "a method without a name"))
+    return readers[method](said) if method in readers else method
+
+
+def _of_fp8(said: Mapping[str, Any]) -> Storage | str:
+    blocks = said.get("weight_block_size")
+    if said.get("fmt", "e4m3") != "e4m3":
+        return f"fp8 of the kind {said['fmt']}"
+    if blocks is None:
+        return Storage(8)
+    return _in_blocks(blocks) or f"fp8 in blocks of {' x '.join(map(str, blocks))}"
+
+
+def _in_blocks(blocks: Any) -> Storage | None:
+    return Storage(8, "blocks", BLOCK) if list(blocks or ()) == [BLOCK, BLOCK] else None
+
+
+def _of_compressed_tensors(said: Mapping[str, Any]) -> Storage | str:
+    method = said["quant_method"]
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if said.get(key):
+            return f"{method} with a {key}"
+    kinds = {_of_group(said.get("format"), group) for group in said.get("config_groups", {}).values()}
+    refused = sorted(kind for kind in kinds if isinstance(kind, str))
+    if refused or len(kinds) != 1:
+        return f"{method} {refused[0] if refused else 'with config_groups of several kinds, or without any'}"
+    return kinds.pop()
+
+
+def _of_group(layout: str | None, group: Mapping[str, Any]) -> Storage | str:
+    """Return how the layers of one of compressed-tensors' config_groups are held, or what is not built."""
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
+    refused = f"{layout} with weights of {bits} {kind} by {strategy}"
+    if inputs is not None and (layout != "float-quantized" or (inputs["num_bits"], inputs["type"]) != (8, "float")):
+        return f"{layout} with activations of {inputs.get('num_bits')} {inputs.get('type')}"
+    if (layout, bits, kind, weights.get("symmetric")) == ("float-quantized", 8, "float", True):
+        if strategy in ("channel", "tensor"):
+            return Storage(8)
+        return (_in_blocks(weights.get("block_structure")) if strategy == "block" else None) or refused
+    return refused
