@@ -254,6 +254,12 @@ def changed(**weights: Any) -> dict[str, Any]:
     return dict(said)
 
 
+def packed(format: str = "pack-quantized", input_activations: Any = None, **weights: Any) -> dict[str, Any]:
+    said = changed(strategy="group", group_size=128, **weights) | {"format": format}
+    said["config_groups"]["group_0"]["input_activations"] = input_activations
+    return said
+
+
 @pytest.mark.parametrize(
     ("said", "named"),
     [
@@ -263,8 +269,24 @@ def changed(**weights: Any) -> dict[str, Any]:
         (changed(num_bits=4, type="int", strategy="group"), "weights of 4 int by group"),
         (BY_CHANNEL | {"format": "pack-quantized"}, "compressed-tensors pack-quantized"),
         (BY_CHANNEL | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        ({"quant_method": "awq", "bits": 4}, "awq"),
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        (
+            BY_CHANNEL | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "compressed-tensors with a sparsity_config",
+        ),
+        (BY_CHANNEL | {"transform_config": {"config_groups": {"u": {}}}}, "compressed-tensors with a transform_config"),
+        (BY_CHANNEL | {"config_groups": {}}, "with config_groups of several kinds, or without any"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "awq in the layout of gemv"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "backend": "llm-awq"}, "awq in the layout of llm-awq"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 16}, "awq with weights of 4 bits in groups of 16"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "gptq with weights of 8 bits in groups of 128"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "gptq with desc_act"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down": {}}}, "gptq with dynamic"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the layout of marlin"),
+        (packed(num_bits=8, type="int"), "pack-quantized with weights of 8 bits"),
+        (packed(num_bits=4, type="int", actorder="group"), "pack-quantized with actorder group"),
+        (packed(input_activations={"num_bits": 8, "type": "int"}), "pack-quantized with activations of 8 int"),
+        (packed(input_activations={"num_bits": 8, "type": "int"}, format="int-quantized"), "int-quantized with activ"),
+        *(({"quant_method": method}, method) for method in ("bitsandbytes", "gguf", "auto-round", "modelopt", "mxfp4")),
     ],
 )
 def test_quantizations_that_are_not_built_are_refused_by_name(folder: Path, said: dict[str, Any], named: str) -> None:

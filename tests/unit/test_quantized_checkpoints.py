@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specahead.engine.kv.pages import SequenceKV
@@ -70,6 +70,64 @@ def by_block(name: str) -> Callable[[Tensor], Written]:
     return write
 
 
+def packed(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Words of 4-bit integers: of each eight of a row, number order[i] lies at the bits from 4 i on."""
+    eights = numbers.to(torch.int64).unflatten(1, (-1, 8))
+    words = sum(eights[..., source] << 4 * place for place, source in enumerate(order))
+    assert isinstance(words, Tensor)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def in_four_bits(weight: Tensor, group: int, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers from 0 to 15 [outputs, inputs], and scales and zeros [outputs, groups]."""
+    groups = weight.unflatten(1, (-1, group or weight.shape[1]))
+    least, most = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scales = ((2 * groups.abs().amax(2) if symmetric else most - least) / 15).to(dtype)
+    zeros = torch.full_like(scales, 8) if symmetric else (-least / scales).round().clamp(0, 15)
+    numbers = (groups / scales.float()[..., None] + zeros.float()[..., None]).round().clamp(0, 15)
+    return numbers.flatten(1).to(torch.uint8), scales, zeros.to(torch.uint8)
+
+
+def numbers_of(numbers: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    groups = numbers.float().unflatten(1, (scales.shape[1], -1)) - zeros.float()[..., None]
+    return (groups * scales.float()[..., None]).flatten(1)
+
+
+def by_awq(weight: Tensor) -> Written:
+    """AutoAWQ, WQLinear_GEMM.from_linear."""
+    numbers, scales, zeros = in_four_bits(weight, 64, False, torch.float16)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    written = {"qweight": packed(numbers.t(), order), "qzeros": packed(zeros.t(), order), "scales": scales.t()}
+    return written, numbers_of(numbers, scales, zeros)
+
+
+def by_gptq(group: int, symmetric: bool, less: int) -> Callable[[Tensor], Written]:
+    """AutoGPTQ, QuantLinear.pack; its first layout stores zeros less one."""
+
+    def write(weight: Tensor) -> Written:
+        numbers, scales, zeros = in_four_bits(weight, group, symmetric, torch.float16)
+        zeros = zeros.clamp(min=less)  # the first layout has no zero of 0
+        written = {"qweight": packed(numbers).t(), "qzeros": packed(zeros.t() - less), "scales": scales.t()}
+        written["g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // (group or weight.shape[1])
+        return written, numbers_of(numbers, scales, zeros)
+
+    return write
+
+
+def by_compressed_tensors(group: int, symmetric: bool, in_words: bool = True) -> Callable[[Tensor], Written]:
+    """compressed-tensors, PackQuantizedCompressor. in_words: whether zeros are, as since release 0.10."""
+
+    def write(weight: Tensor) -> Written:
+        numbers, scales, zeros = in_four_bits(weight, group, symmetric, torch.bfloat16)
+        written = {"weight_packed": packed(numbers), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+        if not symmetric:
+            signed = (zeros.to(torch.int16) - 8).to(torch.int8)
+            written["weight_zero_point"] = packed(zeros.t()).t() if in_words else signed
+        return written, numbers_of(numbers, scales, zeros)
+
+    return write
+
+
 def compressed(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
@@ -82,6 +140,9 @@ def compressed(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | No
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 BY_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False, "lm_head": False}
 FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, by_tensor),
     "compressed channel": (compressed("float-quantized", FLOATS | {"strategy": "channel"}, BY_TOKEN), by_channel),
@@ -90,14 +151,41 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         compressed("float-quantized", FLOATS | {"strategy": "block", "block_structure": [128, 128]}, BY_TOKEN),
         by_block("weight_scale"),
     ),
+    "awq": (AWQ, by_awq),
+    "gptq": (GPTQ | {"sym": True}, by_gptq(128, True, 1)),
+    "gptq of all inputs": (GPTQ | {"group_size": -1}, by_gptq(0, False, 1)),
+    "gptq_v2": (GPTQ | {"group_size": 32, "checkpoint_format": "gptq_v2"}, by_gptq(32, False, 0)),
+    "packed": (compressed("pack-quantized", INTEGERS, None), by_compressed_tensors(128, True)),
+    "packed asymmetric": (
+        compressed("pack-quantized", INTEGERS | {"symmetric": False, "actorder": "weight"}, None),
+        by_compressed_tensors(128, False),
+    ),
+    "packed of an old release": (
+        compressed("pack-quantized", INTEGERS | {"symmetric": False, "group_size": 32}, None),
+        by_compressed_tensors(32, False, in_words=False),
+    ),
+    "packed channel": (
+        compressed("pack-quantized", INTEGERS | {"strategy": "channel", "group_size": None}, None),
+        by_compressed_tensors(0, True),
+    ),
 }
 IN_GROUPS = [form for form in FORMS if form not in ("fp8 tensor", "compressed channel")]
 every_form = pytest.mark.parametrize("form", FORMS)
 in_groups = pytest.mark.parametrize("form", IN_GROUPS)
 
 
-def write(folder: Path, form: str, family: str = "llama", kept: tuple[str, ...] = ("lm_head",), **sizes: Any) -> Any:
-    """Write a checkpoint; return transformers' model with the numbers that it stands for. kept: left as they are."""
+def write(
+    folder: Path,
+    form: str,
+    family: str = "llama",
+    kept: tuple[str, ...] = (),
+    quantized: tuple[str, ...] = ("proj",),
+    **sizes: Any,
+) -> Any:
+    """Write a checkpoint; return transformers' model with the numbers that it stands for.
+
+    quantized: what names of layers contain that are, unless they contain one of `kept`.
+    """
     config, model = FAMILIES[family]
     torch.manual_seed(0)
     made = model(config(**SIZES | sizes)).eval()
@@ -106,7 +194,7 @@ def write(folder: Path, form: str, family: str = "llama", kept: tuple[str, ...] 
     for name, parameter in made.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
         layer, _, kind = name.rpartition(".")
-        if kind != "weight" or "proj" not in layer or any(each in name for each in kept):
+        if kind != "weight" or not any(each in name for each in quantized) or any(each in name for each in kept):
             tensors[name] = parameter.detach()
             continue
         written, parameter.data = quantize(parameter.detach())
@@ -122,7 +210,7 @@ def load(folder: Path, **how: Any) -> Any:
 
 
 def check_logits(folder: Path, wanted: Any, tokens: int) -> None:
-    ids = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+    ids = torch.randint(0, 96, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
     runner = make_runner(load(folder), 1024, max_context=400)
     (output,) = runner.forward([SequenceInput(SequenceKV(), ids, "all")])
     assert output.logits is not None
@@ -144,7 +232,7 @@ def test_prompts_read_the_same_numbers(tmp_path: Path, form: str) -> None:
 @every_form
 def test_layers_are_held_in_the_bits_of_the_checkpoint(tmp_path: Path, form: str) -> None:
     """Except those that it leaves as they are: here the head, and one layer's down_proj."""
-    wanted = write(tmp_path, form, kept=("lm_head", "layers.1.mlp.down"))
+    wanted = write(tmp_path, form, kept=("layers.1.mlp.down",))
     decoder = load(tmp_path).decoder
     kinds = [type(weight.values) for layer in decoder.layers for weight in layer.linears]
     kind = GroupedWeight if form in IN_GROUPS else EightBitWeight
@@ -159,7 +247,7 @@ def test_their_bytes_are_foreseen(tmp_path: Path, form: str) -> None:
     held = storage_of(config)
     bits = 8 * sum(weight.values.nbytes for layer in decoder.layers for weight in layer.linears)
     numbers = 2 * (2 * 256 * 256 + 2 * 64 * 256 + 3 * 256 * 640)
-    assert bits / numbers == pytest.approx(held.bits, rel=0.13)
+    assert bits / numbers == pytest.approx(held.bits, rel=0.2)  # 24 bits more for each 32 weights of 4
     foreseen = bytes_of_weights(config, torch.float32, held) - 2 * 16 * 256 * 4
     assert bits / 8 == pytest.approx(foreseen, rel=0.03)
 
@@ -208,9 +296,42 @@ def test_a_rank_with_a_part_of_a_group_is_refused(tmp_path: Path) -> None:
 
 @in_groups
 def test_layers_that_are_one_here_are_quantized_together(tmp_path: Path, form: str) -> None:
-    write(tmp_path, form, kept=("lm_head", "layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"))
+    write(tmp_path, form, kept=("layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"))
     with pytest.raises(ValueError, match=r"0\.self_attn\.q_proj\.weight_scale is missing: layers that read the same"):
         load(tmp_path)
-    write(tmp_path, form, kept=("lm_head", "layers.1.mlp.up_proj"))
+    write(tmp_path, form, kept=("layers.1.mlp.up_proj",))
     with pytest.raises(ValueError, match=r"1\.mlp\.up_proj\.weight_scale is missing: layers that read the same"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "change", "error", "message"),
+    [
+        ("gptq", "g_idx", lambda index: index.flip(0), NotImplementedError, "groups of inputs out of order"),
+        ("awq", "qzeros", None, ValueError, "weight_zero_point is missing: layers that read the same"),
+        ("gptq", "qzeros", None, ValueError, "weight_zero_point is missing: layers that read the same"),
+        ("packed", "weight_packed", lambda words: words[:, :-1], ValueError, r"weight is \[.*\], and by the config"),
+        ("awq", "scales", lambda scales: scales[:, :9], ValueError, "weight_scale is .*expected one for each"),
+        ("packed", "weight_scale", lambda scales: scales.repeat(1, 8), ValueError, "256 inputs in 16 groups: expected"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    tmp_path: Path, form: str, kind: str, change: Any, error: type[Exception], message: str
+) -> None:
+    write(tmp_path, form)
+    file, name = tmp_path / "model.safetensors", f"model.layers.1.self_attn.o_proj.{kind}"
+    tensors = load_file(file)
+    tensor = tensors.pop(name)
+    save_file(tensors | ({} if change is None else {name: change(tensor).contiguous()}), file, {"format": "pt"})
+    with pytest.raises(error, match=message):
+        load(tmp_path)
+
+
+def test_a_head_that_is_quantized_too_is_held_so(tmp_path: Path) -> None:
+    """GPTQ has a setting for it. Here it is cut to fewer ids, as those of a tokenizer."""
+    wanted = write(tmp_path, "gptq", vocab_size=96, kept=(), quantized=("proj", "lm_head"))
+    loaded = load(tmp_path)
+    assert isinstance(loaded.decoder.lm_head.values, GroupedWeight)
+    check_logits(tmp_path, wanted, 3)
+    cut = loaded.with_vocabulary(40).decoder.lm_head.values
+    assert torch.equal(cut.in_order(), loaded.decoder.lm_head.values.in_order()[:40])

@@ -57,21 +57,25 @@ class RandomWeights(Mapping[str, Tensor]):
         self._bits = held.bits
         for name in self._of_groups:
             outputs, inputs = self._shapes[name]
-            self._shapes[f"{name}_scale"] = outputs, inputs // (held.group or inputs)
+            for kind in ("_scale", "_zero_point"):
+                self._shapes[f"{name}{kind}"] = outputs, inputs // (held.group or inputs)
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shapes[name]
-        if name.removesuffix("_scale") in self._of_groups:
+        if name.removesuffix("_scale").removesuffix("_zero_point") in self._of_groups:
             return self._in_groups(name, shape)
         if len(shape) > 1:
             return torch.empty(shape, **self._how).normal_(0, self._deviation, generator=self._generator)
         return torch.zeros(shape, **self._how) if name.endswith(".bias") else torch.ones(shape, **self._how)
 
     def _in_groups(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return numbers of a deviation of about four, or scales that undo it."""
+        """Return numbers of a deviation of about four, their zeros, or scales that undo it."""
         device = self._how["device"]
+        if name.endswith("_zero_point"):
+            return torch.full(shape, 8, dtype=torch.uint8, device=device)
         if name.endswith("_scale"):
-            return torch.full(shape, self._deviation / 4, **self._how)
+            dtype = torch.float16 if self._bits == 4 else torch.float32
+            return torch.full(shape, self._deviation / 4, dtype=dtype, device=device)
         if self._bits == 4:
             return torch.randint(16, shape, dtype=torch.uint8, device=device, generator=self._generator)
         return (4 * torch.randn(shape, device=device, generator=self._generator)).to(torch.float8_e4m3fn)

@@ -31,7 +31,8 @@ from specahead.kernels.linear import BLOCK, LinearWeight, group_weight, hold, qu
 _COMPUTED = "rotary_emb.inv_freq"
 # Of weights in 8 or 4 bits; those of activations are not read: each row gets its own when it is rounded.
 _SCALES = ".weight_scale", ".weight_zero_point", ".input_scale"
-_EIGHT_BITS = torch.float8_e4m3fn
+_EIGHT_BITS, _FOUR_BITS = torch.float8_e4m3fn, torch.uint8
+_MIDDLE = 8  # of 4-bit integers
 
 
 def misfit(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -124,9 +125,10 @@ class _Weights:
             return LinearWeight(quantize(whole) if self.rounds and of_rows != [HEAD] else whole, bias)
         read = self._of_groups if self.held.in_groups else self._row_scales
         of_each = torch.cat([read(*each) for each in zip(of_rows, scales, strict=True)])
-        values = self.take(*of_rows, dtype=_EIGHT_BITS)
+        values = self.take(*of_rows, dtype=_FOUR_BITS if self.held.bits == 4 else _EIGHT_BITS)
         if self.held.in_groups:
-            return LinearWeight(group_weight(values, of_each, None, self.dtype), bias)
+            zeros = self._zeros(names, of_each) if self.held.bits == 4 else None
+            return LinearWeight(group_weight(values, of_each, zeros, self.dtype), bias)
         return LinearWeight(hold(values, of_each, self.dtype), bias)
 
     def _scales_of(self, name: str) -> Tensor:
@@ -152,6 +154,17 @@ class _Weights:
             raise ValueError(f"{name} is {list(numbers.shape)}, and {weight} has {rows} rows: expected one for each")
         return numbers[:rows]
 
+    def _zeros(self, names: tuple[str, ...], scales: Tensor) -> Tensor:
+        """Return the zeros of 4-bit integers, in the shape of their scales.
+
+        Symmetric integers of compressed-tensors have none in the files: it is the middle.
+        """
+        of_names = [f"{name}.weight_zero_point" for name in names]
+        if self.held.layout == "packed" and not any(name in self.tensors for name in of_names):
+            return torch.full_like(scales, _MIDDLE, dtype=_FOUR_BITS)
+        weights = (f"{name}.weight" for name in names)
+        return torch.cat([self._of_groups(*each) for each in zip(weights, of_names, strict=True)])
+
     def take(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return these weights below one another, as one tensor of a dtype, by default the model's.
 
@@ -164,8 +177,10 @@ class _Weights:
             tensor = self.tensors[name]
             if tensor.shape != part.shape:  # copy_ might repeat it
                 raise ValueError(f"{name} is {list(tensor.shape)}, and by the config {list(part.shape)}")
-            if (tensor.dtype == _EIGHT_BITS) != (dtype == _EIGHT_BITS):
-                raise ValueError(f"{name} is {tensor.dtype}, read as {dtype}: expected weight_scale beside 8 bits only")
+            if tensor.dtype != dtype and {tensor.dtype, dtype} & {_EIGHT_BITS, _FOUR_BITS}:
+                raise ValueError(
+                    f"{name} is {tensor.dtype}, read as {dtype}: expected weight_scale beside fewer than 16 bits only"
+                )
             part.copy_(tensor)
         return whole
 

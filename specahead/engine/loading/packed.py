@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.loading.checkpoint import Checkpoint
-from specahead.kernels.linear import BLOCK
+from specahead.kernels.linear import BLOCK, split_words
 
 _Change = Callable[[Tensor], Tensor]
 
@@ -21,10 +21,41 @@ def _by_row(scales: Tensor) -> Tensor:
     return scales.repeat_interleave(BLOCK, 0)
 
 
+def _awq(words: Tensor) -> Tensor:
+    """Return the 4-bit integers of words [n, outputs / 8] as [outputs, n].
+
+    AutoAWQ's "gemm" layout: from the lowest bits on a word has the outputs 0, 2, 4, 6, 1, 3, 5, 7 of its eight.
+    """
+    eights = split_words(words).unflatten(1, (-1, 8))
+    return eights[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1).t()
+
+
+def _columns(words: Tensor) -> Tensor:
+    """Return the 4-bit integers of words [n, outputs / 8], in their order, as [outputs, n]."""
+    return split_words(words).t()
+
+
+def _zero_points(zeros: Tensor) -> Tensor:
+    """Return compressed-tensors' zeros, of integers from -8 to 7, for integers from 0 to 15: [outputs, groups].
+
+    They are words [outputs / 8, groups], and one by one in older releases.
+    """
+    return split_words(zeros.t()).t() if zeros.dtype == torch.int32 else (zeros + 8).to(torch.uint8)
+
+
+_GPTQ: dict[str, tuple[str, _Change]] = {
+    "qweight": ("weight", lambda words: split_words(words.t())),
+    "scales": ("weight_scale", Tensor.t),
+}
 # By layout and by the last part of a tensor's name in the files: the last part here, and what makes the tensor.
 _TENSORS: dict[str, dict[str, tuple[str, _Change]]] = {
     # DeepSeek's name for scales that weights are multiplied by, and compressed-tensors' name
-    "blocks": {"weight_scale_inv": ("weight_scale", _by_row), "weight_scale": ("weight_scale", _by_row)}
+    "blocks": {"weight_scale_inv": ("weight_scale", _by_row), "weight_scale": ("weight_scale", _by_row)},
+    "awq": {"qweight": ("weight", _awq), "scales": ("weight_scale", Tensor.t), "qzeros": ("weight_zero_point", _awq)},
+    # AutoGPTQ's first layout has zeros less one.
+    "gptq": _GPTQ | {"qzeros": ("weight_zero_point", lambda words: _columns(words) + 1)},
+    "gptq_v2": _GPTQ | {"qzeros": ("weight_zero_point", _columns)},
+    "packed": {"weight_packed": ("weight", split_words), "weight_zero_point": ("weight_zero_point", _zero_points)},
 }
 
 
@@ -40,9 +71,18 @@ class PackedCheckpoint(Checkpoint):
         """By name here: the file, the name in it, and what makes the tensor."""
         for stored in list(self._files):
             layer, _, kind = stored.rpartition(".")
-            if kind in _TENSORS[layout]:
+            if kind == "weight_shape":
+                del self._files[stored]
+            elif kind == "g_idx":
+                self._check_order(stored, self._files.pop(stored))
+            elif kind in _TENSORS[layout]:
                 here, change = _TENSORS[layout][kind]
                 self._made[f"{layer}.{here}"] = self._files.pop(stored), stored, change
+
+    def _check_order(self, name: str, file: Any) -> None:
+        """Raise NotImplementedError for inputs that are not in the order of their groups."""
+        if (file.get_tensor(name).diff() < 0).any():
+            raise NotImplementedError(f"{name}: groups of inputs out of order (desc_act) are not built")
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._made:

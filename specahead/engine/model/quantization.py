@@ -10,12 +10,14 @@ from typing import Any, Literal
 import torch
 
 from specahead.engine.model.families import FAMILIES, head_dim, unbuilt_feature
-from specahead.kernels.linear import BLOCK
+from specahead.kernels.linear import BLOCK, GROUPS
 
 LEAST_CAPABILITY = (8, 9)  # of GPUs that convert and multiply numbers of 8 bits (e4m3)
 _BUILT = (
     "built are 8-bit floats (e4m3) with a scale for each tensor, each output channel or each block of 128 x 128 "
-    "(compressed-tensors float-quantized, and fp8); or take the 16-bit checkpoint with --quantization fp8"
+    "(compressed-tensors float-quantized, and fp8), and 4-bit integers in groups of 32, 64, 128 or all inputs (AWQ "
+    "gemm, GPTQ without desc_act, compressed-tensors pack-quantized): take such a checkpoint, or the 16-bit one with "
+    "--quantization fp8"
 )
 
 
@@ -25,7 +27,7 @@ class Storage:
 
     bits: Literal[4, 8, 16] = 16
     """Of a weight: 4-bit integers, 8-bit floats (e4m3), or 16 for the model's dtype."""
-    layout: Literal["plain", "blocks"] = "plain"
+    layout: Literal["plain", "blocks", "awq", "gptq", "gptq_v2", "packed"] = "plain"
     """How the files of a checkpoint lay them out (engine.loading.packed). Only plain weights are not in groups."""
     group: int = 0
     """Inputs that share a scale; 0: all inputs of an output do."""
@@ -96,7 +98,7 @@ def unbuilt_in(held: Storage, config: Any, dtype: torch.dtype, device: str, rank
 
 def _storage(said: Mapping[str, Any]) -> Storage | str:
     """Return how a checkpoint holds its weights by its quantization_config, or what of that is not built."""
-    readers = {"compressed-tensors": _of_compressed_tensors, "fp8": _of_fp8}
+    readers = {"compressed-tensors": _of_compressed_tensors, "fp8": _of_fp8, "awq": _of_awq, "gptq": _of_gptq}
     method = str(said.get("quant_method", "a method without a name"))
     return readers[method](said) if method in readers else method
 
@@ -108,6 +110,31 @@ def _of_fp8(said: Mapping[str, Any]) -> Storage | str:
     if blocks is None:
         return Storage(8)
     return _in_blocks(blocks) or f"fp8 in blocks of {' x '.join(map(str, blocks))}"
+
+
+def _of_awq(said: Mapping[str, Any]) -> Storage | str:
+    version = str(said.get("version", "gemm")).lower()
+    if version != "gemm" or said.get("backend") == "llm-awq":
+        return f"awq in the layout of {version if version != 'gemm' else 'llm-awq'}"
+    return _in_four_bits("awq", "awq", said.get("bits"), said.get("group_size"))
+
+
+def _of_gptq(said: Mapping[str, Any]) -> Storage | str:
+    layout = said.get("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        return f"gptq in the layout of {layout}"
+    for key in ("desc_act", "dynamic"):
+        if said.get(key):
+            return f"gptq with {key}"
+    return _in_four_bits("gptq", layout, said.get("bits"), said.get("group_size"))
+
+
+def _in_four_bits(method: str, layout: Any, bits: Any, group: Any) -> Storage | str:
+    """Return the storage of 4-bit integers in groups of inputs, or what of it is not built."""
+    group = 0 if group in (None, -1) else group
+    if bits != 4 or group not in (0, *GROUPS):
+        return f"{method} with weights of {bits} bits in groups of {group or 'all inputs'}"
+    return Storage(4, layout, group)
 
 
 def _in_blocks(blocks: Any) -> Storage | None:
@@ -137,4 +164,8 @@ def _of_group(layout: str | None, group: Mapping[str, Any]) -> Storage | str:
         if strategy in ("channel", "tensor"):
             return Storage(8)
         return (_in_blocks(weights.get("block_structure")) if strategy == "block" else None) or refused
+    if layout == "pack-quantized" and (kind, strategy in ("group", "channel")) == ("int", True):
+        if weights.get("actorder") in ("group", "dynamic"):
+            return f"{layout} with actorder {weights['actorder']}"
+        return _in_four_bits(layout, "packed", bits, weights.get("group_size"))
     return refused
