@@ -37,7 +37,8 @@ def many_rows_linear(
     in_groups = isinstance(weight, GroupedWeight)
     if backend == "triton" and (len(x) <= _MOST_IN_SLICES if in_groups else len(weight) % _MULTIPLE):
         how: dict[str, Any] = {"backend": backend, "dtype": weight.dtype}
-        return torch.cat([few_rows_linear(rows, weight, bias, **how) for rows in x.split(MOST_ROWS)])
+        slices = x.tensor_split(-(-len(x) // MOST_ROWS))  # of about one size: each is one more kernel to compile
+        return torch.cat([few_rows_linear(rows, weight, bias, **how) for rows in slices])
     if isinstance(weight, GroupedWeight):
         return F.linear(x.to(weight.dtype), in_sixteen_bits(weight, backend), bias)
     values, scales = round_rows(x, backend)

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from specahead.cli.main import main
+from specahead.lab.benchmarks.flags import HELD
 from specahead.lab.benchmarks.gpu_timing import require_gpu
 from specahead.lab.benchmarks.shapes import Shape
 from specahead.lab.benchmarks.step import Bench, draft_rows, target_rows
 
 
-@pytest.mark.parametrize("how", [{}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize("how", [{"kv_cache_dtype": "fp8"}, *({"quantization": each} for each in HELD)])
 def test_each_step_and_round_that_is_measured_can_be_run(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, on a CPU, in a small shape: all that `bench step` times."""
 
@@ -21,7 +22,7 @@ def test_each_step_and_round_that_is_measured_can_be_run(how: dict[str, Any], mo
         return float(repeats)
 
     monkeypatch.setattr("specahead.lab.benchmarks.step.graph_milliseconds", run_once)
-    shape = Shape(3, 64, 4, 2, 16, 128, 300)
+    shape = Shape(3, 128, 8, 2, 16, 128, 300)
     with torch.inference_mode():
         bench = Bench(shape, 1e9, 2, 512, "cpu", batch=2, **how)
         rows = target_rows(bench, 2, 512) + draft_rows(bench, 2, 512)

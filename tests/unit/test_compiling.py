@@ -117,8 +117,8 @@ torch.empty, torch.empty_like, torch.Tensor.new_empty = map(
     zeroed, (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 )
 
-def runner_of(shape, **how):
-    decoder, pages = random_decoder(shape, 2048, "cpu"), 300
+def runner_of(shape, quantization="none", **how):
+    decoder, pages = random_decoder(shape, 2048, "cpu", quantization=quantization), 300
     kv = KVCache(shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, "cpu")
     light = decoder.with_eight_bit_weights()
     runner = ModelRunner(decoder, kv, shape.vocab_size, 1024, drafting=light, **how)
@@ -144,12 +144,13 @@ Verifier(runner_of(shape, step_queries=5), plan, alone).warm_up()
 print(len(launched), "launched at a start, not foreseen:", sorted({name for name, *_ in launched - foreseen}))
 assert len(launched) > 100
 
-launched.clear()
-with torch.inference_mode():
-    specahead.kernels.compiling.compile_ahead([partial(target._passes.launches_of_prompt, 300)])
-target.forward([SequenceInput(SequenceKV(), [0] * 300)])
 attention = {"partial_attention_kernel", "merge_kernel", "_tile_starts_kernel"}  # a GPU has cuDNN for it
-print(len(launched), "by a prompt:", sorted({name for name, *_ in launched - foreseen} - attention))
+for runner, tokens in ((target, 300), (runner_of(shape, "int4"), 300), (runner_of(shape, "fp8-blocks"), 100)):
+    launched.clear()
+    with torch.inference_mode():
+        specahead.kernels.compiling.compile_ahead([partial(runner._passes.launches_of_prompt, tokens)])
+    runner.forward([SequenceInput(SequenceKV(), [0] * tokens)])
+    print(len(launched), "by a prompt:", sorted({name for name, *_ in launched - foreseen} - attention))
 """
 
 ONE_LAUNCH = """
@@ -264,9 +265,9 @@ def test_a_start_launches_what_it_has_compiled_ahead(tmp_path: Path) -> None:
     run = run_on_a_gpu(A_START, tmp_path)
     assert run.returncode == 0, run.stderr
     print(run.stdout)
-    start, prompt = run.stdout.splitlines()
-    assert start.endswith("not foreseen: []")
-    assert prompt.endswith("by a prompt: []")
+    start, *prompts = run.stdout.splitlines()
+    assert start.endswith("not foreseen: []") and len(prompts) == 3
+    assert all(prompt.endswith("by a prompt: []") for prompt in prompts)
 
 
 def test_what_is_compiled_ahead_is_found_where_it_is_launched_and_by_later_processes(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from specahead.engine.steps.shapes import PassShape
 from specahead.engine.steps.tiered_steps import TieredSteps
 from specahead.engine.steps.warm_up import WarmUp
 from specahead.kernels.compiling import compile_ahead
+from specahead.kernels.linear import MOST_ROWS
 from specahead.kernels.prompt_attention import merge_in_all_ways
 from specahead.kernels.selection import WORD
 
@@ -288,7 +289,8 @@ class ModelRunner(TargetOrDraftRunner):
         log.info("reading a prompt to be ready", extra={"tokens": tokens})
         pages = self.kv.k_pages[0]
         merges = partial(merge_in_all_ways, self.decoder.heads, pages.shape[3], self.kv.dtype, self.device)
-        layers = [partial(self._passes.launches_of_prompt, tokens)] if self.decoder.can_capture else []
+        sizes = (tokens, 2 * MOST_ROWS) if self.decoder.can_capture else ()  # short prompts may take other kernels
+        layers = [partial(self._passes.launches_of_prompt, size) for size in sizes]
         compile_ahead([lambda: merges, *layers])
         scratch = SequenceKV()
         room = min(tokens, self.kv.pool.available * PAGE_SIZE, (self._limits.pages * PAGE_SIZE) - MAX_OVERHANG)

@@ -6,6 +6,7 @@ import argparse
 from specahead import models
 from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
 
+HELD = *QUANTIZATIONS, "fp8-blocks", "int4"  # the last two as checkpoints come, with a scale for 128 inputs
 SHAPES_HELP = "8b, 1b, 0.5b, tiny, or a model's folder or id"  # of specahead.lab.benchmarks.shapes, which loads torch
 
 
@@ -89,8 +90,8 @@ def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE")
 
 
-def _add_quantization(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="of the target's weights")
+def _add_quantization(parser: argparse.ArgumentParser, choices: tuple[str, ...] = QUANTIZATIONS) -> None:
+    parser.add_argument("--quantization", choices=choices, default="none", help="of the target's weights")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of the target's KV")
 
 
@@ -98,7 +99,7 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench step` takes."""
     parser.add_argument("--target-shape", default="8b", metavar="NAME", help=SHAPES_HELP)
     parser.add_argument("--draft-shape", default="1b", metavar="NAME")
-    _add_quantization(parser)
+    _add_quantization(parser, HELD)
     parser.add_argument(
         "--contexts", type=int, nargs="+", metavar="N", default=[10240, 32768, 102400], help="tokens of a session"
     )

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specahead.config.speculation import Quantization
 from specahead.engine.model.decoder import Decoder, DecoderLayer
-from specahead.kernels.kv_scales import KVScales
-from specahead.kernels.linear import LinearWeight, quantize
+from specahead.kernels.kv_scales import EIGHT_BITS, KVScales
+from specahead.kernels.linear import BLOCK, GroupedWeight, LinearWeight, group_weight, quantize
 from specahead.sparsity.plan import Plan
 
 GROUP = Plan.group_size  # tokens of a group mean
@@ -56,21 +55,20 @@ def read_shape_of(name: str) -> Shape:
 
 
 def random_decoder(
-    shape: Shape,
-    positions: int,
-    device: str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-    quantization: Quantization = "none",
+    shape: Shape, positions: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, quantization: str = "none"
 ) -> Decoder:
-    """Random weights. quantization: "fp8" holds all linear layers but the head in 8 bits."""
+    """Random weights. quantization: one of flags.HELD, of all linear layers but the head."""
     dim, heads, kv_heads = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
     hidden, mlp = shape.hidden_size, shape.intermediate_size
 
     def random(*size: int) -> Tensor:
         return torch.empty(*size, device=device, dtype=dtype).normal_(0, 0.02)
 
-    def weight(*size: int) -> LinearWeight:
-        return LinearWeight(quantize(random(*size)) if quantization == "fp8" else random(*size))
+    def weight(outputs: int, inputs: int) -> LinearWeight:
+        if quantization in ("fp8-blocks", "int4"):
+            return LinearWeight(_random_groups(outputs, inputs, quantization == "int4", dtype, device))
+        values = random(outputs, inputs)
+        return LinearWeight(quantize(values) if quantization == "fp8" else values)
 
     ones = torch.ones(hidden, device=device, dtype=dtype)
     layers = [
@@ -97,6 +95,15 @@ def random_decoder(
         epsilon=1e-5,
         attention_scale=dim**-0.5,
     )
+
+
+def _random_groups(outputs: int, inputs: int, in_four_bits: bool, dtype: torch.dtype, device: str) -> GroupedWeight:
+    """Return a random weight in groups of BLOCK inputs."""
+    scales = torch.full((outputs, inputs // BLOCK), 0.005, device=device)
+    if not in_four_bits:
+        return group_weight((4 * torch.randn(outputs, inputs, device=device)).to(EIGHT_BITS), scales, None, dtype)
+    values = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device=device)
+    return group_weight(values, scales.half(), torch.full_like(scales, 8, dtype=torch.uint8), dtype)
 
 
 def random_scales(shape: Shape, device: str | torch.device) -> KVScales:

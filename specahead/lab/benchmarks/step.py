@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specahead.config.speculation import KVCacheDtype, Quantization
+from specahead.config.speculation import KVCacheDtype
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
@@ -40,7 +40,7 @@ class Bench:
         longest: int,
         device: str = "cuda",
         batch: int = max(BATCHES),
-        quantization: Quantization = "none",
+        quantization: str = "none",
         kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
         self.shape, self.bandwidth, self.repeats, self.device = shape, bandwidth, repeats, torch.device(device)
