@@ -281,6 +281,7 @@ def packed(format: str = "pack-quantized", input_activations: Any = None, **weig
         ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "gptq with weights of 8 bits in groups of 128"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "gptq with desc_act"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down": {}}}, "gptq with dynamic"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "gptq with is_marlin_format"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the layout of marlin"),
         (packed(num_bits=8, type="int"), "pack-quantized with weights of 8 bits"),
         (packed(num_bits=4, type="int", actorder="group"), "pack-quantized with actorder group"),

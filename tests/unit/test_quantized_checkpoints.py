@@ -1,26 +1,34 @@
-"""Quantized checkpoints as users have them, written here by the rules of their formats, against transformers' models
-that have the numbers for which these stand."""
+"""Quantized checkpoints as users have them, against transformers' models with the numbers for which these stand."""
 
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specahead import models
+from specahead.config import ModelSettings
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.config import load_config
 from specahead.engine.loading.memory import bytes_of_weights
 from specahead.engine.loading.model import load_model
+from specahead.engine.loading.opening import open_model
+from specahead.engine.loading.packed import PackedCheckpoint
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.quantization import storage_of
 from specahead.engine.parallel.ranks import Ranks
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.kernels.linear import MOST_ROWS, EightBitWeight, GroupedWeight
+from tests.unit.quantized_forms import AWQ, FORMS, by_awq, packed
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2},
@@ -32,144 +40,7 @@ FAMILIES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
 }
-# Of a weight [outputs, inputs]: what stands for it in the files, by the last part of the name, and its numbers.
-Written = tuple[dict[str, Tensor], Tensor]
-LARGEST = 448
-
-
-def in_eight_bits(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 numbers, and what they stand for. scales: of each weight, in its shape."""
-    values = (weight / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return values, values.float() * scales
-
-
-def by_tensor(weight: Tensor) -> Written:
-    scale = weight.abs().max() / LARGEST
-    values, plain = in_eight_bits(weight, scale)
-    return {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(0.5)}, plain
-
-
-def by_channel(weight: Tensor) -> Written:
-    scales = (weight.abs().amax(1, keepdim=True) / LARGEST).bfloat16()
-    values, plain = in_eight_bits(weight, scales.float())
-    return {"weight": values, "weight_scale": scales}, plain
-
-
-def by_block(name: str) -> Callable[[Tensor], Written]:
-    def write(weight: Tensor) -> Written:
-        outputs, inputs = weight.shape
-        scales = torch.empty(-(-outputs // 128), -(-inputs // 128))
-        for row in range(len(scales)):
-            for column in range(len(scales[0])):
-                block = weight[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
-                scales[row, column] = block.abs().max() / LARGEST
-        wide = scales.repeat_interleave(128, 0)[:outputs].repeat_interleave(128, 1)[:, :inputs]
-        values, plain = in_eight_bits(weight, wide)
-        return {"weight": values, name: scales}, plain
-
-    return write
-
-
-def packed(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Words of 4-bit integers: of each eight of a row, number order[i] lies at the bits from 4 i on."""
-    eights = numbers.to(torch.int64).unflatten(1, (-1, 8))
-    words = sum(eights[..., source] << 4 * place for place, source in enumerate(order))
-    assert isinstance(words, Tensor)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def in_four_bits(weight: Tensor, group: int, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers from 0 to 15 [outputs, inputs], and scales and zeros [outputs, groups]."""
-    groups = weight.unflatten(1, (-1, group or weight.shape[1]))
-    least, most = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-    scales = ((2 * groups.abs().amax(2) if symmetric else most - least) / 15).to(dtype)
-    zeros = torch.full_like(scales, 8) if symmetric else (-least / scales).round().clamp(0, 15)
-    numbers = (groups / scales.float()[..., None] + zeros.float()[..., None]).round().clamp(0, 15)
-    return numbers.flatten(1).to(torch.uint8), scales, zeros.to(torch.uint8)
-
-
-def numbers_of(numbers: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    groups = numbers.float().unflatten(1, (scales.shape[1], -1)) - zeros.float()[..., None]
-    return (groups * scales.float()[..., None]).flatten(1)
-
-
-def by_awq(weight: Tensor) -> Written:
-    """AutoAWQ, WQLinear_GEMM.from_linear."""
-    numbers, scales, zeros = in_four_bits(weight, 64, False, torch.float16)
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    written = {"qweight": packed(numbers.t(), order), "qzeros": packed(zeros.t(), order), "scales": scales.t()}
-    return written, numbers_of(numbers, scales, zeros)
-
-
-def by_gptq(group: int, symmetric: bool, less: int) -> Callable[[Tensor], Written]:
-    """AutoGPTQ, QuantLinear.pack; its first layout stores zeros less one."""
-
-    def write(weight: Tensor) -> Written:
-        numbers, scales, zeros = in_four_bits(weight, group, symmetric, torch.float16)
-        zeros = zeros.clamp(min=less)  # the first layout has no zero of 0
-        written = {"qweight": packed(numbers).t(), "qzeros": packed(zeros.t() - less), "scales": scales.t()}
-        written["g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // (group or weight.shape[1])
-        return written, numbers_of(numbers, scales, zeros)
-
-    return write
-
-
-def by_compressed_tensors(group: int, symmetric: bool, in_words: bool = True) -> Callable[[Tensor], Written]:
-    """compressed-tensors, PackQuantizedCompressor. in_words: whether zeros are, as since release 0.10."""
-
-    def write(weight: Tensor) -> Written:
-        numbers, scales, zeros = in_four_bits(weight, group, symmetric, torch.bfloat16)
-        written = {"weight_packed": packed(numbers), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
-        if not symmetric:
-            signed = (zeros.to(torch.int16) - 8).to(torch.int8)
-            written["weight_zero_point"] = packed(zeros.t()).t() if in_words else signed
-        return written, numbers_of(numbers, scales, zeros)
-
-    return write
-
-
-def compressed(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return {
-        **{"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}},
-        **{"ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed"},
-        **{"sparsity_config": {}, "transform_config": {}, "version": "0.12.2"},
-    }
-
-
-FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
-BY_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False, "lm_head": False}
-FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
-    "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, by_tensor),
-    "compressed channel": (compressed("float-quantized", FLOATS | {"strategy": "channel"}, BY_TOKEN), by_channel),
-    "fp8 blocks": (BLOCKS | {"modules_to_not_convert": ["lm_head"]}, by_block("weight_scale_inv")),
-    "compressed blocks": (
-        compressed("float-quantized", FLOATS | {"strategy": "block", "block_structure": [128, 128]}, BY_TOKEN),
-        by_block("weight_scale"),
-    ),
-    "awq": (AWQ, by_awq),
-    "gptq": (GPTQ | {"sym": True}, by_gptq(128, True, 1)),
-    "gptq of all inputs": (GPTQ | {"group_size": -1}, by_gptq(0, False, 1)),
-    "gptq_v2": (GPTQ | {"group_size": 32, "checkpoint_format": "gptq_v2"}, by_gptq(32, False, 0)),
-    "packed": (compressed("pack-quantized", INTEGERS, None), by_compressed_tensors(128, True)),
-    "packed asymmetric": (
-        compressed("pack-quantized", INTEGERS | {"symmetric": False, "actorder": "weight"}, None),
-        by_compressed_tensors(128, False),
-    ),
-    "packed of an old release": (
-        compressed("pack-quantized", INTEGERS | {"symmetric": False, "group_size": 32}, None),
-        by_compressed_tensors(32, False, in_words=False),
-    ),
-    "packed channel": (
-        compressed("pack-quantized", INTEGERS | {"strategy": "channel", "group_size": None}, None),
-        by_compressed_tensors(0, True),
-    ),
-}
-IN_GROUPS = [form for form in FORMS if form not in ("fp8 tensor", "compressed channel")]
+IN_GROUPS = [form for form in FORMS if not form.endswith(("tensor", "transformers", "channel")) or "packed" in form]
 every_form = pytest.mark.parametrize("form", FORMS)
 in_groups = pytest.mark.parametrize("form", IN_GROUPS)
 
@@ -283,6 +154,66 @@ def test_ranks_hold_their_parts(tmp_path: Path, form: str, family: str) -> None:
             whole, *parts = (each.in_order() for each in weights)
             halves = [each.split([size // 2 for size in sizes], dim) for each in parts]
             assert torch.equal(torch.cat([half for pair in zip(*halves, strict=True) for half in pair], dim), whole)
+
+
+@given(
+    st.sampled_from(["awq", "gptq", "gptq_v2", "packed"]),
+    st.integers(1, 5),
+    st.integers(0, 7),
+    st.integers(1, 3),
+    st.integers(0, 99),
+)
+def test_numbers_are_read_as_they_were_packed(layout: str, eights: int, odd: int, groups: int, seed: int) -> None:
+    """Outputs that are no eights have zeros in words that are filled up (compressed-tensors)."""
+    outputs = 8 * eights + (odd if layout == "packed" else 0)
+    how = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(16, (outputs, 32 * groups), dtype=torch.uint8, generator=how)
+    less = int(layout == "gptq")
+    zeros = torch.randint(less, 16, (outputs, groups), dtype=torch.uint8, generator=how)
+    scales = torch.rand(outputs, groups, generator=how).half()
+    order = (0, 2, 4, 6, 1, 3, 5, 7) if layout == "awq" else tuple(range(8))
+    if layout == "packed":
+        filled = F.pad(zeros, (0, 0, 0, -outputs % 8))
+        written = {
+            "weight_packed": packed(numbers),
+            "weight_scale": scales,
+            "weight_zero_point": packed(filled.t()).t(),
+        }
+    else:
+        words = packed(numbers.t(), order) if layout == "awq" else packed(numbers).t()
+        written = {"qweight": words, "scales": scales.t(), "qzeros": packed(zeros.t() - less, order)}
+    with TemporaryDirectory() as folder:
+        file = f"{folder}/model.safetensors"
+        save_file({f"a.{name}": tensor.contiguous() for name, tensor in written.items()}, file)
+        read = PackedCheckpoint([file], "cpu", layout)
+        assert sorted(read) == ["a.weight", "a.weight_scale", "a.weight_zero_point"] and len(read) == 3
+        assert torch.equal(read["a.weight"], numbers) and torch.equal(read["a.weight_scale"], scales)
+        assert torch.equal(read["a.weight_zero_point"][:outputs], zeros)
+        assert {name: tuple(read[name].shape) for name in read} == read.shapes
+        assert torch.equal(read.part("a.weight", (slice(1, 7), slice(3, 9))), numbers[1:7, 3:9])
+
+
+def test_a_model_is_opened_with_its_tokenizer(tmp_path: Path) -> None:
+    """The bundled draft, in 4 bits: its head is tied to the embedding, and stays in 16 bits."""
+    for file in models.DRAFT.iterdir():
+        shutil.copy(file, tmp_path)
+    config, plain = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    tensors = dict(plain)
+    for name in [each for each in plain if each.endswith("proj.weight")]:
+        written, plain[name] = by_awq(tensors.pop(name).float())
+        tensors |= {name.replace("weight", each): tensor.contiguous() for each, tensor in written.items()}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": AWQ}))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_context": 200, "kv_tokens": 320}
+    runner: Any = open_model(ModelSettings(model=str(tmp_path), **how)).runner
+    assert isinstance(runner.decoder.layers[0].down.values, GroupedWeight)
+    assert runner.decoder.lm_head.values.data_ptr() == runner.decoder.embedding.data_ptr()
+    (output,) = runner.forward([SequenceInput(SequenceKV(), [*range(40, 60)], "all")])
+    reference = transformers.AutoModelForCausalLM.from_pretrained(models.DRAFT, dtype=torch.float32)
+    reference.load_state_dict(plain, strict=False)
+    with torch.no_grad():
+        wanted = reference(torch.arange(40, 60)[None]).logits[0, :, : output.logits.shape[1]]
+    torch.testing.assert_close(output.logits, wanted, atol=1e-3, rtol=1e-3)
 
 
 # Refusals

@@ -30,7 +30,7 @@ from specahead.kernels.linear import BLOCK, LinearWeight, group_weight, hold, qu
 # Some releases of transformers wrote this to checkpoints; it is computed here.
 _COMPUTED = "rotary_emb.inv_freq"
 # Of weights in 8 or 4 bits; those of activations are not read: each row gets its own when it is rounded.
-_SCALES = ".weight_scale", ".weight_zero_point", ".input_scale"
+_SCALES = ".weight_scale", ".weight_zero_point", ".input_scale", ".activation_scale"
 _EIGHT_BITS, _FOUR_BITS = torch.float8_e4m3fn, torch.uint8
 _MIDDLE = 8  # of 4-bit integers
 

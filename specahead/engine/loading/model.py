@@ -138,7 +138,7 @@ def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Map
     held = storage_of(config)
     try:
         files = find_files(model)
-        checkpoint = PackedCheckpoint(files, device, held.layout) if held.in_groups else Checkpoint(files, device)
+        checkpoint = PackedCheckpoint(files, device, held.layout) if held.bits < 16 else Checkpoint(files, device)
         why = misfit(config, checkpoint.shapes)
     except OSError as error:
         why = str(error)

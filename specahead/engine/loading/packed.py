@@ -1,7 +1,7 @@
-"""Checkpoints of weights in groups of inputs, seen in one layout whatever wrote them.
+"""Checkpoints of weights in 8 or 4 bits, seen in one layout whatever wrote them.
 
-A linear layer has `weight` [outputs, inputs], `weight_scale` [outputs, groups], and for 4-bit integers
-`weight_zero_point` [outputs, groups] uint8. All other tensors are as they are.
+A linear layer has `weight` [outputs, inputs] and `weight_scale`; in groups of inputs that is [outputs, groups], and
+4-bit integers have `weight_zero_point` [outputs, groups] uint8. All other tensors are as they are.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +49,8 @@ _GPTQ: dict[str, tuple[str, _Change]] = {
 }
 # By layout and by the last part of a tensor's name in the files: the last part here, and what makes the tensor.
 _TENSORS: dict[str, dict[str, tuple[str, _Change]]] = {
-    # DeepSeek's name for scales that weights are multiplied by, and compressed-tensors' name
+    # DeepSeek's and transformers' name for scales that weights are multiplied by, and compressed-tensors' name
+    "plain": {"weight_scale_inv": ("weight_scale", lambda scales: scales)},
     "blocks": {"weight_scale_inv": ("weight_scale", _by_row), "weight_scale": ("weight_scale", _by_row)},
     "awq": {"qweight": ("weight", _awq), "scales": ("weight_scale", Tensor.t), "qzeros": ("weight_zero_point", _awq)},
     # AutoGPTQ's first layout has zeros less one.

@@ -123,7 +123,7 @@ def _of_gptq(said: Mapping[str, Any]) -> Storage | str:
     layout = said.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         return f"gptq in the layout of {layout}"
-    for key in ("desc_act", "dynamic"):
+    for key in ("desc_act", "dynamic", "is_marlin_format"):
         if said.get(key):
             return f"gptq with {key}"
     return _in_four_bits("gptq", layout, said.get("bits"), said.get("group_size"))
@@ -158,8 +158,10 @@ def _of_group(layout: str | None, group: Mapping[str, Any]) -> Storage | str:
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
     refused = f"{layout} with weights of {bits} {kind} by {strategy}"
-    if inputs is not None and (layout != "float-quantized" or (inputs["num_bits"], inputs["type"]) != (8, "float")):
-        return f"{layout} with activations of {inputs.get('num_bits')} {inputs.get('type')}"
+    if inputs is not None:
+        of_inputs = inputs.get("num_bits"), inputs.get("type")
+        if (layout, *of_inputs) != ("float-quantized", 8, "float"):
+            return f"{layout} with activations of {of_inputs[0]} {of_inputs[1]}"
     if (layout, bits, kind, weights.get("symmetric")) == ("float-quantized", 8, "float", True):
         if strategy in ("channel", "tensor"):
             return Storage(8)
