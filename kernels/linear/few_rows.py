@@ -9,8 +9,7 @@ number; inputs are not rounded. A word of four weights has one of each quarter o
 quarter stand side by side, and a lane takes whole words from shared memory, which is much faster than single bytes.
 
 Weights with a scale for each group of inputs (GroupedWeight) lie alike, in words of four or of eight numbers. Products
-of a group are added up by themselves, and then scaled. 4-bit integers become float16 by their bits: 0x6400 is 1024, and
-its lowest bit counts one.
+of a group are added up by themselves, and then scaled.
 """
 
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.kernels.backends import ask_for, constant, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import ask_for, jit, overlapping_launch, power_of_two, tl
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.grouped import GroupedWeight
+from specahead.kernels.linear.unpacking import number_of, part_of
 from specahead.kernels.linear.weights import BLOCK, EightBitWeight
 
 MOST_ROWS = 64  # beyond it, products take longer than reading the weights
@@ -80,7 +80,7 @@ def few_rows_linear(
     outputs = len(weight) // 2 if gated else len(weight)
     values, scales, zeros, group = _as_the_kernel_takes(weight)
     tuning = tuning or (
-        grouped_tuning(rows, outputs, inputs, in_parts, weight.span)
+        grouped_tuning(rows, outputs, inputs, gated, in_parts, weight.span)
         if isinstance(weight, GroupedWeight)
         else default_tuning(rows, outputs, inputs, gated, in_parts, scales is not None)
     )
@@ -139,9 +139,10 @@ def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: 
     return Tuning(64, 128, 4, 4 if in_eight_bits or is_few or is_large else 5, parts)
 
 
-def grouped_tuning(rows: int, outputs: int, inputs: int, in_parts: bool, span: int) -> Tuning:
+def grouped_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: bool, span: int) -> Tuning:
     """Return a cut for weights in groups, by spans of their words. It was taken over from 8 bits, not measured."""
-    return Tuning(64, span, 4, 4 if rows <= 32 else 3, _parts(inputs, -(-outputs // 64), True, span) if in_parts else 1)
+    parts = _parts(inputs, -(-outputs // 64), True, span) if in_parts else 1
+    return Tuning(64, span, 8 if gated and rows > 32 else 4, 4 if rows <= 32 else 3, parts)
 
 
 def _parts(inputs: int, tiles: int, doubled: bool, unit: int = BLOCK) -> int:
@@ -163,39 +164,6 @@ def asked_ahead(inputs: int, itemsize: float) -> int:
     itemsize: bytes of a weight.
     """
     return 1 << min(int(_MOST_AHEAD / itemsize), inputs).bit_length() - 1
-
-
-# For each of the four numbers of a word: take it from two words, and turn these two e4m3 numbers into float16.
-_UNPACK = constant(
-    tuple(
-        f"{{ .reg .b32 two; .reg .b16 low; prmt.b32 two, $1, $2, {0x40 + 0x11 * number}; cvt.u16.u32 low, two; "
-        "cvt.rn.f16x2.e4m3x2 $0, low; }"
-        for number in range(4)
-    )
-)
-
-
-@jit
-def _part_of(words, NUMBER: tl.constexpr, IN_PTX: tl.constexpr):
-    """One of the four e4m3 numbers of each word, as float16."""
-    if IN_PTX:
-        return tl.inline_asm_elementwise(_UNPACK[NUMBER], "=r,r,r", [words], tl.float16, is_pure=True, pack=2)
-    return (words >> (8 * NUMBER)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-
-
-@jit
-def number_of(words, zeros_ptr, of_group, NUMBER: tl.constexpr, WORD: tl.constexpr, IN_PTX: tl.constexpr):
-    """One of the WORD numbers of each word of a GroupedWeight, as float16: of 4-bit integers less the zero.
-
-    of_group: [rows of words], the places of their scales and zeros.
-    """
-    if WORD == 4:
-        number = _part_of(words, NUMBER, IN_PTX)
-    else:
-        bits = (words >> (4 * NUMBER)) & 0xF | 0x6400
-        zeros = tl.load(zeros_ptr + of_group).to(tl.float16) + 1024
-        number = bits.to(tl.int16).to(tl.float16, bitcast=True) - zeros[:, None]
-    return number
 
 
 @jit
@@ -266,7 +234,7 @@ def _few_rows_linear_kernel(
         else:
             for number in tl.static_range(WORD):
                 x = tl.load(x_at + at + 32 * number, mask=there[None, :], other=0.0).to(tl.float16)
-                sums = tl.dot(_part_of(weights, number, PDL), x, sums)
+                sums = tl.dot(part_of(weights, number, PDL), x, sums)
     if scales_ptr is not None and GROUP is None:
         sums = sums * tl.load(scales_ptr + known)[:, None]
     if bias_ptr is not None:

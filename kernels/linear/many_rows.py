@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
-from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear, number_of
+from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear
 from specahead.kernels.linear.grouped import GroupedWeight
+from specahead.kernels.linear.unpacking import number_of
 from specahead.kernels.linear.weights import BLOCK, LARGEST, LEAST_SCALE, EightBitWeight, in_blocks
 
 _MULTIPLE = 16  # of inputs and outputs, that 8-bit tensor cores take

@@ -1,5 +1,8 @@
 """Weights with a scale for each group of inputs: how they are held, and linear layers over them, Triton and torch."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from torch import Tensor
 from specahead.kernels.linear import GROUPS, MOST_ROWS, GroupedWeight, LinearWeight, group_weight, linear, split_words
 from specahead.kernels.linear.few_rows import Tuning, few_rows_linear, grouped_tuning
 from specahead.kernels.linear.many_rows import in_sixteen_bits, many_rows_linear
+from specahead.kernels.linear.unpacking import UNPACK_FOUR_BITS
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,6 +61,24 @@ def test_integers_of_a_word_come_from_its_lowest_bits_on(words: list[int]) -> No
     assert got.tolist() == [[word >> 4 * place & 15 for word in words for place in range(8)]]
 
 
+def in_ptx(asm: str, words: tuple[int, int], addend: float) -> list[float]:
+    """What a GPU makes of two words by these instructions, as PTX's manual has them: two float16 numbers."""
+    permuted, masked = re.search(r"prmt\.b32 two, \$1, \$2, (\d+);.*two, (0x\w+), 0x64006400, 0xea", asm).groups()  # type: ignore[union-attr]
+    octets = b"".join(word.to_bytes(4, "little") for word in words)
+    two = int.from_bytes(bytes(octets[int(permuted) >> 4 * place & 7] for place in range(4)), "little")
+    bits = two & int(masked, 16) | 0x64006400  # 0xea: of three numbers, the first and the second, or the third
+    halves = np.array([bits & 0xFFFF, bits >> 16], np.uint16).view(np.float16)
+    by = np.array([0x2C00], np.uint16).view(np.float16) if "fma.rn.f16x2 $0, two, by, $3" in asm else np.float16(1)
+    assert ("mov.b32 by, 0x2c002c00" in asm) == ("fma" in asm) != ("add.f16x2 $0, two, $3" in asm)
+    return list(map(float, halves * by + np.float16(addend)))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 16), st.integers(0, 7))
+def test_instructions_of_a_gpu_take_numbers_from_words(first: int, second: int, zero: int, number: int) -> None:
+    got = in_ptx(UNPACK_FOUR_BITS.value[number], (first, second), -zero - (64 if number % 2 else 1024))
+    assert got == [(word >> 4 * number & 15) - zero for word in (first, second)]
+
+
 SHAPES = [(1, 40, 128, 128), (7, 33, 512, 128), (16, 70, 384, 64), (17, 16, 256, 32), (MOST_ROWS, 24, 640, 640)]
 
 
@@ -91,7 +113,7 @@ def test_parts_of_inputs_add_up(bits: int, parts: int) -> None:
 def test_parts_are_whole_spans(outputs: int, inputs: int) -> None:
     for span in (128, 256):
         if inputs % span == 0:
-            parts = grouped_tuning(8, outputs, inputs, True, span).parts
+            parts = grouped_tuning(8, outputs, inputs, False, True, span).parts
             assert inputs % (parts * span) == 0 and (parts > 1) == (outputs // 64 < 96)
 
 

@@ -31,7 +31,7 @@ def unbuilt_in_ranks(config: Any, count: int) -> str | None:
 
 
 class OwnPart(Mapping[str, Tensor]):
-    """This rank's part of the weights of a model, by name. Of a checkpoint only this part is read.
+    """This rank's part of the weights of a model, by name. Of a checkpoint only this part is read; of packed ones all.
 
     shapes: of the parts, as the config says.
     """
