@@ -185,7 +185,7 @@ def test_numbers_are_read_as_they_were_packed(layout: str, eights: int, odd: int
     with TemporaryDirectory() as folder:
         file = f"{folder}/model.safetensors"
         save_file({f"a.{name}": tensor.contiguous() for name, tensor in written.items()}, file)
-        read = PackedCheckpoint([file], "cpu", layout)
+        read = PackedCheckpoint([file], "cpu", layout, ())
         assert sorted(read) == ["a.weight", "a.weight_scale", "a.weight_zero_point"] and len(read) == 3
         assert torch.equal(read["a.weight"], numbers) and torch.equal(read["a.weight_scale"], scales)
         assert torch.equal(read["a.weight_zero_point"][:outputs], zeros)
@@ -255,6 +255,20 @@ def test_tensors_that_do_not_fit_are_refused(
     tensor = tensors.pop(name)
     save_file(tensors | ({} if change is None else {name: change(tensor).contiguous()}), file, {"format": "pt"})
     with pytest.raises(error, match=message):
+        load(tmp_path)
+
+
+def test_biases_of_zeros_that_a_model_does_not_have_are_left_out(tmp_path: Path) -> None:
+    """AutoGPTQ saves them. The biases that the model has stay, zeros or not."""
+    wanted = write(tmp_path, "gptq", "qwen2")
+    file, more = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.bias"
+    tensors = load_file(file)
+    tensors["model.layers.0.self_attn.q_proj.bias"].zero_()
+    wanted.model.layers[0].self_attn.q_proj.bias.data.zero_()
+    save_file(tensors | {more: torch.zeros(640)}, file, {"format": "pt"})
+    check_logits(tmp_path, wanted, 3)
+    save_file(tensors | {more: torch.ones(640)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{more} is none of the weights of qwen2"):
         load(tmp_path)
 
 

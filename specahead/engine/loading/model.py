@@ -20,7 +20,7 @@ from specahead.engine.loading.fused import misfit, read_decoder
 from specahead.engine.loading.own_part import unbuilt_in_ranks
 from specahead.engine.loading.packed import PackedCheckpoint
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.families import count_parameters, unbuilt_feature
+from specahead.engine.model.families import count_parameters, unbuilt_feature, weight_shapes
 from specahead.engine.model.modules import NAME, ModulesDecoder, attend_in_pass
 from specahead.engine.model.quantization import Storage, check_storage, storage_of
 from specahead.engine.parallel.ranks import ALONE, Ranks
@@ -137,8 +137,8 @@ def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Map
     """Return the weights of a model by name, from its files; if these do not fit, as transformers reads them."""
     held = storage_of(config)
     try:
-        files = find_files(model)
-        checkpoint = PackedCheckpoint(files, device, held.layout) if held.bits < 16 else Checkpoint(files, device)
+        files, of_layout = find_files(model), (held.layout, weight_shapes(config))
+        checkpoint = PackedCheckpoint(files, device, *of_layout) if held.bits < 16 else Checkpoint(files, device)
         why = misfit(config, checkpoint.shapes)
     except OSError as error:
         why = str(error)

@@ -4,7 +4,7 @@ A linear layer has `weight` [outputs, inputs] and `weight_scale`; in groups of i
 4-bit integers have `weight_zero_point` [outputs, groups] uint8. All other tensors are as they are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -63,16 +63,18 @@ _TENSORS: dict[str, dict[str, tuple[str, _Change]]] = {
 class PackedCheckpoint(Checkpoint):
     """The tensors of safetensors files whose linear layers are laid out as `layout` says (engine.model.quantization).
 
-    A tensor that is changed is read whole, and its part is taken then.
+    A tensor that is changed is read whole, and its part is taken then. expected: the names of the model's weights;
+    biases beside them that are zeros, which AutoGPTQ saves, are left out.
     """
 
-    def __init__(self, files: list[str], device: str, layout: str) -> None:
+    def __init__(self, files: list[str], device: str, layout: str, expected: Collection[str]) -> None:
         super().__init__(files, device)
         self._made: dict[str, tuple[Any, str, _Change]] = {}
         """By name here: the file, the name in it, and what makes the tensor."""
         for stored in list(self._files):
             layer, _, kind = stored.rpartition(".")
-            if kind == "weight_shape":
+            idle = kind == "bias" and stored not in expected and not super().__getitem__(stored).any()
+            if idle or kind == "weight_shape":
                 del self._files[stored]
             elif kind == "g_idx":
                 self._check_order(stored, self._files.pop(stored))
