@@ -18,7 +18,7 @@ _NOT_OFFERED = {
     *("target_address", "draft_address", "base_port", "service_token_file", "service_tls", "api_keys_file", "tls"),
     *("api_key", "ray_address", "namespace", "targets", "drafts", "node_resources", "autoscaling", "join"),
 }
-_PORTS = ("http_port", "grpc_port")
+_PORTS = ("port", "grpc_port")
 
 _TEXT: dict[str, Any] = {"type": "string"}
 _ANY: dict[str, Any] = {"type": "object"}

@@ -1,17 +1,17 @@
 """`python -m draft_service`: a draft process by itself, for deployments without Ray and for tests."""
 
-import argparse
 import os
 import sys
 
 from specahead.config import DraftSettings, SettingsError, resolve_service
+from specahead.config.arguments import Parser
 from specahead.config.process import prepare_process
 from specahead.wire.server import run_service
 
 
 def main() -> None:
     prepare_process()
-    parser = argparse.ArgumentParser(prog="python -m draft_service", description=__doc__)
+    parser = Parser(prog="python -m draft_service", description=__doc__)
     try:
         settings, _ = resolve_service(parser, DraftSettings(port=50053), sys.argv[1:], os.environ)
     except SettingsError as error:

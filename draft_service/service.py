@@ -127,7 +127,7 @@ async def serve(
     one. Raises the errors of `run_step_loop`.
     """
     drafter = parts.drafter(runner, plan, settings, grammars)
-    log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
+    log.info("preparing the rounds", extra={"sessions": settings.max_sessions})
     drafter.warm_up()
     end_compiling()
     keep_loaded()

@@ -10,6 +10,7 @@ import threading
 from dataclasses import replace
 
 from specahead.config import Config, add_launch_flags, read_launch
+from specahead.config.arguments import Parser
 from specahead.config.logs import configure_logs
 from specahead.config.process import prepare_process
 from specahead.wire.errors import ClusterError
@@ -27,7 +28,7 @@ def with_token(config: Config) -> Config:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m orchestrator.launch", description="Launch draft and target services and the client endpoints."
     )
     add_launch_flags(parser)
@@ -71,7 +72,7 @@ def _launch(config: Config) -> None:
     from specahead.wire.server import check_free
 
     config = endpoints.resolve_context(config)
-    for port in (config.clients.grpc_port, config.clients.http_port):
+    for port in (config.clients.grpc_port, config.clients.port):
         check_free(config.clients.host, port)
     # The tokenizers' modules take seconds to import; the services start meanwhile.
     of_tokenizers = "transformers.models.auto.tokenization_auto"

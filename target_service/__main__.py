@@ -1,17 +1,17 @@
 """`python -m target_service`: a target process by itself, for deployments without Ray and for tests."""
 
-import argparse
 import os
 import sys
 
 from specahead.config import SettingsError, TargetSettings, resolve_service
+from specahead.config.arguments import Parser
 from specahead.config.process import prepare_process
 from specahead.wire.server import run_service
 
 
 def main() -> None:
     prepare_process()
-    parser = argparse.ArgumentParser(prog="python -m target_service", description=__doc__)
+    parser = Parser(prog="python -m target_service", description=__doc__)
     try:
         settings, _ = resolve_service(parser, TargetSettings(port=50052), sys.argv[1:], os.environ)
     except SettingsError as error:

@@ -167,7 +167,7 @@ async def serve(
     an address that cannot be bound.
     """
     verifier = Verifier(runner, plan, settings, parts.hooks, grammars)
-    log.info("capturing the steps", extra={"sessions": settings.max_sessions})
+    log.info("preparing the steps", extra={"sessions": settings.max_sessions})
     steps = parts.steps(verifier, drafter)  # before the capture, since some steps are chained to drafted rounds
     verifier.warm_up()
     if drafter is not None:

@@ -167,7 +167,7 @@ def start_stack(
     command: what launches. orphaned: whether its parent ends at once, as under nohup, instead of being this process.
     """
     output = Path(tempfile.mkdtemp(prefix="specahead-test-")) / "launch.txt"
-    arguments = [sys.executable, *command, "--grpc-port", "0", "--http-port", "0", *_stating_gamma(flags)]
+    arguments = [sys.executable, *command, "--grpc-port", "0", "--port", "0", *_stating_gamma(flags)]
     variables = os.environ | (environment or {})
     process: subprocess.Popen[str] | Orphan
     if orphaned:

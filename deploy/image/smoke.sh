@@ -62,7 +62,7 @@ set -m  # each job gets a group of its own
     inside env OMP_NUM_THREADS=1 python -m target_service --port 50152 &
     inside env OMP_NUM_THREADS=1 python -m draft_service --port 50153 --target 127.0.0.1:50152 &
     inside python -m orchestrator.launch --target-address 127.0.0.1:50152 --draft-address 127.0.0.1:50153 \
-        --timeouts '{"connect": 120}' --grpc-port 50151 --http-port 50180 &
+        --timeouts '{"connect": 120}' --grpc-port 50151 --port 50180 &
 } > "$work/services.log" 2>&1
 for port in 50152 50153 50151; do
     for _ in $(seq 120); do

@@ -13,6 +13,7 @@ from orchestrator.api.grpc_gateway import InferenceServicer
 from orchestrator.api.http_gateway import make_app
 from orchestrator.api.http_requests import guard_http, hosts_of, open_paths
 from orchestrator.api.http_server import Connections, serve_http
+from orchestrator.api.welcome import welcome
 from orchestrator.cluster.autoscaling import Autoscaler
 from orchestrator.cluster.connecting import wait_until_connected
 from orchestrator.cluster.directory import side_of
@@ -46,12 +47,12 @@ log = logging.getLogger(__name__)
 
 
 def resolve_context(config: Config) -> Config:
-    """Return the settings with max_context from the models. Raises SettingsError for more than these allow."""
+    """Return the settings with max_model_len from the models. Raises SettingsError for more than these allow."""
     target, draft = config.target, config.draft
     models = [target.model, draft.model] if draft.has_draft else [target.model]
     allowed = min(load_shape(model).max_position_embeddings for model in models)
     if target.max_context > allowed:
-        raise SettingsError(f"max_context {target.max_context}: the models allow {allowed} tokens")
+        raise SettingsError(f"max_model_len {target.max_context}: the models allow {allowed} tokens")
     room = allowed
     if target.kv_tokens:
         room = min(allowed, target.kv_tokens - 2 * (target.most_drafted + 1) - 16)
@@ -85,7 +86,7 @@ async def serve_clients(
         app = make_app(frontend, partial(read_statuses, services), read_addresses)
         hosts = hosts_of(clients.host, clients.http.allowed_hosts)
         guarded = guard_http(app, access.callers, open_paths(clients), frontend, access.proxies, hosts)
-        http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
+        http = serve_http(guarded, clients.host, clients.port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
@@ -147,6 +148,11 @@ async def run(
             stop_on_signals()
             print(f"gRPC endpoint: {grpc_address}")
             print(f"HTTP endpoint: {http_address}")
+            services = await read_statuses(lines)
+            placed = placement.choice.in_words if placement is not None else ""
+            has_template, most = bool(frontend.tokenizer.chat_template), config.target.max_sessions
+            for line in welcome(http_address, config.clients, frontend.limits, most, has_template, services, placed):
+                print(line)
             keep_loaded()
             print("ready", flush=True)
             watching, turn = [], asyncio.Lock()

@@ -59,6 +59,13 @@ class Choice:
     why: str
     """The reason, in words."""
 
+    @property
+    def in_words(self) -> str:
+        """The choice and its reason."""
+        how = "draft and target together" if self.together else "draft and target apart" if self.drafts else "no draft"
+        services = [f"{n} {name}{'s' * (n > 1)}" for n, name in ((self.targets, "target"), (self.drafts, "draft")) if n]
+        return f"{how} ({' and '.join(services)}), since {self.why}"
+
 
 def choose(config: Config, machine: Machine, sizes: PairSizes | None) -> Choice:
     """Return how the services are placed. sizes: None without a draft model. Pure."""
@@ -67,20 +74,20 @@ def choose(config: Config, machine: Machine, sizes: PairSizes | None) -> Choice:
     grows, ranks = cluster.autoscaling.max_targets > 0, target.tensor_parallel_size
     alone = cluster.targets or (1 if grows or target.host_kv_memory else max(1, gpus // ranks))
     together, few = (
-        Choice(True, alone, 0, "as asked"),
-        Choice(False, cluster.targets or 1, cluster.drafts or 1, "as asked"),
+        Choice(True, alone, 0, "the settings ask for it"),
+        Choice(False, cluster.targets or 1, cluster.drafts or 1, "the settings ask for it"),
     )
     # The fewest drafts that keep up with the targets on all other GPUs.
     drafts = math.ceil(gpus / (_TARGETS_A_DRAFT * ranks + 1)) if gpus > 1 else 1
     filled = 1 if grows or gpus < 2 else max(1, (gpus - drafts) // ranks)
-    many = Choice(False, cluster.targets or filled, cluster.drafts or drafts, "as asked")
+    many = Choice(False, cluster.targets or filled, cluster.drafts or drafts, "the settings ask for it")
     if sizes is None:
         return Choice(False, alone, 0, "there is no draft model")
     if target.placement != "auto":
         return together if target.placement == "together" else many
     for why, holds in {
         # On a CPU both shapes cost the same, and two processes use two cores.
-        "no GPU is left for it": gpus == 0,
+        "there is no GPU": gpus == 0,
         "the target's KV lies in host memory": target.host_kv_memory > 0,
         "draft services are asked for": cluster.drafts > 0,
         "nodes for drafts are named": cluster.node_resources.draft != "",
@@ -110,8 +117,8 @@ def _compare_room(config: Config, machine: Machine, sizes: PairSizes, gpus: int,
     return whole or (room >= target.max_context and 2 * room * gpus >= alone * beside), why
 
 
-def with_choice(config: Config, machine: Machine) -> Config:
-    """Return the settings of a launch with placement, targets and drafts chosen."""
+def with_choice(config: Config, machine: Machine) -> tuple[Config, Choice]:
+    """Return the settings of a launch with placement, targets and drafts chosen, and the choice."""
     chosen = choose(config, machine, _sizes_of(config, machine))
     log.info(
         "placement: %s",
@@ -120,7 +127,7 @@ def with_choice(config: Config, machine: Machine) -> Config:
     )
     placement: Literal["together", "apart"] = "together" if chosen.together else "apart"
     cluster = replace(config.cluster, targets=chosen.targets, drafts=max(1, chosen.drafts))
-    return replace(config, target=replace(config.target, placement=placement), cluster=cluster)
+    return replace(config, target=replace(config.target, placement=placement), cluster=cluster), chosen
 
 
 def _sizes_of(config: Config, machine: Machine) -> PairSizes | None:

@@ -36,11 +36,12 @@ class RayPlacement:
 
     Its constructor joins or starts Ray; `start` starts the services. services: the address and process id of each
     service by name, as they were when they were placed. actors: the placed services by name, starting ones included.
+    choice: how they are placed.
     """
 
     def __init__(self, config: Config) -> None:
         self._folder = connect_ray(config.cluster)
-        self._config = with_choice(config, machine_of(ray.cluster_resources()))
+        self._config, self.choice = with_choice(config, machine_of(ray.cluster_resources()))
         self._gpus = 0  # of each rank of a service
         self._neighbours = 1  # services of a node, about
         self._groups: dict[tuple[str, ...], Any] = {}  # by the names of the services that are near each other

@@ -17,7 +17,7 @@ SHOWN, MAX_TOKENS = 300, 96
 
 
 def main() -> None:
-    command = [sys.executable, "-m", "orchestrator.launch", "--grpc-port", "0", "--http-port", "0"]
+    command = [sys.executable, "-m", "orchestrator.launch", "--grpc-port", "0", "--port", "0"]
     command += ["--logging", '{"level": "warning"}']  # so that the text stands out
     launch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

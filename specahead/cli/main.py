@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from specahead.cli import flags as client
 from specahead.config import add_launch_flags
+from specahead.config.arguments import Parser
 from specahead.config.garbage import collect_seldom
 from specahead.config.version import running_version
 from specahead.lab.benchmarks import flags as bench
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. It sets `command` to a key of COMMANDS."""
-    parser = argparse.ArgumentParser(prog="specahead", description="Serve, use and measure speculative decoding.")
+    parser = Parser(prog="specahead", description="Serve, use and measure speculative decoding.")
     parser.add_argument("--version", action="version", version=f"specahead {running_version()}")
     groups = {"": parser.add_subparsers(metavar="COMMAND", required=True)}
     for name, command in COMMANDS.items():
@@ -118,6 +119,6 @@ def make_parser() -> argparse.ArgumentParser:
         chosen.set_defaults(command=name)
         # An error follows one line, not all flags.
         positional = chosen._get_positional_actions()
-        words = "".join(f" [{a.metavar}]" if a.nargs == "?" else f" {a.dest.upper()}" for a in positional)
+        words = "".join(f" [{a.metavar or a.dest}]" if a.nargs == "?" else f" {a.dest.upper()}" for a in positional)
         chosen.usage = f"{chosen.prog} [--help] [FLAG ...]{words}"
     return parser

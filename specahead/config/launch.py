@@ -16,10 +16,10 @@ class ClientSettings(ClientAccess, group="client endpoints"):
 
     host: str = "127.0.0.1"
     """Address that the client endpoints bind."""
+    port: Port = 8000
+    """Client HTTP port; 0: any free one."""
     grpc_port: Port = 50051
     """Client gRPC port; 0: any free one."""
-    http_port: Port = 8000
-    """Client HTTP port; 0: any free one."""
     served_model_name: str = ""
     """Model name that clients use; empty: the target's last path component."""
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"

@@ -2,18 +2,19 @@
 
 import argparse
 import dataclasses
-import difflib
 import json
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
 import yaml
 
+from specahead import models
 from specahead.config.access import check_client_listener, check_service_listener
+from specahead.config.arguments import did_you_mean
 from specahead.config.launch import ClientSettings, ClusterSettings, Config
 from specahead.config.services import DraftSettings, ServiceSettings, TargetSettings
 from specahead.config.setting import Keyed, Section, Setting, SettingsError, declared_in
@@ -34,15 +35,28 @@ SETTINGS = {
 
 
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the settings of a launch."""
+    """Declare the settings of a launch, whose target may be given without its flag."""
+    parser.add_argument("MODEL", nargs="?", help="the same as --target")
     _add_flags(parser, _sections_of(Config()))
+    parser.usage = f"{parser.prog} [--help] [SETTING ...] [MODEL]"
 
 
 def read_launch(flags: argparse.Namespace, environment: Mapping[str, str]) -> Config:
     """Return the settings of a launch whose flags were parsed. Raises SettingsError; exits on --dry-run."""
-    target, draft, clients, cluster = _read(flags, _sections_of(Config()), environment)
+    model = vars(flags).pop("MODEL")
+    if model is not None and flags.target not in (None, model):
+        raise SettingsError(f"the model is {model!r} and --target {flags.target!r}: give one of them")
+    flags.target = flags.target if model is None else model
+    target, draft, clients, cluster = _read(flags, _sections_of(Config()), environment, _with_draft)
     check_client_listener(clients, clients.host)
     return Config(target=target, draft=draft, clients=clients, cluster=cluster)
+
+
+def _with_draft(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that were given, with a draft for a target that comes without one: it drafts for itself."""
+    alone = "target" in values and "draft" not in values
+    bundled = not alone or Path(values["target"]).resolve() == models.TARGET
+    return values if bundled else values | {"draft": "auto"}
 
 
 def _sections_of(config: Config) -> list[Section]:
@@ -63,8 +77,15 @@ def resolve_service(
     return settings, flags
 
 
-def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: Mapping[str, str]) -> list[Any]:
+def _read(
+    flags: argparse.Namespace,
+    defaults: Sequence[Section],
+    environment: Mapping[str, str],
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
+) -> list[Any]:
     """Return the sections as the sources fill them. Takes their flags from `flags`.
+
+    complete: adds what follows from the values that were given.
 
     Settings of the same name in several sections get the same value. Raises SettingsError for an unknown key of the
     file and for a value that is not allowed, naming its source; an unknown variable of the environment is a warning.
@@ -78,6 +99,7 @@ def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: M
         ("flag", {key: value for key, value in given.items() if value is not None}),
     ):
         values |= _converted(options, found, values, source)
+    values = complete(values)
     filled = [_filled(section, values) for section in defaults]
     if flags.dry_run:
         print(json.dumps(describe(filled), indent=2))
@@ -165,7 +187,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     named = {key: key.removeprefix(ENVIRONMENT_PREFIX).lower() for key in ours if key not in injected}
     unknown = sorted(key for key, name in named.items() if name not in SETTINGS)
     if unknown:
-        log.warning("environment: no such setting, ignored: %s", ", ".join(unknown))
+        words = [key + did_you_mean(named[key], SETTINGS, _variable) for key in unknown]
+        log.warning("environment: no such setting, ignored: %s", ", ".join(words))
     if injected:
         log.warning(
             "environment: set by Kubernetes for a Service, ignored: %s (to set one of these names, use its flag or "
@@ -173,6 +196,10 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
             ", ".join(sorted(injected)),
         )
     return {name: ours[key] for key, name in named.items() if name in SETTINGS}
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
 
 
 def _is_injected(key: str, environment: Mapping[str, str]) -> bool:
@@ -205,6 +232,4 @@ def _from_file(path: str) -> dict[str, Any]:
 def _with_hint(name: str) -> str:
     """Return an unknown name with the setting that was probably meant, or whose key it is."""
     owners = [item.name for item in SETTINGS.values() if name in item.keys]
-    close = difflib.get_close_matches(name, SETTINGS, 1)
-    hint = f"a key of {owners[0]}" if owners else f"did you mean {close[0]}?" if close else ""
-    return f"{name} ({hint})" if hint else name
+    return f"{name} (a key of {owners[0]})" if owners else name + did_you_mean(name, SETTINGS)

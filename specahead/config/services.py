@@ -39,7 +39,7 @@ class _RunSettings(Section, group="how the models run"):
 
 @dataclass(frozen=True, kw_only=True)
 class _LimitSettings(Section, group="sessions and steps"):
-    max_context: Count = 32768
+    max_context: Annotated[Count, Called("max_model_len", "max_model_len")] = 32768
     """Longest prompt and output together, in tokens; 0: the longest that the models allow."""
     max_sessions: Positive = 64
     """Sessions that run at once; more are queued."""
@@ -68,7 +68,7 @@ class _SpeculationSettings(Section, group="speculation"):
 class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunSettings):
     """What the engine needs to open a model and make room for its KV.
 
-    `gpu_memory_utilization` never gives more room than `max_sessions` of `max_context` tokens need. With
+    `gpu_memory_utilization` never gives more room than `max_sessions` of `max_model_len` tokens need. With
     `host_kv_memory` these settings give the part of the KV in host memory that the device holds at once.
     """
 

@@ -8,7 +8,8 @@ def plan_in_words(gauges: Mapping[str, float]) -> str:
     if "plan_gamma" not in gauges:
         return ""
     chosen = _plan(gauges["plan_gamma"], gauges["plan_sparse"], gauges["plan_held"])
-    said = f"{chosen}; {gauges['plan_tokens_per_second']:,.0f} tokens a second expected"
+    expected = gauges["plan_tokens_per_second"]  # 0 before the first step
+    said = f"{chosen}; {expected:,.0f} tokens a second expected" if expected else chosen
     if not (rate := gauges["runner_up_tokens_per_second"]):
         return said
     other = _plan(gauges["runner_up_gamma"], gauges["runner_up_sparse"], gauges["runner_up_held"])

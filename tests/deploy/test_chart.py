@@ -44,7 +44,7 @@ def test_the_version_is_the_products() -> None:
         ("settings: {max_contxt: 1}", "max_contxt"),
         ("settings: {speculation: {gamma: 65}}", "gamma"),
         ("settings: {api_key: secret}", "api_key"),
-        ("settings: {http_port: 0}", "http_port"),
+        ("settings: {port: 0}", "port"),
         ("target: {strategy: Sideways}", "strategy"),
         ("orchestrator: {replicas: 0}", "replicas"),
         ("secrets: {access: ''}", "access"),

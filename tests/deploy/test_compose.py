@@ -60,7 +60,7 @@ def test_services_have_no_rights_and_only_clients_ports_are_published(on_cpu: di
             assert service["read_only"] and service["security_opt"] == ["no-new-privileges:true"]
             assert ("ports" in service) == (name == "orchestrator")
     clients = ClientSettings()
-    published = [f"127.0.0.1:{port}:{port}" for port in (clients.http_port, clients.grpc_port)]
+    published = [f"127.0.0.1:{port}:{port}" for port in (clients.port, clients.grpc_port)]
     assert on_cpu["services"]["orchestrator"]["ports"] == published
 
 

@@ -67,7 +67,7 @@ def test_services_run_where_the_launch_wants_them(objects: list[Object], cluster
         parameters = groups(cluster)[side]["rayStartParams"]
         assert json.loads(json.loads(parameters["resources"])) == {settings["node_resources"][side]: 1}
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"http": settings["http_port"], "grpc": settings["grpc_port"]}
+    assert ports == {"http": settings["port"], "grpc": settings["grpc_port"]}
     assert (settings["service_host"], settings["host"]) == ("", "0.0.0.0"), "services listen at their pods' addresses"
 
 

@@ -147,7 +147,7 @@ def check_product(objects: list[Object]) -> None:
             if isinstance(value, str) and value.startswith("/etc/specahead/"):
                 assert value.rsplit("/", 1)[0] in mounted[side], name
         if side == "orchestrator":
-            assert ports == {"http": settings["http_port"], "grpc": settings["grpc_port"]}
+            assert ports == {"http": settings["port"], "grpc": settings["grpc_port"]}
             assert settings["host"] == "0.0.0.0" and settings["timeouts"]["connect"] == 0
             for kind in ("target", "draft"):
                 host, port = settings[f"{kind}_address"].split(":")

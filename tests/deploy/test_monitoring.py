@@ -16,7 +16,7 @@ from tests.deploy.tools import DEPLOY, run_tool
 from tests.stack import Services, start_gateway, start_service
 
 MONITORING = DEPLOY / "monitoring"
-SETTINGS = ("--plan", str(PLAN), "--port", "0", "--max-context", "2048")
+SETTINGS = ("--plan", str(PLAN), "--port", "0", "--max-model-len", "2048")
 IN_TIERS = ("--kv-tokens", "800", "--host-kv-memory", "0.1", "--max-sessions", "8", "--prefill-chunk", "128")
 
 
@@ -27,7 +27,7 @@ def live() -> dict[str, list[dict[str, str]]]:
     draft, address = start_service("-m", "draft_service", "--model", str(DRAFT), "--target", target_address, *SETTINGS)
     services = Services(target_address, address, [target, draft])
     try:
-        stack = start_gateway(services, "--max-context", "2048")
+        stack = start_gateway(services, "--max-model-len", "2048")
         generate(stack.stub(), "The old man", max_tokens=16)
         with urllib.request.urlopen(f"{stack.http}/metrics", timeout=10) as answer:
             text = answer.read().decode()

@@ -131,10 +131,18 @@ def test_launch_refuses_a_plan_for_another_target(ray_address: str, tmp_path: Pa
     """What a service says reaches the user, without what Ray says about it."""
     plan = tmp_path / "plan.json"
     save_plan(uniform_plan(3, 2, 2, 2), plan)
-    flags = ["--draft", "lookup", "--namespace", "mismatch", "--grpc-port", "0", "--http-port", "0"]
+    flags = ["--draft", "lookup", "--namespace", "mismatch", "--grpc-port", "0", "--port", "0"]
     done = run(*LAUNCH, "--plan", str(plan), *flags, **RAY_ENVIRONMENT, RAY_ADDRESS=ray_address)
     assert_refused(done, f"{plan} is for a ")
     assert b"ready" not in done.stdout
+
+
+def test_a_launch_says_what_to_try_and_that_works(stack: Stack) -> None:
+    lines = dict(line.split(": ", 1) for line in stack.output.read_text().splitlines() if ": " in line)
+    done = subprocess.run(lines["try"], shell=True, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), done.stderr
+    assert lines["dashboard"] == f"{stack.http}/dashboard" and "since " in lines["placement"]
+    assert "tokens; sessions at once: " in lines["KV room"] and "policy" in lines
 
 
 def test_serve_is_the_launch(stack: Stack) -> None:
@@ -143,7 +151,7 @@ def test_serve_is_the_launch(stack: Stack) -> None:
     assert dry.stdout == run(*LAUNCH, "--dry-run", "--max-queued", "6").stdout
     assert json.loads(dry.stdout)["max_queued"] == 6
     port = stack.http.rsplit(":", 1)[1]
-    done = run(SPECAHEAD, "serve", "--http-port", port, "--grpc-port", "0")
+    done = run(SPECAHEAD, "serve", "--port", port, "--grpc-port", "0")
     assert_refused(done, f"cannot listen on 127.0.0.1:{port}")
     assert b"Ray" not in done.stdout
 

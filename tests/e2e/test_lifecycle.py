@@ -15,7 +15,7 @@ from tests.stack import ROOT, START_SECONDS, free_port
 def test_a_start_that_waits_for_its_services_answers_probes_and_stops_when_told() -> None:
     """In a cluster a target may load for minutes. The launch is alive, not ready, and ends at once at SIGTERM."""
     port = free_port()
-    flags = ["--target-address", f"127.0.0.1:{free_port()}", "--timeouts", '{"connect": 0}', "--http-port", str(port)]
+    flags = ["--target-address", f"127.0.0.1:{free_port()}", "--timeouts", '{"connect": 0}', "--port", str(port)]
     command = [sys.executable, "-m", "orchestrator.launch", "--grpc-port", "0", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
@@ -52,7 +52,7 @@ def test_a_start_that_waits_for_room_in_a_joined_ray_stops_when_told(ray_address
 
 
 def _launch_on_gpu(*flags: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "orchestrator.launch", "--device", "cuda", "--grpc-port", "0", "--http-port", "0"]
+    command = [sys.executable, "-m", "orchestrator.launch", "--device", "cuda", "--grpc-port", "0", "--port", "0"]
     pipe = subprocess.PIPE
     variables = os.environ | environment
     return subprocess.Popen([*command, *flags], cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=variables)

@@ -17,7 +17,7 @@ from tests.plans import sparse_plan_file
 from tests.stack import Stack
 
 MOST = 1280  # tokens of a context, and of KV in host memory
-SIZES = ("--max-context", str(MOST), "--kv-tokens", "800")
+SIZES = ("--max-model-len", str(MOST), "--kv-tokens", "800")
 # A round that a slow machine decodes without the draft reads everything, which changes `approximate` answers.
 FLAGS = ("--max-sessions", "8", "--prefill-chunk", "128", *SIZES)
 # What a round reads depends on how it is made, which the policy would choose by the time that rounds take.

@@ -51,7 +51,7 @@ def launched_at(host: str, cluster: Any) -> Iterator[Stack]:
     stack = start_stack(
         *("--ray-address", cluster.address, "--targets", "2"),
         *("--node-resources", '{"target": "large", "draft": "small"}'),
-        *("--kv-tokens", "4000", "--max-context", "2048"),
+        *("--kv-tokens", "4000", "--max-model-len", "2048"),
         command=("-m", "tests.launch_at_node", host),
     )
     try:

@@ -105,10 +105,10 @@ def test_targets_come_and_go_by_load_and_no_stream_ends(cluster: str, tmp_path: 
     keeper = start_stack(
         *("--ray-address", cluster, "--node-resources", '{"target": "large", "draft": "small"}'),
         *("--autoscaling", '{"max_targets": 2, "kv_use": 0.4, "out_delay": 0.5, "in_delay": 2}'),
-        *("--kv-tokens", "4000", "--max-context", "2048", "--max-sessions", "8"),
+        *("--kv-tokens", "4000", "--max-model-len", "2048", "--max-sessions", "8"),
         environment=environment,
     )
-    flags = ("--ray-address", cluster, "--join", "--kv-tokens", "4000", "--max-context", "2048")
+    flags = ("--ray-address", cluster, "--join", "--kv-tokens", "4000", "--max-model-len", "2048")
     joined = start_stack(*flags, environment=environment)
     try:
         stub, other = keeper.stub(), joined.stub()

@@ -28,7 +28,7 @@ CHOICES = [
     (Machine(8, H100), LARGE, ("--targets", "4"), (False, 4, 2)),
     (Machine(8, H100), LARGE, ("--drafts", "1"), (False, 1, 1)),
     (Machine(8, H200), LARGE, (), (True, 8, 0)),
-    (Machine(4, H100), LARGE, ("--max-context", "8192"), (True, 4, 0)),
+    (Machine(4, H100), LARGE, ("--max-model-len", "8192"), (True, 4, 0)),
     (Machine(2, H100), SMALL, ("--targets", "1"), (True, 1, 0)),
     (Machine(4, H100), SMALL, ("--targets", "3", "--drafts", "1"), (False, 3, 1)),
     (Machine(2, H100), SMALL, ("--host-kv-memory", "100"), (False, 1, 1)),
@@ -51,7 +51,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("machine", "sizes", "flags", "chosen"), CHOICES)
 def test_where_the_draft_runs(machine: Machine, sizes: PairSizes | None, flags: tuple[str, ...], chosen: tuple) -> None:
-    config = launch_settings(("--max-context", "32768", *flags), {})
+    config = launch_settings(("--max-model-len", "32768", *flags), {})
     choice = choose(config, machine, sizes)
     assert (choice.together, choice.targets, choice.drafts) == chosen, choice.why
     assert choice.why
@@ -59,12 +59,14 @@ def test_where_the_draft_runs(machine: Machine, sizes: PairSizes | None, flags: 
 
 def test_the_choice_is_said_in_one_line_and_reaches_the_services(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        config = with_choice(launch_settings((), {}), Machine(2, H100))
+        config, choice = with_choice(launch_settings((), {}), Machine(2, H100))
     (record,) = caplog.records
     assert record.getMessage() == "placement: together" and record.__dict__["targets"] == 2
     assert "tokens of KV" in record.__dict__["why"]
     assert (config.target.draft_in_target, config.has_draft, config.cluster.targets) == (True, False, 2)
-    apart = with_choice(launch_settings((), {}), Machine(0))
+    assert choice.in_words.startswith("draft and target together (2 targets), since ")
+    apart, choice = with_choice(launch_settings((), {}), Machine(0))
+    assert choice.in_words.startswith("draft and target apart (1 target and 1 draft), since there is no GPU")
     assert (apart.target.draft_in_target, apart.has_draft, apart.cluster.targets) == (False, True, 1)
 
 

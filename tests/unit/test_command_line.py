@@ -14,6 +14,26 @@ def test_an_error_follows_one_line_of_usage(arguments: list[str], capsys: pytest
     assert ended.value.code == 2 and usage.startswith("usage: specahead") and ": error: " in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "program", "words"),
+    [
+        (["serve", "--http-port", "1"], "serve", "unrecognized arguments: --http-port (did you mean --port?)"),
+        (["serve", "--max-context=9"], "serve", "--max-context=9 (did you mean --max-model-len?)"),
+        (["serve", "--max-modl-len", "9"], "serve", "--max-modl-len (did you mean --max-model-len?)"),
+        (["sevre"], "COMMAND", "(did you mean serve?)"),
+        (["bench", "stak"], "bench", "(did you mean stack?)"),
+    ],
+)
+def test_a_typo_is_answered_with_what_was_meant(
+    arguments: list[str], program: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The usage is that of the command which does not know the word."""
+    with pytest.raises(SystemExit):
+        main(arguments)
+    usage, error = capsys.readouterr().err.splitlines()
+    assert program in usage and words in error
+
+
 @pytest.mark.parametrize("command", [["chat"], ["status"], ["generate", "--prompt", "x"]])
 @pytest.mark.parametrize(
     ("url", "words"),

@@ -45,11 +45,11 @@ def config(tmp_path: Path, text: str) -> str:
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
-    file = config(tmp_path, "max_queued: 2\ngrpc_port: 1002\nhttp_port: 2002\n")
+    file = config(tmp_path, "max_queued: 2\ngrpc_port: 1002\nport: 2002\n")
     flags = ("--config", file, "--max-queued", "8")
     settings = resolve(*flags, SPECAHEAD_MAX_QUEUED="6", SPECAHEAD_GRPC_PORT="1006", PATH="/bin")
     assert settings.target.max_queued == 8
-    assert (settings.clients.grpc_port, settings.clients.http_port) == (1006, 2002)
+    assert (settings.clients.grpc_port, settings.clients.port) == (1006, 2002)
     assert settings.target.max_sessions == TargetSettings().max_sessions
 
 
@@ -151,12 +151,12 @@ KUBERNETES = {  # as it sets them for a Service called specahead, and one called
 
 
 def test_what_kubernetes_sets_for_a_service_of_our_name_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """Two of its variables have the names of settings; those beside them tell whose they are."""
+    """Three of its variables have the names of settings; those beside them tell whose they are."""
     with caplog.at_level(logging.WARNING):
-        assert resolve(**KUBERNETES, SPECAHEAD_HTTP_PORT="81") == resolve("--http-port", "81")
+        assert resolve(**KUBERNETES, SPECAHEAD_MAX_QUEUED="81") == resolve("--max-queued", "81")
     (record,) = caplog.records
     assert all(name in record.getMessage() for name in KUBERNETES)
-    assert "SPECAHEAD_HTTP_PORT" not in record.getMessage()
+    assert "SPECAHEAD_MAX_QUEUED" not in record.getMessage()
     assert resolve(SPECAHEAD_SERVICE_HOST="0.0.0.0", SPECAHEAD_GRPC_PORT="1").target.host == "0.0.0.0"
 
 
@@ -188,7 +188,7 @@ def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path, content: 
         ("--budget", "1.5"),
         ("--budget", "nan"),
         ("--grpc-port", "65536"),
-        ("--http-port", "-1"),
+        ("--port", "-1"),
         ("--base-port", "70000"),
         ("--max-sessions", "0"),
         ("--max-queued", "-1"),
@@ -261,11 +261,20 @@ def test_what_a_ray_that_gets_no_more_nodes_can_run() -> None:
         check_room([{"CPU": 0.1, "GPU": 0}] * 31, {"CPU": 3.0})
 
 
-@pytest.mark.parametrize("flags", [("--target", "other"), ("--draft", "other")])
+@pytest.mark.parametrize("flags", [("--target", "other", "--draft", str(models.DRAFT)), ("--draft", "other")])
 def test_half_of_the_bundled_pair_is_refused(flags: tuple[str, ...]) -> None:
     with pytest.raises(SettingsError, match=r"one of the bundled pair with another model.*--target-model"):
         resolve(*flags)
     assert resolve(*flags, "--plan", "mine.json").target.plan_file == "mine.json"
+
+
+def test_a_model_needs_no_flag_and_without_a_draft_drafts_for_itself(tmp_path: Path) -> None:
+    assert resolve("org/a") == resolve("--target", "org/a", "--draft", "auto")
+    assert resolve("org/a", "--draft", "org/b").target.pair == ("org/a", "org/b")
+    assert resolve("org/a", "--config", config(tmp_path, "draft: org/b")).target.draft == "org/b"
+    assert resolve(str(models.TARGET)) == resolve()
+    with pytest.raises(SettingsError, match="the model is 'org/a' and --target 'org/b': give one of them"):
+        resolve("org/a", "--target", "org/b")
 
 
 def test_another_pair_needs_no_plan_and_both_sides_know_both_models() -> None:
@@ -320,7 +329,7 @@ def test_a_service_takes_environment_and_file_by_the_names_of_a_launch(tmp_path:
     assert (target.model, target.plan, target.host) == ("t", "p", "127.0.0.1")
     draft = alone(DraftSettings(), **environment, SPECAHEAD_DRAFT="d")
     assert (draft.model, draft.targets) == ("d", ())
-    file = config(tmp_path, "kv_tokens: 3\nhttp_port: 5\n")
+    file = config(tmp_path, "kv_tokens: 3\nport: 5\n")
     assert alone(TargetSettings(), "--config", file).kv_tokens == 3
     assert alone(DraftSettings(), "--config", file).kv_tokens == 3
 

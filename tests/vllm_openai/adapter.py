@@ -36,7 +36,7 @@ class RemoteOpenAIServer:
         if self.url_root:
             return
         if context not in _running:
-            flags = ("--max-context", context, "--tool-call-parser", "hermes", "--logging", '{"level": "warning"}')
+            flags = ("--max-model-len", context, "--tool-call-parser", "hermes", "--logging", '{"level": "warning"}')
             _running[context] = start_stack("--namespace", f"vllm-{context}", *flags)
         self.url_root = _running[context].http
 

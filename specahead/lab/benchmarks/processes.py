@@ -86,7 +86,7 @@ def start_endpoints(start: Start, *flags: str, seconds: float = _START_SECONDS) 
 
 def launch_endpoints(start: Start, *flags: str) -> "subprocess.Popen[str]":
     """Start the client endpoints without waiting for them."""
-    ports = ("--grpc-port", "0", "--http-port", "0")
+    ports = ("--grpc-port", "0", "--port", "0")
     return start("orchestrator.launch", "--logging", '{"level": "warning"}', *flags, *ports, stdout=subprocess.PIPE)
 
 

@@ -216,7 +216,7 @@ class Deployment:
 
     def _launch_endpoints(self) -> "list[subprocess.Popen[str]]":
         named = ("--target", self._models["target"], "--draft", self._models["draft"], "--plan", self._plan)
-        limits = ("--max-context", str(self._room.context), "--timeouts", '{"shutdown": 0, "connect": 0}')
+        limits = ("--max-model-len", str(self._room.context), "--timeouts", '{"shutdown": 0, "connect": 0}')
         each = [self._addresses[name] for name in self.targets]
         return [
             launch_endpoints(self._start, *named, *limits, "--target-address", over)
@@ -226,7 +226,7 @@ class Deployment:
     def _launch(self, name: str) -> "subprocess.Popen[str]":
         side, sessions = side_of(name), self._room.sessions
         command = [_SERVICE, side, "--model", self._models[side], "--plan", self._plan, "--load-format", "dummy"]
-        command += ["--port", port_of(self._addresses[name]), "--max-context", str(self._room.context)]
+        command += ["--port", port_of(self._addresses[name]), "--max-model-len", str(self._room.context)]
         command += ["--logging", '{"level": "warning"}', "--controls", str(self._controls)]
         command += ["--timeline", str(self.timeline(name))] if self._timed else []
         if side == "target":

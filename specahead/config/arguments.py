@@ -1,0 +1,50 @@
+"""The parser of command lines: an error stands below the usage of its own command and names what was probably meant."""
+
+import argparse
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# What other servers, or earlier versions, call a setting, and its name here.
+_ELSEWHERE = {
+    "http_port": "port",
+    "max_context": "max_model_len",
+    "max_num_seqs": "max_sessions",
+    "max_num_batched_tokens": "prefill_chunk",
+    "model": "target",
+    "speculative_model": "draft",
+    "speculative_config": "speculation",
+}
+
+
+def probable_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that an unknown one probably means, None if none is like it."""
+    plain = {each.removeprefix("--").replace("-", "_"): each for each in known}
+    meant = plain | {other: plain[here] for other, here in _ELSEWHERE.items() if here in plain}
+    close = difflib.get_close_matches(name.removeprefix("--").partition("=")[0].replace("-", "_"), meant, 1)
+    return meant[close[0]] if close else None
+
+
+def did_you_mean(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
+    """Return ` (did you mean X?)`, or nothing if no known name is like this one. spell: gives X of a known name."""
+    meant = probable_name(name, known)
+    return f" (did you mean {spell(meant)}?)" if meant else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses what it does not know itself. argparse would leave that to the parser of all commands."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return the flags, and no other arguments, which end in an error."""
+        flags, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            named = [each + did_you_mean(each, self._option_string_actions) for each in unknown]
+            self.error(f"unrecognized arguments: {' '.join(named)}")
+        return flags, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            meant = did_you_mean(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{meant}") from None
