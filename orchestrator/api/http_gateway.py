@@ -13,14 +13,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from orchestrator.api.answers import Answer, error_body, error_headers
+from orchestrator.api.answers import Answer
 from orchestrator.api.chat_answer import ChatAnswer
 from orchestrator.api.completion_answer import CompletionAnswer
 from orchestrator.api.dashboard.routes import router as dashboard
 from orchestrator.api.event_stream import open_stream, unless_left
-from orchestrator.api.http_requests import JSONRoute
+from orchestrator.api.http_requests import JSONRoute, error_answer
+from orchestrator.api.messages_answer import PATH as MESSAGES
+from orchestrator.api.messages_answer import MessagesAnswer
 from orchestrator.api.responses_answer import ResponsesAnswer
 from orchestrator.requests.chat_request import ChatRequest
+from orchestrator.requests.messages_request import MessagesRequest, PromptRequest
+from orchestrator.requests.messages_request import to_chat as messages_to_chat
 from orchestrator.requests.records import max_body
 from orchestrator.requests.requests import (
     CompletionRequest,
@@ -57,7 +61,7 @@ def make_app(frontend: Frontend, read_status: StatusReader, read_addresses: Call
     return app
 
 
-async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+async def _answer_error(request: Request, error: Exception) -> Response:
     """Return the answer to a request whose handler has raised an error."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
@@ -70,8 +74,7 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
             error = ServiceError("the server failed to answer this request")
         code = error.http_code
     request.app.state.frontend.observer.report(error, request=getattr(request.state, "request_id", None))
-    headers |= error_headers(error)
-    return JSONResponse(error_body(error), code, headers)
+    return error_answer(request.url.path, error, code, headers)
 
 
 async def _frontend(request: Request) -> Frontend:  # async, since FastAPI calls others in a thread
@@ -118,6 +121,28 @@ async def respond(body: ResponsesRequest, request: Request, frontend: Served) ->
     answer = ResponsesAnswer(name, frontend.name, body, parser, frontend.tokenizer.decode)
     grammar = await frontend.grammar(body_as_chat, prompt)
     return await _answer(request, frontend, body_as_chat, [tokens], answer, grammar)
+
+
+@router.post(MESSAGES)
+async def write_message(body: MessagesRequest, request: Request, frontend: Served) -> Response:
+    """Give the next message of a conversation, as Anthropic does. max_tokens may be more than there is room for."""
+    frontend.check_model(body.model)
+    as_chat = messages_to_chat(body)
+    name = _name(as_chat, request)
+    prompt, tokens = await _chat_prompt(as_chat, frontend, request)
+    as_chat.max_tokens = max(1, min(body.max_tokens, frontend.limits.longest - len(tokens)))
+    parser = frontend.reply_parser(as_chat, prompt)
+    parallel = as_chat.parallel_tool_calls is not False
+    answer = MessagesAnswer(name, frontend.name, body, len(tokens), parser, parallel)
+    return await _answer(request, frontend, as_chat, [tokens], answer, await frontend.grammar(as_chat, prompt))
+
+
+@router.post(f"{MESSAGES}/count_tokens")
+async def count_tokens(body: PromptRequest, request: Request, frontend: Served) -> dict[str, Any]:
+    """Give the number of tokens of a conversation's prompt."""
+    frontend.check_model(body.model)
+    _, tokens = await _chat_prompt(messages_to_chat(body), frontend, request)
+    return {"input_tokens": len(tokens)}
 
 
 async def _chat_prompt(body: ChatRequest, frontend: Frontend, request: Request) -> tuple[str, list[int]]:

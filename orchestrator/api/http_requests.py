@@ -1,7 +1,7 @@
 """The checks that every HTTP request passes: it gets an id, its host and key are checked, and its body is JSON."""
 
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from orchestrator.api.answers import error_body, error_headers
+from orchestrator.api.messages_answer import PATH, messages_error
 from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.requests import MAX_NAME
@@ -85,7 +86,8 @@ def guard_http(
         _check_host(headers, hosts)
         if scope["path"] in open_to_all:
             return
-        caller = callers.admit(bearer_of(dict(headers).get("authorization", "")))
+        given = dict(headers)
+        caller = callers.admit(bearer_of(given.get("authorization", "")) or given.get("x-api-key", ""))
         callers.locate(proxies.client_of((scope.get("client") or ("",))[0], headers))
         if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
             entered.enter_context(caller.request())
@@ -110,11 +112,17 @@ def guard_http(
                 frontend.observer.report(error, request=name)
                 while (await receive()).get("more_body"):  # a client may read an answer only after sending all
                     pass
-                response = JSONResponse(error_body(error), error.http_code, error_headers(error))
+                response = error_answer(scope["path"], error, error.http_code)
                 return await response(scope, receive, send_with_id)
             await app(scope, receive, send_with_id)
 
     return answer
+
+
+def error_answer(path: str, error: ServiceError, http_code: int, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the response to a request at a path that ends in an error, in the form of the path's API."""
+    body = messages_error(error, http_code) if path.startswith(PATH) else error_body(error)
+    return JSONResponse(body, http_code, {**(headers or {}), **error_headers(error)})
 
 
 def _request_id(headers: Headers) -> str:

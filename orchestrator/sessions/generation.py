@@ -45,6 +45,8 @@ class Chunk:
     """Of each token, if asked for."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """In the first chunk: of the prompt's tokens from the second on."""
+    stop: str = ""
+    """In the last chunk: the stop string that has ended it."""
 
     @property
     def reason(self) -> str | None:
@@ -200,6 +202,7 @@ class Frontend:
                         choice=choice,
                         logprobs=item.logprobs,
                         prompt_logprobs=item.prompt_logprobs,
+                        stop=shown.stop,
                     )
                     if item.finish_reason is not FinishReason.NONE:
                         last = chunk
@@ -246,6 +249,11 @@ class _ShownText:
         self._with_stop = bool(request.include_stop_str_in_output)
         self._finder = StopFinder(request.stops, self._with_stop)
         self._tokens, self._min_tokens, self._has_stops = 0, min_tokens, bool(request.stops)
+
+    @property
+    def stop(self) -> str:
+        """The stop string that has ended the text; empty if none has."""
+        return self._finder.found
 
     def push(self, commit: Commit) -> tuple[str, Commit]:
         """Return the text of a round, and the round, which ends with the token that completes a stop string, if there

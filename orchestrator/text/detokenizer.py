@@ -59,6 +59,8 @@ class StopFinder:
     stop: list[str]
     include: bool = False
     """Whether the stop string itself is shown."""
+    found: str = ""
+    """The stop string that has ended the text."""
     _held: str = ""
 
     def push(self, text: str, ends: bool = True) -> tuple[str, bool]:
@@ -70,9 +72,9 @@ class StopFinder:
         self._held += text
         places = [(self._held.find(stop, max(0, before + 1 - len(stop))), stop) for stop in self.stop if ends]
         # The one that is complete first counts, so that the result does not depend on how the text was cut.
-        found = [(at + len(stop), at) for at, stop in places if at >= 0]
+        found = [(at + len(stop), at, stop) for at, stop in places if at >= 0]
         if found:
-            end, begin = min(found)
+            end, begin, self.found = min(found)
             shown, self._held = self._held[: end if self.include else begin], ""
             return shown, True
         keep = max((self._overlap(stop) for stop in self.stop), default=0)

@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 TESTS = {
     "openai3": ("openai", "langchain", "litellm", "agents", "schema"),
     "openai2": ("openai", "instructor"),
+    "anthropic": ("anthropic",),
     "aiperf": ("aiperf",),
     "tools": ("guidellm", "lm_eval"),
 }

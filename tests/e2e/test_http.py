@@ -259,3 +259,21 @@ async def test_the_dashboard_tells_of_a_session_while_it_runs(raw: aiohttp.Clien
             assert answer.status == 200
         assert await following == 150
     assert 0 < read < total
+
+
+async def test_anthropics_messages(raw: aiohttp.ClientSession) -> None:
+    """The same text whole and streamed, and as many tokens as were counted."""
+    asked: dict[str, Any] = {"model": MODEL, "system": "Be brief.", "messages": MESSAGES[1:], "temperature": 0}
+    async with raw.post("/v1/messages/count_tokens", json=asked) as response:
+        count = (await response.json())["input_tokens"]
+    async with raw.post("/v1/messages", json=asked | {"max_tokens": 24}) as response:
+        whole = await response.json()
+    usage = whole["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count and whole["stop_reason"] == "max_tokens"
+    async with raw.post("/v1/messages", json=asked | {"max_tokens": 24, "stream": True}) as response:
+        lines = [line async for line in response.content if line.startswith(b"data: ")]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    assert (
+        "".join(event["delta"].get("text", "") for event in events if "delta" in event) == whole["content"][0]["text"]
+    )
+    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
