@@ -42,6 +42,12 @@ from specahead.config.version import running_version
 from specahead.wire.errors import InvalidArgument, ServiceError
 from specahead.wire.messages import ServiceStatus
 
+# What OpenAI's API has under /v1 and this one has not.
+_NOT_SERVED = {
+    **{"embeddings": "embeddings", "images": "images", "audio": "audio", "videos": "videos", "realtime": "audio"},
+    **{"moderations": "moderation", "files": "files", "uploads": "files", "batches": "batches", "rerank": "ranking"},
+    **{"fine_tuning": "training", "vector_stores": "files", "assistants": "assistants", "threads": "assistants"},
+}
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 
 
@@ -66,7 +72,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         code, headers = error.status_code, dict(error.headers or {})
-        error = InvalidArgument(error.detail, code=HTTPStatus(code).name.lower())
+        detail = _missing(request.url.path) if code == HTTPStatus.NOT_FOUND else error.detail
+        error = InvalidArgument(detail, code=HTTPStatus(code).name.lower())
     else:
         if isinstance(error, RequestValidationError):  # places begin with "body"
             error = invalid_argument([{**e, "loc": e["loc"][1:]} for e in error.errors()])
@@ -75,6 +82,14 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         code = error.http_code
     request.app.state.frontend.observer.report(error, request=getattr(request.state, "request_id", None))
     return error_answer(request.url.path, error, code, headers)
+
+
+def _missing(path: str) -> str:
+    """Return why nothing is at a path."""
+    what = path.removeprefix("/v1/").partition("/")[0]
+    if what in _NOT_SERVED:
+        return f"{path} is not served: this server generates text and has no {_NOT_SERVED[what]}"
+    return f"there is nothing at {path[:80]}; /docs lists what is served"
 
 
 async def _frontend(request: Request) -> Frontend:  # async, since FastAPI calls others in a thread

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from orchestrator.api.answers import error_body, error_headers
@@ -28,7 +29,8 @@ from specahead.wire.errors import InvalidArgument, ServiceError
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 Headers = list[tuple[str, str]]
 
-OPEN = ("/live", "/ready", "/health", "/dashboard")  # the page of the dashboard holds no data itself
+OPEN = ("/", "/live", "/ready", "/health", "/dashboard")  # the page of the dashboard holds no data itself
+_ENDLESS = ("/dashboard/events",)  # answers that come to no end, so that nobody gets their head alone
 
 
 class Misdirected(InvalidArgument):
@@ -66,6 +68,16 @@ def _check_host(headers: Headers, hosts: Collection[str] | None) -> None:
             )
 
 
+def allow_origins(app: Asgi, allowed: str) -> Asgi:
+    """Wrap an ASGI application so that web pages of these origins may call it. allowed: the setting of that name."""
+    origins = split_list(allowed)
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"], max_age=600
+    )
+
+
 def guard_http(
     app: Asgi,
     callers: Callers,
@@ -96,6 +108,10 @@ def guard_http(
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
+        if scope["method"] == "OPTIONS":
+            return await Response(status_code=204, headers={"Allow": "GET, HEAD, POST, OPTIONS"})(scope, receive, send)
+        if scope["method"] == "HEAD" and scope["path"] not in _ENDLESS:
+            scope = scope | {"method": "GET"}  # uvicorn keeps the body back
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         name = scope.setdefault("state", {})["request_id"] = _request_id(headers)
         frontend.observer.follow(headers)

@@ -1,19 +1,39 @@
 """A request for the next message of a conversation, with the tools that the model may call."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from orchestrator.requests.long_fields import Models
-from orchestrator.requests.requests import MAX_LOGPROBS, GenerationRequest
+from orchestrator.requests.requests import MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
 from orchestrator.text.structured_outputs import Strict
 from specahead.wire.errors import InvalidArgument
+
+
+def _only_text(kind: Any) -> Any:
+    """Return the type of a part of text. Raises pydantic's error for images, audio and files."""
+    if isinstance(kind, str) and not kind.endswith("text"):
+        message = "type {kind} is not supported: the model reads text alone"
+        raise PydanticCustomError(UNSUPPORTED, message, {"kind": repr(kind[:40])})
+    return kind
+
+
+def _only_functions(kind: Any) -> Any:
+    """Return the type of a function. Raises pydantic's error for tools that a server would run, such as web_search."""
+    if isinstance(kind, str) and kind != "function":
+        message = "{kind} is not supported: only functions are, which the client runs"
+        raise PydanticCustomError(UNSUPPORTED, message, {"kind": repr(kind[:40])})
+    return kind
+
+
+FunctionType = Annotated[Literal["function"], BeforeValidator(_only_functions)]
 
 
 class ContentPart(Strict):
     """A part of a message's content."""
 
-    type: Literal["text", "input_text", "output_text", "reasoning_text"]
+    type: Annotated[Literal["text", "input_text", "output_text", "reasoning_text"], BeforeValidator(_only_text)]
     text: str
 
 
@@ -72,7 +92,7 @@ class FunctionDefinition(Strict, extra="allow"):
 class Tool(Strict, extra="allow"):
     """A tool that the model may call."""
 
-    type: Literal["function"]
+    type: FunctionType
     function: FunctionDefinition
 
 

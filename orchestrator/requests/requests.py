@@ -39,6 +39,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     **dict.fromkeys(_REPLACED, ()),
 }
+UNSUPPORTED = "unsupported"  # the type of pydantic's errors whose sentence says all
 MAX_LOGPROBS = 20  # likely tokens that are reported beside a token
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
 MAX_CHOICES = 1024  # of one request
@@ -222,8 +223,10 @@ def invalid_argument(errors: Sequence[Mapping[str, Any]]) -> InvalidArgument:
     steps = zip(*(error["loc"] for error in of_field), strict=False)
     place = [step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps)]
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
-    reasons = " or ".join(dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in of_field[:4]))
-    given = "" if errors[0]["type"] == "missing" else f", got {_shown(errors[0]['input'])}"
+    known = [error for error in of_field if error["type"] == UNSUPPORTED]
+    words = [error["msg"].removeprefix("Value error, ") for error in (known or of_field)[:4]]
+    reasons = " or ".join(dict.fromkeys(words))
+    given = "" if known or errors[0]["type"] == "missing" else f", got {_shown(errors[0]['input'])}"
     return InvalidArgument(f"{param or 'the body'}: {reasons}{given}", param or None)
 
 

@@ -9,6 +9,7 @@ from orchestrator.requests.chat_request import (
     ChatRequest,
     ContentPart,
     FunctionDefinition,
+    FunctionType,
     Message,
     Tool,
     ToolCall,
@@ -54,7 +55,7 @@ class InputReasoning(Strict):
 class ResponseTool(FunctionDefinition):
     """A tool that the model may call, in the form of Responses."""
 
-    type: Literal["function"]
+    type: FunctionType
 
 
 class Reasoning(Strict, extra="allow"):

@@ -136,6 +136,8 @@ class ClientAccess(ProcessSettings, group="access of clients"):
     """File of the names, hashes and limits of keys, one a line (`specahead key`)."""
     tls: Certificates = Certificates()
     """Certificate and key of the client endpoints, as JSON or a mapping."""
+    allowed_origins: str = ""
+    """Origins of web pages that may call the HTTP endpoint in a browser (CORS), separated by commas; *: any."""
     http: Http = Http()
     """Limits of the HTTP endpoint, as JSON or a mapping."""
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from orchestrator.api.http_gateway import make_app
-from orchestrator.api.http_requests import OPEN, guard_http, hosts_of
+from orchestrator.api.http_requests import OPEN, allow_origins, guard_http, hosts_of
 from orchestrator.api.http_server import Connections, serve_http
 from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
@@ -122,6 +122,7 @@ async def running_gateway(
     connections: Connections | None = None,
     trusted_proxies: str = "",
     allowed_hosts: str = "",
+    allowed_origins: str = "",
 ) -> AsyncIterator[str]:
     """Serve over a scripted router while the context lasts; yields the address."""
 
@@ -133,5 +134,6 @@ async def running_gateway(
     app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
     hosts = hosts_of("127.0.0.1", allowed_hosts)
     app = guard_http(app, callers, OPEN, frontend, Proxies(trusted_proxies), hosts)
+    app = allow_origins(app, allowed_origins)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

@@ -15,6 +15,8 @@ from openai import AsyncOpenAI
 
 from orchestrator.api import event_stream
 from orchestrator.api.completion_answer import CompletionAnswer
+from orchestrator.requests.callers import Callers
+from orchestrator.requests.keys import Key, digest_of
 from orchestrator.requests.requests import CompletionRequest
 from orchestrator.sessions.generation import Chunk
 from orchestrator.text.replies import ReplyFormat, find_format
@@ -634,3 +636,60 @@ async def test_no_body_makes_the_server_fail(raw: aiohttp.ClientSession, path: s
             assert response.status in (200, 400, 404), (body, await response.text())
             seen.add(response.status)
     assert {200, 400} <= seen
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+         "messages[0].content: type 'image_url' is not supported: the model reads text alone"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+         "input: type 'input_image' is not supported: the model reads text alone"),
+        (CHAT, {"messages": MESSAGES, "tools": [{"type": "web_search"}]},
+         "tools[0]: 'web_search' is not supported: only functions are, which the client runs"),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]},
+         "tools[0]: 'web_search' is not supported: only functions are, which the client runs"),
+    ],
+)  # fmt: skip
+async def test_what_is_not_text_is_refused_in_a_sentence(
+    raw: aiohttp.ClientSession, path: str, fields: dict[str, Any], words: str
+) -> None:
+    async with raw.post(path, json=fields) as response:
+        assert (response.status, (await response.json())["error"]["message"]) == (400, words)
+
+
+async def test_paths_that_are_not_served_say_so(raw: aiohttp.ClientSession) -> None:
+    for path, words in (
+        ("/v1/embeddings", "generates text and has no embeddings"),
+        ("/v1/images/generations", "has no images"),
+        ("/v1/audio/speech", "has no audio"),
+        ("/v1/nonesuch", "there is nothing at /v1/nonesuch; /docs lists what is served"),
+    ):
+        async with raw.post(path, json={"input": "x"}) as response:
+            assert response.status == 404 and words in (await response.json())["error"]["message"]
+
+
+async def test_browsers_and_probes_are_answered(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
+    """HEAD has what GET has but the body; the root leads to the dashboard; pages of other origins get no permission."""
+    async with raw.head("/v1/models") as head, raw.get("/v1/models", headers={"Origin": "https://a.example"}) as got:
+        assert head.status == 200 and head.headers["Content-Length"] == got.headers["Content-Length"]
+        assert await head.read() == b"" and "access-control-allow-origin" not in got.headers
+    async with raw.get("/") as response:
+        assert response.url.path == "/dashboard" and response.status == 200
+    async with raw.options(CHAT) as response:
+        assert response.status == 204 and "POST" in response.headers["Allow"]
+    ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST",
+           "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+    async with (
+        running_gateway(
+            router, callers=Callers([Key("ann", digest_of("k"))]), allowed_origins="https://a.example"
+        ) as address,
+        aiohttp.ClientSession(address) as session,
+    ):
+        async with session.options(CHAT, headers=ask) as response:  # a browser sends no key with this
+            assert response.status == 200 and "authorization" in response.headers["Access-Control-Allow-Headers"]
+        async with session.get("/v1/models", headers=ask) as response:
+            allowed = response.headers["Access-Control-Allow-Origin"]
+            assert (response.status, allowed) == (401, "https://a.example")  # the page may read why
+        async with session.get("/v1/models", headers=ask | {"Origin": "https://b.example"}) as response:
+            assert "Access-Control-Allow-Origin" not in response.headers

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 
 from orchestrator.cluster.service_status import gauges_of_targets
 from orchestrator.requests.callers import Caller, current_caller
@@ -26,6 +26,12 @@ TICK_SECONDS = 0.25
 STATUS_TICKS = 4  # from one status of the services to the next
 
 router = APIRouter(include_in_schema=False)
+
+
+@router.get("/")
+async def lead_to_page() -> Response:
+    """Lead to the page."""
+    return RedirectResponse("dashboard")
 
 
 @router.get("/dashboard")
