@@ -100,6 +100,10 @@ class Answer(ABC):
     def whole(self) -> Event:
         """Return the answer in one piece."""
 
+    def speculation(self) -> Event:
+        """Return how speculation went: the last event of a stream has it, a whole answer only for those who ask."""
+        return self._totals.speculation()
+
     def failure(self, error: ServiceError) -> Event:
         """Return the event of an error."""
         return error_body(error)
@@ -139,13 +143,12 @@ class ChoicesAnswer(Answer):
         if not self._request.wants_usage:
             return []
         last = self._head | {"object": self.piece_object, "choices": [], "usage": self._totals.usage()}
-        return [last | self._totals.speculation()]
+        return [last | self.speculation()]
 
     def whole(self) -> Event:
         """Return the answer in one piece, after `opening` and all chunks."""
         choices = [self._whole_choice(joined(pieces)) for _, pieces in sorted(self._pieces.items())]
-        body = self._head | {"object": self.whole_object, "choices": choices, "usage": self._totals.usage()}
-        return body | self._totals.speculation()
+        return self._head | {"object": self.whole_object, "choices": choices, "usage": self._totals.usage()}
 
 
 def joined(parts: Iterable[Any]) -> Any:

@@ -119,7 +119,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
     )
     observer = Observer(Metrics(limits.model_name), tokenizer, clients.logging.requests, tracer)
     reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
-    return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format)
+    return Frontend(router, tokenizer, limits, observer, config.draft_name, reply_format)
 
 
 async def run(

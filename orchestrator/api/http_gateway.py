@@ -186,16 +186,17 @@ async def _answer(
     if body.stream:
         return await open_stream(answer, chunks)
     async with aclosing(chunks):
-        whole = await unless_left(request, _whole(answer, chunks))
+        shows = body.return_speculation or "x-return-speculation" in request.headers
+        whole = await unless_left(request, _whole(answer, chunks, bool(shows)))
     return JSONResponse(whole, 499 if whole is None else 200)
 
 
-async def _whole(answer: Answer, chunks: AsyncGenerator[Chunk]) -> dict[str, Any]:
+async def _whole(answer: Answer, chunks: AsyncGenerator[Chunk], shows_speculation: bool) -> dict[str, Any]:
     """Return the answer that a stream of these chunks adds up to."""
     answer.opening()
     async for chunk in chunks:
         answer.add(chunk)
-    return answer.whole()
+    return answer.whole() | (answer.speculation() if shows_speculation else {})
 
 
 @router.post("/tokenize")
@@ -239,7 +240,7 @@ def _model_card(frontend: Frontend) -> dict[str, Any]:
         "id": frontend.name,
         "object": "model",
         "root": frontend.name,
-        "created": 0,
+        "created": frontend.created,
         "owned_by": "specahead",
         "max_model_len": frontend.limits.max_context,
         "draft": frontend.draft_name,

@@ -66,7 +66,7 @@ class MessagesAnswer(Answer):
 
     def closing(self) -> list[Event]:
         """Return the events after the end."""
-        last = {"type": "message_delta", "delta": self._stop, "usage": self._usage()}
+        last = {"type": "message_delta", "delta": self._stop, "usage": self._usage()} | self.speculation()
         return [last, {"type": "message_stop"}]
 
     def whole(self) -> Event:

@@ -62,7 +62,7 @@ class ResponsesAnswer(Answer):
 
     def closing(self) -> list[Event]:
         """Return the events after the end."""
-        return [self._event(f"response.{self._status}", response=self.whole())]
+        return [self._event(f"response.{self._status}", response=self.whole() | self.speculation())]
 
     def failure(self, error: ServiceError) -> Event:
         """Return the event of an error."""
@@ -89,7 +89,7 @@ class ResponsesAnswer(Answer):
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
-        } | (self._totals.speculation() if ended else {})
+        }
 
     def _usage(self) -> Event:
         prompt, cached, generated = self._totals.counts()

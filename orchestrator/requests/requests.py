@@ -84,6 +84,8 @@ class GenerationRequest(StructuredRequest):
     # Fields of specahead alone.
     exactness: Literal["exact", "approximate"] | None = None
     request_id: str | None = Field(None, max_length=MAX_NAME)
+    return_speculation: bool | None = None
+    """Whether a whole answer says how speculation went; the header X-Return-Speculation asks for it, too."""
     # Fields of vLLM.
     ignore_eos: bool | None = None
     stop_token_ids: Items[TokenId] | None = None

@@ -75,6 +75,7 @@ class Frontend:
         self.draft_name = draft_name
         self.reply_format = reply_format or ReplyFormat()
         self.accepting = True
+        self.created = int(time.time())  # in seconds since 1970
         self._grammars = GrammarCompiler()
 
     @property

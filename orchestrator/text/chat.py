@@ -1,7 +1,8 @@
 """From a conversation to the text of a prompt, by the model's chat template."""
 
-import json
 from typing import Any
+
+from pydantic_core import from_json
 
 from orchestrator.requests.chat_request import ChatRequest, Message
 from orchestrator.text.replies import ReplyFormat
@@ -53,7 +54,8 @@ def _template_message(index: int, message: Message, knows_developers: bool) -> d
         plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
         for call in plain["tool_calls"]:
             try:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+                # An answer that a limit cut off within a call comes back as it was.
+                call["function"]["arguments"] = from_json(call["function"]["arguments"] or "{}", allow_partial=True)
             except ValueError as error:
                 param = f"messages[{index}].tool_calls"
                 raise InvalidArgument(f"{param}: the arguments are not valid JSON: {error}", param) from None

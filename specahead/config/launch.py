@@ -106,6 +106,12 @@ class Config:
         return self.draft.has_draft and not self.target.draft_in_target
 
     @property
+    def draft_name(self) -> str:
+        """What clients see of the draft: its id, or the name of its folder."""
+        model = self.draft.model
+        return Path(model).name if model.startswith(("/", ".", "~")) else model
+
+    @property
     def model_name(self) -> str:
         """What clients call the target."""
         return self.clients.served_model_name or Path(self.target.model).name

@@ -70,9 +70,8 @@ def test_a_seed_makes_sampling_reproducible(client: OpenAI) -> None:
 
 def test_approximate(client: OpenAI) -> None:
     prompt = PROMPT * 100
-    exact, approximate = (
-        complete(client, prompt=prompt, extra_body={"exactness": name}) for name in ("exact", "approximate")
-    )
+    fields = [{"exactness": name, "return_speculation": True} for name in ("exact", "approximate")]
+    exact, approximate = (complete(client, prompt=prompt, extra_body=each) for each in fields)
     assert approximate.usage.total_tokens == exact.usage.total_tokens
     assert approximate.usage.prompt_tokens_details.cached_tokens > 700  # the first request left their KV
     assert exact.speculation["kv_read_fraction"] == 1
@@ -164,7 +163,7 @@ def test_metrics_count_speculation(client: OpenAI, stack: Stack) -> None:
         return sums, [metric(stack.http, name, position=str(i)) for i in range(4)]
 
     (before, before_at) = read()
-    summary = complete(client, max_tokens=60).speculation
+    summary = complete(client, max_tokens=60, extra_body={"return_speculation": True}).speculation
     (after, after_at) = read()
     grown = [b - a for a, b in zip(before, after, strict=True)]
     assert grown == [summary["rounds"], summary["drafted"], summary["accepted"]]

@@ -34,7 +34,9 @@ def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def complete(client: OpenAI, prompt: list[int], **fields: Any) -> Any:
-    return client.completions.create(model="tiny-target", prompt=prompt, temperature=0, extra_body=fields)
+    return client.completions.create(
+        model="tiny-target", prompt=prompt, temperature=0, extra_body=fields | {"return_speculation": True}
+    )
 
 
 def test_greedy_with_rules_is_plain_decoding_with_them(client: OpenAI, model: Any, tokenizer: Any) -> None:

@@ -273,6 +273,7 @@ def test_a_model_needs_no_flag_and_without_a_draft_drafts_for_itself(tmp_path: P
     assert resolve("org/a", "--draft", "org/b").target.pair == ("org/a", "org/b")
     assert resolve("org/a", "--config", config(tmp_path, "draft: org/b")).target.draft == "org/b"
     assert resolve(str(models.TARGET)) == resolve()
+    assert (resolve().draft_name, resolve("org/a", "--draft", "org/b").draft_name) == ("tiny-draft", "org/b")
     with pytest.raises(SettingsError, match="the model is 'org/a' and --target 'org/b': give one of them"):
         resolve("org/a", "--target", "org/b")
 

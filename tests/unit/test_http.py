@@ -195,8 +195,11 @@ async def test_a_stop_string_cuts_what_is_told_of_tokens(
 
 async def test_the_answer_tells_of_speculation_by_vllms_names(client: AsyncOpenAI) -> None:
     """Of 6 rounds with 4 drafted tokens each, every one accepted one."""
-    answer = await complete(client, max_tokens=12)
-    assert answer.speculation["rounds"] == 6
+    plain = await complete(client, max_tokens=12)
+    assert not {"speculation", "metrics"} & plain.model_extra.keys()
+    answer = await complete(client, max_tokens=12, extra_headers={"X-Return-Speculation": "1"})
+    again = await complete(client, max_tokens=12, extra_body={"return_speculation": True})
+    assert answer.speculation == again.speculation and answer.speculation["rounds"] == 6
     assert answer.metrics["speculative_decoding"] == {
         "mean_acceptance_length": 2.0,
         "draft_acceptance_rate": 0.25,
@@ -321,6 +324,20 @@ async def test_a_forced_call_that_is_cut_off_leaves_no_text(
     assert [call.function.name for call in calls if call.id] == ["weather"] * told
     arguments = "".join(call.function.arguments for call in calls)
     assert '{"city": "Rome"}'.startswith(arguments) and bool(arguments) == told
+
+
+async def test_a_call_that_was_cut_off_is_taken_back(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    """The template sees what there was of its arguments; what never was JSON is refused."""
+    function = {"name": "weather", "arguments": '{"city": "Rome", "day'}
+    answered = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    history = [*MESSAGES, answered, {"role": "tool", "tool_call_id": "1", "content": "Sunny."}]
+    await chat(client, messages=history, tools=[WEATHER])
+    record = router.opened[-1]
+    prompt = router.tokenizer.decode(record.tokens[: record.prompt_tokens])
+    assert '{"name": "weather", "arguments": {"city": "Rome"}}' in prompt
+    function["arguments"] = "of Rome"
+    with pytest.raises(openai.BadRequestError, match="the arguments are not valid JSON"):
+        await chat(client, messages=history, tools=[WEATHER])
 
 
 async def test_tools_need_a_format_that_is_known(router: ScriptedRouter) -> None:

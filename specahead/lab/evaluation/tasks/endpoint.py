@@ -29,7 +29,9 @@ class Endpoint:
         if not self._url.startswith(("http://", "https://")):
             raise ValueError(f"--url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
         key = api_key or os.environ.get("SPECAHEAD_API_KEY", "")
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"Content-Type": "application/json", "X-Return-Speculation": "1"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
         self._chat = chat
         self.model = model or str(self._open("/v1/models", None)["data"][0]["id"])
 
