@@ -169,7 +169,8 @@ async def run(
             if config.clients.api_keys_file:
                 watching.append(watch_keys(config.clients, access.callers.replace))
             await run_together(_wait_for(stop), *watching)
-            print("stopping: running requests get time to finish", flush=True)
+            running = frontend.router.running
+            print(f"stopping: {running} running requests get time to finish" if running else "stopping", flush=True)
 
 
 def _put(directories: Directories, name: str, address: str) -> None:

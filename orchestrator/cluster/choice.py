@@ -62,9 +62,12 @@ class Choice:
     @property
     def in_words(self) -> str:
         """The choice and its reason."""
-        how = "draft and target together" if self.together else "draft and target apart" if self.drafts else "no draft"
-        services = [f"{n} {name}{'s' * (n > 1)}" for n, name in ((self.targets, "target"), (self.drafts, "draft")) if n]
-        return f"{how} ({' and '.join(services)}), since {self.why}"
+        targets = f"{self.targets} target{'s' * (self.targets > 1)}"
+        drafts = f"{self.drafts} draft{'s' * (self.drafts > 1)}"
+        how = (
+            "with a draft each" if self.together else f"and {drafts} apart" if self.drafts else "without a draft model"
+        )
+        return f"{targets} {how}" + (f", since {self.why}" if self.together or self.drafts else "")
 
 
 def choose(config: Config, machine: Machine, sizes: PairSizes | None) -> Choice:

@@ -34,7 +34,7 @@ def _connect(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 lets whatever else runs there hold up every step
     options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
-    address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
+    address = {"auto": _running_ray, "local": lambda: None}.get(settings.ray_address, lambda: settings.ray_address)()
     if address is not None:
         log.info("joining the running Ray", extra={"address": address})
         check_ray_listens(address)

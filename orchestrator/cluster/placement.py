@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from orchestrator.cluster.directory import SIDES, Directory, name_services, side_of
 from specahead.config import Config
 from specahead.config.access import split_list
+from specahead.wire.errors import ClusterError
 from specahead.wire.streams import BEAT_SECONDS
 
 if TYPE_CHECKING:
@@ -32,13 +33,15 @@ def placed_services(config: Config) -> Iterator[tuple[Directories, "RayPlacement
         yield _by_side(_named("target", cluster.target_address) | _named("draft", drafts)), None, None
         return
     if cluster.join:
-        from orchestrator.cluster.attach import joined_services  # the same
+        with _importing_ray():
+            from orchestrator.cluster.attach import joined_services
 
         with joined_services(cluster) as joined:
             there = joined.wait_for_target(config.clients.timeouts.connect)
             yield _by_side(there), None, joined.look
         return
-    from orchestrator.cluster.fleet import placement_on_ray  # a launch over running services needs no Ray
+    with _importing_ray():
+        from orchestrator.cluster.fleet import placement_on_ray
 
     with placement_on_ray(config) as placement:
         own = placement.owns_ray
@@ -48,6 +51,18 @@ def placed_services(config: Config) -> Iterator[tuple[Directories, "RayPlacement
             print(f"{name} service: pid {pid}, {address}", flush=True)
         addresses = {name: address for name, (address, _) in placement.services.items()}
         yield _by_side(addresses), placement, None
+
+
+@contextlib.contextmanager
+def _importing_ray() -> Iterator[None]:
+    """Import what needs Ray, which a launch over running services does not. Raises ClusterError if that fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise ClusterError(
+            f"Ray, which places the services, cannot be imported: {error}; install it (pip install ray), or start the "
+            "services yourself and give --target-address"
+        ) from None
 
 
 async def keep_found(look: Look, directories: Directories) -> None:

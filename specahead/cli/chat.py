@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import json
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +16,13 @@ from specahead.cli.flags import asked_sampling
 from specahead.cli.server import Server
 
 _REASONING, _ASIDE = "italic dim", "dim"
-_NEW = "/new"
+_HELP = """\
+/new              begin anew
+/exact            check each token of the next answers against the whole text
+/approximate      read only what matters of a long text for the next answers
+/save FILE        write the conversation to a file, as JSON
+/help             show this
+Ctrl-C ends an answer, Ctrl-D the conversation."""
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -28,20 +36,43 @@ def run(flags: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         # A shell has its background jobs ignore Ctrl-C; at a terminal it is meant.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        console.print(Text(f"{model} at {server.url}. {_NEW} begins anew, Ctrl-C ends an answer, Ctrl-D ends.", _ASIDE))
+        console.print(Text(f"{model} at {server.url}. /help lists commands, Ctrl-D ends.", _ASIDE))
     for line in _lines():
-        if line == _NEW:
+        if line == "/new":
             messages = list(opening)
-            continue
-        asked = [*messages, {"role": "user", "content": line}]
-        try:
-            answer = _answer(server, body | {"messages": asked}, console)
-        except ValueError as error:
-            if not sys.stdin.isatty():
-                raise
-            print(f"error: {error}", file=sys.stderr)
+        elif line == "/help":
+            console.print(Text(_HELP, _ASIDE))
+        elif line in ("/exact", "/approximate"):
+            body["exactness"] = line.removeprefix("/")
+        elif line.split()[0] == "/save":
+            console.print(Text(_save(line.removeprefix("/save").strip(), messages), _ASIDE))
         else:
-            messages = [*asked, {"role": "assistant", "content": answer}]
+            messages = _continued(server, body, [*messages, {"role": "user", "content": line}], console)
+
+
+def _continued(
+    server: Server, body: dict[str, Any], asked: list[dict[str, str]], console: Console
+) -> list[dict[str, str]]:
+    """Return a conversation with its answer; after a refusal at a terminal, the conversation before it."""
+    try:
+        answer = _answer(server, body | {"messages": asked}, console)
+    except ValueError as error:
+        if not sys.stdin.isatty():
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return asked[:-1]
+    return [*asked, {"role": "assistant", "content": answer}]
+
+
+def _save(file: str, messages: list[dict[str, str]]) -> str:
+    """Write a conversation to a file, and return what to say about it."""
+    if not file:
+        return "error: give a file: /save FILE"
+    try:
+        Path(file).expanduser().write_text(json.dumps(messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        return f"error: {file} cannot be written: {error.strerror}"
+    return f"{len(messages)} messages are in {file}"
 
 
 def _lines() -> Iterator[str]:

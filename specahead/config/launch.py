@@ -73,7 +73,7 @@ class ClusterSettings(Section, group="placement"):
     node_resources: NodeResources = NodeResources()
     """Ray's custom resources that nodes must have to run a target or a draft, as JSON or a mapping."""
     ray_address: str = "auto"
-    """Address of a running Ray; auto: find one, else start one."""
+    """Address of a running Ray; auto: find one, else start one; local: start one."""
     namespace: str = "specahead"
     """Ray namespace."""
     join: bool = False

@@ -24,6 +24,7 @@ from tests.stack import ROOT, Stack
 
 PROMPT = "The old man — naïve as he was — looked at the sea and"
 SPECAHEAD = str(Path(sys.executable).with_name("specahead"))
+CHAT = [sys.executable, "-m", "specahead.cli", "chat"]
 LAUNCH = [sys.executable, "-m", "orchestrator.launch"]
 
 
@@ -141,7 +142,7 @@ def test_a_launch_says_what_to_try_and_that_works(stack: Stack) -> None:
     lines = dict(line.split(": ", 1) for line in stack.output.read_text().splitlines() if ": " in line)
     done = subprocess.run(lines["try"], shell=True, capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), done.stderr
-    assert lines["dashboard"] == f"{stack.http}/dashboard" and "since " in lines["placement"]
+    assert lines["dashboard"] == f"{stack.http}/dashboard" and lines["placement"]
     assert "tokens; sessions at once: " in lines["KV room"] and "policy" in lines
 
 
@@ -172,6 +173,19 @@ def test_chat_answers_each_line_of_a_pipe_and_remembers(stack: Stack) -> None:
             messages.append({"role": "assistant", "content": answer})
             expected += f"{answer}\n"
     assert done.stdout.decode() == expected
+
+
+def test_chat_takes_commands(stack: Stack, tmp_path: Path) -> None:
+    """They are no messages; what follows them is asked as they say."""
+    file = tmp_path / "chat.json"
+    flags = ["--url", stack.http, "--max-tokens", "4", "--temperature", "0"]
+    lines = f"The sea\n/approximate\n/new\n/help\nThe old man\n/save {file}\n/save /nope/x\n/save\n"
+    done = subprocess.run([*CHAT, *flags], cwd=ROOT, input=lines, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    asked, answered = json.loads(file.read_text())
+    assert asked == {"role": "user", "content": "The old man"} and answered["content"] in done.stdout
+    for said in ("/exact ", f"2 messages are in {file}", "/nope/x cannot be written: No such file", "give a file"):
+        assert said in done.stdout
 
 
 def test_chat_at_a_terminal(stack: Stack) -> None:

@@ -64,9 +64,9 @@ def test_the_choice_is_said_in_one_line_and_reaches_the_services(caplog: pytest.
     assert record.getMessage() == "placement: together" and record.__dict__["targets"] == 2
     assert "tokens of KV" in record.__dict__["why"]
     assert (config.target.draft_in_target, config.has_draft, config.cluster.targets) == (True, False, 2)
-    assert choice.in_words.startswith("draft and target together (2 targets), since ")
+    assert choice.in_words.startswith("2 targets with a draft each, since ")
     apart, choice = with_choice(launch_settings((), {}), Machine(0))
-    assert choice.in_words.startswith("draft and target apart (1 target and 1 draft), since there is no GPU")
+    assert choice.in_words.startswith("1 target and 1 draft apart, since there is no GPU")
     assert (apart.target.draft_in_target, apart.has_draft, apart.cluster.targets) == (False, True, 1)
 
 

@@ -1,6 +1,9 @@
 """How much KV a service makes room for, and what it loads."""
 
 import math
+import re
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,12 @@ from specahead.config import ModelSettings
 from specahead.engine.kv.pages import KEPT_SHARE, pages_for
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading import memory, model, opening
+from specahead.engine.loading.checkpoint import Checkpoint, find_files
 from specahead.engine.loading.config import ModelShape, load_shape
 from specahead.engine.loading.memory import room_for_kv
 from specahead.engine.loading.model import load_model, resolve_dtype
 from specahead.engine.loading.opening import EightBit, open_model
+from specahead.engine.loading.tokenizer import load_generation_config, load_tokenizer
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.steps.model_runner import MAX_OVERHANG, ModelRunner
 
@@ -156,3 +161,28 @@ def test_a_feature_that_is_not_built_is_refused_on_a_gpu(monkeypatch: pytest.Mon
     with pytest.raises(NotImplementedError, match="no CUDA graphs are built for hats; pass --enforce-eager"):
         open_model(replace(SETTINGS, device="cuda"))
     assert open_model(SETTINGS).shape.num_layers == 4
+
+
+def load_weights(folder: str) -> Checkpoint:
+    return Checkpoint(find_files(folder), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("tokenizer.json", load_tokenizer),
+        ("tokenizer_config.json", load_tokenizer),
+        ("generation_config.json", load_generation_config),
+        ("model.safetensors", load_weights),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name: str, load: Callable[[str], Any], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models.TARGET, folder)
+    (folder / name).write_text("{nothing")
+    with pytest.raises((OSError, ValueError), match=re.escape(str(folder / name))):
+        load(str(folder))
+
+
+def test_a_model_needs_no_generation_config(tmp_path: Path) -> None:
+    assert load_generation_config(str(tmp_path)) == {}

@@ -1,11 +1,14 @@
 """Services that another launch has placed are found as they come, move and go."""
 
 import asyncio
+import sys
 
 import pytest
 
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.placement import addresses_in, keep_found
+from orchestrator.cluster.placement import addresses_in, keep_found, placed_services
+from specahead.wire.errors import ClusterError
+from tests.launch_settings import launch_settings
 
 
 async def test_services_of_another_launch_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +43,10 @@ async def test_services_of_another_launch_are_followed(monkeypatch: pytest.Monke
     await until_known()
     assert failing == 0
     following.cancel()
+
+
+def test_a_ray_that_cannot_be_imported_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "orchestrator.cluster.fleet", raising=False)
+    with pytest.raises(ClusterError, match="Ray, which places the services, cannot be imported"):
+        placed_services(launch_settings((), {})).__enter__()

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -17,7 +17,7 @@ class Checkpoint(Mapping[str, Tensor]):
     """The tensors of safetensors files, read to `device`."""
 
     def __init__(self, files: list[str], device: str) -> None:
-        opened = [safe_open(file, framework="pt", device=device) for file in files]
+        opened = [_open(file, device) for file in files]
         self._files: dict[str, Any] = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:
@@ -38,6 +38,14 @@ class Checkpoint(Mapping[str, Tensor]):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors, as the headers of the files say."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+
+def _open(file: str, device: str) -> Any:
+    """Return a safetensors file, opened. Raises OSError that names it if it cannot be read."""
+    try:
+        return safe_open(file, framework="pt", device=device)
+    except SafetensorError as error:
+        raise OSError(f"{file} cannot be read: {error}; copy or download it again") from None
 
 
 class RandomWeights(Mapping[str, Tensor]):
