@@ -211,13 +211,17 @@ def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int, eight_bi
 
 
 def _tuning_of_eight_bit(dim: int, block_size: int, rows: int, kv_heads: int) -> Tuning:
-    """Return a cut for pages in 8 bits, by what is compiled for sm_90; not measured.
+    """Return the fastest cut for pages in 8 bits: for heads of 128 dimensions and up to 32 rows as measured on an H200.
 
-    Converting takes registers: with tiles of 128 tokens they spill, and a multiprocessor holds fewer programs. With
-    half the bytes a tile, more tiles are in flight.
+    Each warp converts all keys and values of its tile. So one warp, with small tiles, is fastest over all tokens; over
+    lists, which have fewer tiles for as many programs, two are. The other cuts are by what is compiled for sm_90.
     """
     if dim > 64:
-        return Tuning(tile=64, stages=3 if rows > 32 else 5)
+        if rows > 32:
+            return Tuning(tile=64, stages=3)
+        if not block_size:
+            return Tuning(tile=32, stages=5, warps=1, programs=8)
+        return Tuning(tile=64, stages=3, warps=2, programs=4) if rows > 16 else Tuning(stages=3)
     if rows > 16:
         return Tuning(tile=64, stages=5)
     if 0 < block_size <= 32 and kv_heads <= 2:
