@@ -4,6 +4,7 @@ Prompt lookup decoding (Saxena, 2023), the n-gram proposer of vLLM. It needs no 
 repeats itself: an agent copies from its context, code is edited, passages are quoted. Knows no sessions.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -44,7 +45,7 @@ class PromptLookup:
     def extend(self, tokens: Sequence[int], end: int) -> None:
         """Index the n-grams that end before place `end`, of a text that begins with that of the last call."""
         if not self._indexed and MANY <= end < MOST_AT_ONCE:
-            self._begin(np.array(tokens[:end], np.int64))
+            self._begin(np.frombuffer(array("I", tokens[:end]), np.uint32).astype(np.int64))
         for place in range(self._indexed, end):
             previous = 0
             if place >= SHORTEST:
