@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,13 @@ from orchestrator.requests.records import Limits, default_sampling, max_message
 from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.metrics import Metrics
 from orchestrator.sessions.observer import Observer
+from orchestrator.sessions.response_store import ResponseStore
 from orchestrator.sessions.router import Router
 from orchestrator.sessions.tracing import tracing
 from orchestrator.text.replies import find_format
 from protos import inference_pb2_grpc
 from specahead.config import Config, SettingsError
+from specahead.config.access import Http
 from specahead.config.garbage import keep_loaded
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.config import load_shape
@@ -83,7 +85,8 @@ async def serve_clients(
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_message(frontend.limits))
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.http.max_connections, access.proxies)
-        app = make_app(frontend, partial(read_statuses, services), read_addresses)
+        responses = started.enter_context(_stored_responses(clients.http))
+        app = make_app(frontend, partial(read_statuses, services), read_addresses, responses)
         hosts = hosts_of(clients.host, clients.http.allowed_hosts)
         guarded = guard_http(app, access.callers, open_paths(clients), frontend, access.proxies, hosts)
         shared = allow_origins(guarded, clients.allowed_origins)
@@ -100,6 +103,17 @@ async def serve_clients(
         finally:
             await server.set_serving(False)
             await frontend.drain(times.shutdown)
+
+
+@contextlib.contextmanager
+def _stored_responses(settings: Http) -> Iterator[ResponseStore | None]:
+    """Yield the store of responses, None if none are stored. Raises OSError for a file that cannot be used."""
+    if not settings.response_store:
+        yield None
+        return
+    seconds, most = 3600 * settings.response_hours, settings.response_gib * 2**30
+    with contextlib.closing(ResponseStore(settings.response_store, seconds, most)) as store:
+        yield store
 
 
 def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:

@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from orchestrator.api.answers import Answer
+from orchestrator.api.answers import Answer, Event
 from orchestrator.api.chat_answer import ChatAnswer
 from orchestrator.api.completion_answer import CompletionAnswer
 from orchestrator.api.dashboard.routes import router as dashboard
@@ -22,6 +22,7 @@ from orchestrator.api.http_requests import JSONRoute, error_answer
 from orchestrator.api.messages_answer import PATH as MESSAGES
 from orchestrator.api.messages_answer import MessagesAnswer
 from orchestrator.api.responses_answer import ResponsesAnswer
+from orchestrator.requests.callers import current_caller
 from orchestrator.requests.chat_request import ChatRequest
 from orchestrator.requests.messages_request import MessagesRequest, PromptRequest
 from orchestrator.requests.messages_request import to_chat as messages_to_chat
@@ -34,8 +35,9 @@ from orchestrator.requests.requests import (
     invalid_argument,
     read_request,
 )
-from orchestrator.requests.responses_request import ResponsesRequest, to_chat
+from orchestrator.requests.responses_request import ResponsesRequest, after, input_items, to_chat
 from orchestrator.sessions.generation import Chunk, Frontend
+from orchestrator.sessions.response_store import ResponseStore
 from orchestrator.text.chat import render_chat
 from orchestrator.text.tokenizing import work_on_text
 from specahead.config.version import running_version
@@ -55,11 +57,20 @@ StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 router = APIRouter(route_class=JSONRoute, responses={"4XX": {"description": "An error in OpenAI's form"}})
 
 
-def make_app(frontend: Frontend, read_status: StatusReader, read_addresses: Callable[[], Mapping[str, str]]) -> FastAPI:
-    """Return the application that serves HTTP clients. read_addresses: returns the services' addresses, by name."""
+def make_app(
+    frontend: Frontend,
+    read_status: StatusReader,
+    read_addresses: Callable[[], Mapping[str, str]],
+    responses: ResponseStore | None = None,
+) -> FastAPI:
+    """Return the application that serves HTTP clients. read_addresses: returns the services' addresses, by name.
+
+    responses: stored ones, None if none are stored.
+    """
     most = max_body(frontend.limits)
     app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
     app.state.frontend, app.state.read_status, app.state.read_addresses = frontend, read_status, read_addresses
+    app.state.responses = responses
     app.include_router(router)
     app.include_router(dashboard)
     for kind in (ServiceError, RequestValidationError, HTTPException, Exception):
@@ -127,15 +138,40 @@ async def chat(body: ChatRequest, request: Request, frontend: Served) -> Respons
 
 @router.post("/v1/responses")
 async def respond(body: ResponsesRequest, request: Request, frontend: Served) -> Response:
-    """Give the response to a conversation; the request has the whole conversation."""
+    """Give the response to a conversation, which the request has as a whole unless it continues a stored one."""
     frontend.check_model(body.model)
-    body_as_chat = to_chat(body)
+    continued, store = _stored(body, request.app.state.responses)
+    body_as_chat = to_chat(continued)
     name = _name(body_as_chat, request)
     prompt, tokens = await _chat_prompt(body_as_chat, frontend, request)
     parser = frontend.reply_parser(body_as_chat, prompt)
-    answer = ResponsesAnswer(name, frontend.name, body, parser, frontend.tokenizer.decode)
+    answer = ResponsesAnswer(name, frontend.name, body, parser, frontend.tokenizer.decode, store)
     grammar = await frontend.grammar(body_as_chat, prompt)
     return await _answer(request, frontend, body_as_chat, [tokens], answer, grammar)
+
+
+def _stored(
+    body: ResponsesRequest, responses: ResponseStore | None
+) -> tuple[ResponsesRequest, Callable[[str, list[Event]], None] | None]:
+    """Return a request with the stored conversation that it continues, and a function that stores its response.
+
+    The function takes the response's id and items; None if it is not to be stored. Raises ServiceError.
+    """
+    caller, previous = current_caller().name, body.previous_response_id
+    if responses is None:
+        if previous is not None:
+            raise InvalidArgument(
+                "previous_response_id: no responses are stored here: send the conversation along, or start the server "
+                'with --http \'{"response_store": "FILE"}\'',
+                "previous_response_id",
+                "unsupported_parameter",
+            )
+        return body, None
+    own = input_items(body)
+    continued = body if previous is None else after(body, responses.read(previous, caller))
+    if body.store is False:
+        return continued, None
+    return continued, lambda name, items: responses.write(name, caller, previous, own + items)
 
 
 @router.post(MESSAGES)

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -25,11 +26,19 @@ class ResponsesAnswer(Answer):
 
     final_event = ""
 
-    def __init__(self, name: str, model: str, request: ResponsesRequest, parser: ReplyParser, decode: Decode) -> None:
-        """parser: of the text. decode: gives the text of tokens."""
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        request: ResponsesRequest,
+        parser: ReplyParser,
+        decode: Decode,
+        store: Callable[[str, list[Event]], None] | None = None,
+    ) -> None:
+        """parser: of the text. decode: gives the text of tokens. store: takes its id and items at its end."""
         super().__init__(Totals(1))
         self._name, self._model, self._request, self._parser = name, model, request, parser
-        self._created = int(time.time())
+        self._created, self._store = int(time.time()), store
         self._items: list[Event] = []
         self._open: Event | None = None  # the item that text is added to
         self._status = "in_progress"
@@ -58,6 +67,8 @@ class ResponsesAnswer(Answer):
         if chunk.reason is not None:
             self._status = "incomplete" if chunk.reason == "length" else "completed"
             events += self._close()
+            if self._store is not None:
+                self._store(f"resp_{self._name}", self._items)
         return events
 
     def closing(self) -> list[Event]:
@@ -84,8 +95,8 @@ class ResponsesAnswer(Answer):
             "output": deepcopy(self._items),  # which change after this
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": request.previous_response_id,
+            "store": self._store is not None,
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": self._usage() if ended else None,

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from orchestrator.requests.chat_request import (
     CalledFunction,
@@ -82,7 +82,7 @@ class TextOptions(Strict, extra="allow"):
 
 
 class ResponsesRequest(GenerationRequest):
-    """A request for a response to a text or to items. They are the whole conversation, since nothing is stored."""
+    """A request for a response to a text or to items. They continue a stored one, or are the whole conversation."""
 
     input: str | Annotated[Models[InputItem], Field(min_length=1)]
     instructions: str | None = None
@@ -94,6 +94,8 @@ class ResponsesRequest(GenerationRequest):
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     include: Items[str] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -101,6 +103,19 @@ class ResponsesRequest(GenerationRequest):
     def wanted_logprobs(self) -> int | None:
         """The number of likely tokens beside each token's log probability; None: no log probabilities."""
         return self.top_logprobs or 0 if "message.output_text.logprobs" in (self.include or []) else None
+
+
+def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the input as a list of items, as JSON has them."""
+    if isinstance(request.input, str):
+        return [{"type": "message", "role": "user", "content": request.input}]
+    return [item.model_dump(exclude_none=True) for item in request.input]
+
+
+def after(request: ResponsesRequest, history: list[dict[str, Any]]) -> ResponsesRequest:
+    """Return a request whose input begins with the items of a stored conversation."""
+    items = TypeAdapter(list[InputItem]).validate_python(history + input_items(request))
+    return request.model_copy(update={"input": items})
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:

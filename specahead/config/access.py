@@ -66,6 +66,12 @@ class Http(Keyed, group="access of clients"):
     """Addresses or networks, separated by commas, of proxies whose X-Forwarded-For names the caller."""
     open_metrics: bool = False
     """Whether /metrics is answered without a key."""
+    response_store: str = ""
+    """File (SQLite) that keeps responses, which later requests continue by previous_response_id; empty: none."""
+    response_hours: Annotated[float, Within(above=0)] = 24.0
+    """Hours that a response is kept after its last use."""
+    response_gib: Annotated[float, Within(above=0)] = 1.0
+    """GiB of kept responses; the least recently used ones go."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,7 @@ from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.ledger import Ledger, Record
 from orchestrator.sessions.metrics import Metrics
 from orchestrator.sessions.observer import Observer
+from orchestrator.sessions.response_store import ResponseStore
 from orchestrator.sessions.router import TargetState
 from orchestrator.text.replies import ReplyFormat
 from specahead.engine.sampling.logprobs import TokenLogprobs
@@ -123,6 +124,7 @@ async def running_gateway(
     trusted_proxies: str = "",
     allowed_hosts: str = "",
     allowed_origins: str = "",
+    responses: ResponseStore | None = None,
 ) -> AsyncIterator[str]:
     """Serve over a scripted router while the context lasts; yields the address."""
 
@@ -131,7 +133,7 @@ async def running_gateway(
 
     observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
     frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
-    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"}, responses)
     hosts = hosts_of("127.0.0.1", allowed_hosts)
     app = guard_http(app, callers, OPEN, frontend, Proxies(trusted_proxies), hosts)
     app = allow_origins(app, allowed_origins)
