@@ -13,6 +13,8 @@ import ray
 from ray._private import ray_constants
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from orchestrator.cluster.choice import machine_of, with_choice
 from orchestrator.cluster.connect_ray import check_ray_listens, connect_ray
@@ -222,14 +224,18 @@ def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
     Raises ClusterError with the words of one that failed.
     """
     waiting = answers = [actor.where.remote() for actor in actors.values()]
+    progress = tqdm(total=len(actors), desc="loading and preparing", unit="service", leave=False, disable=None)
     try:
-        while waiting:
-            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOG_SECONDS)
-            ready = [answer for answer in answers if answer not in waiting]
-            ray.get(ready)  # raises what one of them raised, though others are still loading
-            for name, actor in actors.items():
-                for level, logger, message, fields in ray.get(actor.said.remote()):
-                    logging.getLogger(logger).log(level, message, extra=fields | {"service": name})
+        with progress, contextlib.nullcontext() if progress.disable else logging_redirect_tqdm():
+            while waiting:
+                _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOG_SECONDS)
+                ready = [answer for answer in answers if answer not in waiting]
+                ray.get(ready)  # raises what one of them raised, though others are still loading
+                for name, actor in actors.items():
+                    for level, logger, message, fields in ray.get(actor.said.remote()):
+                        logging.getLogger(logger).log(level, message, extra=fields | {"service": name})
+                progress.n = len(ready)
+                progress.refresh()
         return dict(zip(actors, ray.get(answers), strict=True))
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error
