@@ -118,7 +118,10 @@ def guard_http(
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = name
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = name
+                if scope["path"].startswith(PATH):
+                    answered["request-id"] = name  # Anthropic's name of it
             await send(message)
 
         with ExitStack() as entered:

@@ -22,7 +22,9 @@ _KINDS = {
 def messages_error(error: ServiceError, http_code: int) -> Event:
     """Return an error in Anthropic's form."""
     kind = _KINDS.get(http_code, "invalid_request_error" if http_code < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    # Anthropic's words, by which agents know that they have to shorten the conversation.
+    too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+    return {"type": "error", "error": {"type": kind, "message": f"{too_long}{error}"}}
 
 
 class MessagesAnswer(Answer):

@@ -79,7 +79,9 @@ async def test_text_reasoning_and_calls_are_blocks_whole_and_streamed(
     raw: aiohttp.ClientSession, router: ScriptedRouter
 ) -> None:
     router.answer = f"<think>Look first.</think>I will look.{CALL}"
-    status, whole = await ask(raw, tools=[WEATHER])
+    async with raw.post(PATH, json=ASK | {"tools": [WEATHER]}, headers={"x-request-id": "mine"}) as response:
+        status, whole = response.status, await response.json()
+    assert response.headers["request-id"] == "mine" and whole["id"].startswith("msg_mine.")
     assert status == 200 and [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
     thinking, text, call = whole["content"]
     assert (thinking["thinking"], text["text"], whole["stop_reason"]) == ("Look first.", "I will look.", "tool_use")
@@ -155,7 +157,7 @@ async def test_a_call_can_be_asked_for_and_one_that_is_cut_off_has_what_came(
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "invalid_request_error",
          "reads text alone"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
-        ({"messages": [{"role": "user", "content": "sea " * 9000}]}, 400, "invalid_request_error", "maximum context"),
+        ({"messages": [{"role": "user", "content": "sea " * 9000}]}, 400, "invalid_request_error", "is too long"),
     ],
 )  # fmt: skip
 async def test_errors_are_in_anthropics_form(
