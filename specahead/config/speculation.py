@@ -38,7 +38,7 @@ class Speculation(Keyed, group="speculation"):
     lookup: bool | None = None
     """Whether exact sessions whose last 16 tokens occurred before propose up to 15 tokens that followed there, before
     their draft model is asked; null: where it is on a GPU."""
-    draft_context: Annotated[int, Within(least=0)] = 8192
+    draft_context: Annotated[int, Within(least=0)] = 2048
     """A draft that announces no blocks reads the last tokens of a prompt alone: at least as many as this, at most twice
     as many, and four times of a text that grows; 0: all."""
     draft_read_share: Share | None = None
