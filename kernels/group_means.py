@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from specahead.kernels.backends import jit, power_of_two, send, tl
+from specahead.kernels.kv_scales import values_by_token
 from specahead.kernels.kv_write import page_addresses
 
 
@@ -18,7 +19,8 @@ def make_group_means(
 ) -> None:
     """Compute means of the keys and values of groups, and the variances of their keys (divided by the group's size).
 
-    k_pages, v_pages: a layer each, [pages, kv_heads, page_size, head_dim], contiguous
+    k_pages, v_pages: a layer each, [pages, kv_heads, page_size, head_dim], contiguous; values in 8 bits as
+        `kv_scales.values_by_token` has them
     pages: [groups, pages of a group] int64; slots: [groups] int64, where each group's results are put
     k, v, k_variance: [layers, slots, kv_heads, head_dim] float32, contiguous, where the results are put
     """
@@ -27,7 +29,8 @@ def make_group_means(
         for layer, (k_source, v_source) in enumerate(zip(k_pages, v_pages, strict=True)):
             # [groups, pages, kv_heads, tokens, dim]
             keys, values = (
-                source[pages.flatten()].unflatten(0, (groups, per_group)).float() for source in (k_source, v_source)
+                source[pages.flatten()].unflatten(0, (groups, per_group)).float()
+                for source in (k_source, values_by_token(v_source))
             )
             k[layer, slots] = keys.mean((1, 3))
             k_variance[layer, slots] = keys.var((1, 3), correction=0)
@@ -48,15 +51,21 @@ def make_group_means(
         KV_HEADS=kv_heads,
         PAGE=k_pages[0].shape[2],
         DIM=dim,
+        V_STRIDES=values_by_token(v_pages[0]).stride()[2:],
         COLUMNS=power_of_two(dim),
     )
 
 
 @jit
-def _page_tile(ptr, page, kv_head, column, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr):
-    """Return one head's tokens of one page, float32 [PAGE, columns], 0 beyond DIM."""
+def _page_tile(
+    ptr, page, kv_head, column, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, STRIDES: tl.constexpr
+):
+    """Return one head's tokens of one page, float32 [PAGE, columns], 0 beyond DIM.
+
+    STRIDES: of tokens and of dimensions within a page.
+    """
     at = (page * KV_HEADS + kv_head) * (PAGE * DIM)
-    inside = (tl.arange(0, PAGE) * DIM)[:, None] + column[None, :]
+    inside = (tl.arange(0, PAGE) * STRIDES[0])[:, None] + (column * STRIDES[1])[None, :]
     return tl.load(ptr + at + inside, mask=(column < DIM)[None, :], other=0.0).to(tl.float32)
 
 
@@ -75,6 +84,7 @@ def _group_means_kernel(
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
+    V_STRIDES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Average one group of one layer's head. Keys are read twice: variances come from differences to the mean.
@@ -89,14 +99,14 @@ def _group_means_kernel(
     v_sums = tl.zeros([PAGE, COLUMNS], tl.float32)
     for i in tl.range(0, per_group):
         page = tl.load(pages_ptr + group * per_group + i)
-        k_sums += _page_tile(keys, page, kv_head, column, KV_HEADS, PAGE, DIM)
-        v_sums += _page_tile(values, page, kv_head, column, KV_HEADS, PAGE, DIM)
+        k_sums += _page_tile(keys, page, kv_head, column, KV_HEADS, PAGE, DIM, (DIM, 1))
+        v_sums += _page_tile(values, page, kv_head, column, KV_HEADS, PAGE, DIM, V_STRIDES)
     tokens = per_group * PAGE
     k_mean = tl.sum(k_sums, 0) / tokens
     squares = tl.zeros([PAGE, COLUMNS], tl.float32)
     for i in tl.range(0, per_group):
         page = tl.load(pages_ptr + group * per_group + i)
-        off = _page_tile(keys, page, kv_head, column, KV_HEADS, PAGE, DIM) - k_mean[None, :]
+        off = _page_tile(keys, page, kv_head, column, KV_HEADS, PAGE, DIM, (DIM, 1)) - k_mean[None, :]
         squares += off * off
     slot = tl.load(slots_ptr + group)
     at = ((layer * mean_slots + slot) * KV_HEADS + kv_head) * DIM + column

@@ -2,7 +2,8 @@
 
 A number in a page times its head's scale is the difference of a key or value to the center. Scales are powers of two,
 so that no product with them rounds. A difference is rounded to 4 bits of mantissa if it lies within the range of e4m3,
-whose largest number is 448 and whose smallest with a full mantissa is 1/64. Larger ones become the largest.
+whose largest number is 448 and whose smallest with a full mantissa is 1/64. Larger ones become the largest, and so does
+what is no number.
 
 Taking the same vector from all keys of a head changes no softmax over them: keys' centers are never added back. Values'
 centers are added to the output once, as its weights sum to 1. Nor does attention multiply by scales for each number
@@ -57,7 +58,10 @@ def values_to_pages(values: Tensor, of: KVScales) -> Tensor:
 
 
 def _rounded(x: Tensor, scales: Tensor, centers: Tensor) -> Tensor:
-    return ((x.float() - centers) / scales[:, None]).clamp(-LARGEST, LARGEST).to(EIGHT_BITS)
+    rounded = ((x.float() - centers) / scales[:, None]).nan_to_num(
+        -LARGEST
+    )  # attention reads tokens without weight too
+    return rounded.clamp(-LARGEST, LARGEST).to(EIGHT_BITS)
 
 
 def keys_of_pages(pages: Tensor, of: KVScales, dtype: torch.dtype) -> Tensor:
@@ -75,6 +79,15 @@ def as_bytes(pages: Tensor) -> Tensor:
     return pages.view(torch.uint8) if pages.dtype == EIGHT_BITS else pages
 
 
+def values_by_token(v_pages: Tensor) -> Tensor:
+    """Return pages of values by token, [pages, kv_heads, page_size, dim]: in 8 bits a view, others as they are.
+
+    In 8 bits they are [pages, kv_heads, dim, page_size]. Hopper's tensor cores multiply weights with 8-bit values only
+    if the tokens of a dimension lie side by side.
+    """
+    return v_pages.transpose(2, 3) if v_pages.dtype == EIGHT_BITS else v_pages
+
+
 def copy_keys(pages: Tensor, rows: Tensor, of: KVScales, out: Tensor, backend: str = "torch") -> None:
     """Copy rows of 8-bit keys to `out`, less their centers.
 
@@ -88,23 +101,27 @@ def copy_keys(pages: Tensor, rows: Tensor, of: KVScales, out: Tensor, backend: s
 
 
 def copy_values(pages: Tensor, rows: Tensor, of: KVScales, out: Tensor, backend: str = "torch") -> None:
-    """Copy rows of 8-bit values to `out`. The arguments are those of `copy_keys`."""
+    """Copy rows of 8-bit values to `out`. The arguments are those of `copy_keys`, but for the shape of pages
+    (`values_by_token`).
+    """
     if backend == "torch":
-        out.copy_(values_of_pages(_rows_by_head(pages, rows), of, out.dtype).view(out.shape))
+        out.copy_(values_of_pages(_rows_by_head(values_by_token(pages), rows), of, out.dtype).view(out.shape))
     else:
-        _copy_rows(pages, rows, of.scales[1], of.centers[1], out)
+        _copy_rows(values_by_token(pages), rows, of.scales[1], of.centers[1], out)
 
 
 def _rows_by_head(pages: Tensor, rows: Tensor) -> Tensor:
-    _, kv_heads, page_size, dim = pages.shape
-    copied = as_bytes(pages).view(-1, page_size * dim).index_select(0, rows)
-    return copied.view(pages.dtype).view(kv_heads, -1, dim)
+    kv_heads, _, dim = pages.shape[1:]
+    copied = as_bytes(pages).flatten(0, 1)[rows]
+    return copied.view(pages.dtype).reshape(kv_heads, -1, dim)
 
 
 def _copy_rows(pages: Tensor, rows: Tensor, scales: Tensor, centers: Tensor | None, out: Tensor) -> None:
-    _, kv_heads, page_size, dim = pages.shape
+    kv_heads, page_size, dim = pages.shape[1:]
     if len(rows):
-        _copy_rows_kernel[(len(rows),)](pages, rows, scales, centers, out, KV_HEADS=kv_heads, PAGE=page_size, DIM=dim)
+        _copy_rows_kernel[(len(rows),)](
+            pages, rows, scales, centers, out, KV_HEADS=kv_heads, PAGE=page_size, DIM=dim, STRIDES=pages.stride()[2:]
+        )
 
 
 @jit
@@ -117,16 +134,19 @@ def _copy_rows_kernel(
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
+    STRIDES: tl.constexpr,
 ):
+    """STRIDES: of tokens and of dimensions within a page."""
     place = tl.program_id(0)
     row = tl.load(rows_ptr + place)
     head = row % KV_HEADS
-    column = tl.arange(0, DIM)
-    at = (tl.arange(0, PAGE) * DIM)[:, None] + column[None, :]
+    token, column = tl.arange(0, PAGE), tl.arange(0, DIM)
+    at = (token * STRIDES[0])[:, None] + (column * STRIDES[1])[None, :]
     numbers = tl.load(pages_ptr + row * (PAGE * DIM) + at).to(tl.float32) * tl.load(kv_scales_ptr + head)
     if centers_ptr is not None:
         numbers += tl.load(centers_ptr + head * DIM + column)[None, :]
-    tl.store(out_ptr + place.to(tl.int64) * (PAGE * DIM) + at, numbers.to(out_ptr.dtype.element_ty))
+    out_at = place.to(tl.int64) * (PAGE * DIM) + (token * DIM)[:, None] + column[None, :]
+    tl.store(out_ptr + out_at, numbers.to(out_ptr.dtype.element_ty))
 
 
 @jit

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.backends import jit, tl
-from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_to_pages
+from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_by_token, values_to_pages
 
 
 def write_kv(
@@ -15,7 +15,7 @@ def write_kv(
 ) -> None:
     """Store `keys` and `values` at `slots`, in place.
 
-    k_pages, v_pages: [pages, kv_heads, page_size, head_dim]
+    k_pages, v_pages: [pages, kv_heads, page_size, head_dim]; values in 8 bits as `kv_scales.values_by_token` has them
     slots: [tokens] int64, page * page_size + offset, no two alike
     keys, values: [tokens, kv_heads, head_dim], of the pages' dtype unless there are scales
     scales: the layer's, for pages in 8 bits; None: numbers are written as they are
@@ -26,7 +26,7 @@ def write_kv(
     page = torch.div(slots, page_size, rounding_mode="floor")
     offset = slots - page * page_size
     k_pages[page, :, offset] = keys
-    v_pages[page, :, offset] = values
+    values_by_token(v_pages)[page, :, offset] = values
 
 
 def page_addresses(k_pages: list[Tensor], v_pages: list[Tensor]) -> Tensor:
@@ -47,8 +47,7 @@ def move_kv(
 ) -> None:
     """Copy the keys and values of single tokens to other places of the same pages, in all layers.
 
-    k_pages, v_pages: a layer each, [pages, kv_heads, page_size, head_dim], contiguous; Triton takes a head_dim that is
-    a power of two
+    k_pages, v_pages: a layer each, as for `write_kv`, contiguous; Triton takes a head_dim that is a power of two
     addresses: the result of `page_addresses`, on the pages' device
     source, target: [tokens] int64, page * page_size + offset. A token is left where its source and target are equal or
     its target is negative; no target is the source of another token.
@@ -58,25 +57,42 @@ def move_kv(
         moved = (target >= 0) & (target != source)
         page, offset = source[moved] // page_size, source[moved] % page_size
         for keys, values in zip(k_pages, v_pages, strict=True):
-            write_kv(keys, values, target[moved], keys[page, :, offset], values[page, :, offset])
+            write_kv(keys, values, target[moved], keys[page, :, offset], values_by_token(values)[page, :, offset])
         return
     _move_kv_kernel[(len(source), heads, len(k_pages))](
-        addresses, k_pages[0], source, target, HEADS=heads, PAGE=page_size, DIM=dim
+        *(addresses, k_pages[0], source, target),
+        HEADS=heads,
+        PAGE=page_size,
+        DIM=dim,
+        V_STRIDES=values_by_token(v_pages[0]).stride()[2:],
     )
 
 
 @jit
 def _move_kv_kernel(
-    addresses_ptr, anchor_ptr, source_ptr, target_ptr, HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
+    addresses_ptr,
+    anchor_ptr,
+    source_ptr,
+    target_ptr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    V_STRIDES: tl.constexpr,
 ):
-    """Move one token's key and value of one head of one layer. anchor: any pages, which tell the addresses' type."""
+    """Move one token's key and value of one head of one layer. anchor: any pages, which tell the addresses' type.
+
+    V_STRIDES: of tokens and of dimensions within a page of values.
+    """
     token, head, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     source, target = tl.load(source_ptr + token), tl.load(target_ptr + token)
     if (target >= 0) & (target != source):
         keys = tl.load(addresses_ptr + layer).to(anchor_ptr.dtype)
         values = tl.load(addresses_ptr + tl.num_programs(2) + layer).to(anchor_ptr.dtype)
         dims = tl.arange(0, DIM)
-        from_ = ((source // PAGE * HEADS + head) * PAGE + source % PAGE) * DIM + dims
-        to = ((target // PAGE * HEADS + head) * PAGE + target % PAGE) * DIM + dims
-        tl.store(keys + to, tl.load(keys + from_))
-        tl.store(values + to, tl.load(values + from_))
+        from_page = (source // PAGE * HEADS + head) * (PAGE * DIM)
+        to_page = (target // PAGE * HEADS + head) * (PAGE * DIM)
+        moved = tl.load(keys + from_page + source % PAGE * DIM + dims)
+        tl.store(keys + to_page + target % PAGE * DIM + dims, moved)
+        of_dims = dims * V_STRIDES[1]
+        moved = tl.load(values + from_page + source % PAGE * V_STRIDES[0] + of_dims)
+        tl.store(values + to_page + target % PAGE * V_STRIDES[0] + of_dims, moved)

@@ -33,8 +33,7 @@ def attend_to_prompts(
 ) -> Tensor:
     """Return the output [rows, heads, dim]; rows of no part are zeros.
 
-    queries: [rows, heads, dim]. k_pages, v_pages: [pages, kv_heads, page_size, dim]. scales: the layer's, for pages in
-    8 bits.
+    queries: [rows, heads, dim]. k_pages, v_pages: as in `Batch`. scales: the layer's, for pages in 8 bits.
     """
     pages = k_pages, v_pages, scales
     out, end = torch.empty_like(queries), 0
@@ -151,7 +150,7 @@ def merge_in_all_ways(heads: int, dim: int, dtype: torch.dtype, device: torch.de
 def copy_places(pages: _Pages, places: Tensor, room: Tensor) -> list[Tensor]:
     """Copy the KV at `places` of pages to `room`, and return it: [kv_heads, tokens, dim] of each.
 
-    pages: [pages, kv_heads, page_size, dim] each; places: int64, head by head, as `PromptPart` has them.
+    pages: as in `Batch`; places: int64, head by head, as `PromptPart` has them.
     """
     scales = pages[2]
     _, kv_heads, page_size, dim = pages[0].shape

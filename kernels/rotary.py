@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.backends import jit, overlapping_launch, tl
-from specahead.kernels.kv_scales import KVScales, in_pages
+from specahead.kernels.kv_scales import KVScales, in_pages, values_by_token
 from specahead.kernels.kv_write import write_kv
 from specahead.kernels.rms_norm import add_rms_norm
 
@@ -38,7 +38,7 @@ def rotate_and_write_kv(
     cosines, sines: [positions, rotated / 2] float32, contiguous; dimension i of a head turns with i + rotated / 2.
     positions: [tokens] int32 or int64.
     slots: [tokens] int64, page * page_size + offset; a token with a negative slot is not written.
-    k_pages, v_pages: [pages, kv_heads, page_size, head_dim]; Triton takes powers of two as head_dim.
+    k_pages, v_pages: as for `write_kv`; Triton takes powers of two as head_dim.
     head_norms: [2, head_dim], RMSNorm weights of each head's query and key before rotation; None: no norm.
     scales: the layer's, for pages in 8 bits.
     dtype: of the queries, and of keys and values before they are written; None: that of the pages.
@@ -66,6 +66,7 @@ def rotate_and_write_kv(
         KV_HEADS=kv_heads,
         PAGE=page_size,
         DIM=dim,
+        V_STRIDES=values_by_token(v_pages).stride()[2:],
         HALF=cosines.shape[1],
         OF_PROGRAM=of_program,
         num_warps=1,
@@ -121,6 +122,7 @@ def _rotate_and_write_kv_kernel(
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
+    V_STRIDES: tl.constexpr,
     HALF: tl.constexpr,
     OF_PROGRAM: tl.constexpr,
     PDL: tl.constexpr,
@@ -159,7 +161,7 @@ def _rotate_and_write_kv_kernel(
                 tl.store(queries_ptr + (token * HEADS + head).to(tl.int64) * DIM + at, own)
             elif slot >= 0:
                 kv_head = (head - HEADS) % KV_HEADS
-                offset = ((slot // PAGE * KV_HEADS + kv_head) * PAGE + slot % PAGE) * DIM
+                page_at = (slot // PAGE * KV_HEADS + kv_head) * (PAGE * DIM)
                 if kv_scales_ptr is None:
                     written = own
                 else:  # those of keys and, after them, of values
@@ -167,6 +169,6 @@ def _rotate_and_write_kv_kernel(
                     scale, center = tl.load(kv_scales_ptr + of_kv), tl.load(centers_ptr + of_kv * DIM + at)
                     written = in_pages(own, scale, center, k_ptr.dtype.element_ty)
                 if head < HEADS + KV_HEADS:
-                    tl.store(k_ptr + offset + at, written)
+                    tl.store(k_ptr + page_at + slot % PAGE * DIM + at, written)
                 else:
-                    tl.store(v_ptr + offset + at, written)
+                    tl.store(v_ptr + page_at + slot % PAGE * V_STRIDES[0] + at * V_STRIDES[1], written)

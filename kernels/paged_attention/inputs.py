@@ -52,7 +52,7 @@ class Batch:
     """Queries and the pages that they attend to: the queries of a sequence stand at its last KV positions.
 
     queries: [tokens, heads, head_dim], the sequences one after another
-    k_pages, v_pages: [pages, kv_heads, page_size, head_dim]
+    k_pages, v_pages: [pages, kv_heads, page_size, head_dim]; values in 8 bits [pages, kv_heads, head_dim, page_size]
     block_tables: [sequences, max_pages] int32, page of each logical page
     kv_lengths: [sequences] int32, tokens with KV, the queries' own included
     query_starts: [sequences + 1] int32, first query row of each sequence

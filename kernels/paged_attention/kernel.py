@@ -5,93 +5,16 @@ an equal stretch of it and leaves a partial result for each item that it touches
 """
 
 from specahead.kernels.backends import ask_for, jit, precede, tl
-
-
-@jit
-def first_tile(program, total, programs, MIN_TILES: tl.constexpr):
-    """Return where a program's stretch of all tiles begins. Shares are equal, and of at least MIN_TILES if possible."""
-    programs = tl.minimum(programs, tl.cdiv(total, MIN_TILES))
-    share = total // tl.maximum(programs, 1)
-    return tl.minimum(program * share + tl.minimum(program, total - share * programs), total)
-
-
-@jit
-def program_of(tile, total, programs, MIN_TILES: tl.constexpr):
-    """Return the program whose stretch holds a tile: the reverse of `first_tile`."""
-    programs = tl.minimum(programs, tl.cdiv(total, MIN_TILES))
-    share = total // tl.maximum(programs, 1)
-    longer = total - share * programs  # as many programs have a tile more
-    if tile < longer * (share + 1):
-        program = tile // (share + 1)
-    else:
-        program = longer + (tile - longer * (share + 1)) // tl.maximum(share, 1)
-    return program
-
-
-@jit
-def _numbers_at(
-    place,
-    inside,
-    item_row,
-    sources,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-):
-    """Return where the numbers of the tokens at `place`, among all that an item reads, begin in the pages.
-
-    inside: the places that are looked up. item_row: sequence * KV_HEADS + the KV head. sources: block tables, lists and
-    pieces (`Work.pieces`), and the strides of a table and of a list.
-    """
-    tables_ptr, _lists_ptr, pieces_ptr, table_stride, list_width = sources
-    if SPARSE:
-        PIECE: tl.constexpr = min(BLOCK, PAGE)
-        piece_at = pieces_ptr + item_row * (list_width * (BLOCK // PIECE)) + place // PIECE
-        return (tl.load(piece_at, mask=inside, other=0).to(tl.int64) * PIECE + place % PIECE) * DIM
-    page_at = tables_ptr + item_row // KV_HEADS * table_stride + place // PAGE
-    page = tl.load(page_at, mask=inside, other=0).to(tl.int64)
-    return ((page * KV_HEADS + item_row % KV_HEADS) * PAGE + place % PAGE) * DIM
-
-
-@jit
-def _item(
-    item,
-    row_tiles,
-    tile_starts_ptr,
-    starts_ptr,
-    lengths_ptr,
-    lists_ptr,
-    counts_ptr,
-    list_width,
-    KV_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NEWEST: tl.constexpr,
-    SPARSE: tl.constexpr,
-):
-    """Return an item's tiles, its queries' rows, its sequence's tokens, how many tokens it reads, and where the last
-    NEWEST blocks of its list end.
-    """
-    sequence = item // (row_tiles * KV_HEADS)
-    first, stop = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
-    start, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
-    length = tl.load(lengths_ptr + sequence)
-    tokens = length
-    ends = tl.arange(0, NEWEST)
-    if SPARSE:
-        count = tl.load(counts_ptr + item // row_tiles)
-        place = count - 1 - ends
-        ends = tl.load(lists_ptr + item // row_tiles * list_width + place, mask=place >= 0, other=-1) * BLOCK + BLOCK
-        tokens = count * BLOCK
-    return first, stop, start, end, length, tokens, ends
-
-
-@jit
-def _place_of(position, tokens, ends, BLOCK: tl.constexpr):
-    """Return how many of the tokens that a list names lie before a position. tokens, ends: as `_item` returns them."""
-    behind = tl.minimum(tl.maximum(ends[None, :] - position[:, None], 0), BLOCK)
-    return tokens - tl.sum(behind, 1)
+from specahead.kernels.paged_attention.items import (
+    first_tile,
+    item_at,
+    place_in_list,
+    places_of,
+    program_of,
+    queries_of,
+    rows_in_terms,
+)
+from specahead.kernels.two_terms import in_two_terms, of_two_terms
 
 
 @jit
@@ -148,11 +71,17 @@ def partial_attention_kernel(
 ):
     """Attend one stretch of the row of tiles; leave a partial result at slot (program + item) for each item in it.
 
-    With kv_scales, pages have 8-bit numbers. They are multiplied as 16-bit floats, which hold each of them, and summed
-    in float32. A head's scale of keys joins that of the scores; what is due to values comes when results are merged.
+    With kv_scales, pages have 8-bit numbers, values with the tokens of a dimension side by side, as tensor cores take
+    them. 16-bit queries and weights are multiplied with them in two terms (kernels.two_terms), each tile's products
+    apart: tensor cores sum products of 8 bits with 14 bits, too few for all tokens. Weights are up to 2^8, so that 8
+    bits hold them down to 2^-22 of the largest. A head's scale of keys joins that of the scores; what is due to values
+    comes when results are merged.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4
+    EIGHT: tl.constexpr = kv_scales_ptr is not None
+    TERMS: tl.constexpr = EIGHT and q_ptr.dtype.element_ty != tl.float32 and DIM >= 32
+    HEADROOM: tl.constexpr = 8 if TERMS else 0
+    SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4 and not TERMS
     sources = (tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
     of_items = (row_tiles, tile_starts_ptr, starts_ptr, lengths_ptr, lists_ptr, counts_ptr, list_width)
     program = tl.program_id(0)
@@ -173,30 +102,29 @@ def partial_attention_kernel(
     # Up to the wait nothing is read that launches of this layer make (queries, the newest tokens' KV): this launch may
     # begin before those have ended.
     known = tl.minimum(item, items - 1)  # a program may have no tiles
-    first, stop, start, end, length, tokens, ends = _item(known, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
+    first, stop, start, end, length, tokens, ends = item_at(known, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
     if PDL:
         if tile < last:
             place = (tile - first) * TILE + offs_tile
-            at = _numbers_at(place, place < tokens, item // row_tiles, sources, KV_HEADS, DIM, PAGE, BLOCK, SPARSE)
+            page, within = places_of(place, tokens, item // row_tiles, sources, KV_HEADS, PAGE, BLOCK, SPARSE)
+            at = (page * PAGE + within) * DIM
             ask_for(k_ptr, at, DIM)
             ask_for(v_ptr, at, DIM)
         precede(PDL)
+    if TERMS:
+        rows = queries_of(known, row_tiles, start, end, q_ptr, HEADS, KV_HEADS, QUERIES, ROWS, DIM)
+        terms, unit, seen_to = rows_in_terms(*rows, length, end - start, tokens, ends, BLOCK, k_ptr.dtype.element_ty)
     while tile < last:
         stop = tl.minimum(last, stop)
-        row_tile = item % row_tiles
         item_row = item // row_tiles
         kv_head = item_row % KV_HEADS
         queries = end - start
-        query = row_tile * QUERIES + offs_row // GROUP
-        real = (offs_row < QUERIES * GROUP) & (query < queries)
-        head = kv_head * GROUP + offs_row % GROUP
-        q_at = ((start + query) * HEADS + head).to(tl.int64) * DIM
-        q = tl.load(q_ptr + q_at[:, None] + offs_dim[None, :], mask=real[:, None], other=0.0)
+        query, real, q = queries_of(item, row_tiles, start, end, q_ptr, HEADS, KV_HEADS, QUERIES, ROWS, DIM)
         scale = scale_log2
-        if kv_scales_ptr is not None:
+        if EIGHT:
             scale *= tl.load(kv_scales_ptr + kv_head)
             if q.dtype == tl.bfloat16:
-                q = q.to(tl.float16)  # which GPUs make of 8 bits in one instruction
+                q = q.to(tl.float16)  # holds more of what group means are, and all 8-bit numbers
         if BRANCHED:
             visible_at = visible_ptr + (start + query) * 3
             limit = tl.load(visible_at, mask=real, other=0)
@@ -207,35 +135,49 @@ def partial_attention_kernel(
         there_to = length
         if SPARSE and not BRANCHED:
             # Lists ascend: by the last few blocks it is known up to which place in the list a row sees all tokens.
-            limit = tl.where(real, _place_of(limit, tokens, ends, BLOCK), 0)
-            there_to = tl.max(_place_of(tl.full([1], length, tl.int32), tokens, ends, BLOCK), 0)
+            limit = seen_to if TERMS else tl.where(real, place_in_list(limit, tokens, ends, BLOCK), 0)
+            there_to = tl.max(place_in_list(tl.full([1], length, tl.int32), tokens, ends, BLOCK), 0)
         maximum = tl.full([ROWS], -float("inf"), tl.float32)
         total_weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
         token_tiles = tl.cdiv(tokens, TILE)
         for t in tl.range(tile - first, tl.minimum(stop - first, token_tiles), num_stages=STAGES):
             place = t * TILE + offs_tile
-            at = _numbers_at(place, place < tokens, item_row, sources, KV_HEADS, DIM, PAGE, BLOCK, SPARSE)
+            page, within = places_of(place, tokens, item_row, sources, KV_HEADS, PAGE, BLOCK, SPARSE)
+            at = (page * PAGE + within) * DIM
             position = place
             if SPARSE and BRANCHED:
                 # Where a token lies and which it is are two loads side by side: neither waits for the other.
                 block = tl.load(lists_ptr + item_row * list_width + place // BLOCK, mask=place < tokens, other=0)
                 position = tl.where(place < tokens, block * BLOCK + place % BLOCK, length)
             there = position < there_to
-            k = tl.load(k_ptr + at[None, :] + offs_dim[:, None], mask=there[None, :], other=0.0)
-            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
+            if EIGHT:  # without masks, which cost time: what is not seen has no weight, and is a number in any case
+                k = tl.load(k_ptr + at[None, :] + offs_dim[:, None])
+            else:
+                k = tl.load(k_ptr + at[None, :] + offs_dim[:, None], mask=there[None, :], other=0.0)
+            if TERMS:
+                scores = of_two_terms(tl.dot(terms, k)) * (scale * unit)
+            else:
+                scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
             # `limit` and `own_last` do not lie after `there_to`: what is not there is not seen either.
             seen = position[None, :] < limit[:, None]
             if BRANCHED:
                 seen |= (position[None, :] >= own_first[:, None]) & (position[None, :] < own_last[:, None])
             scores = tl.where(seen, scores, -float("inf"))
-            higher = tl.maximum(maximum, tl.max(scores, 1))
+            higher = tl.maximum(maximum, tl.max(scores, 1) - HEADROOM)
             base = tl.where(higher == -float("inf"), 0.0, higher)
             p = tl.exp2(scores - base[:, None])
             fade = tl.exp2(maximum - base)
             total_weight = total_weight * fade + tl.sum(p, 1)
-            v = tl.load(v_ptr + at[:, None] + offs_dim[None, :], mask=there[:, None], other=0.0)
-            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
+            if EIGHT:
+                by_dim = (page * (PAGE * DIM) + within)[None, :] + (offs_dim * PAGE)[:, None]
+                v = tl.trans(tl.load(v_ptr + by_dim))
+            else:
+                v = tl.load(v_ptr + at[:, None] + offs_dim[None, :], mask=there[:, None], other=0.0)
+            if TERMS:
+                acc = acc * fade[:, None] + of_two_terms(tl.dot(in_two_terms(p, v.dtype), v))
+            else:
+                acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
             maximum = higher
             if EMIT:
                 if SPREAD:
@@ -288,7 +230,12 @@ def partial_attention_kernel(
         tile = stop
         item += 1
         if tile < last:
-            first, stop, start, end, length, tokens, ends = _item(item, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
+            first, stop, start, end, length, tokens, ends = item_at(item, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
+            if TERMS:
+                rows = queries_of(item, row_tiles, start, end, q_ptr, HEADS, KV_HEADS, QUERIES, ROWS, DIM)
+                terms, unit, seen_to = rows_in_terms(
+                    *rows, length, end - start, tokens, ends, BLOCK, k_ptr.dtype.element_ty
+                )
 
 
 @jit

@@ -145,6 +145,7 @@ def _attend_in_parts(
         **sums.layout,
         **_cut(batch, blocks, means, tuning, rows, sums.block_size),
         num_warps=tuning.warps,
+        maxnreg=tuning.registers,
         **overlapping_launch(device),
     )
     return partial, partial_max, partial_sum
@@ -155,8 +156,9 @@ def _cut(
 ) -> dict[str, Any]:
     """Return the constants that `partial_attention_kernel` is compiled for."""
     block = emit_block_size or (1 if blocks is None else blocks.block_size)
+    least = LEAST_ROWS if batch.scales is None else 2 * LEAST_ROWS  # Hopper multiplies 64 rows of 8 bits, two for each
     return {
-        "ROWS": max(LEAST_ROWS, power_of_two(rows)),
+        "ROWS": max(least, power_of_two(rows)),
         "DIM": batch.dim,
         "PAGE": batch.page_size,
         "BLOCK": block,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.kernels.kv_scales import as_bytes, keys_of_pages, values_of_pages
+from specahead.kernels.kv_scales import as_bytes, keys_of_pages, values_by_token, values_of_pages
 from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans
 
 
@@ -52,7 +52,8 @@ def _all_pages(batch: Batch, sequence: int, length: int) -> tuple[Tensor, Tensor
     page_size, table = batch.page_size, batch.block_tables[sequence].long()
     physical = table[None, : -(-length // page_size)]
     positions = torch.arange(physical.shape[1] * page_size, device=table.device)[None]
-    keys, values = _in_full(batch, *(gather_pages(pages, physical) for pages in (batch.k_pages, batch.v_pages)))
+    pools = batch.k_pages, values_by_token(batch.v_pages)
+    keys, values = _in_full(batch, *(gather_pages(pages, physical) for pages in pools))
     return keys, values, positions
 
 
@@ -88,11 +89,8 @@ def _listed(
         pages = table[(begins // page_size).clamp(max=len(table) - 1)]  # a last block may reach beyond the table
         rows = pages * kv_heads + torch.arange(kv_heads, device=table.device)[:, None]
         rows = rows * (page_size // piece) + begins % page_size // piece
-    keys, values = (
-        as_bytes(pool).view(-1, piece * batch.dim).index_select(0, rows.flatten()).view(kv_heads, -1, batch.dim)
-        for pool in (batch.k_pages, batch.v_pages)
-    )
-    keys, values = _in_full(batch, keys.view(batch.k_pages.dtype), values.view(batch.k_pages.dtype))
+    pools = batch.k_pages, values_by_token(batch.v_pages)
+    keys, values = _in_full(batch, *(_gather_pieces(pages, rows, piece) for pages in pools))
     return keys, values, positions.where(listed[..., None], length).flatten(1)
 
 
@@ -129,11 +127,24 @@ def gather_pages(pages: Tensor, physical: Tensor) -> Tensor:
 
     pages: [pages, kv_heads, page_size, dim]. Returns [kv_heads, width * page_size, dim].
     """
-    kv_heads, page_size, dim = pages.shape[1:]
+    kv_heads, page_size = pages.shape[1:3]
     rows = physical * kv_heads + torch.arange(kv_heads, device=pages.device)[:, None]
-    # One row per (page, head): index_select copies each with one memcpy, several times faster than indexing.
-    gathered = as_bytes(pages).view(-1, page_size * dim).index_select(0, rows.flatten())
-    return gathered.view(pages.dtype).view(kv_heads, -1, dim)
+    return _gather_pieces(pages, rows, page_size)
+
+
+def _gather_pieces(pages: Tensor, rows: Tensor, piece: int) -> Tensor:
+    """Return pieces of `piece` tokens of pages [pages, kv_heads, page_size, dim]: [kv_heads, n * piece, dim].
+
+    rows: [kv_heads, n], as the pieces of all pages follow one another.
+    """
+    page_size, dim = pages.shape[2:]
+    if pages.is_contiguous():
+        # One row per piece: index_select copies each with one memcpy, several times faster than indexing.
+        gathered = as_bytes(pages).view(-1, piece * dim).index_select(0, rows.flatten())
+    else:
+        tokens = rows[..., None] * piece + torch.arange(piece, device=rows.device)
+        gathered = as_bytes(pages).flatten(0, 1)[tokens // page_size, tokens % page_size]
+    return gathered.view(pages.dtype).reshape(len(rows), -1, dim)
 
 
 def pack_heads(queries: Tensor, kv_heads: int) -> Tensor:

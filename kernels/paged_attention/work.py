@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specahead.kernels.backends import jit, power_of_two, tl
 from specahead.kernels.paged_attention.inputs import BlockLists, GroupMeans
-from specahead.kernels.paged_attention.kernel import first_tile
+from specahead.kernels.paged_attention.items import first_tile
 
 MAX_ROWS = 64  # of a tile of queries: heads of a group times queries
 LEAST_ROWS = 16  # that a tile has in any case
@@ -36,6 +36,7 @@ class Tuning:
     # Tiles of one item that a program takes, so that a result depends on nothing else in the batch; 0: equal stretches
     # of all tiles.
     segment: int = 0
+    registers: int | None = None  # of a thread, at most
 
     @property
     def least_tiles(self) -> int:
@@ -196,7 +197,7 @@ def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int, eight_bi
     are short in all, and are read sooner by more and smaller programs.
     """
     if eight_bit:
-        return _tuning_of_eight_bit(dim, block_size, rows, kv_heads)
+        return _tuning_of_eight_bit(rows)
     if dim > 64:
         if rows > 32:
             return Tuning(tile=64, stages=3)
@@ -210,23 +211,15 @@ def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int, eight_bi
     return Tuning(programs=3) if block_size else Tuning(stages=3, programs=3)
 
 
-def _tuning_of_eight_bit(dim: int, block_size: int, rows: int, kv_heads: int) -> Tuning:
-    """Return the fastest cut for pages in 8 bits: for heads of 128 dimensions and up to 32 rows as measured on an H200.
+def _tuning_of_eight_bit(rows: int) -> Tuning:
+    """Return a cut for pages in 8 bits, by what is compiled for sm_90; not measured.
 
-    Each warp converts all keys and values of its tile. So one warp, with small tiles, is fastest over all tokens; over
-    lists, which have fewer tiles for as many programs, two are. The other cuts are by what is compiled for sm_90.
+    Hopper's tensor cores take 8 bits from four warps. Registers are bounded so that a multiprocessor holds three
+    programs.
     """
-    if dim > 64:
-        if rows > 32:
-            return Tuning(tile=64, stages=3)
-        if not block_size:
-            return Tuning(tile=32, stages=5, warps=1, programs=8)
-        return Tuning(tile=64, stages=3, warps=2, programs=4) if rows > 16 else Tuning(stages=3)
-    if rows > 16:
-        return Tuning(tile=64, stages=5)
-    if 0 < block_size <= 32 and kv_heads <= 2:
-        return Tuning(tile=32, stages=3, warps=1, programs=8)
-    return Tuning(tile=64, stages=5, warps=2, programs=4)
+    if rows > 32:
+        return Tuning(tile=64, stages=3)
+    return Tuning(stages=3, programs=3, registers=168)
 
 
 def pinned_tuning(dim: int, group: int, max_queries: int, eight_bit: bool = False) -> Tuning:

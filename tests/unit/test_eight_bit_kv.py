@@ -34,6 +34,7 @@ from specahead.kernels.kv_scales import (
     keys_of_pages,
     keys_to_pages,
     scales_for,
+    values_by_token,
     values_of_pages,
     values_to_pages,
 )
@@ -107,7 +108,7 @@ def test_rows_are_copied_as_what_they_stand_for(dtype: torch.dtype) -> None:
         wanted = of_pages(torch.stack([pages[[4, 0, 3], head].flatten(0, 1) for head in range(2)]), of, torch.float32)
         for backend in BACKENDS:
             out = torch.full((6, 4 * 16), torch.nan, dtype=dtype, device=DEVICE)
-            copy(pages, rows, of, out, backend)
+            copy(pages if copy is copy_keys else pages.transpose(2, 3).contiguous(), rows, of, out, backend)
             torch.testing.assert_close(out.float(), wanted.view(6, -1), atol=0, rtol=torch.finfo(dtype).eps)
 
 
@@ -116,12 +117,12 @@ def test_single_tokens_are_moved_as_they_are(backend: str) -> None:
     pytest.importorskip("triton")
     torch.manual_seed(0)
     of, slots = some_scales(2, 16), torch.arange(24, device=DEVICE)
-    pages = [torch.zeros(6, 2, 4, 16, dtype=EIGHT_BITS, device=DEVICE) for _ in range(2)]
+    pages = [torch.zeros(6, 2, *of_page, dtype=EIGHT_BITS, device=DEVICE) for of_page in ((4, 16), (16, 4))]
     write_kv(*pages, slots, *torch.randn(2, 24, 2, 16, device=DEVICE), of)
     before = [part.view(torch.uint8).clone() for part in pages]
     source, target = (torch.tensor(each, device=DEVICE) for each in ([3, 7, 9, 4], [20, 21, -1, 4]))
     move_kv([pages[0]], [pages[1]], page_addresses([pages[0]], [pages[1]]).to(DEVICE), source, target, backend)
-    for part, held in zip(pages, before, strict=True):
+    for part, held in zip((pages[0], values_by_token(pages[1])), (before[0], before[1].transpose(2, 3)), strict=True):
         held[5, :, 0], held[5, :, 1] = held[0, :, 3].clone(), held[1, :, 3].clone()
         assert torch.equal(part.view(torch.uint8), held)
 

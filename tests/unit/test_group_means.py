@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.group_means import make_group_means
+from specahead.kernels.kv_scales import values_by_token
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,7 +20,10 @@ def made(
     pages = torch.randperm(12, generator=random)[: 2 * per_group].view(2, per_group)
     slots = torch.tensor([4, 1])
     means = [torch.full((layers, 6, 2, dim), 7.0, device=DEVICE) for _ in range(3)]
-    k_pages, v_pages = pools[:layers], pools[layers:]
+    k_pages, v_pages = (
+        pools[:layers],
+        [values_by_token(pages).contiguous() for pages in pools[layers:]],
+    )  # as they lie there
     make_group_means(k_pages, v_pages, pages.to(DEVICE), slots.to(DEVICE), *means, backend)
     return pools, pages, slots, means
 

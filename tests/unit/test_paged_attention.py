@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.backends import Backend
-from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_to_pages
+from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_by_token, values_to_pages
 from specahead.kernels.kv_write import write_kv
 from specahead.kernels.paged_attention import (
     MAX_VARIANCE_TERM,
@@ -121,7 +121,8 @@ def densified(case: Case, i: int, pages: Tensor) -> np.ndarray:
     """[length, kv_heads, dim] float64: the tokens of sequence i in order."""
     at = np.arange(case.kv_lengths[i])
     table = case.block_tables[i].numpy()
-    dense = pages.double().numpy()[table[at // case.page_size], :, at % case.page_size]
+    by = pages if pages is case.k_pages else values_by_token(pages)
+    dense = by.double().numpy()[table[at // case.page_size], :, at % case.page_size]
     if case.scales is None:
         return dense
     which = int(pages is case.v_pages)
@@ -136,7 +137,7 @@ def in_eight_bits(case: Case, eight_bit: bool = True) -> Case:
     scales = torch.exp2(torch.arange(2.0 * kv_heads) - 5).view(2, kv_heads).flip(1)
     of = KVScales(scales, torch.randn(2, kv_heads, dim))
     k = keys_to_pages(case.k_pages.transpose(1, 2), of).transpose(1, 2).contiguous()
-    v = values_to_pages(case.v_pages.transpose(1, 2), of).transpose(1, 2).contiguous()
+    v = values_to_pages(case.v_pages.transpose(1, 2), of).permute(0, 2, 3, 1).contiguous()
     return replace(case, k_pages=k, v_pages=v, scales=of)
 
 

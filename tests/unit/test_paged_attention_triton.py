@@ -166,11 +166,21 @@ def test_a_dense_pass_remembers(group: int, counts: list[int], block_size: int) 
     assert torch.equal(memory.cpu()[2], before[2])
 
 
-def test_bfloat16_queries_of_8_bit_keys() -> None:
-    case = in_eight_bits(ragged(11, 4, [5, 5, 1, 5]))
+@pytest.mark.parametrize(("dim", "block_size"), [(16, 0), (32, 0), (64, 8), (64, 16), (128, 32)])
+def test_bfloat16_queries_of_8_bit_keys(dim: int, block_size: int) -> None:
+    """From 32 dimensions on in two terms of 8 bits. The interpreter cuts numbers off to bfloat16, by 2^-7 at most."""
+    case = in_eight_bits(ragged(11, 4, [5, 5, 1, 5], dim=dim))
     case = replace(case, queries=case.queries.bfloat16())
-    wanted, _ = reference_by_token(every_block(case, 16), 16)
-    torch.testing.assert_close(in_triton(case).float(), wanted, atol=4e-3, rtol=4e-3)
+    if not block_size:
+        wanted, _ = reference_by_token(every_block(case, 16), 16)
+        torch.testing.assert_close(in_triton(case).float(), wanted, atol=4e-3, rtol=2**-7)
+        return
+    case = in_blocks(case, block_size, 11)
+    exact, blocks = replace(case, queries=case.queries.float()), case.packed_lists(block_size)
+    wanted, wanted_weights = paged_attention_with_read_weights(exact.batch, blocks)
+    got, weights = in_triton(case, blocks, kernel=paged_attention_with_read_weights)
+    torch.testing.assert_close(got.float(), wanted, atol=4e-3, rtol=2**-7)
+    torch.testing.assert_close(weights, wanted_weights, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels import rotary
-from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_to_pages
+from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_by_token, values_to_pages
 from specahead.kernels.rotary import rotate_and_write_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,7 +38,8 @@ def run(
     shape, held = (2, kv_heads, PAGE, DIM), qkv.dtype if scales is None else torch.float8_e4m3fn
     keys, values = (torch.zeros(shape, dtype=held, device=DEVICE) for _ in range(2))
     how = backend, norms, 1e-5, scales, dtype
-    return rotate_and_write_kv(qkv, *others, keys, values, heads, *how), keys, values
+    values = values_by_token(values).contiguous()  # as they lie in pages
+    return rotate_and_write_kv(qkv, *others, keys, values, heads, *how), keys, values_by_token(values)
 
 
 @pytest.mark.parametrize("many", [False, True])

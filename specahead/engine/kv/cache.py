@@ -31,7 +31,8 @@ from specahead.kernels.kv_write import page_addresses
 class KVCache:
     """The KV tensors of one model, each page at the index of its number.
 
-    k_pages, v_pages: of each layer [pages, kv_heads, PAGE_SIZE, head_dim]; a page of one head is contiguous.
+    k_pages, v_pages: of each layer [pages, kv_heads, PAGE_SIZE, head_dim], values in 8 bits [pages, kv_heads, head_dim,
+        PAGE_SIZE]; a page of one head is contiguous.
     scales: those of all layers, if pages are in 8 bits (specahead.kernels.kv_scales); else None.
     dtype: of keys and values before they are written, and of queries.
     addresses: of the pages, [2, layers] int64 on the device.
@@ -57,8 +58,10 @@ class KVCache:
         """kv_heads: of this rank. on_gpu: pages of each layer's tensors; None: `num_pages`. scales: None: pages have
         the dtype.
         """
-        shape, held = (on_gpu or num_pages, kv_heads, PAGE_SIZE, head_dim), dtype if scales is None else EIGHT_BITS
-        self.k_pages, self.v_pages = ([kv_zeros(shape, held, device) for _ in range(num_layers)] for _ in range(2))
+        held, pages = dtype if scales is None else EIGHT_BITS, (on_gpu or num_pages, kv_heads)
+        of_values = (PAGE_SIZE, head_dim) if scales is None else (head_dim, PAGE_SIZE)
+        self.k_pages = [kv_zeros((*pages, PAGE_SIZE, head_dim), held, device) for _ in range(num_layers)]
+        self.v_pages = [kv_zeros((*pages, *of_values), held, device) for _ in range(num_layers)]
         self.dtype, self.scales = dtype, scales
         self.addresses = page_addresses(self.k_pages, self.v_pages).to(device)
         self.num_layers, self.kv_heads, self.device = num_layers, kv_heads, torch.device(device)
@@ -87,7 +90,7 @@ class KVCache:
         return True
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer, [pages, kv_heads, PAGE_SIZE, head_dim] each."""
+        """Return the pages of keys and values of a layer."""
         return self.k_pages[layer], self.v_pages[layer]
 
     def scales_of(self, layer: int) -> KVScales | None:

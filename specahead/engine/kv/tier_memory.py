@@ -30,7 +30,7 @@ class TierMemory:
     on_gpu: list[Pages]
     """GPU pages, a pair a layer."""
     stored: list[Pages]
-    """All pages, on the host, a pair a layer."""
+    """All pages, on the host, a pair a layer; values in the shape of keys, whatever their bits."""
     staging: list[Pages]
     """Two pairs, in which the pages of a layer are brought together."""
     tables: ResidencyTables
@@ -45,15 +45,15 @@ class TierMemory:
     @staticmethod
     def make(on_gpu: list[Pages], stored: list[Pages], staged_pages: int) -> "TierMemory":
         """Return memory with empty tables and room to stage `staged_pages` pages."""
-        like, all_pages = on_gpu[0][0], stored[0][0]
+        (like, values), all_pages = on_gpu[0], stored[0][0]
         gpu_pages, kv_heads, device = len(like), like.shape[1], like.device
-        staging = [like.new_zeros(staged_pages, *like.shape[1:]) for _ in range(4)]
+        shapes = [(staged_pages, *part.shape[1:]) for part in (like, values)]
         sources = [(head_rows(keys), head_rows(values)) for keys, values in stored]
         destinations = [(head_rows(keys), head_rows(values)) for keys, values in on_gpu]
         return TierMemory(
             on_gpu=on_gpu,
             stored=stored,
-            staging=[(staging[0], staging[1]), (staging[2], staging[3])],
+            staging=[(like.new_zeros(shapes[0]), like.new_zeros(shapes[1])) for _ in range(2)],
             tables=empty_tables(len(on_gpu), len(all_pages) * kv_heads, gpu_pages * kv_heads, device),
             copies=layer_copies(sources, destinations, device),
             link=side_stream(device),

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
+from specahead.kernels.kv_scales import values_by_token
 from specahead.lab.evaluation.attending import forward_weighing
 from specahead.lab.evaluation.calibration.sums import CalibrationSettings, CalibrationSums, count_sample
 
@@ -94,7 +95,12 @@ def _value_spread(target: ModelRunner, sequence: SequenceKV, projections: list[T
     spread = []
     pages = torch.tensor(sequence.pages)
     for v_pages, projection in zip(target.kv.v_pages, projections, strict=True):
-        values = v_pages[pages.to(v_pages.device)].transpose(0, 1).flatten(1, 2)[:, : sequence.length].float()
+        values = (
+            values_by_token(v_pages)[pages.to(v_pages.device)]
+            .transpose(0, 1)
+            .flatten(1, 2)[:, : sequence.length]
+            .float()
+        )
         values = values - values.mean(1, keepdim=True)
         by_head = projection.float().unflatten(1, (len(values), -1, values.shape[2]))  # [hidden, kv_heads, group, dim]
         moved = torch.einsum("knd,hkgd->kgnh", values, by_head)
