@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,15 +25,18 @@ from specahead.engine.loading.opening import OpenedModel, open_model
 from specahead.engine.loading.own_part import OwnPart
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import weight_shapes
+from specahead.engine.parallel import ranks as parallel_ranks
 from specahead.engine.parallel.commands import decode, encode
-from specahead.engine.parallel.processes import RankProcesses, device_of
-from specahead.engine.parallel.ranks import Ranks
+from specahead.engine.parallel.processes import RankProcesses, device_of, serve_store
+from specahead.engine.parallel.ranks import Ranks, join, leave
+from specahead.engine.parallel.small_sums import SmallSums, meet_in_memory
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape
 from specahead.kernels.linear import EightBitWeight, LinearWeight
+from specahead.lab.benchmarks.rank_sums import captured
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from target_service.self_drafting import SelfDrafting
@@ -320,6 +325,80 @@ def test_steps_follow_one_another_before_the_host_has_seen_them(runners: tuple[M
     assert said[0] == said[1]
 
 
+# Sums of small tensors.
+
+
+def test_which_tensors_are_small() -> None:
+    """The kernel takes two dtypes, and contiguous multiples of 16 bytes that fit into a rank's part."""
+    sums = SmallSums(torch.empty(2048, dtype=torch.uint8), "")
+    fits = torch.empty(2, 512, dtype=torch.bfloat16)
+    refused = [
+        fits[:, :256],
+        fits[:, 1:],
+        fits[:, :7].clone(),
+        fits[:0],
+        fits.half(),
+        fits.float(),
+        fits.flatten()[1:9],
+    ]
+    assert [sums.takes(tensor) for tensor in (fits, fits[1:], fits[:1].float())] == [True] * 3
+    assert not any(sums.takes(tensor) for tensor in refused)
+
+
+def test_without_shared_memory_nccl_adds_up_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks decide so together, and rank 0 says why."""
+    agreed: list[int] = []
+
+    def least(number: int) -> int:
+        agreed.append(number)
+        return number
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != (3, 2))
+    assert meet_in_memory(0, 2, least) is None
+    assert agreed == [0]
+    assert "ranks add up all tensors by NCCL, since cuda:3 cannot reach the memory of cuda:2" in caplog.text
+
+
+@torch.inference_mode()
+def check_sums(rank: int, port: int) -> None:
+    """Add up as one of two ranks: through symmetric memory, eagerly and in a graph, and by NCCL."""
+    ranks = Ranks(rank, 2)
+    join(ranks, port, torch.device("cuda", rank))
+    assert parallel_ranks._small_sums is not None
+    generator = torch.Generator().manual_seed(rank)
+    for rows, dtype in ((1, torch.bfloat16), (40, torch.bfloat16), (7, torch.float32)):
+        tensor = torch.randn(rows, 4096, generator=generator).to("cuda", dtype)
+        by_nccl, summed, again = tensor.clone(), tensor.clone(), tensor.clone()
+        assert parallel_ranks._small_sums.takes(summed)
+        dist.all_reduce(by_nccl)
+        ranks.sum(summed)
+        assert torch.equal(summed, by_nccl)  # two numbers have one order to be added up in
+        both = [torch.empty_like(summed) for _ in range(2)]
+        dist.all_gather(both, summed)
+        assert torch.equal(*both)
+        graph = captured(partial(ranks.sum, again), times=3)
+        for _ in range(2):
+            again.copy_(tensor)
+            graph.replay()
+        assert torch.equal(again, 4 * summed)  # which each of the sums after the first doubles
+    large = torch.ones(1024, 4096, dtype=torch.bfloat16, device="cuda")
+    assert bool((ranks.sum(large) == 2).all())
+    leave()
+
+
+@TWO_GPUS
+def test_small_sums_are_the_same_on_all_ranks() -> None:
+    """To the bit, in graphs too, and the same as NCCL's."""
+    if not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("needs two GPUs that reach each other's memory")
+    store, port = serve_store()
+    torch.multiprocessing.spawn(check_sums, (port,), nprocs=2)
+    del store
+
+
 # What rank 0 tells the others.
 
 
@@ -336,7 +415,7 @@ def test_shapes_are_told_as_numbers() -> None:
     for each in (shape, replace(shape, judge=None), replace(shape, read=replace(read, dense_layers=()))):
         assert decode(encode(each)) == each
     with pytest.raises(ValueError, match="more than a PassShape has"):
-        decode([*encode(shape), 0])
+        decode((*encode(shape), 0))
 
 
 def test_ranks_take_neighbouring_gpus() -> None:

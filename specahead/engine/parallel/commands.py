@@ -90,7 +90,8 @@ def encode(shape: PassShape) -> tuple[int, ...]:
     return tuple(_numbers(shape, PassShape))
 
 
-def decode(numbers: Sequence[int]) -> PassShape:
+@lru_cache(4096)
+def decode(numbers: tuple[int, ...]) -> PassShape:
     """Return the shape that `encode` gave these numbers for. Raises ValueError if there are more."""
     rest = iter(numbers)
     shape: PassShape = _value(rest, PassShape)

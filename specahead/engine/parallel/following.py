@@ -4,9 +4,9 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from specahead.engine.parallel.commands import Command, decode
+from specahead.engine.parallel.ranks import leave
 from specahead.engine.steps.model_runner import ModelRunner
 
 
@@ -20,13 +20,13 @@ def follow(runner: ModelRunner, commands: Connection) -> None:
             return
         command = Command(int(message[0]))
         if command is Command.LEAVE:
-            dist.destroy_process_group()
+            leave()
             return
         _do(runner, command, message[1:], commands)
 
 
 def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Connection) -> None:
-    passes, kv, given = runner.passes, runner.kv, numbers.tolist()
+    passes, kv, given = runner.passes, runner.kv, tuple(numbers.tolist())
     match command:
         case Command.STEP:
             passes.step_of(decode(given)).run()

@@ -22,7 +22,7 @@ from specahead.config import ModelSettings
 from specahead.engine.loading.opening import EightBit, open_model
 from specahead.engine.parallel.commands import Command, Followers
 from specahead.engine.parallel.following import follow
-from specahead.engine.parallel.ranks import Ranks, join
+from specahead.engine.parallel.ranks import Ranks, join, leave
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.step_loop import describe
 
@@ -44,7 +44,7 @@ class RankProcesses:
     def __init__(self, settings: ModelSettings, eight_bit: EightBit = "none") -> None:
         self._count, self._settings, self._eight_bit = settings.tensor_parallel_size, settings, eight_bit
         _check_devices(settings.device, self._count)
-        self._store, port = _serve_store()
+        self._store, port = serve_store()
         self._stopping = False
         self.pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -95,7 +95,7 @@ class RankProcesses:
         self._stopping = True
         if dist.is_initialized():
             Followers(self.pipes).tell(Command.LEAVE)
-            dist.destroy_process_group()
+            leave()
         self._end()
 
     def _end(self) -> None:
@@ -150,7 +150,7 @@ def run_rank(settings: ModelSettings, eight_bit: EightBit, rank: int, port: int,
     follow(runner, pipe)
 
 
-def _serve_store() -> tuple[dist.TCPStore, int]:
+def serve_store() -> tuple[dist.TCPStore, int]:
     """Return a store through which ranks find each other, and its port. It listens on this machine's loopback alone."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

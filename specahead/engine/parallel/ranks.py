@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specahead.engine.parallel.commands import NOBODY, Followers
+from specahead.engine.parallel.small_sums import SmallSums, meet_in_memory
 from specahead.kernels.compiling import compiles_only
 
 
@@ -28,9 +29,16 @@ class Ranks:
         return self.count == 1
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over the ranks, in place, and return it: the same bits on every rank. Launches only."""
+        """Add up a tensor over the ranks, in place, and return it: the same bits on every rank. Launches only.
+
+        Between GPUs small tensors take the way of SmallSums, by their dtype, size and layout alone; others take NCCL's.
+        """
         # Launches that are only compiled have tensors without memory.
-        if not self.is_alone and not compiles_only():
+        if self.is_alone or compiles_only():
+            return tensor
+        if _small_sums is not None and _small_sums.takes(tensor):
+            _small_sums.add_up(tensor)
+        else:
             dist.all_reduce(tensor)
         return tensor
 
@@ -64,9 +72,10 @@ class Ranks:
 
 
 ALONE = Ranks()
+_small_sums: SmallSums | None = None  # of the group that this process has joined, as torch's default group is
 # Ranks are on one machine, and meet on its loopback. Multicast over NVLink is often off where GPUs are shared out. The
 # buffers of graphs are not registered: they may lie in segments that grow (specahead.config.process).
-_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}
+_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_GRAPH_REGISTER": "0"}
 if sys.platform == "linux":
     _ENVIRONMENT |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -74,9 +83,10 @@ if sys.platform == "linux":
 def join(ranks: Ranks, port: int, device: torch.device) -> None:
     """Join torch.distributed's default group, which must not exist yet: NCCL between GPUs, else gloo.
 
-    Waits for all ranks. port: of the store that rank 0 keeps on this machine. What the environment already says of NCCL
-    and gloo stays.
+    Waits for all ranks. port: of the store that rank 0 keeps on this machine. What the environment already says of
+    NCCL, symmetric memory and gloo stays.
     """
+    global _small_sums
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     store = dist.TCPStore("127.0.0.1", port)
@@ -88,3 +98,12 @@ def join(ranks: Ranks, port: int, device: torch.device) -> None:
     else:
         dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.count)
     ranks.sum(torch.zeros(1, device=device))  # NCCL connects with the first sum, which no graph can capture
+    if device.type == "cuda":
+        _small_sums = meet_in_memory(ranks.rank, ranks.count, ranks.least)
+
+
+def leave() -> None:
+    """Leave the group that `join` has joined, as all its ranks do. No graph with sums may be replayed any more."""
+    global _small_sums
+    _small_sums = None
+    dist.destroy_process_group()
