@@ -1,14 +1,17 @@
 """`specahead bench ranks`: steps and prompts of a target over one GPU and over several, as the service runs them.
 
 Weights are random, the same for each number of ranks. A time is what a call of the runner takes: the host lays a step
-out and tells it to the ranks, these run it as a CUDA graph, and its verdicts come back.
+out and tells it to the ranks, these run it as a CUDA graph, and its verdicts come back. Beside it stands what the graph
+takes by itself, and after the table what one sum over ranks takes within a graph.
 """
 
 import argparse
+import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +26,9 @@ from specahead.engine.parallel.processes import RankProcesses
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.runner import TargetRunner
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.shapes import PassShape
+from specahead.lab.benchmarks.rank_sums import sum_microseconds
 from specahead.lab.benchmarks.serving.deployment import write_model
 from specahead.lab.benchmarks.shapes import SHAPES
 from specahead.sparsity.plan import Plan, uniform_plan
@@ -63,8 +68,15 @@ def run(flags: argparse.Namespace) -> None:
                 kv_tokens=batch * (context + 512),
                 tensor_parallel_size=count,
             )
-            table[count] = _measure_all(settings, plan, flags)
+            # In a process of its own, since a process meets others in symmetric memory only once (small_sums.py).
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
+                table[count] = own.submit(_measure_all, settings, plan, flags).result()
     print(_report(table))
+    if device != "cpu":
+        rows = sorted({batch * queries for batch in flags.batch for queries in (1, 1 + GAMMA)})
+        for count in flags.ranks:
+            if count > 1:
+                print(_report_sums(count, rows, shape.hidden_size))
 
 
 def _measure_all(settings: TargetSettings, plan: Plan, flags: argparse.Namespace) -> dict[str, Measured]:
@@ -74,6 +86,7 @@ def _measure_all(settings: TargetSettings, plan: Plan, flags: argparse.Namespace
         return open_model(settings, "none", *rank)  # type: ignore[arg-type]
 
     runner = (open_part() if processes is None else processes.open(open_part)).runner
+    assert isinstance(runner, ModelRunner)
     runner.keep_memories(2 * max(flags.batch))
     runner.kv.keep_group_means(plan.group_size)
     measured: dict[str, Measured] = {}
@@ -88,7 +101,7 @@ def _measure_all(settings: TargetSettings, plan: Plan, flags: argparse.Namespace
     return measured
 
 
-def _measure(runner: TargetRunner, plan: Plan, batch: int, context: int, repeats: int) -> dict[str, Measured]:
+def _measure(runner: ModelRunner, plan: Plan, batch: int, context: int, repeats: int) -> dict[str, Measured]:
     """Return the times of all kinds of passes over `batch` sequences of `context` tokens."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, runner.vocab_size, (batch, context)).tolist()
@@ -118,7 +131,11 @@ def _measure(runner: TargetRunner, plan: Plan, batch: int, context: int, repeats
 
     kinds = {"1 query, dense": step(1, False), f"{1 + GAMMA} queries, dense": step(1 + GAMMA, False)}
     kinds[f"{1 + GAMMA} queries, {plan.budget:.0%} of the blocks"] = step(1 + GAMMA, True)
-    rows = {f"{what}, {batch} x {context}": _timed(once, repeats) for what, once in kinds.items()}
+    rows: dict[str, Measured] = {}
+    for what, once in kinds.items():
+        rows[f"{what}, {batch} x {context}"] = _timed(once, repeats)
+        if runner.passes.graphs.captures:
+            rows[f"{what}, {batch} x {context}, the graph"] = Measured(_graph_milliseconds(runner, repeats), [])
     part = f"{min(CHUNK, context)} tokens of a prompt, 1 x {context}, {pages_for(context)} pages"
     for kv in sequences:
         runner.kv.release(kv)
@@ -134,7 +151,19 @@ def _timed(once: Callable[[], list[SequenceOutput]], repeats: int) -> Measured:
     return Measured(1e3 * float(np.median(seconds)), [output.verdict[1] for output in outputs if output.verdict])
 
 
-def _wait(runner: TargetRunner) -> None:
+def _graph_milliseconds(runner: ModelRunner, repeats: int) -> float:
+    """Return what the graph of the last step takes on all ranks, launched again and again without waiting for it."""
+    shape, step = next(reversed(runner.passes.graphs.by_shape.items()))
+    assert isinstance(shape, PassShape)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        runner.kv.ranks.followers.tell_pass(shape, step.buffers.inputs.flat, None)
+        step.run()
+    _wait(runner)
+    return 1e3 * (time.perf_counter() - began) / repeats
+
+
+def _wait(runner: ModelRunner) -> None:
     if runner.kv.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -154,4 +183,12 @@ def _report(table: dict[int, dict[str, Measured]]) -> str:
             told = f" ({same}/{len(base.tokens)} alike)" if base.tokens else ""
             line += f"{f'{own.milliseconds:.3f}{told}':>20}"
         lines.append(line)
+    return "\n".join(lines)
+
+
+def _report_sums(count: int, rows: list[int], hidden: int) -> str:
+    lines = [
+        f"{count} GPUs: a sum of {each} x {hidden} in a graph: {own:.1f} us, by NCCL {nccl:.1f} us"
+        for each, (own, nccl) in zip(rows, sum_microseconds(count, rows, hidden), strict=True)
+    ]
     return "\n".join(lines)
