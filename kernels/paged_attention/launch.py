@@ -145,7 +145,6 @@ def _attend_in_parts(
         **sums.layout,
         **_cut(batch, blocks, means, tuning, rows, sums.block_size),
         num_warps=tuning.warps,
-        maxnreg=tuning.registers,
         **overlapping_launch(device),
     )
     return partial, partial_max, partial_sum
