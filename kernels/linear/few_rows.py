@@ -29,6 +29,7 @@ MOST_ROWS = 64  # beyond it, products take longer than reading the weights
 _MOST_AHEAD = 512  # bytes of an output's weights that are asked for before the wait: more are slower
 _PROCESSORS = 132  # multiprocessors of an H100 or H200
 _PROGRAMS = 96  # that a layer in parts is cut into, at least, if it can be
+_LONG = 3072  # inputs of a part from which on twice as many outputs a program read x half as often
 _SHORTEST = 512  # inputs of a part; shorter parts are not cut in two to have more than _PROGRAMS programs
 
 
@@ -129,11 +130,14 @@ def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: 
     if gated and in_eight_bits and inputs % 256 == 0 and outputs <= 64 * _PROCESSORS:
         return Tuning(64, 256, 8, 4)  # a program has a multiprocessor to itself
     parts = _parts(inputs, -(-outputs // 64), in_eight_bits or is_few) if in_parts else 1
-    deep = in_eight_bits and rows <= 32 and inputs // parts % 256 == 0
+    fits = in_eight_bits and inputs // parts % 256 == 0
+    if fits and not is_few and in_parts and inputs // parts >= _LONG:
+        return Tuning(128, 256, 8, 4, parts)
+    deep = fits and (rows <= 32 or not (in_parts or gated or is_large))
     if is_large and (in_eight_bits or rows > 32):
         return Tuning(128, 256, 8, 3, parts) if deep else Tuning(128, 128, 8, 4 if in_eight_bits else 3, parts)
     if deep:
-        return Tuning(64, 256, 4, 4 if is_few and not gated else 3, parts)
+        return Tuning(64, 256, 4, 4 if not gated and (is_few or rows > 32) else 3, parts)
     if gated:
         return Tuning(64, 128, 4 if in_eight_bits else 8, 4)
     return Tuning(64, 128, 4, 4 if in_eight_bits or is_few or is_large else 5, parts)
