@@ -1,13 +1,18 @@
 """Agents that take turns, on virtual time: a service that has answered short requests drafts their turns at once."""
 
+import itertools
+import operator
 from heapq import heappop, heappush
 from random import Random
 from statistics import median
+from typing import Any
 
 import pytest
 
 from specahead.lab.benchmarks.scripted import VOCAB
 from specahead.wire import messages as m
+from target_service.planning import MUCH, StepPlanner
+from target_service.verify_step import VerifyStep
 from tests.unit.clock import Clock
 from tests.unit.timed_models import TimedTarget
 
@@ -75,3 +80,30 @@ def test_approximate_turns_come_no_later_than_exact_ones(every_clock: Clock) -> 
         assert served.verifier.counters["screening_rounds"] > 0
     print(f"exact {seconds[0]:.2f} s, approximate {seconds[1]:.2f} s; first tokens {first[0]:.3f} s, {first[1]:.3f} s")
     assert seconds[1] <= 1.01 * seconds[0] and first[1] <= 1.01 * first[0]
+
+
+def test_sessions_go_on_between_long_prompts(every_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two steps over much of other prompts one follows a step of rounds alone; without sessions that go on, none."""
+    steps, plan = list[tuple[bool, bool]](), StepPlanner.plan
+
+    def planned(planner: StepPlanner, *given: Any) -> VerifyStep | None:
+        step = plan(planner, *given)
+        if step is not None:
+            steps.append((sum(count for _, count in step.prompt_tokens) > MUCH, bool(step.rounds)))
+        return step
+
+    monkeypatch.setattr(StepPlanner, "plan", planned)
+    served = TimedTarget(every_clock, 32, 60_000, 0.8)
+    for others in (False, True):
+        steps.clear()
+        if others:
+            served.open([9] * 50, 4000, m.Exactness.EXACT)
+            for _ in range(20):
+                served._run_step()
+            steps.clear()
+        names = [served.open([10 * (1 + others) + place] * 3000, 2, m.Exactness.EXACT) for place in range(4)]
+        while any(name in served.verifier.admission.running or served.verifier.admission.queue for name in names):
+            served._run_step()
+        much = [reads for reads, _ in steps]
+        assert sum(much) >= 3
+        assert any(itertools.starmap(operator.and_, itertools.pairwise(much))) == (not others), steps
