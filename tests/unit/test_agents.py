@@ -101,7 +101,7 @@ def test_sessions_go_on_between_long_prompts(every_clock: Clock, monkeypatch: py
             for _ in range(20):
                 served._run_step()
             steps.clear()
-        names = [served.open([10 * (1 + others) + place] * 3000, 2, m.Exactness.EXACT) for place in range(4)]
+        names = [served.open([10 * (1 + others) + place] * 1900, 2, m.Exactness.EXACT) for place in range(4)]
         while any(name in served.verifier.admission.running or served.verifier.admission.queue for name in names):
             served._run_step()
         much = [reads for reads, _ in steps]

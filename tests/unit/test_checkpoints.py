@@ -20,6 +20,7 @@ from specahead.engine.loading.fused import read_decoder
 from specahead.engine.loading.model import load_model
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import FAMILIES, unbuilt_feature, weight_shapes
+from specahead.engine.model.quantization import Storage
 from specahead.kernels.linear import LinearWeight
 from tests.programs import printed_by
 from tests.unit.tiny_models import CONFIGS, FUSED, SIZES, save_tiny, sizes
@@ -104,7 +105,7 @@ def test_a_config_that_says_all_reads_as_by_its_familys_class(name: str, tmp_pat
     assert read_shape(ours) == read_shape(theirs) and weight_shapes(ours) == weight_shapes(theirs)
     assert unbuilt_feature(ours) is unbuilt_feature(theirs) is None
     assert ours.rope_parameters.items() <= theirs.rope_parameters.items()
-    weights = RandomWeights(ours, torch.float32, "cpu")
+    weights = RandomWeights(ours, torch.float32, "cpu", Storage())
     made = (read_decoder(config, dict(weights), torch.float32, "cpu") for config in (ours, theirs))
     one, other = (vars(decoder) | {"layers": [layer.rotates for layer in decoder.layers]} for decoder in made)
     for key in set(one) - {"embedding", "norm", "lm_head"}:

@@ -51,7 +51,7 @@ def test_a_draft_never_costs_more_than_it_brings(
 def test_many_sessions_lose_nothing_either(every_clock: Clock, context: int, acceptance: float, most: float) -> None:
     """The first answers are slower: the draft reads the prompts meanwhile, and it is learnt how little is accepted."""
     first, *others = gains(TimedTarget(every_clock, 32, context, acceptance), 32, context, [EXACT])
-    assert first >= 0.7
+    assert first >= 0.6
     assert most > sum(others) / len(others) >= LEAST - 0.01
 
 
