@@ -58,9 +58,8 @@ def values_to_pages(values: Tensor, of: KVScales) -> Tensor:
 
 
 def _rounded(x: Tensor, scales: Tensor, centers: Tensor) -> Tensor:
-    rounded = ((x.float() - centers) / scales[:, None]).nan_to_num(
-        -LARGEST
-    )  # attention reads tokens without weight too
+    # Attention multiplies tokens without weight as well: none may be NaN.
+    rounded = ((x.float() - centers) / scales[:, None]).nan_to_num(-LARGEST)
     return rounded.clamp(-LARGEST, LARGEST).to(EIGHT_BITS)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -25,6 +26,12 @@ from specahead.wire.messages import At, Commit, FinishReason, RoundFigures
 ANYONE = Callers([])
 MODEL = "tiny-target"
 LIMITS = Limits(MODEL, vocab_size=4096, max_context=2048, stop_token_ids=[0])
+
+TEMPLATE = """{% if tools %}tools: {{ tools | tojson }}
+{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+{{ c.function | tojson }}
+</tool_call>{% endfor %}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}{% if opening is defined %}{{ opening }}{% endif %}"""
 
 
 class ScriptedRouter:
@@ -110,6 +117,13 @@ class ScriptedRouter:
             return []
         likely = [-0.25 - 1.5 * (i > 0) - i for i in range(record.asked.alternatives)]
         return [TokenLogprobs(-1.0, [5 + i for i in range(record.asked.alternatives)], likely) for _ in tokens]
+
+
+def router_of_chats(tokenizer: Any) -> ScriptedRouter:
+    """Return a router whose tokenizer has a chat template, TEMPLATE."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    return ScriptedRouter(tokenizer)
 
 
 @contextlib.asynccontextmanager

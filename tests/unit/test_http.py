@@ -1,7 +1,6 @@
 """The HTTP gateway over a target whose text the test writes: what it takes, what it answers, in OpenAI's words."""
 
 import asyncio
-import copy
 import json
 import random
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -22,15 +21,10 @@ from orchestrator.sessions.generation import Chunk
 from orchestrator.text.replies import ReplyFormat, find_format
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire.errors import ResourceExhausted, Unavailable
-from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
+from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, router_of_chats, running_gateway
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "Tell me of the sea."}]
-TEMPLATE = """{% if tools %}tools: {{ tools | tojson }}
-{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
-{{ c.function | tojson }}
-</tool_call>{% endfor %}
-{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}{% if opening is defined %}{{ opening }}{% endif %}"""
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -45,9 +39,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 
 @pytest.fixture
 def router(tokenizer: Any) -> ScriptedRouter:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = TEMPLATE
-    return ScriptedRouter(tokenizer)
+    return router_of_chats(tokenizer)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Anthropic's Messages over the HTTP gateway: what the chat template sees, and the answers in Anthropic's form."""
 
-import copy
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.keys import Key, digest_of
 from orchestrator.text.replies import ReplyFormat
-from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
-from tests.unit.test_http import CALL, TEMPLATE
+from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, router_of_chats, running_gateway
+from tests.unit.test_http import CALL
 
 PATH = "/v1/messages"
 ASK: Any = {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": "Is it sunny?"}]}
@@ -22,9 +21,7 @@ FORMAT = ReplyFormat("hermes", "qwen3")
 
 @pytest.fixture
 def router(tokenizer: Any) -> ScriptedRouter:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = TEMPLATE
-    return ScriptedRouter(tokenizer)
+    return router_of_chats(tokenizer)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Stored responses: a turn sends its own items alone, and the prompt is that of the whole conversation."""
 
 import contextlib
-import copy
 import stat
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from orchestrator.requests.keys import Key, digest_of
 from orchestrator.sessions.response_store import ResponseStore
 from orchestrator.text.replies import ReplyFormat
 from specahead.wire.errors import NotFound
-from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
-from tests.unit.test_http import CALL, TEMPLATE, WEATHER
+from tests.unit.gateway import MODEL, ScriptedRouter, router_of_chats, running_gateway
+from tests.unit.test_http import CALL, WEATHER
 
 ITEM = {"type": "message", "role": "user", "content": "x" * 100}
 
@@ -72,9 +71,7 @@ def test_the_least_recently_used_turns_go_first(tmp_path: Path) -> None:
 
 async def test_a_turn_continues_a_stored_response(tokenizer: Any, tmp_path: Path) -> None:
     """With its calls, streamed or not; instructions are those of each request. Another key does not find it."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = TEMPLATE
-    router = ScriptedRouter(tokenizer)
+    router = router_of_chats(tokenizer)
     router.answer = [f"I will look.{CALL}", "Sunny.", "Yes."]
     tool: Any = {"type": "function", **WEATHER["function"]}
     callers = Callers([Key("ann", digest_of("a")), Key("bob", digest_of("b"))])

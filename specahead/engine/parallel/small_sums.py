@@ -19,8 +19,8 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-# Bytes that a rank reads in one sum, the parts of all ranks together. Beyond it the bytes cost more than the waiting,
-# and NCCL moves each part once. vLLM's one-shot all-reduce ends at the same sizes: 512 KiB for 4 GPUs, 256 for 8.
+# Bytes that a rank reads in one sum, the parts of all ranks together. Beyond it the bytes should cost more than the
+# waiting, and NCCL moves each part once. It was not measured.
 MOST_BYTES = 2 * 2**20
 _ALIGNMENT = 16  # bytes that a thread of the kernel moves at once
 _DTYPES = (torch.bfloat16, torch.float32)  # that the kernel adds up
