@@ -7,6 +7,7 @@ cuDNN plans each new shape for some 50 ms: pieces have few sizes.
 """
 
 import itertools
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from specahead.kernels.merged_attention import merge_attended
 from specahead.kernels.prompt_reads import UNIT, Ends, PromptPart, PromptReads
 from specahead.kernels.ragged_attention import attend_to_last_tokens
 
+TILE = 128  # queries of one of cuDNN's programs
 _Pages = tuple[Tensor, Tensor, KVScales | None]  # of keys and of values, and the scales of those in 8 bits
 
 
@@ -139,12 +141,33 @@ def attend_once(own: int, before: int, heads: int, kv_heads: int, dim: int, scal
 
 
 def merge_in_all_ways(heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Launch every kind of merge that prompts take, so that it is compiled: from each dtype into each."""
-    piece = torch.zeros(1, UNIT, heads, dim, dtype=dtype, device=device).transpose(1, 2)
-    total = torch.zeros(1, heads, UNIT, 1, device=device)
-    for running, into in itertools.product((dtype, torch.float32), repeat=2):
-        out = torch.empty_like(piece, dtype=into)
-        merge_attended(piece.to(running), total, piece, total, out, backend=default_backend(device))
+    """Launch every kind of merge that prompts take, so that it is compiled: from each dtype into each, of one piece and
+    of two halves.
+    """
+    pieces = torch.zeros(2, UNIT, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+    totals, dtypes, backend = (
+        torch.zeros(2, heads, UNIT, 1, device=device),
+        (dtype, torch.float32),
+        default_backend(device),
+    )
+    for running, into, count in itertools.product(dtypes, dtypes, (1, 2)):
+        out = torch.empty_like(pieces[:1], dtype=into)
+        merge_attended(pieces[:1].to(running), totals[:1], pieces[:count], totals[:count], out, backend=backend)
+
+
+def are_halved(programs: int, processors: int) -> bool:
+    """Return whether a launch of so many programs ends sooner as one of twice as many that read half of the keys each.
+
+    Processors run programs one after another, and in the last turn some of them have none. With 1,792 queries of 32
+    heads, of 128 queries a program, 448 programs take 132 processors four turns, and 896 take them seven half ones.
+    """
+    return -(-2 * programs // processors) < 2 * -(-programs // processors)
+
+
+@cache
+def processors_of(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def copy_places(pages: _Pages, places: Tensor, room: Tensor) -> list[Tensor]:
@@ -170,9 +193,15 @@ def attend_to_piece(
 ) -> tuple[Tensor, Tensor]:
     """Attend with queries [batch, heads, rows, dim] to keys and values [batch, kv_heads, tokens, dim].
 
-    Returns the output, of the queries' shape, and the log-sum-exp of the scores [batch, heads, rows, 1], float32.
+    Returns the output, of the queries' shape, and the log-sum-exp of the scores [batch, heads, rows, 1], float32. Where
+    a GPU reads two halves of the keys sooner (`are_halved`), both are of these: [2, ...].
+    cudnn: whether cuDNN attends, for a batch of one and an even number of tokens.
     """
     if cudnn:
+        if not causal and are_halved(queries.shape[1] * -(-queries.shape[2] // TILE), processors_of(queries.device)):
+            heads, tokens, dim = keys.shape[1:]
+            keys, values = (each[0].view(heads, 2, tokens // 2, dim).transpose(0, 1) for each in (keys, values))
+            queries = queries.expand(2, -1, -1, -1)
         out, total = torch.ops.aten._scaled_dot_product_cudnn_attention(
             queries, keys, values, None, True, 0.0, causal, False, scale=scale
         )[:2]

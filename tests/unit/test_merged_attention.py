@@ -106,3 +106,23 @@ def test_pieces_one_after_another_are_one_attention(backend: str) -> None:
         total = merge_attended(running, total, piece, weight, running, backend=backend)
     torch.testing.assert_close(running, exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(total, exact_total, rtol=1e-5, atol=1e-5)
+
+
+@BACKENDS
+def test_several_pieces_in_one_launch_are_merged_as_one_after_another(backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    random = torch.Generator().manual_seed(2)
+    (running, total), *others = (
+        (torch.randn(2, 6, 5, 16, generator=random).to(DEVICE), totals(random, 2, 6, 5, 1).to(DEVICE)) for _ in range(4)
+    )
+    exact, exact_total = running, total
+    for other in others:
+        merged = torch.empty_like(running)
+        exact_total = merge_attended(exact, exact_total, *other, merged)
+        exact = merged
+    out = torch.empty_like(running)
+    pieces, weights = map(torch.cat, zip(*others, strict=True))
+    sums = merge_attended(running, total, pieces, weights, out, backend=backend)
+    torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums, exact_total, rtol=1e-5, atol=1e-5)

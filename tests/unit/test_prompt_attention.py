@@ -15,7 +15,7 @@ from torch import Tensor
 from specahead.kernels import prompt_attention, prompt_reads
 from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.merged_attention import merge_attended
-from specahead.kernels.prompt_attention import attend_to_piece, attend_to_prompts, cudnn_attends
+from specahead.kernels.prompt_attention import are_halved, attend_to_piece, attend_to_prompts, cudnn_attends
 from specahead.kernels.prompt_reads import (
     NEAR,
     PIECE,
@@ -167,6 +167,13 @@ def test_pieces_cover_what_is_before_and_have_few_sizes(length: int) -> None:
         sizes.add(stop - start)
     assert end == length
     assert all(size % 4096 == 0 or size in (512, 1024, 2048) for size in sizes)
+
+
+@given(st.integers(1, 5000), st.sampled_from([1, 2, 66, 114, 132]))
+def test_keys_are_halved_where_processors_would_wait(programs: int, processors: int) -> None:
+    """Whole turns of all processors, of programs that read all keys or half of them."""
+    turns = sum(1 for _ in range(0, programs, processors)), sum(1 for _ in range(0, 2 * programs, processors)) / 2
+    assert are_halved(programs, processors) == (turns[1] < turns[0])
 
 
 @given(st.integers(1, 100_000))
