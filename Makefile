@@ -26,14 +26,16 @@ ifeq ($(strip $(TORCH)),)
 	$(PIP) --no-deps --no-build-isolation -e .
 else
 	$(PIP) "$(TORCH)"
-	$(PIP) -e ".[dev]"
+	$(PIP) -e ".[dev,lab]"
 endif
 	touch $@
 
+BUILT_BY = printf "setuptools>=77\nsetuptools-scm>=9\n"  # build-system of pyproject.toml
+
 lock: setup  ## Choose the versions of requirements-cpu.txt anew, within what pyproject.toml allows
-	echo "setuptools>=77" | UV_FIND_LINKS="$(TORCH_WHEELS)" $(BIN)/uv pip compile --quiet --upgrade --universal \
+	$(BUILT_BY) | UV_FIND_LINKS="$(TORCH_WHEELS)" $(BIN)/uv pip compile --quiet --upgrade --universal \
 		--python-version 3.11 --fork-strategy fewest --generate-hashes --no-header --no-annotate \
-		--extra dev --extra otel --no-emit-package torch --constraint requirements-torch-cpu.txt \
+		--extra dev --extra lab --extra otel --no-emit-package torch --constraint requirements-torch-cpu.txt \
 		--output-file requirements-cpu.txt pyproject.toml -
 
 demo: setup  ## Launch the bundled pair and continue a text
@@ -113,8 +115,9 @@ format: setup  ## Let ruff rewrite
 
 # Deployments: deploy/README.md. Tools and images are kept in .deploy, outside of the product's environment.
 DEPLOY_TOOLS := .deploy/tools
+DIST_TOOLS := .deploy/dist
 
-.PHONY: check-deploy deploy-files image-lock image-smoke
+.PHONY: check-deploy deploy-files dist sbom image-lock image-smoke
 
 .deploy/tools/.ready: deploy/tools.txt
 	test -x $(DEPLOY_TOOLS)/bin/python || $(PYTHON) -m venv $(DEPLOY_TOOLS)
@@ -122,7 +125,23 @@ DEPLOY_TOOLS := .deploy/tools
 	PATH="$(DEPLOY_TOOLS)/bin:$$PATH" command -v promtool || deploy/get_promtool.sh $(DEPLOY_TOOLS)/bin
 	touch $@
 
-check-deploy: setup .deploy/tools/.ready  ## Image, Compose, Kubernetes, Helm, dashboards: all that can be checked without a cluster
+.deploy/dist/.ready: deploy/dist.txt
+	test -x $(DIST_TOOLS)/bin/python || $(PYTHON) -m venv $(DIST_TOOLS)
+	$(DIST_TOOLS)/bin/python -m pip install -q $(PIP_ARGS) -r deploy/dist.txt
+	touch $@
+
+dist: .deploy/dist/.ready  ## Source archive and wheel in dist/, checked by twine; a tag of git is the version
+	rm -rf dist
+	$(DIST_TOOLS)/bin/python -m build --no-isolation --outdir dist .
+	$(DIST_TOOLS)/bin/twine check --strict dist/*
+
+SBOM = $(DIST_TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible
+
+sbom: .deploy/dist/.ready  ## What the locked product consists of (CycloneDX), on a CPU and with CUDA, in .deploy/
+	$(SBOM) --output-file .deploy/sbom-cpu.cdx.json deploy/image/requirements-cpu.txt
+	$(SBOM) --output-file .deploy/sbom-cuda.cdx.json deploy/image/requirements-cuda.txt
+
+check-deploy: setup .deploy/tools/.ready .deploy/dist/.ready  ## Image, Compose, Kubernetes, Helm, dashboards: all that can be checked without a cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/deploy
 
 deploy-files: setup .deploy/tools/.ready  ## Make what lies in deploy/ by code: chart's schema, Kustomize base
@@ -130,11 +149,11 @@ deploy-files: setup .deploy/tools/.ready  ## Make what lies in deploy/ by code: 
 	$(DEPLOY_TOOLS)/bin/python deploy/render_chart.py --base deploy/kubernetes/base
 
 # The versions are those that the tests run with; only torch is another build, and on a GPU Triton is what that asks for.
-IMAGE_LOCK = $(DEPLOY_TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --upgrade \
-	--no-header --no-annotate --extra otel --output-file deploy/image/requirements-$(1).txt pyproject.toml
+IMAGE_LOCK = $(BUILT_BY) | $(DEPLOY_TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--upgrade --no-header --no-annotate --extra otel --output-file deploy/image/requirements-$(1).txt pyproject.toml -
 
 image-lock: .deploy/tools/.ready  ## Choose the requirements of the images anew, after `make lock`
-	UV_FIND_LINKS="$(TORCH_WHEELS)" $(call IMAGE_LOCK,cpu) -c requirements-cpu.txt -c requirements-torch-cpu.txt
+	export UV_FIND_LINKS="$(TORCH_WHEELS)"; $(call IMAGE_LOCK,cpu) -c requirements-cpu.txt -c requirements-torch-cpu.txt
 	{ grep -o '^torch==[0-9.]*' requirements-torch-cpu.txt; sed '/^triton/,/[^\\]$$/d' requirements-cpu.txt; } \
 		> .deploy/versions.txt
 	$(call IMAGE_LOCK,cuda) -c .deploy/versions.txt

@@ -9,6 +9,7 @@ from mkdocs.structure.files import File
 OUTSIDE = {
     "README.md": "index.md",
     "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
     "deploy/README.md": "deployment.md",
     "specahead/models/README.md": "bundled-models.md",
 }

@@ -59,7 +59,8 @@ def test_all_packages_reach_the_builder() -> None:
 
 def test_labels_ports_and_health_are_the_products() -> None:
     text, clients = DOCKERFILE.read_text(), ClientSettings()
-    assert f"ARG VERSION={PROJECT['project']['version']}\n" in text
+    version = PROJECT["tool"]["setuptools_scm"]["fallback_version"].removesuffix(".dev0")
+    assert f"ARG VERSION={version}\n" in text
     assert f"EXPOSE {clients.port} {clients.grpc_port} 50052 50053\n" in text
     assert f'CMD ["specahead", "health", "127.0.0.1:{clients.grpc_port}"]' in text
     assert text.rindex("USER 10001:10001") > text.rindex("USER 0")

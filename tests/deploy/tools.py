@@ -15,7 +15,7 @@ import yaml
 from tests.stack import ROOT
 
 DEPLOY = ROOT / "deploy"
-_TOOLS = ROOT / ".deploy" / "tools" / "bin"
+_TOOLS = [str(ROOT / ".deploy" / environment / "bin") for environment in ("tools", "dist")]
 _PROGRAMS = {
     "target": ["-m", "target_service"],
     "draft": ["-m", "draft_service"],
@@ -26,7 +26,7 @@ Object = dict[str, Any]
 
 def run_tool(name: str, *arguments: str | Path, cwd: Path = ROOT, fails: bool = False) -> str:
     """Return what a tool says; the test fails if it ends with an error, or, where that is expected, without."""
-    found = shutil.which(name, path=os.pathsep.join([str(_TOOLS), os.environ.get("PATH", "")]))
+    found = shutil.which(name, path=os.pathsep.join([*_TOOLS, os.environ.get("PATH", "")]))
     if found is None:
         pytest.fail(f"{name} is not installed: run `make check-deploy`")
     done = subprocess.run([found, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120)

@@ -26,10 +26,11 @@ def locked(python: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("python", ["3.11.0", "3.12.0"])
 def test_the_lock_has_what_the_project_asks_for(python: str) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, built_by = content["project"], content["build-system"]["requires"]
     extras = project["optional-dependencies"]
     versions = locked(python)
-    for line in project["dependencies"] + extras["dev"] + extras["otel"]:
+    for line in project["dependencies"] + extras["dev"] + extras["lab"] + extras["otel"] + built_by:
         wanted = Requirement(line)
         name = re.sub(r"[-_.]+", "-", wanted.name).lower()
         assert name in versions, f"{line} is not in requirements-cpu.txt: run make lock"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import copy_sources
+
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {"specahead", "protos", "draft_service", "target_service", "orchestrator"}
 # What users call files of their own; some were names of ours once, and Hugging Face has a package `kernels`.
@@ -17,16 +19,7 @@ USERS_NAMES = ("config", "models", "engine", "cli", "wire", "sparsity", "kernels
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's wheel, built from a copy of what git tracks."""
     folder = tmp_path_factory.mktemp("wheel")
-    copy = folder / "copy"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).exists() and not name.startswith("tests/"):
-            place = copy / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / name).is_symlink():
-                place.symlink_to((ROOT / name).readlink())
-            else:
-                place.hardlink_to(ROOT / name)
+    copy = copy_sources(folder / "copy")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), "."]
     subprocess.run(command, cwd=copy, check=True, capture_output=True)
     (built,) = folder.glob("*.whl")
@@ -37,6 +30,35 @@ def test_a_wheel_brings_no_common_names(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == OURS
     assert "specahead/kernels/rejection/race.py" in names and "specahead/models/tiny-target/model.safetensors" in names
+
+
+def test_a_wheel_brings_nothing_that_serving_does_not_need(wheel: Path) -> None:
+    """Neither matplotlib, which is of the extra `lab`, nor the recordings of benchmarks."""
+    content = zipfile.ZipFile(wheel)
+    assert [name for name in content.namelist() if name.endswith(".npz")] == []
+    (metadata,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
+    needed = [line for line in content.read(metadata).decode().splitlines() if line.startswith("Requires-Dist")]
+    assert [line for line in needed if "matplotlib" in line] == ['Requires-Dist: matplotlib>=3.8; extra == "lab"']
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["bench", "agents", "--plot", "x.png"], "--plot: plots need matplotlib: pip install 'specahead[lab]'"),
+        (["evaluate", "recall", "--plots", "x"], "--plots: plots need matplotlib: pip install 'specahead[lab]'"),
+        (["bench", "codec"], "bundled-pair.npz is not there: an installed specahead comes without recordings"),
+    ],
+)
+def test_what_an_installed_wheel_leaves_out_is_named(
+    wheel: Path, tmp_path: Path, command: list[str], said: str
+) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    program = (
+        f"import sys; sys.path[1:1] = [{str(tmp_path)!r}]; sys.modules['matplotlib'] = None\n"
+        f"from specahead.cli.main import main; main({command})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode and said in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_an_installed_wheel_runs_beside_a_users_files_of_common_names(wheel: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -43,7 +44,7 @@ from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.benchmarks.processes import children, free_addresses, port_of, start_endpoints, wait_for_service
 from specahead.lab.benchmarks.recording import SessionReads
 from specahead.lab.benchmarks.recording import load_reads as load_recording
-from specahead.lab.benchmarks.selection_trace import ROWS, churn_of, evenly_spread
+from specahead.lab.benchmarks.selection_trace import ROWS, churn_of, evenly_spread, open_traces
 from specahead.lab.evaluation.cases import held_out_files
 from specahead.lab.evaluation.models import model_hash
 from specahead.lab.evaluation.plans import save_plan
@@ -140,14 +141,14 @@ def save_reads(traces: list[ReadTrace], file: Path, about: dict[str, str]) -> No
 
 
 def load_reads(file: Path = READS) -> list[ReadTrace]:
-    """The widest share first."""
-    with np.load(file, allow_pickle=False) as content:
+    """The widest share first. Raises FileNotFoundError."""
+    with open_traces(file) as content:
         traces = []
         for name in content.files:
             if f"{name} facts" in content.files:
                 facts = json.loads(content[f"{name} facts"].tobytes())
                 history = np.frombuffer(lzma.decompress(content[name].tobytes()), "<u4")
-                arrays = {
+                arrays: dict[str, Any] = {
                     "history": history.reshape(facts.pop("shape")),
                     "accepted": content[f"{name} accepted"],
                     "foreseen": content[f"{name} foreseen"],
@@ -157,8 +158,8 @@ def load_reads(file: Path = READS) -> list[ReadTrace]:
 
 
 def about_reads(file: Path = READS) -> dict[str, str]:
-    """How the traces of a file were made."""
-    with np.load(file, allow_pickle=False) as content:
+    """How the traces of a file were made. Raises FileNotFoundError."""
+    with open_traces(file) as content:
         return json.loads(content["about"].tobytes())
 
 

@@ -103,9 +103,17 @@ def save_traces(traces: list[Trace], file: Path, about: dict[str, str]) -> None:
     np.savez(file, allow_pickle=False, about=_text(json.dumps(about)), **arrays)
 
 
+def open_traces(file: Path) -> "np.lib.npyio.NpzFile":
+    """Open a file of traces. Raises FileNotFoundError where the package was installed, since that leaves them out."""
+    if not file.exists():
+        message = f"{file} is not there: an installed specahead comes without recordings; run this from its sources"
+        raise FileNotFoundError(message)
+    return np.load(file, allow_pickle=False)
+
+
 def load_traces(file: Path) -> tuple[list[Trace], dict[str, str]]:
-    """Return the traces of a file, and how they were made."""
-    with np.load(file, allow_pickle=False) as content:
+    """Return the traces of a file, and how they were made. Raises FileNotFoundError."""
+    with open_traces(file) as content:
         traces = []
         for name in content.files:
             if f"{name} facts" in content.files:

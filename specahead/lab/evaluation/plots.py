@@ -8,8 +8,11 @@ from specahead.lab.evaluation.report import QualityRow
 
 
 def make_figure(columns: int = 1, width: float = 6.4, height: float = 4.2) -> tuple[Any, list[Any]]:
-    """A figure and its axes, side by side; width and height: inches of each."""
-    import matplotlib
+    """A figure and its axes, side by side; width and height: inches of each. Raises ValueError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError(f"plots need matplotlib ({error}): pip install 'specahead[lab]'") from None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
