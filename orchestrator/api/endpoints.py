@@ -77,7 +77,7 @@ async def serve_clients(
     async with contextlib.AsyncExitStack() as started:
         tracer = started.enter_context(tracing(clients.logging.trace_share))
         router = Router(directories["target"], access.peers, times.resume, times.request)
-        frontend = _make_frontend(config, router, tracer)
+        frontend = make_frontend(config, router, tracer)
         await started.enter_async_context(router.connected_to_targets())
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, InferenceServicer(frontend, access.locate_call), "specahead.v1.Inference")
@@ -94,15 +94,27 @@ async def serve_clients(
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
-            log.info("waiting for the services to find each other", extra=read_addresses())
-            targets = await wait_until_connected(router, services, read_addresses, times.connect)
-            pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
-            room = pages * PAGE_SIZE - config.target.most_drafted - 1
-            frontend.limits = replace(frontend.limits, kv_tokens=max(room, 0))
+            await connect(config, frontend, services, read_addresses)
             yield server.address, http_address, frontend
         finally:
             await server.set_serving(False)
             await frontend.drain(times.shutdown)
+
+
+async def connect(
+    config: Config,
+    frontend: Frontend,
+    services: Mapping[str, ControlLine],
+    read_addresses: Callable[[], Mapping[str, str]],
+) -> None:
+    """Wait until the services have found each other, and tell the frontend how long a session may be. Raises
+    ClusterError."""
+    log.info("waiting for the services to find each other", extra=read_addresses())
+    seconds = config.clients.timeouts.connect
+    targets = await wait_until_connected(frontend.router, services, read_addresses, seconds)
+    pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
+    room = pages * PAGE_SIZE - config.target.most_drafted - 1
+    frontend.limits = replace(frontend.limits, kv_tokens=max(room, 0))
 
 
 @contextlib.contextmanager
@@ -116,8 +128,11 @@ def _stored_responses(settings: Http) -> Iterator[ResponseStore | None]:
         yield store
 
 
-def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
-    """Return the model's frontend. Raises the errors of transformers for a tokenizer that it cannot load."""
+def make_frontend(config: Config, router: Router, tracer: Any = None) -> Frontend:
+    """Return the model's frontend. tracer: makes spans of requests, None for no traces.
+
+    Raises the errors of transformers for a tokenizer that it cannot load.
+    """
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
     plan = load_served_plan(config.target.plan_file, 0.0, *config.target.pair)

@@ -23,6 +23,7 @@ from specahead.config.version import running_version
 log = logging.getLogger(__name__)
 
 Service = TypeVar("Service", bound=ServiceSettings)
+Filled = TypeVar("Filled", bound=Section)
 Options = Mapping[str, tuple[Setting, str, Any]]  # by key: a setting, its flag, and its default
 
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
@@ -50,6 +51,17 @@ def read_launch(flags: argparse.Namespace, environment: Mapping[str, str]) -> Co
     target, draft, clients, cluster = _read(flags, _sections_of(Config()), environment, _with_draft)
     check_client_listener(clients, clients.host)
     return Config(target=target, draft=draft, clients=clients, cluster=cluster)
+
+
+def read_values(values: Mapping[str, Any]) -> Config:
+    """Return the settings of a target and a draft that have these values, by name. Raises SettingsError."""
+    options = _options([TargetSettings(), DraftSettings()])
+    unknown = [name + did_you_mean(name, options) for name in values if name not in options]
+    if unknown:
+        raise SettingsError(f"no such setting of the services: {', '.join(unknown)}")
+    default = Config()
+    given = _with_draft(_converted(_options([default.target, default.draft]), values, {}, "the arguments"))
+    return Config(target=_filled(default.target, given), draft=_filled(default.draft, given))
 
 
 def _with_draft(values: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +165,7 @@ def _key(item: Setting) -> str:
     return item.name or f"--{item.flag}"
 
 
-def _filled(section: Section, values: Mapping[str, Any]) -> Section:
+def _filled(section: Filled, values: Mapping[str, Any]) -> Filled:
     changes = {item.field: values[_key(item)] for item in declared_in(type(section)) if _key(item) in values}
     return dataclasses.replace(section, **changes)
 

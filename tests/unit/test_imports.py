@@ -30,6 +30,7 @@ PACKAGES = {
         *(*SHARED, "protos", "specahead.models", "draft_service", "target_service"),
         *("specahead.lab.evaluation", "orchestrator"),
     },
+    "specahead.offline": {*("specahead.config", "specahead.wire", "orchestrator", "draft_service", "target_service")},
     # Of evaluations and benchmarks the flags; their modules by name, when their command runs.
     "specahead.cli": {
         *("specahead.config", "specahead.models", "specahead.wire", "orchestrator"),
