@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 
 from orchestrator.api.answers import Answer, Event
@@ -68,7 +69,9 @@ def make_app(
     responses: stored ones, None if none are stored.
     """
     most = max_body(frontend.limits)
-    app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
+    # Swagger's files come from a package, and none of them asks anybody whether the schema is right.
+    shown = {"redoc_url": None, "swagger_ui_parameters": {"validatorUrl": None}}
+    app: FastAPI = FastAPIOffline(title="specahead", version=running_version(), max_body_size=most, **shown)
     app.state.frontend, app.state.read_status, app.state.read_addresses = frontend, read_status, read_addresses
     app.state.responses = responses
     app.include_router(router)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -676,6 +677,20 @@ async def test_paths_that_are_not_served_say_so(raw: aiohttp.ClientSession) -> N
     ):
         async with raw.post(path, json={"input": "x"}) as response:
             assert response.status == 404 and words in (await response.json())["error"]["message"]
+
+
+async def test_the_documents_of_the_api_need_no_network(raw: aiohttp.ClientSession) -> None:
+    """All that the page loads is here, and nobody else learns of the schema."""
+    async with raw.get("/docs") as response:
+        page = await response.text()
+    named = re.findall(r"""(?:src|href)="([^"]*)"|\burl: '([^']*)'""", page)
+    loaded = [place for places in named for place in places if place]
+    assert {place.rpartition("/")[2] for place in loaded} >= {"swagger-ui-bundle.js", "swagger-ui.css", "openapi.json"}
+    for place in loaded:
+        assert place.startswith("/")
+        async with raw.get(place) as response:
+            assert response.status == 200 and len(await response.read()) > 1000
+    assert "//" not in page.replace("// ", "") and '"validatorUrl": null' in page
 
 
 async def test_browsers_and_probes_are_answered(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
