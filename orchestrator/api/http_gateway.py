@@ -45,10 +45,11 @@ from specahead.config.version import running_version
 from specahead.wire.errors import InvalidArgument, ServiceError
 from specahead.wire.messages import ServiceStatus
 
-# What OpenAI's API has under /v1 and this one has not.
+# What the APIs of OpenAI and vLLM have, with /v1 before it or without, and this one has not.
 _NOT_SERVED = {
     **{"embeddings": "embeddings", "images": "images", "audio": "audio", "videos": "videos", "realtime": "audio"},
-    **{"moderations": "moderation", "files": "files", "uploads": "files", "batches": "batches", "rerank": "ranking"},
+    **{"moderations": "moderation", "files": "files", "uploads": "files", "batches": "batches"},
+    **{"pooling": "embeddings", "rerank": "ranking", "score": "ranking", "classify": "ranking"},
     **{"fine_tuning": "training", "vector_stores": "files", "assistants": "assistants", "threads": "assistants"},
 }
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
@@ -100,7 +101,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 def _missing(path: str) -> str:
     """Return why nothing is at a path."""
-    what = path.removeprefix("/v1/").partition("/")[0]
+    what = path.removeprefix("/v1").lstrip("/").partition("/")[0]
     if what in _NOT_SERVED:
         return f"{path} is not served: this server generates text and has no {_NOT_SERVED[what]}"
     return f"there is nothing at {path[:80]}; /docs lists what is served"

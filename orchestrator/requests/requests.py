@@ -13,23 +13,24 @@ from specahead.wire.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
-# Former fields of vLLM, and what took their place there.
+# Former fields of vLLM, and one of Anthropic, and what took their place there.
 _REPLACED = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
     "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar",
+    "output_format": "output_config.format",
 }
 # Fields that are not supported, with the values at which they would change nothing; any other value is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "echo"), (False,)),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("logprob_token_ids", "thinking_token_budget"), ()),
-    **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
+    **dict.fromkeys(("functions", "bad_words", "documents", "mcp_servers"), ([],)),
     **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
     **dict.fromkeys(("audio", "web_search_options", "prompt_embeds", "previous_response_id", "conversation"), ()),
     "best_of": (1,),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "include_reasoning": (True,),
     "length_penalty": (1,),
     "modalities": (["text"],),
@@ -229,7 +230,8 @@ def invalid_argument(errors: Sequence[Mapping[str, Any]]) -> InvalidArgument:
     words = [error["msg"].removeprefix("Value error, ") for error in (known or of_field)[:4]]
     reasons = " or ".join(dict.fromkeys(words))
     given = "" if known or errors[0]["type"] == "missing" else f", got {_shown(errors[0]['input'])}"
-    return InvalidArgument(f"{param or 'the body'}: {reasons}{given}", param or None)
+    code = "unsupported_value" if known else ""
+    return InvalidArgument(f"{param or 'the body'}: {reasons}{given}", param or None, code)
 
 
 def _shown(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic_core import PydanticCustomError
 
 from orchestrator.requests.chat_request import (
     CalledFunction,
@@ -16,7 +17,7 @@ from orchestrator.requests.chat_request import (
     join_text,
 )
 from orchestrator.requests.long_fields import Items, Models
-from orchestrator.requests.requests import MAX_LOGPROBS, GenerationRequest
+from orchestrator.requests.requests import MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
 from orchestrator.text.structured_outputs import SchemaFormat, Strict
 
 
@@ -65,7 +66,16 @@ class Reasoning(Strict, extra="allow"):
     """The chat template's reasoning_effort."""
 
 
-InputItem = InputCall | InputCallOutput | InputReasoning | InputMessage
+def _known_item(item: Any) -> Any:
+    """Return an item of an input. Raises pydantic's error for items of tools that OpenAI runs, and for references."""
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    if kind not in ("message", "function_call", "function_call_output", "reasoning"):
+        message = "an item of type {kind} is not supported: messages, reasoning, function calls and their outputs are"
+        raise PydanticCustomError(UNSUPPORTED, message, {"kind": repr(str(kind)[:40])})
+    return item
+
+
+InputItem = Annotated[InputCall | InputCallOutput | InputReasoning | InputMessage, BeforeValidator(_known_item)]
 
 
 class TextFormat(SchemaFormat):

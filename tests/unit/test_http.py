@@ -659,18 +659,23 @@ async def test_no_body_makes_the_server_fail(raw: aiohttp.ClientSession, path: s
          "tools[0]: 'web_search' is not supported: only functions are, which the client runs"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]},
          "tools[0]: 'web_search' is not supported: only functions are, which the client runs"),
+        ("/v1/responses", {"input": [{"type": "web_search_call", "id": "x", "status": "completed"}]},
+         "input: an item of type 'web_search_call' is not supported: messages, reasoning, function calls and "
+         "their outputs are"),
     ],
 )  # fmt: skip
 async def test_what_is_not_text_is_refused_in_a_sentence(
     raw: aiohttp.ClientSession, path: str, fields: dict[str, Any], words: str
 ) -> None:
     async with raw.post(path, json=fields) as response:
-        assert (response.status, (await response.json())["error"]["message"]) == (400, words)
+        error = (await response.json())["error"]
+    assert (response.status, error["message"], error["code"]) == (400, words, "unsupported_value")
 
 
 async def test_paths_that_are_not_served_say_so(raw: aiohttp.ClientSession) -> None:
     for path, words in (
         ("/v1/embeddings", "generates text and has no embeddings"),
+        ("/embeddings", "generates text and has no embeddings"),
         ("/v1/images/generations", "has no images"),
         ("/v1/audio/speech", "has no audio"),
         ("/v1/nonesuch", "there is nothing at /v1/nonesuch; /docs lists what is served"),
