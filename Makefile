@@ -53,7 +53,7 @@ check: lint  ## Lint, types, and the unit tests of daily work: four minutes at m
 
 # Environments of real clients, each with what its file in tests/clients/environments names. openai's own client, which is
 # light, is in CI as well: tests/unit and tests/e2e ask by it.
-CLIENTS ?= openai3 openai2 anthropic aiperf tools
+CLIENTS ?= openai3 openai2 anthropic examples aiperf tools
 
 test-clients: setup $(CLIENTS:%=.venv-clients/%/.ready)  ## Real clients (openai, anthropic, litellm, lm-eval, …), unmodified, against a launch
 	$(BIN)/python -m tests.clients .venv-clients $(CLIENTS)

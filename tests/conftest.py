@@ -108,9 +108,9 @@ def launch(_start: Callable[..., Stack]) -> Iterator[Callable[..., Stack]]:
 def stack(_start: Callable[..., Stack]) -> Iterator[Stack]:
     """The bundled pair behind a launch that is shared by tests which leave it as they found it.
 
-    Settings are the default ones, but that a busy machine's target waits for its draft, that short texts are read
-    sparsely, too, and that calls of tools are found.
+    Settings are the default ones, but that a busy machine's target waits for its draft, and that short texts are read
+    sparsely, too.
     """
-    stack = _start("--plan", sparse_plan_file(), "--tool-call-parser", "hermes", altered=PATIENT)
+    stack = _start("--plan", sparse_plan_file(), altered=PATIENT)
     yield stack
     stack.stop()

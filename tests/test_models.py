@@ -1,5 +1,6 @@
 """The bundled pair as it lies in specahead/models/, and the program that trained it, on a very small pair."""
 
+import json
 import random
 from math import log
 from pathlib import Path
@@ -11,6 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from orchestrator.text.replies import ReplyFormat, find_format
 from specahead.models import DRAFT, TARGET
 from specahead.models.pair import Shape
 from specahead.models.train_pair import Report, Settings, train
@@ -97,6 +99,30 @@ def test_chat_template(folder: Path) -> None:
     assert prompted == plain + "assistant:"
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(ids) == prompted
+
+
+@pytest.mark.parametrize("folder", [TARGET, DRAFT])
+def test_the_chat_template_has_tools_calls_and_results(folder: Path) -> None:
+    """What it shows as a call is read as one."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    function = {"name": "weather", "arguments": {"city": 'the "Rosé"'}}
+    messages = [
+        {"role": "user", "content": "Is it sunny?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": "It is."},
+    ]
+    form = find_format(tokenizer, "auto", "auto")
+    assert form == ReplyFormat("hermes")
+    prompt = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    shown, _, asked = prompt.partition("user: ")
+    assert shown.startswith("system: ") and json.dumps(tools[0]) in shown
+    assert asked.endswith("tool: It is.\n\nassistant:")
+    written = asked.partition("assistant: ")[2].partition("\n\ntool:")[0]
+    (call, *more) = form.parser("assistant:", tools).feed(written, last=True)
+    assert call.call is not None and call.call.name == "weather"
+    text = call.call.arguments + "".join(delta.arguments for delta in more)
+    assert json.loads(text) == function["arguments"]
 
 
 # The training run

@@ -17,6 +17,7 @@ TESTS = {
     "openai3": ("openai", "langchain", "litellm", "agents", "schema"),
     "openai2": ("openai", "instructor"),
     "anthropic": ("anthropic",),
+    "examples": ("examples",),
     "aiperf": ("aiperf",),
     "tools": ("guidellm", "lm_eval"),
 }
@@ -28,8 +29,7 @@ def main() -> None:
     unknown = set(names) - set(TESTS)
     if unknown:
         sys.exit(f"error: no such environment: {', '.join(unknown)}; there are {', '.join(TESTS)}")
-    # The bundled tokenizer's template knows no tools, so a format of calls must be named.
-    flags = ("--namespace", "clients", "--tool-call-parser", "hermes", "--timeouts", '{"shutdown": 1}')
+    flags = ("--namespace", "clients", "--timeouts", '{"shutdown": 1}')
     stack = start_stack(*flags, "--logging", '{"level": "warning"}')
     try:
         failed = [name for name in names or TESTS if not _run(Path(folder) / name, TESTS[name], stack.http)]

@@ -74,6 +74,19 @@ def test_a_call_that_is_forced_streamed_and_not(client: OpenAI, choice: Any) -> 
     assert not any(delta.content for delta in deltas)
 
 
+def test_the_result_of_a_call_goes_back(client: OpenAI) -> None:
+    """The model may then call again or speak; its prompt goes on from the first turn's."""
+    fields: Any = FREE | {"tools": TOOLS, "temperature": 0}
+    first = client.chat.completions.create(**fields | {"tool_choice": "required", "parallel_tool_calls": False})
+    message = first.choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It is on the second shelf."}
+    history = [*fields["messages"], message.model_dump(exclude_none=True), result]
+    second = client.chat.completions.create(**fields | {"messages": history, "tool_choice": "auto", "max_tokens": 8})
+    assert second.choices[0].message.content or second.choices[0].message.tool_calls
+    assert second.usage.prompt_tokens > first.usage.total_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 16
+
+
 def test_a_text_that_is_cut_off_need_not_parse(client: OpenAI) -> None:
     (found,) = client.chat.completions.create(**FREE | {"response_format": FORMAT, "max_tokens": 5}).choices
     assert found.finish_reason == "length"

@@ -32,6 +32,7 @@ HOMES = ("", "tests", "specahead", "specahead/engine", "specahead/lab")  # folde
 FOREIGN_FLAGS = {"--node-ip-address", "--head"}
 FOREIGN_WORDS = {"start_server_span"}
 FOREIGN_PROGRAMS = (
+    "claude ",
     *("ray ", "torchrun ", "curl ", "grpcurl ", "pip ", "docker ", "helm ", "kubectl ", "pytest ", "git "),
     "lm_eval ",
 )

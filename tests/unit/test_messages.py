@@ -117,6 +117,29 @@ async def test_a_conversation_with_results_reaches_the_template(
     assert (status, count) == (200, {"input_tokens": router.opened[-1].prompt_tokens})
 
 
+async def test_what_claude_code_sends_is_answered(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
+    """Its fields as version 2.1.197 sends them: a message of the system within the conversation, and more betas."""
+    router.answer = CALL
+    fields: Any = {
+        "messages": [*ASK["messages"], {"role": "system", "content": "Agents: none."}],
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "tools": [WEATHER],
+        "metadata": {"user_id": '{"device_id": "a", "account_uuid": "", "session_id": "b"}'},
+        "max_tokens": 32000,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": True,
+    }
+    headers = {"Authorization": "Bearer none", "anthropic-version": "2023-06-01", "anthropic-beta": "effort-2025-11-24"}
+    async with raw.head("/") as response:
+        assert response.status in (200, 307)
+    async with raw.post(f"{PATH}?beta=true", json=ASK | fields, headers=headers) as response:
+        text = await response.text()
+    assert response.status == 200 and '"name": "weather"' in text and '"stop_reason": "tool_use"' in text
+    assert "system: Agents: none." in prompt_of(router)
+
+
 async def test_the_answer_goes_on_with_what_the_last_message_began(
     raw: aiohttp.ClientSession, router: ScriptedRouter
 ) -> None:
