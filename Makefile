@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
 LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs docs-check mutants test-clients test-real test-vllm lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test test-long simulate fuzz schemas chaos docs docs-check mutants test-clients first-hour test-real test-vllm lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -63,6 +63,9 @@ test-clients: setup $(CLIENTS:%=.venv-clients/%/.ready)  ## Real clients (openai
 	$(if $(filter tools,$*),.venv-clients/$*/bin/python -m pip install -q $(PIP_ARGS) "$(TORCH)")
 	.venv-clients/$*/bin/python -m pip install -q $(PIP_ARGS) -r $<
 	touch $@
+
+first-hour:  ## What a new user does first, in a fresh folder, and how long it takes: five minutes at most
+	$(PYTHON) -m tests.first_hour --torch="$(TORCH)" --pip-args="$(PIP_ARGS) $(if $(TORCH),,--find-links $(TORCH_WHEELS))"
 
 FLAGS ?=
 
