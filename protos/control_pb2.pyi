@@ -20,6 +20,13 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
+
+class Proposer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROPOSER_UNSPECIFIED: _ClassVar[Proposer]
+    PROPOSER_LOOKUP: _ClassVar[Proposer]
+    PROPOSER_SELF: _ClassVar[Proposer]
+    PROPOSER_DRAFT: _ClassVar[Proposer]
 EXACTNESS_UNSPECIFIED: Exactness
 EXACTNESS_EXACT: Exactness
 EXACTNESS_APPROXIMATE: Exactness
@@ -27,6 +34,10 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
+PROPOSER_UNSPECIFIED: Proposer
+PROPOSER_LOOKUP: Proposer
+PROPOSER_SELF: Proposer
+PROPOSER_DRAFT: Proposer
 
 class ServeFrame(_message.Message):
     __slots__ = ("open", "abort", "beat")
@@ -143,7 +154,7 @@ class Report(_message.Message):
     def __init__(self, number: _Optional[int] = ..., opens: _Optional[int] = ..., sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., free_places: _Optional[int] = ..., free_kv_pages: _Optional[int] = ..., queue_places: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., indexed: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., kv_pages: _Optional[int] = ..., draining: bool = ..., left: _Optional[_Iterable[str]] = ..., taken: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("at", "tokens", "drafted", "accepted", "finish_reason", "kv_tokens_read", "kv_tokens_total", "announced_bytes", "stale_rounds", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_tokens_fetched", "cached_tokens", "queue_seconds", "logprobs", "prompt_logprobs", "preemptions", "screening_drafted", "screening_accepted", "screened", "confirmed")
+    __slots__ = ("at", "tokens", "drafted", "accepted", "finish_reason", "kv_tokens_read", "kv_tokens_total", "announced_bytes", "stale_rounds", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_tokens_fetched", "cached_tokens", "queue_seconds", "logprobs", "prompt_logprobs", "preemptions", "screening_drafted", "screening_accepted", "screened", "confirmed", "proposer")
     AT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +178,7 @@ class Commit(_message.Message):
     SCREENING_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     SCREENED_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    PROPOSER_FIELD_NUMBER: _ClassVar[int]
     at: _speculation_pb2.At
     tokens: _containers.RepeatedScalarFieldContainer[int]
     drafted: int
@@ -190,7 +202,8 @@ class Commit(_message.Message):
     screening_accepted: _containers.RepeatedScalarFieldContainer[int]
     screened: int
     confirmed: int
-    def __init__(self, at: _Optional[_Union[_speculation_pb2.At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., kv_tokens_read: _Optional[int] = ..., kv_tokens_total: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., stale_rounds: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., kv_tokens_fetched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., preemptions: _Optional[int] = ..., screening_drafted: _Optional[_Iterable[int]] = ..., screening_accepted: _Optional[_Iterable[int]] = ..., screened: _Optional[int] = ..., confirmed: _Optional[int] = ...) -> None: ...
+    proposer: Proposer
+    def __init__(self, at: _Optional[_Union[_speculation_pb2.At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., kv_tokens_read: _Optional[int] = ..., kv_tokens_total: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., stale_rounds: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., kv_tokens_fetched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., preemptions: _Optional[int] = ..., screening_drafted: _Optional[_Iterable[int]] = ..., screening_accepted: _Optional[_Iterable[int]] = ..., screened: _Optional[int] = ..., confirmed: _Optional[int] = ..., proposer: _Optional[_Union[Proposer, str]] = ...) -> None: ...
 
 class Closed(_message.Message):
     __slots__ = ("session", "code", "message")

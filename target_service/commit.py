@@ -3,7 +3,7 @@
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.sparsity.plan import Plan
-from specahead.wire.messages import At, Commit, FinishReason, Proposal, RoundFigures, Verdict
+from specahead.wire.messages import At, Commit, FinishReason, Proposal, Proposer, RoundFigures, Verdict
 from target_service.verify_step import VerifyRound
 
 
@@ -47,6 +47,7 @@ def commit_round(
         prompt_logprobs=session.prompt_logprobs or [],
         screened=item.held,
         confirmed=confirmed,
+        proposer=item.proposer if proposed else Proposer.NOBODY,
     )
     session.prompt_logprobs = None
     session.commit(tokens, agreed, proposal if known else None)

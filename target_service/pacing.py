@@ -226,12 +226,8 @@ def _kind_of(step: VerifyStep) -> RoundKind:
     gamma = max(counts, key=counts.__getitem__, default=0)
     if not gamma:
         return RoundKind(Proposer.NOBODY, 0, Verified.DENSE)
-    proposer, verified = Proposer.LOOKUP, Verified.DENSE
+    proposer, verified = max(item.proposer for item in step.rounds), Verified.DENSE
     for item in step.rounds:
-        if item.drafting_cost:
-            proposer = Proposer.SELF
-        elif item.proposal is not None:
-            proposer = Proposer.DRAFT
         read = item.input.read
         if item.screens:
             verified = Verified.SCREENS

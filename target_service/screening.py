@@ -101,6 +101,7 @@ class Screening:
             screening_drafted=[each.drafted for each in self.rounds],
             screening_accepted=[each.accepted for each in self.rounds],
             cached_tokens=max(each.cached_tokens for each in rounds),
+            proposer=max(each.proposer for each in rounds),
             prompt_logprobs=[of_token for each in rounds for of_token in each.prompt_logprobs],
             figures=reduce(RoundFigures.plus, (each.figures for each in rounds)),
         )

@@ -8,7 +8,7 @@ from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.engine.steps.device_chain import Imposed
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.outputs import StepUnderWay
-from specahead.wire.messages import Proposal
+from specahead.wire.messages import Proposal, Proposer
 from target_service.session import TargetSession
 
 
@@ -38,6 +38,15 @@ class VerifyRound:
     def proposed(self) -> list[int]:
         """The tokens to verify, whoever proposed them; those drafted in the step are there once it has run."""
         return self.input.tokens[self.input.drafted_from + self.held :]
+
+    @property
+    def proposer(self) -> Proposer:
+        """Who proposed its tokens."""
+        if self.proposal is not None:
+            return Proposer.DRAFT
+        if not self.proposed:
+            return Proposer.NOBODY
+        return Proposer.SELF if self.drafting_cost else Proposer.LOOKUP
 
     @property
     def is_guessed(self) -> bool:

@@ -8,6 +8,7 @@ vocabulary).
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -207,11 +208,14 @@ def _read_exactness(number: int) -> m.Exactness:
     return m.Exactness(number)
 
 
-def _read_finish_reason(number: int) -> m.FinishReason:
-    try:
-        return m.FinishReason(number)
-    except ValueError:
-        raise InvalidArgument(f"commit: {number} is no finish reason") from None
+def _read_enum(kind: type[IntEnum]) -> Callable[[int], IntEnum]:
+    def read(number: int) -> IntEnum:
+        try:
+            return kind(number)
+        except ValueError:
+            raise InvalidArgument(f"commit: {number} is no {kind.__name__}") from None
+
+    return read
 
 
 def _read_all(kind: type) -> Callable[[Iterable[Any]], list[Any]]:
@@ -242,7 +246,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "session": _read_session,
     "sampling": _read_sampling,
     "exactness": _read_exactness,
-    "finish_reason": _read_finish_reason,
+    "finish_reason": _read_enum(m.FinishReason),
+    "proposer": _read_enum(m.Proposer),
     "support_ids": _read_array("<u4"),
     "support_probs": _read_array("<f4"),
 }

@@ -33,6 +33,15 @@ class FinishReason(IntEnum):
     ABORT = 3
 
 
+class Proposer(IntEnum):
+    """Who proposes the tokens of a round."""
+
+    NOBODY = 0
+    LOOKUP = 1  # the session's own text
+    SELF = 2  # the target, over a small share of its KV
+    DRAFT = 3  # a draft model
+
+
 @dataclass(frozen=True)
 class Hello:
     """One side of the handshake. All values but `peer` and `model` must agree."""
@@ -276,6 +285,7 @@ class Commit:
     """How many of the round's tokens, the first ones, had been screened and waited to be confirmed."""
     confirmed: int = 0
     """How many of these the round confirmed."""
+    proposer: Proposer = Proposer.NOBODY
 
     @property
     def draft_seconds(self) -> float:

@@ -56,10 +56,12 @@ class Choice(NamedTuple):
         """The choice in numbers, by the names that a service's status has for them."""
         other = self.runner_up or self.plan
         return {
+            "plan_proposer": self.plan.proposer,
             "plan_gamma": self.plan.gamma,
             "plan_sparse": self.plan.sparse,
             "plan_held": self.plan.held,
             "plan_tokens_per_second": self.tokens_a_second,
+            "runner_up_proposer": other.proposer,
             "runner_up_gamma": other.gamma,
             "runner_up_sparse": other.sparse,
             "runner_up_held": other.held,

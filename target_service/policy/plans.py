@@ -5,14 +5,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-
-class Proposer(Enum):
-    """Who proposes the tokens of a round."""
-
-    NOBODY = "nobody"
-    LOOKUP = "lookup"  # the session's own text
-    SELF = "self"  # the target, over a small share of its KV
-    DRAFT = "draft"  # a draft model
+from specahead.wire.messages import Proposer
 
 
 class Verified(Enum):
@@ -45,7 +38,7 @@ class RoundPlan:
         if not self.gamma:
             return "plain"
         reads = ", reads announced blocks" if self.sparse else ""
-        return f"{self.proposer.value}, {self.gamma} tokens{reads}{f', holds {self.held}' if self.held else ''}"
+        return f"{self.proposer.name.lower()}, {self.gamma} tokens{reads}{f', holds {self.held}' if self.held else ''}"
 
 
 PLAIN = RoundPlan(Proposer.NOBODY)

@@ -31,6 +31,7 @@ STRATEGIES = {
     m.At: places,
     m.Exactness: st.sampled_from(m.Exactness),
     m.FinishReason: st.sampled_from(m.FinishReason),
+    m.Proposer: st.sampled_from(m.Proposer),
     Sampling: st.sampled_from([Sampling(), Sampling(0.0), Sampling(0.5, 0.25, 2**64 - 1)]),
 }
 GIVEN = {"session": names, "accepted": numbers}

@@ -1,6 +1,7 @@
 """Prompt lookup: what it proposes, and sessions that it proposes for instead of a draft."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -168,6 +169,8 @@ def test_what_is_guessed_before_a_draft_is_asked_changes_no_token(
     counted = world.verifier.counters
     assert counted["lookup_accepted_tokens"] >= counted["lookup_draft_tokens"] / 6 - 15, "one wrong guess at most"
     assert counted["rounds"] > counted["lookup_rounds"] >= 0
+    made = Counter(commit.proposer for name in names for commit in world.commits[name] if commit.drafted)
+    assert made[m.Proposer.DRAFT] and made[m.Proposer.LOOKUP] == counted["lookup_rounds"]
     world.check_nothing_left()
 
 

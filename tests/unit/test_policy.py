@@ -217,7 +217,7 @@ def test_no_fixed_plan_is_much_faster_whatever_comes_and_goes(proposer: Proposer
 def test_over_many_loads_the_policy_is_as_fast_as_the_best_fixed_plan(proposer: Proposer, loads: int) -> None:
     compared = [compare(1000 + seed, proposer) for seed in range(loads)]
     whole, late = ([each[part] for each in compared] for part in (0, 1))
-    print(f"{proposer.value}: {min(whole):.3f} at least, {sum(whole) / loads:.3f} on average; {min(late):.3f} later on")
+    print(f"{proposer.name}: {min(whole):.3f} at least, {sum(whole) / loads:.3f} on average; {min(late):.3f} later on")
     assert min(whole) >= 0.96 and sum(late) / loads >= 0.99
 
 

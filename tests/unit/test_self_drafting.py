@@ -112,6 +112,7 @@ def test_a_session_first_weighs_and_then_drafts_in_every_round(clock: Clock) -> 
     assert [(commit.drafted, len(commit.tokens)) for commit in world.commits[name]] == [(0, 1)] * 2 + [(4, 5)] * 7 + [
         (4, 4)
     ]
+    assert [commit.proposer for commit in world.commits[name]] == [Proposer.NOBODY] * 2 + [Proposer.SELF] * 8
     assert len(world.target.lists_drafted_by) == 8
 
 

@@ -40,8 +40,8 @@ def test_what_targets_hold_and_have_waiting_is_summed_over_them() -> None:
 def test_the_choice_of_a_plan_is_explained_in_words() -> None:
     drafted = RoundPlan(Proposer.DRAFT, 4, sparse=True, held=16)
     assert plan_in_words(Choice(drafted, 2342.4, PLAIN, 910.0).gauges) == (
-        "4 proposed tokens a round, approximate requests read announced blocks, exact requests hold up to 16 tokens "
-        "for one dense pass; 2,342 tokens a second expected; next best: plain decoding, 910"
+        "the draft model proposes 4 tokens a round, approximate requests read announced blocks, exact requests hold up "
+        "to 16 tokens for one dense pass; 2,342 tokens a second expected; next best: plain decoding, 910"
     )
     assert plan_in_words(Choice(PLAIN, 910.0, None, 0.0).gauges) == "plain decoding; 910 tokens a second expected"
     assert plan_in_words({"pid": 7}) == ""
