@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from orchestrator.api.dashboard.feed import Feed
+from orchestrator.api.dashboard.history import History
 from orchestrator.requests.callers import current_caller
 from orchestrator.sessions.ledger import Record
 from orchestrator.sessions.metrics import Metrics
@@ -27,7 +28,7 @@ class Observer:
     def __init__(self, metrics: Metrics, tokenizer: Any, log_text: bool = False, tracer: Any = None) -> None:
         """tracer: makes spans, None for no traces."""
         self.metrics = metrics
-        self.feed = Feed()
+        self.feed, self.history = Feed(), History()
         self._tracer = tracer
         self._tokenizer = tokenizer
         self._log_text = log_text
@@ -107,6 +108,7 @@ class Watch:
         self.first_seconds = 0.0  # from the start to the first round, 0 before it
         self._observer = observer
         self._watched = observer.feed.open(record)
+        observer.history.open()
         self._start = self._last = time.perf_counter()
 
     @property
@@ -125,7 +127,8 @@ class Watch:
         first, seconds = not self.first_seconds, now - self._last
         self.first_seconds = self.first_seconds or now - self._start
         self._observer.metrics.committed(self.record, commit, first, seconds)
-        self._observer.feed.round(self._watched, commit, seconds, first)
+        self._observer.feed.round(self._watched, commit, self.first_seconds)
+        self._observer.history.round(commit, self.record.prompt_tokens, seconds, first)
         if self._trace is not None:
             self._trace.round(commit, seconds)
         self._last = now
@@ -134,7 +137,9 @@ class Watch:
     def end(self, outcome: str | ServiceError) -> None:
         """Report the end: the name of the finish reason, or the error that broke the request off."""
         self._observer.metrics.ended(self.record)
-        self._observer.feed.end(self._watched, outcome.code if isinstance(outcome, ServiceError) else outcome)
+        code = outcome.code if isinstance(outcome, ServiceError) else outcome
+        self._observer.feed.end(self._watched, code, self.seconds)
+        self._observer.history.end(None if isinstance(outcome, ServiceError) or outcome == "abort" else self.seconds)
         if self._trace is not None:
             self._trace.end(self.record, outcome)
         if isinstance(outcome, ServiceError):

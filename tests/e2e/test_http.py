@@ -239,16 +239,14 @@ async def test_the_dashboard_tells_of_a_session_while_it_runs(raw: aiohttp.Clien
     async def ended(events: aiohttp.ClientResponse) -> int:
         """Follow the session that comes; return how many tokens its rounds gave."""
         nonlocal read, total
-        tokens = 0
         async for line in events.content:
             event = json.loads(line[6:]) if line.startswith(b"data: ") else {"type": ""}
             if event["type"] == "snapshot":  # the present state; every later event follows
                 watched.set()
             if event["type"] == "rounds":
-                tokens += event["sums"]["tokens"]
-                read, total = read + event["sums"]["kv_tokens_read"], total + event["sums"]["kv_tokens_total"]
-                if event["ended"]:
-                    return tokens
+                for ended in event["ended"]:
+                    read, total = ended["kv_read"], ended["kv_total"]
+                    return int(ended["tokens"])
         raise AssertionError("the stream has ended")
 
     async with asyncio.timeout(120), raw.get("/dashboard/events") as events:

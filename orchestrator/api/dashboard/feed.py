@@ -1,17 +1,18 @@
 """The events of sessions for the viewers of the dashboard. Without viewers they cost next to nothing.
 
 A viewer gets a snapshot, then the events since its last call. They are bounded: of very many rounds only the first are
-listed, though the sums count all; a viewer who misses too many changes gets a snapshot again.
+listed; a viewer who misses too many changes gets a snapshot again.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.requests.callers import current_caller
-from orchestrator.sessions.ledger import Record, SpeculationTotals
+from orchestrator.sessions.ledger import LATEST_ROUNDS, Record
 from specahead.wire.errors import ResourceExhausted
 from specahead.wire.messages import Commit
 
@@ -20,21 +21,25 @@ MOST_ROUNDS = 256  # listed in an event
 MOST_CHANGES = 256  # sessions that open or end between two events; more lead to a snapshot
 MOST_SESSIONS = 256  # of a snapshot: the newest
 
-# The fields of a round, in this order. seconds: since the session's last round, or since it was opened.
-ROUND_FIELDS = ("session", "tokens", "drafted", "accepted", "seconds", "first", "kv_read", "kv_total", "kv_fetched")
+MOST_ENDED = 30  # sessions that are shown after their end
+
+# The fields of a round, in this order. Screening rounds give no tokens before the round that confirms them.
+ROUND_FIELDS = ("session", "tokens", "drafted", "accepted", "proposer", "kv_read", "kv_total", "kv_fetched")
 
 Event = dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Watched:
-    """An open session."""
+    """A session."""
 
     number: int
     """Its name on the page."""
     caller: str
     """The name of its key."""
     record: Record
+    first_seconds: float = 0.0
+    """From the request to the first token, 0 before it."""
 
     def opening(self, viewer: str) -> Event:
         """Return the event of its opening. viewer: the name of a key; only the caller's own gets the id."""
@@ -44,19 +49,35 @@ class Watched:
             "request": record.session if viewer == self.caller else None,
             "exactness": record.asked.exactness.name.lower(),
             "prompt_tokens": record.prompt_tokens,
-            "max_tokens": record.asked.max_tokens,
+        }
+
+    def sums(self) -> Event:
+        """Return the sums over its rounds."""
+        record, totals = self.record, self.record.totals
+        return {
+            "tokens": len(record.generated),
+            "cached_tokens": record.cached_tokens,
+            "rounds": totals.rounds,
+            "drafted": totals.drafted,
+            "accepted": totals.accepted,
+            "kv_read": totals.figures.kv_tokens_read,
+            "kv_total": totals.figures.kv_tokens_total,
+            "kv_fetched": totals.figures.kv_tokens_fetched,
+            "first_seconds": self.first_seconds,
         }
 
     def snapshot(self, viewer: str) -> Event:
-        """Return its opening with its rounds so far."""
-        rounds = [_round(self.number, commit, 0.0, False) for commit in self.record.latest]
-        return self.opening(viewer) | {"tokens": len(self.record.generated), "rounds": rounds}
+        """Return its opening, its sums and its last rounds."""
+        rounds = [each for commit in self.record.latest for each in _rounds(self.number, commit)]
+        return self.opening(viewer) | self.sums() | {"latest": rounds[-LATEST_ROUNDS:]}
 
 
-def _round(number: int, commit: Commit, seconds: float, first: bool) -> tuple[Any, ...]:
-    figures = commit.figures
+def _rounds(number: int, commit: Commit) -> list[tuple[int, ...]]:
+    """Return the rounds of a commit, by ROUND_FIELDS."""
+    figures, (*screening, last) = commit.figures, commit.rounds
     read = figures.kv_tokens_read, figures.kv_tokens_total, figures.kv_tokens_fetched
-    return (number, len(commit.tokens), commit.drafted, commit.accepted, round(seconds, 6), first, *read)
+    screened = [(number, 0, *each, commit.proposer, 0, 0, 0) for each in screening]
+    return [*screened, (number, len(commit.tokens), *last, commit.proposer, *read)]
 
 
 @dataclass(eq=False)
@@ -66,18 +87,9 @@ class Viewer:
     name: str
     """Of the key."""
     needs_snapshot: bool = True
-    sums: SpeculationTotals = field(default_factory=SpeculationTotals)
-    tokens: int = 0
-    rounds: list[tuple[Any, ...]] = field(default_factory=list)
+    rounds: list[tuple[int, ...]] = field(default_factory=list)
     opened: list[Event] = field(default_factory=list)
-    ended: list[tuple[int, str]] = field(default_factory=list)
-
-    def add_round(self, fields: tuple[Any, ...], commit: Commit) -> None:
-        """Add a round."""
-        self.sums.add(commit)
-        self.tokens += len(commit.tokens)
-        if len(self.rounds) < MOST_ROUNDS:
-            self.rounds.append(fields)
+    ended: list[Event] = field(default_factory=list)
 
     def add_change(self, changes: list[Any], change: Any) -> None:
         """Add a session that opens or ends."""
@@ -88,7 +100,7 @@ class Viewer:
 
     def forget(self) -> None:
         """Drop all events."""
-        self.sums, self.tokens, self.needs_snapshot = SpeculationTotals(), 0, False
+        self.needs_snapshot = False
         self.rounds, self.opened, self.ended = [], [], []
 
 
@@ -98,6 +110,7 @@ class Feed:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._open: dict[int, Watched] = {}
+        self._ended: deque[tuple[str, Event]] = deque(maxlen=MOST_ENDED)  # each with its caller
         self._viewers: list[Viewer] = []
 
     def open(self, record: Record) -> Watched:
@@ -108,18 +121,21 @@ class Feed:
             viewer.add_change(viewer.opened, watched.opening(viewer.name))
         return watched
 
-    def round(self, watched: Watched, commit: Commit, seconds: float, first: bool) -> None:
-        """Add a round. seconds: that it took. first: whether it is the session's first."""
+    def round(self, watched: Watched, commit: Commit, first_seconds: float) -> None:
+        """Add the rounds of a commit. first_seconds: from the request to its first token."""
+        watched.first_seconds = first_seconds
         if self._viewers:
-            fields = _round(watched.number, commit, seconds, first)
+            rounds = _rounds(watched.number, commit)
             for viewer in self._viewers:
-                viewer.add_round(fields, commit)
+                viewer.rounds += rounds[: MOST_ROUNDS - len(viewer.rounds)]
 
-    def end(self, watched: Watched, outcome: str) -> None:
-        """Remove a session that has ended. outcome: a finish reason or the code of an error."""
+    def end(self, watched: Watched, outcome: str, seconds: float) -> None:
+        """Remove a session that has ended. outcome: a finish reason or the code of an error. seconds: that it took."""
         del self._open[watched.number]
+        over = {"session": watched.number, "ended": outcome, "seconds": seconds}
+        self._ended.append((watched.caller, watched.snapshot(watched.caller) | over))
         for viewer in self._viewers:
-            viewer.add_change(viewer.ended, (watched.number, outcome))
+            viewer.add_change(viewer.ended, watched.sums() | over)
 
     def check_room(self) -> None:
         """Raise ResourceExhausted if there are MOST_VIEWERS viewers."""
@@ -141,13 +157,12 @@ class Feed:
         """Return the next event for a viewer, None if nothing has happened."""
         if viewer.needs_snapshot:
             viewer.forget()
-            newest = list(self._open.values())[-MOST_SESSIONS:]
-            sessions = [watched.snapshot(viewer.name) for watched in newest]
-            return {"type": "snapshot", "round_fields": ROUND_FIELDS, "sessions": sessions}
-        if not (viewer.tokens or viewer.opened or viewer.ended):
+            ended = [told if viewer.name == caller else told | {"request": None} for caller, told in self._ended]
+            newest = [watched.snapshot(viewer.name) for watched in list(self._open.values())[-MOST_SESSIONS:]]
+            return {"type": "snapshot", "sessions": [*ended, *newest]}
+        if not (viewer.rounds or viewer.opened or viewer.ended):
             return None
-        sums = viewer.sums.summary() | {"tokens": viewer.tokens}
-        event: dict[str, Any] = {"type": "rounds", "sums": sums, "opened": viewer.opened, "rounds": viewer.rounds}
+        event: dict[str, Any] = {"type": "rounds", "opened": viewer.opened, "rounds": viewer.rounds}
         event["ended"] = viewer.ended
         viewer.forget()
         return event

@@ -5,23 +5,27 @@ import base64
 import hashlib
 import itertools
 import json
-import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, StreamingResponse
 
+from orchestrator.api.dashboard.feed import ROUND_FIELDS
+from orchestrator.api.dashboard.history import BUCKETS, SAMPLE_FIELDS, SAMPLE_SECONDS
 from orchestrator.cluster.service_status import gauges_of_targets
 from orchestrator.requests.callers import Caller, current_caller
 from orchestrator.sessions.generation import Frontend
+from specahead import models
 from specahead.config.speculation import WITHOUT_DRAFT
 from specahead.wire.messages import ServiceStatus
 from specahead.wire.plan_words import plan_in_words
 
-PAGE = Path(__file__).parent / "page.html"
+FOLDER = Path(__file__).parent
+SCRIPTS = ("charts.js", "sessions.js", "trial.js", "page.js")
 TICK_SECONDS = 0.25
 STATUS_TICKS = 4  # from one status of the services to the next
 
@@ -44,17 +48,31 @@ async def show_page() -> Response:
 
 @cache
 def _page() -> tuple[str, str]:
-    """Return the page and its security policy, which allows its own script and style, and calls of this server."""
-    text = PAGE.read_text(encoding="utf-8")
-    script, style = (_hash_of(text, tag) for tag in ("script", "style"))
-    policy = f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:"
-    return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    """Return the page with its style and scripts inside, and its security policy, which allows these and calls of this
+    server.
+    """
+    page, style = (_read(name) for name in ("page.html", "page.css"))
+    script = "".join(map(_read, SCRIPTS))
+    text = page.replace("<style></style>", f"<style>{style}</style>").replace(
+        "<script></script>", f"<script>{script}</script>"
+    )
+    policy = f"default-src 'none'; script-src {_hash_of(script)}; style-src {_hash_of(style)}; connect-src 'self'"
+    return text, f"{policy}; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-def _hash_of(page: str, tag: str) -> str:
-    """Return the name of a page's one inline script or style in a policy."""
-    (inline,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+def _read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash_of(inline: str) -> str:
+    """Return the name of an inline script or style in a policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
+
+
+@router.get("/dashboard/story")
+async def tell_story() -> Response:
+    """Give the text that long prompts for trials are made of."""
+    return PlainTextResponse(models.DEMO_TEXT.read_text(encoding="utf-8"))
 
 
 @router.get("/dashboard/events")
@@ -70,14 +88,19 @@ async def follow(request: Request) -> Response:
 async def _events(
     caller: Caller, frontend: Frontend, read_status: Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 ) -> AsyncIterator[dict[str, Any]]:
-    yield {"type": "hello", "model": frontend.name, "draft": frontend.draft_name}
-    feed = frontend.observer.feed
+    limits, feed, history = frontend.limits, frontend.observer.feed, frontend.observer.history
+    hello = {"model": frontend.name, "draft": frontend.draft_name, "longest": limits.longest}
+    names = {"round_fields": ROUND_FIELDS, "sample_fields": SAMPLE_FIELDS, "sample_seconds": SAMPLE_SECONDS}
+    yield {"type": "hello", **hello, **names, "buckets": BUCKETS}
+    seen = 0  # when the newest sample began that was sent
     with feed.viewer(caller.name) as viewer:
         for tick in itertools.count():
             if not caller.allowed:
                 return
             if tick % STATUS_TICKS == 0:
-                yield _status(frontend, await read_status())
+                samples = history.since(seen)  # the last one sent may have grown
+                seen = samples[-1].time if samples else seen
+                yield _status(frontend, await read_status()) | {"samples": [each.values() for each in samples]}
             event = feed.take(viewer)
             if event is not None:
                 yield event
@@ -90,6 +113,7 @@ def _status(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) ->
     waiting = min(running, int(gauges.get("queued_sessions", 0)))
     return {
         "type": "status",
+        "time": time.time(),
         "running": running - waiting,
         "waiting": waiting,
         "kv_held": gauges.get("kv_pages_held", 0),
@@ -98,8 +122,3 @@ def _status(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) ->
         "plans": {name: plan for name, each in services.items() if each and (plan := plan_in_words(each.gauges))},
         "draft": attached or frontend.draft_name in WITHOUT_DRAFT,
     }
-
-
-def _is_drafted(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) -> bool:
-    attached = any(status is not None and status.attached for status in services.values())
-    return attached or frontend.draft_name in WITHOUT_DRAFT
