@@ -29,6 +29,10 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     assert plan.acceptance is not None and 0.4 < plan.acceptance < 0.8, "0.58 on other texts (docs/quality.md)"
     assert all(weight > 0 for blend in plan.blends for _, _, weight in blend)
     assert not list(tmp_path.glob("*.progress"))
+    measured = plan.provenance["quality"]
+    assert [row["budget"] for row in measured] == [0.03, 0.06, 0.12, 0.2]
+    assert measured[-1]["increase"] < 0.05 < measured[0]["increase"], "short texts at 3 % lose their middle"
+    assert "plan" in (tmp_path / "plan.html").read_text(encoding="utf-8").split("</p>")[0]
 
 
 def test_the_bundled_plan_is_for_the_bundled_pair() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 from tqdm import tqdm
 
 from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.model import default_device, resolve_dtype
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.evaluation.calibration.counting import calibrate
 from specahead.lab.evaluation.calibration.plans import to_plan
+from specahead.lab.evaluation.calibration.quality import quality_over_budget, room_of
 from specahead.lab.evaluation.calibration.sums import CalibrationSettings, load_progress, save_progress
 from specahead.lab.evaluation.models import load_runner, model_hash, output_projections
 from specahead.sparsity.plan import Plan
@@ -28,9 +30,9 @@ def calibrate_files(
     """
     device = default_device()
     dtype = resolve_dtype("auto", device, target)
-    room = settings.context + PAGE_SIZE
-    both = tqdm((draft, target), desc="loading both models", unit="model")
-    draft_runner, target_runner = (load_runner(model, dtype, device, room) for model in both)
+    longest = settings.context + PAGE_SIZE
+    both = tqdm([(draft, longest), (target, room_of(longest))], desc="loading both models", unit="model")
+    draft_runner, target_runner = (load_runner(model, dtype, device, kv, max_context=longest) for model, kv in both)
     texts, text_hash = read_passages(files, load_tokenizer(target), passages, settings.context)
     provenance = _provenance(draft, target, files, passages, text_hash)
     task = json.dumps([provenance, asdict(settings)])
@@ -47,6 +49,9 @@ def calibrate_files(
     )
     plan = to_plan(sums, draft_runner.kv.num_layers, draft_heads, target_runner.kv.kv_heads, settings)
     plan.provenance.update(provenance)
+    plan.provenance["quality"] = quality_over_budget(draft_runner, target_runner, plan, texts, settings.queries - 1)
+    plan.provenance["weight_tokens"] = round(target_runner.weight_tokens)
+    plan.provenance["longest"] = load_shape(target).max_position_embeddings
     progress_file.unlink(missing_ok=True)
     return plan
 
