@@ -20,6 +20,7 @@ from specahead.config.version import running_version
 from specahead.lab.benchmarks import flags as bench
 from specahead.lab.evaluation.flags import EVALUATIONS, add_calibrate_flags, add_evaluate_flags
 from specahead.lab.evaluation.tasks.flags import add_acceptance_flags, add_tasks_flags
+from specahead.lab.plotting import check_plots
 
 
 class Command(NamedTuple):
@@ -94,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = make_parser().parse_args(arguments)
     collect_seldom()
     try:
+        if getattr(flags, "plot", None) or getattr(flags, "plots", None):
+            check_plots()
         import_module(COMMANDS[flags.command].module).run(flags)
     except BrokenPipeError:  # the reader of our output is gone: the rest is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

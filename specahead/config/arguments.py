@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,13 +29,6 @@ def did_you_mean(name: str, known: Iterable[str], spell: Callable[[str], str] = 
     """Return ` (did you mean X?)`, or nothing if no known name is like this one. spell: gives X of a known name."""
     meant = probable_name(name, known)
     return f" (did you mean {spell(meant)}?)" if meant else ""
-
-
-def plot_path(text: str) -> str:
-    """Return the path of a plot. Raises ArgumentTypeError, before anything is measured, if none can be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("plots need matplotlib: pip install 'specahead[lab]'")
-    return text
 
 
 class Parser(argparse.ArgumentParser):

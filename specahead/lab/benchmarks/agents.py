@@ -78,9 +78,9 @@ def run(flags: argparse.Namespace) -> Sequence[AgentsRow | arrivals.ArrivalsRow]
         Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
     if flags.plot:
         columns = {
-            "turn, p50": "turn_p50",
-            "first token, p50": "first_token_p50",
-            "first token, p95": "first_token_p95",
+            "whole turn, median": "turn_p50",
+            "first token, median": "first_token_p50",
+            "first token, 95 % within": "first_token_p95",
         }
         plot_latency([row.agents for row in rows], rows, columns, "agents at once", Path(flags.plot))
     return rows

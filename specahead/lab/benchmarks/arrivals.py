@@ -114,8 +114,8 @@ def run(flags: argparse.Namespace) -> list[ArrivalsRow]:
         content = {"date": datetime.now(UTC).date().isoformat(), "load": load, "rows": [asdict(row) for row in rows]}
         Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
     if flags.plot:
-        names = {"turn": "turn", "first token": "first_token"}
-        lines = {f"{label}, {q}": f"{name}_{q}" for label, name in names.items() for q in ("p50", "p99")}
+        names, spans = {"whole turn": "turn", "first token": "first_token"}, {"median": "p50", "99 % within": "p99"}
+        lines = {f"{label}, {span}": f"{name}_{q}" for label, name in names.items() for span, q in spans.items()}
         plot_latency(flags.arrivals, rows, lines, "requests a second", Path(flags.plot))
     return rows
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from specahead.lab.plotting import make_figure, put_legend, save_figure
+
 _WARM_UP = (1, 4, 16)  # requests at once
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
 _LEAST_TOKEN = 10  # ids below are often special tokens
@@ -94,12 +96,9 @@ def plot_latency(
     load: Sequence[float], rows: Sequence[object], lines: Mapping[str, str], what: str, path: Path
 ) -> None:
     """Plot seconds over a load. lines: by label, the name of a figure of the rows. what: names the load."""
-    from specahead.lab.evaluation.plots import make_figure, save_figure  # matplotlib is loaded only where it is used
-
-    figure, (axis,) = make_figure()
+    figure, (axis,) = make_figure("How long answers take as the load grows: lower is better")
     for label, name in lines.items():
         axis.plot(load, [getattr(row, name) for row in rows], marker="o", label=label)
-    axis.set(xlabel=what, ylabel="s", ylim=(0, None))
-    axis.grid(alpha=0.3)
-    axis.legend()
+    axis.set(xlabel=what, ylabel="seconds", ylim=(0, None))
+    put_legend(axis)
     save_figure(figure, path)

@@ -4,7 +4,6 @@ neither --help nor completion loads torch."""
 import argparse
 
 from specahead import models
-from specahead.config.arguments import plot_path
 from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
 
 HELD = *QUANTIZATIONS, "fp8-blocks", "int4"  # the last two as checkpoints come, with a scale for 128 inputs
@@ -210,7 +209,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=0, metavar="S", help="end after so many seconds (0: none)")
     parser.add_argument("--part-limit", type=float, default=180, metavar="S", help="of each start and run")
     parser.add_argument("--json", metavar="FILE", help="written after each row")
-    parser.add_argument("--plot", type=plot_path, metavar="FILE", help="PNG: tokens a second, what a round waits for")
+    parser.add_argument("--plot", metavar="FILE", help="PNG: speed over context and batch, and what a round waits for")
 
 
 def add_shared_draft_flags(parser: argparse.ArgumentParser) -> None:
@@ -273,4 +272,4 @@ def add_agents_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600, metavar="S", help="of a request")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--plot", type=plot_path, metavar="FILE", help="PNG: latency over the load")
+    parser.add_argument("--plot", metavar="FILE", help="PNG: latency over the load")

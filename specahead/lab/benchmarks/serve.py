@@ -31,6 +31,7 @@ from specahead.lab.benchmarks.processes import children
 from specahead.lab.benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
 from specahead.lab.benchmarks.serving.controls import Controls
 from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room, note
+from specahead.lab.benchmarks.serving.plot import plot_rows
 from specahead.lab.benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
 
 if TYPE_CHECKING:
@@ -91,8 +92,6 @@ def run(flags: argparse.Namespace) -> None:
                 _measure_deployment(measured, pair, [shape], flags.hot)
     print(f"\n{LEGEND}")
     if flags.plot:
-        from specahead.lab.benchmarks.serving.plot import plot_rows  # matplotlib is loaded only where it is asked for
-
         plot_rows(results.rows, Path(flags.plot))
     if results.failures:
         raise ChildProcessError(f"{len(results.failures)} parts failed: {'; '.join(results.failures)}")

@@ -6,7 +6,6 @@ import shlex
 from functools import partial
 
 from specahead import models
-from specahead.config.arguments import plot_path
 from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
 
 
@@ -95,7 +94,7 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--markdown", metavar="FILE")
-    parser.add_argument("--plots", type=plot_path, metavar="DIR")
+    parser.add_argument("--plots", metavar="DIR")
     parser.set_defaults(typed=partial(_typed, parser))
 
 

@@ -14,6 +14,7 @@ from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio, wilson
 from specahead.lab.evaluation.tasks.others import longbench_tasks, other_tasks
 from specahead.lab.evaluation.tasks.ruler import NOISE, ruler_tasks
 from specahead.lab.evaluation.tasks.samples import Haystack, Task
+from specahead.lab.plotting import make_figure, plain_ticks, put_legend, save_figure
 
 Interval = tuple[float, float]
 RULER = tuple(ruler_tasks(NOISE, 4096))
@@ -138,11 +139,10 @@ def to_text(rows: Sequence[TaskRow]) -> str:
 
 def _plot(rows: Sequence[TaskRow], path: Path) -> None:
     """Plot the mean over contexts, and each task at the longest context, by exactness."""
-    from specahead.lab.evaluation.plots import make_figure, save_figure  # matplotlib is loaded only where it is used
-
-    figure, (lines, bars) = make_figure(2)
     ways = list(dict.fromkeys(row.exactness for row in rows))
     longest = max(row.context for row in rows)
+    each = f"Score of each task at {longest:,} tokens: further right is better"
+    figure, (lines, bars) = make_figure("Mean score by length of the prompt: higher is better", each)
     contexts = sorted({row.context for row in rows})
     for i, way in enumerate(ways):
         of_way = [row for row in rows if row.exactness == way and not row.task.startswith("mean")]
@@ -153,11 +153,8 @@ def _plot(rows: Sequence[TaskRow], path: Path) -> None:
         places = [place + 0.8 * i / len(ways) for place in range(len(last))]
         bars.barh(places, [100 * row.score for row in last], 0.8 / len(ways), xerr=spans, label=way or "as served")
         bars.set_yticks(range(len(last)), [row.task for row in last], fontsize=7)
-    lines.set(xscale="log", xlabel="context, tokens", ylabel="mean score of all tasks, %", ylim=(0, 102))
-    lines.set_xticks(contexts, [str(context) for context in contexts])
-    lines.set_xticks([], minor=True)
-    bars.set(xlabel=f"score at {longest} tokens, % (95 % intervals)")
-    lines.grid(alpha=0.3)
-    lines.legend()
-    figure.tight_layout()
+    lines.set(xscale="log", xlabel="tokens of the prompt", ylabel="mean score of all tasks, %", ylim=(0, 102))
+    plain_ticks(lines.xaxis, contexts)
+    bars.set(xlabel="score, %, with 95 % intervals")
+    put_legend(bars)
     save_figure(figure, path)

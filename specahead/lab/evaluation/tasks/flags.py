@@ -2,7 +2,6 @@
 
 import argparse
 
-from specahead.config.arguments import plot_path
 
 
 def _add_asking(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +35,7 @@ def add_tasks_flags(parser: argparse.ArgumentParser) -> None:
     _add_asking(parser)
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="haystacks (default: RULER's noise)")
-    parser.add_argument("--plot", type=plot_path, metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE")
     parser.set_defaults(samples=20)
 
 
