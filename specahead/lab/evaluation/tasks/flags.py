@@ -3,7 +3,6 @@
 import argparse
 
 
-
 def _add_asking(parser: argparse.ArgumentParser) -> None:
     """Declare what both commands take: the server, the samples, the file of answers."""
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="an OpenAI-style server (default: %(default)s)")
