@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from specahead.config import Config, add_launch_flags, read_launch
 from specahead.config.arguments import Parser
+from specahead.config.clock import clock
 from specahead.config.logs import configure_logs
 from specahead.config.process import prepare_process
 from specahead.wire.errors import ClusterError
@@ -65,12 +66,16 @@ def _launch(config: Config) -> None:
 
     access = read_access(config)
     log.info("starting", extra={"target": config.target.model, "draft": config.draft.model})
-    import uvloop
+    with clock("loading"):
+        import uvloop
 
-    from orchestrator.api import endpoints
-    from orchestrator.cluster.placement import placed_services
-    from specahead.wire.server import check_free
+        from orchestrator.api import endpoints
+        from orchestrator.cluster.placement import placed_services
+        from orchestrator.sessions.tracing import tracing
+        from specahead.wire.server import check_free
 
+    with tracing(config.clients.logging.trace_share):
+        pass  # what it needs is installed, which is known before the models are loaded
     config = endpoints.resolve_context(config)
     for port in (config.clients.grpc_port, config.clients.port):
         check_free(config.clients.host, port)

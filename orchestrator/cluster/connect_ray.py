@@ -14,6 +14,7 @@ from ray._private.node import Node
 from ray._private.utils import read_ray_address
 
 from specahead.config import ClusterSettings
+from specahead.config.clock import clock
 from specahead.wire.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,8 @@ def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
 
     In the main thread, SIGTERM raises KeyboardInterrupt afterwards: Ray's own handler prints a stack and aborts.
     """
-    folder = _connect(settings)
+    with clock("connecting to Ray"):
+        folder = _connect(settings)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     return folder

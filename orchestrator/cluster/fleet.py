@@ -22,6 +22,7 @@ from orchestrator.cluster.directory import name_services, side_of
 from orchestrator.cluster.room import check_room, gpus_of, resources_of
 from orchestrator.cluster.service_actor import ServiceActor
 from specahead.config import Config, DraftSettings, TargetSettings
+from specahead.config.logs import log_once
 from specahead.wire.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -224,6 +225,7 @@ def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
     Raises ClusterError with the words of one that failed.
     """
     waiting = answers = [actor.where.remote() for actor in actors.values()]
+    logged: set[str] = set()
     progress = tqdm(total=len(actors), desc="loading and preparing", unit="service", leave=False, disable=None)
     try:
         with progress, contextlib.nullcontext() if progress.disable else logging_redirect_tqdm():
@@ -231,9 +233,7 @@ def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
                 _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOG_SECONDS)
                 ready = [answer for answer in answers if answer not in waiting]
                 ray.get(ready)  # raises what one of them raised, though others are still loading
-                for name, actor in actors.items():
-                    for level, logger, message, fields in ray.get(actor.said.remote()):
-                        logging.getLogger(logger).log(level, message, extra=fields | {"service": name})
+                log_once({name: ray.get(actor.said.remote()) for name, actor in actors.items()}, logged)
                 progress.n = len(ready)
                 progress.refresh()
         return dict(zip(actors, ray.get(answers), strict=True))

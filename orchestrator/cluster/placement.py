@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from orchestrator.cluster.directory import SIDES, Directory, name_services, side_of
 from specahead.config import Config
 from specahead.config.access import split_list
+from specahead.config.clock import clock
 from specahead.wire.errors import ClusterError
 from specahead.wire.streams import BEAT_SECONDS
 
@@ -57,7 +58,8 @@ def placed_services(config: Config) -> Iterator[tuple[Directories, "RayPlacement
 def _importing_ray() -> Iterator[None]:
     """Import what needs Ray, which a launch over running services does not. Raises ClusterError if that fails."""
     try:
-        yield
+        with clock("loading Ray"):
+            yield
     except ImportError as error:
         raise ClusterError(
             f"Ray, which places the services, cannot be imported: {error}; install it (pip install ray), or start the "

@@ -5,6 +5,7 @@ imported once the command is chosen. So --help waits for no library.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from specahead.cli import flags as client
 from specahead.config import add_launch_flags
 from specahead.config.arguments import Parser
+from specahead.config.clock import clock
 from specahead.config.garbage import collect_seldom
 from specahead.config.version import running_version
 from specahead.lab.benchmarks import flags as bench
@@ -97,7 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if getattr(flags, "plot", None) or getattr(flags, "plots", None):
             check_plots()
-        import_module(COMMANDS[flags.command].module).run(flags)
+        with clock("loading"):
+            module = import_module(COMMANDS[flags.command].module)
+        # A benchmark's cells may take minutes each.
+        with clock(f"specahead {flags.command}") if flags.command.startswith("bench") else contextlib.nullcontext():
+            module.run(flags)
     except BrokenPipeError:  # the reader of our output is gone: the rest is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specahead.config.access import ProcessSettings
@@ -72,6 +73,21 @@ class Recorder(logging.Handler):
     def take(self) -> list[Said]:
         """Return what came since the last time."""
         return [self._said.popleft() for _ in range(len(self._said))]
+
+
+def log_once(said: Mapping[str, Sequence[Said]], logged: set[str]) -> None:
+    """Write messages of other processes, by their names, as the field `service`. Each is written once.
+
+    logged: what was written before; what is written now is added. A line names all that said the same by now.
+    """
+    lines: dict[str, tuple[Said, list[str]]] = {}
+    for name, messages in said.items():
+        for message in messages:
+            if repr(message) not in logged:
+                lines.setdefault(repr(message), (message, []))[1].append(name)
+    for (level, logger, text, fields), names in lines.values():
+        logging.getLogger(logger).log(level, text, extra=fields | {"service": ", ".join(names)})
+    logged.update(lines)
 
 
 class FrequentWarnings:

@@ -15,6 +15,7 @@ from orchestrator.requests.requests import GenerationRequest, read_request
 from orchestrator.sessions.generation import Chunk, Frontend
 from orchestrator.sessions.ledger import Record
 from orchestrator.text.chat import render_chat
+from specahead.config.clock import clock
 from specahead.config.process import prepare_process
 from specahead.config.resolve import read_values
 from specahead.offline.engine import Engine
@@ -47,7 +48,8 @@ class LLM:
         models = {name: str(model) for name, model in (("target", target), ("draft", draft)) if str(model)}
         config = read_values(models | settings)
         self._at_once = 2 * config.target.max_sessions  # so that a prompt waits when a session ends
-        self._engine = Engine(config)
+        with clock("loading the models"):
+            self._engine = Engine(config)
         weakref.finalize(self, self._engine.close)  # also at the end of the process
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None) -> list[Output]:

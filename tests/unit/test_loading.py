@@ -17,7 +17,6 @@ from specahead.config import ModelSettings
 from specahead.engine.kv.pages import KEPT_SHARE, pages_for
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading import memory, model, opening
-from specahead.engine.loading.checkpoint import Checkpoint, find_files
 from specahead.engine.loading.config import ModelShape, load_shape
 from specahead.engine.loading.memory import room_for_kv
 from specahead.engine.loading.model import load_model, resolve_dtype
@@ -163,13 +162,14 @@ def test_a_feature_that_is_not_built_is_refused_on_a_gpu(monkeypatch: pytest.Mon
     assert open_model(SETTINGS).shape.num_layers == 4
 
 
-def load_weights(folder: str) -> Checkpoint:
-    return Checkpoint(find_files(folder), "cpu")
+def load_weights(folder: str) -> object:
+    return load_model(folder, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize(
     ("name", "load"),
     [
+        ("config.json", load_shape),
         ("tokenizer.json", load_tokenizer),
         ("tokenizer_config.json", load_tokenizer),
         ("generation_config.json", load_generation_config),

@@ -1,5 +1,6 @@
 """What the process of a service does when the service fails; Ray is played by the test."""
 
+import logging
 from concurrent.futures import Future
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import target_service.service
 from orchestrator.cluster import service_actor
 from orchestrator.cluster.service_actor import ServiceActor, share_of_cores
+from specahead.config.logs import log_once
 from tests.settings import target_settings
 
 
@@ -62,3 +64,13 @@ def test_a_service_that_has_served_and_fails_ends_its_process(actor: ServiceActo
         actor._served_before = True
     with pytest.raises(Ended):
         actor._run(target_settings())
+
+
+def test_what_services_say_alike_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    logged: set[str] = set()
+    alike = (logging.WARNING, "a", "low priority", {"nice": 5})
+    own = (logging.WARNING, "a", "loading", {"model": "x"})
+    log_once({"target": [alike, own], "draft": [alike]}, logged)
+    log_once({"target": [own], "draft": [alike]}, logged)
+    said = [(record.getMessage(), vars(record)["service"]) for record in caplog.records]
+    assert said == [("low priority", "target, draft"), ("loading", "target")]

@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.keys import Key, digest_of
 from orchestrator.sessions.tracing import tracing
+from tests.programs import run_program
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 
 ASK = {"model": MODEL, "prompt": "The secret of the sea", "max_tokens": 8}
@@ -45,3 +46,12 @@ async def test_a_request_is_followed_round_by_round(tokenizer: Any) -> None:
         assert span.attributes is not None
         assert (span.attributes["specahead.drafted"], span.attributes["specahead.accepted"]) == (4, 1)
     assert "secret" not in str([span.attributes for span in (request, *rounds)])
+
+
+def test_a_launch_without_what_traces_need_says_so_before_it_starts_anything() -> None:
+    program = (
+        "import sys; sys.modules['opentelemetry.sdk'] = None\nfrom specahead.cli.main import main\nmain(sys.argv[1:])"
+    )
+    done = run_program(program, "serve", "--port", "0", "--grpc-port", "0", "--logging", '{"trace_share": 0.1}')
+    assert done.returncode == 1 and "starting Ray" not in done.stderr
+    assert done.stderr.endswith(": pip install 'specahead[otel]'\n") and "error: traces need" in done.stderr

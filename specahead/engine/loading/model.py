@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from specahead.config.speculation import Quantization
@@ -147,8 +148,10 @@ def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Map
     if held.bits < 16:
         raise ValueError(f"{model}: {why}")
     log.info("the files do not fit the config: transformers reads the weights", extra={"model": model, "why": why})
-    # Not to the device, which would hold them beside the decoder.
-    weights = dict(load_module(model, dtype, "cpu").named_parameters())
+    try:  # not to the device, which would hold them beside the decoder
+        weights = dict(load_module(model, dtype, "cpu").named_parameters())
+    except SafetensorError:  # which names no file
+        raise OSError(why) from None
     why = misfit(config, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     if why is not None:
         raise ValueError(f"{model}: {why}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import torch
+from tqdm import tqdm
 
 from orchestrator.cluster.directory import Directory, name_services, side_of
 from orchestrator.cluster.service_status import ControlLine
@@ -257,7 +258,7 @@ class Deployment:
 
 def note(text: str) -> None:
     """Write what is being done to stderr, with the time."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    tqdm.write(f"{time.strftime('%H:%M:%S')} {text}", sys.stderr)  # above a clock, if there is one
 
 
 def kv_gib(shape: str, tokens: int, bytes_a_number: int) -> float:

@@ -31,7 +31,8 @@ def calibrate_files(
     device = default_device()
     dtype = resolve_dtype("auto", device, target)
     longest = settings.context + PAGE_SIZE
-    both = tqdm([(draft, longest), (target, room_of(longest))], desc="loading both models", unit="model")
+    rooms = [(draft, longest), (target, room_of(longest))]
+    both = tqdm(rooms, desc="loading both models", unit="model", disable=None)
     draft_runner, target_runner = (load_runner(model, dtype, device, kv, max_context=longest) for model, kv in both)
     texts, text_hash = read_passages(files, load_tokenizer(target), passages, settings.context)
     provenance = _provenance(draft, target, files, passages, text_hash)
