@@ -38,6 +38,7 @@ __all__ = [
     "hold",
     "linear",
     "linear_of_residual",
+    "norm_residual",
     "quantize",
     "split_words",
 ]
@@ -113,15 +114,25 @@ def linear_of_residual(
     if norm is None:
         residual = residual.added_up()
         return linear(residual.total, weight, backend, gated, in_parts), residual
-    total, update = residual.total, residual.update
     # float16 is what the kernel multiplies weights of fewer bits in.
-    in_half = backend == "triton" and _read_by_few_rows(weight, len(total)) is not None
-    dtype = torch.float16 if in_half else None
+    in_half = backend == "triton" and _read_by_few_rows(weight, len(residual.total)) is not None
+    normed, residual = norm_residual(residual, norm, epsilon, backend, torch.float16 if in_half else None)
+    return linear(normed, weight, backend, gated, in_parts), residual
+
+
+def norm_residual(
+    residual: Residual, norm: Tensor, epsilon: float, backend: Backend = "torch", dtype: torch.dtype | None = None
+) -> tuple[Tensor, Residual]:
+    """Return the residual stream's RMSNorm, [rows, hidden], and the stream, added up.
+
+    norm: [hidden], the weight of the norm. dtype: of the norm's result; None: that of the stream.
+    """
+    total, update = residual.total, residual.update
     if update is None:
         normed, total = add_rms_norm(total, None, norm, epsilon, backend, dtype=dtype)
     else:
         normed, total = add_rms_norm(update, total, norm, epsilon, backend, residual.scale, dtype)
-    return linear(normed, weight, backend, gated, in_parts), Residual(total, None, residual.scale)
+    return normed, Residual(total, None, residual.scale)
 
 
 def add_linear(residual: Residual, x: Tensor, weight: LinearWeight, backend: Backend = "torch") -> Residual:

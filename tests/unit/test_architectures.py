@@ -105,7 +105,10 @@ def test_a_sliding_window_is_refused_where_it_hides_tokens() -> None:
 @pytest.mark.parametrize(
     ("config", "feature"),
     [
-        (lambda: transformers.Qwen3MoeConfig(**sizes(4, 2), num_experts=4), "a mixture of experts"),
+        (
+            lambda: transformers.Qwen3MoeConfig(**sizes(4, 2), num_experts=4, decoder_sparse_step=2),
+            "layers without a mixture",
+        ),
         (lambda: transformers.MixtralConfig(**sizes(4, 2)), "a mixture of experts"),
         (lambda: transformers.Gemma2Config(**sizes(4, 2)), "softcapping"),
         (lambda: transformers.BloomConfig(hidden_size=32, n_head=4), "ALiBi"),
@@ -126,7 +129,9 @@ def test_every_family_is_tested() -> None:
     assert {CONFIGS[name]().model_type for name in FUSED} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("folder", ["llama", "qwen2", "phi3, partly rotary", "granite", "smollm3"], indirect=True)
+@pytest.mark.parametrize(
+    "folder", ["llama", "qwen2", "phi3, partly rotary", "granite", "smollm3", "qwen3_moe"], indirect=True
+)
 def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str) -> None:
     check_kernels(folder, 2, [1])
 

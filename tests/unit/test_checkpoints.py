@@ -22,6 +22,7 @@ from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import FAMILIES, unbuilt_feature, weight_shapes
 from specahead.engine.model.quantization import Storage
 from specahead.kernels.linear import LinearWeight
+from specahead.kernels.mixture import Experts
 from tests.programs import printed_by
 from tests.unit.tiny_models import CONFIGS, FUSED, SIZES, save_tiny, sizes
 
@@ -46,13 +47,13 @@ def parts_of(description: Any) -> dict[str, Any]:
 
 
 def check_same(ours: Any, theirs: Any) -> None:
-    """Both are Decoders, DecoderLayers or LinearWeights, with the same numbers to the last bit."""
+    """Both are Decoders, DecoderLayers, LinearWeights or Experts, with the same numbers to the last bit."""
     for name, one in parts_of(ours).items():
         other = getattr(theirs, name)
         if name == "layers":
             for layer, same in zip(one, other, strict=True):
                 check_same(layer, same)
-        elif isinstance(one, LinearWeight):
+        elif isinstance(one, LinearWeight | Experts):
             check_same(one, other)
         elif name == "full_norms" and one is not None:
             assert all(map(torch.equal, one, other))

@@ -49,6 +49,9 @@ CONFIGS: dict[str, Any] = {
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=16, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True
+    ),
     "granite": lambda: transformers.GraniteConfig(**SIZES, attention_multiplier=0.1, residual_multiplier=0.3),
     "olmo2": lambda: transformers.Olmo2Config(**SIZES),
 }

@@ -31,6 +31,9 @@ CONFIGS: dict[str, Any] = {
     "qwen2": lambda: transformers.Qwen2Config(**sizes(7, 1, hidden_size=7 * HEAD)),
     "qwen3": lambda: transformers.Qwen3Config(**sizes(6, 2, head_dim=HEAD)),
     "qwen3, groups of 7": lambda: transformers.Qwen3Config(**sizes(14, 2, head_dim=16)),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **sizes(4, 2, head_dim=16), moe_intermediate_size=24, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True
+    ),
     "phi3": lambda: transformers.Phi3Config(**sizes(4, 4), pad_token_id=0),
     "phi3, partly rotary": lambda: transformers.Phi3Config(
         **sizes(6, 2, hidden_size=96), pad_token_id=0, partial_rotary_factor=0.75

@@ -16,8 +16,11 @@ from specahead.engine.model.families import (
     FAMILIES,
     HEAD,
     NORM,
+    ROUTER,
     Family,
     Shapes,
+    count_experts,
+    expert_name,
     head_dim,
     layer_name,
     unbuilt_feature,
@@ -26,6 +29,7 @@ from specahead.engine.model.families import (
 from specahead.engine.model.quantization import Storage, storage_of
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.linear import BLOCK, LinearWeight, group_weight, hold, quantize
+from specahead.kernels.mixture import Experts
 
 # Some releases of transformers wrote this to checkpoints; it is computed here.
 _COMPUTED = "rotary_emb.inv_freq"
@@ -207,13 +211,33 @@ def _read_layer(config: Any, index: int, weights: _Weights, family: Family) -> D
         out=linear("self_attn.o_proj"),
         attention_out_norm=norm(family.attention_out_norm),
         mlp_norm=norm(family.mlp_norm),
-        gate_up=linear(*family.gate_up),
-        down=linear("mlp.down_proj"),
+        gate_up=None if family.mixed else linear(*family.gate_up),
+        down=None if family.mixed else linear("mlp.down_proj"),
+        experts=_read_experts(config, before, weights) if family.mixed else None,
         mlp_out_norm=norm(family.mlp_out_norm),
         head_norms=weights.take(*norms).view(2, -1) if family.normed == "each head" else None,
         full_norms=(weights.take(norms[0]), weights.take(norms[1])) if family.normed == "all heads" else None,
         rotates=rotating is None or bool(rotating[index]),
     )
+
+
+def _read_experts(config: Any, before: str, weights: _Weights) -> Experts:
+    """Return a layer's experts, whose weights lie apart in checkpoints, and in transformers' modules as one.
+
+    before: the prefix of the layer's names.
+    """
+    count, hidden, inner = count_experts(config), config.hidden_size, config.moe_intermediate_size
+
+    def whole(name: str, parts: tuple[str, ...], *sizes: int) -> Tensor:
+        held = weights.tensors.get(f"{before}mlp.experts.{name}")
+        if held is not None:
+            return torch.empty(count, *sizes, dtype=weights.dtype, device=weights.device).copy_(held)
+        names = (f"{before}{expert_name(expert, part)}" for expert in range(count) for part in parts)
+        return weights.take(*names).view(count, *sizes)
+
+    gate_up = whole("gate_up_proj", ("gate", "up"), 2 * inner, hidden)
+    down, router = whole("down_proj", ("down",), hidden, inner), weights.take(f"{before}{ROUTER}")
+    return Experts(router, gate_up, down, config.num_experts_per_tok, config.norm_topk_prob)
 
 
 def _read_head(config: Any, weights: _Weights, embedding: Tensor) -> LinearWeight:

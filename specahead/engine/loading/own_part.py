@@ -20,8 +20,11 @@ _BY_COLUMNS = "self_attn.o_proj", "mlp.down_proj"
 
 def unbuilt_in_ranks(config: Any, count: int) -> str | None:
     """Return why a model, one of FAMILIES, cannot be split over `count` ranks; None if it can."""
-    if FAMILIES[config.model_type].normed == "all heads":
+    family = FAMILIES[config.model_type]
+    if family.normed == "all heads":
         return "norms over all heads together"
+    if family.mixed:
+        return "mixtures of experts"
     sizes = {
         "KV heads": config.num_key_value_heads,
         "heads": config.num_attention_heads,

@@ -1,4 +1,4 @@
-"""A decoder-only transformer with gated MLPs and RMS norms: its description, and its forward pass over paged KV.
+"""A decoder-only transformer with gated MLPs, or mixtures of them, and RMS norms: description, pass over paged KV.
 
 The description says where norms, biases and scales are applied, so one pass serves all families that engine.families
 reads. How many launches a pass takes is up to kernels.linear, which joins linear layers to what stands beside them.
@@ -15,7 +15,16 @@ from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.compiling import compiles_only
 from specahead.kernels.kv_scales import KVScales
-from specahead.kernels.linear import BLOCK, LinearWeight, Residual, add_linear, linear, linear_of_residual
+from specahead.kernels.linear import (
+    BLOCK,
+    LinearWeight,
+    Residual,
+    add_linear,
+    linear,
+    linear_of_residual,
+    norm_residual,
+)
+from specahead.kernels.mixture import Experts, mix_experts
 from specahead.kernels.rms_norm import add_rms_norm
 from specahead.kernels.rotary import rotate_and_write_kv
 
@@ -35,10 +44,12 @@ class DecoderLayer:
     """[hidden, heads * head_dim]."""
     mlp_norm: Tensor | None
     """[hidden], of the stream that the MLP reads."""
-    gate_up: LinearWeight
-    """The rows of gates and ups, below one another: [2 * inner, hidden]."""
-    down: LinearWeight
-    """[hidden, inner]."""
+    gate_up: LinearWeight | None
+    """The rows of gates and ups, below one another: [2 * inner, hidden]; None: the layer has a mixture of experts."""
+    down: LinearWeight | None
+    """[hidden, inner]; None as gate_up is."""
+    experts: Experts | None = None
+    """A mixture in place of gate_up and down, which the stream is normed for (Qwen3-MoE)."""
     attention_out_norm: Tensor | None = None
     """[hidden], of the output of attention, before it is added to the stream (OLMo-2)."""
     mlp_out_norm: Tensor | None = None
@@ -52,8 +63,8 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple[LinearWeight, ...]:
-        """All linear layers."""
-        return self.qkv, self.out, self.gate_up, self.down
+        """All linear layers but those of experts."""
+        return tuple(each for each in (self.qkv, self.out, self.gate_up, self.down) if each is not None)
 
 
 @dataclass(frozen=True)
@@ -102,14 +113,17 @@ class Decoder:
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass reads: all but the embedding, of which it reads a few rows."""
         layers = [weight for layer in self.layers for weight in layer.linears]
-        return sum(weight.values.nbytes for weight in (*layers, self.lm_head))
+        of_experts = sum(layer.experts.nbytes for layer in self.layers if layer.experts is not None)
+        return sum(weight.values.nbytes for weight in (*layers, self.lm_head)) + of_experts
 
     def with_eight_bit_weights(self) -> "Decoder":
         """Return the decoder with a second copy in 8 bits of its 16-bit weights, which passes of up to 64 rows read.
 
         Raises NotImplementedError for layers that read the residual stream without a norm, whose numbers float16 might
-        not hold, and on a GPU for layers that no kernel takes.
+        not hold, for mixtures of experts, and on a GPU for layers that no kernel takes.
         """
+        if any(layer.experts is not None for layer in self.layers):
+            raise NotImplementedError("8-bit weights are not built for mixtures of experts")
         if any(norm is None for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm)):
             raise NotImplementedError("8-bit weights are built for layers that norm what attention and the MLP read")
         for weight in (weight.values for layer in self.layers for weight in layer.linears if self.embedding.is_cuda):
@@ -123,8 +137,8 @@ class Decoder:
                 layer,
                 qkv=layer.qkv.with_eight_bit(),
                 out=layer.out.with_eight_bit(),
-                gate_up=layer.gate_up.with_eight_bit(),
-                down=layer.down.with_eight_bit(),
+                gate_up=None if layer.gate_up is None else layer.gate_up.with_eight_bit(),
+                down=None if layer.down is None else layer.down.with_eight_bit(),
             )
             for layer in self.layers
         ]
@@ -195,6 +209,11 @@ class Decoder:
         """Return the stream after a layer. attended: [tokens, heads * dim]."""
         layer = self.layers[index]
         stream = self._add(stream, attended, layer.out, layer.attention_out_norm, backend)
+        if layer.experts is not None:
+            assert layer.mlp_norm is not None
+            normed, stream = norm_residual(stream, layer.mlp_norm, self.epsilon, backend)
+            return stream.plus(mix_experts(normed, layer.experts, backend))
+        assert layer.gate_up is not None and layer.down is not None
         inner, stream = self._read(stream, layer.mlp_norm, layer.gate_up, backend, gated=True)
         return self._add(stream, inner, layer.down, layer.mlp_out_norm, backend)
 

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, Literal
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
+ROUTER = "mlp.gate.weight"  # of a layer with a mixture of experts
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -30,6 +31,8 @@ class Family:
     """What norms of queries and keys are over."""
     partly_rotary: bool = False
     """Whether the config may have only a part of a head's dimensions rotate."""
+    mixed: bool = False
+    """Whether each layer has a mixture of experts in place of an MLP."""
     required: tuple[str, ...] = ()
     """Keys that a config.json must have beside those of all families, since the family's class gives their absence a
     meaning of its own (engine.loading.config)."""
@@ -40,6 +43,14 @@ FAMILIES = {
     "mistral": Family(bias="none", required=("sliding_window",)),
     "qwen2": Family(bias="qkv", required=("use_sliding_window",)),
     "qwen3": Family(normed="each head", required=("use_sliding_window", "head_dim")),
+    "qwen3_moe": Family(
+        normed="each head",
+        mixed=True,
+        required=(
+            *("use_sliding_window", "head_dim", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"),
+            *("num_experts_per_tok", "moe_intermediate_size"),
+        ),
+    ),
     "granite": Family(
         required=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
     ),
@@ -60,7 +71,7 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
 
     config: of transformers. on_gpu: whether Triton's kernels are to run it.
     """
-    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    mixed = config.model_type in FAMILIES and FAMILIES[config.model_type].mixed
     capped = any(getattr(config, name, None) for name in ("attn_logit_softcapping", "final_logit_softcapping"))
     alibi = getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt")
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -68,7 +79,9 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
     dim = head_dim(config)
     window = sliding_window(config)
     features = {
-        "a mixture of experts": experts,
+        "a mixture of experts": count_experts(config) > 0 and not mixed,
+        "layers without a mixture beside layers with one": mixed
+        and (getattr(config, "decoder_sparse_step", 1) != 1 or bool(getattr(config, "mlp_only_layers", None))),
         "softcapping of logits": capped,
         "attention with linear biases (ALiBi)": alibi,
         f"a sliding window of {window} tokens": window,
@@ -79,6 +92,12 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
         f"heads of {dim} dimensions (Triton takes powers of two from 16)": on_gpu and (dim < 16 or dim & (dim - 1)),
     }
     return next((feature for feature, needed in features.items() if needed), None)
+
+
+def count_experts(config: Any) -> int:
+    """Return the number of experts of a layer; 0: it has an MLP."""
+    names = "num_experts", "num_local_experts", "n_routed_experts"
+    return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
 
 
 def head_dim(config: Any) -> int:
@@ -129,12 +148,30 @@ def layer_name(index: int) -> str:
     return f"model.layers.{index}."
 
 
+def expert_name(expert: int, part: str) -> str:
+    """Return the name of a weight of an expert within its layer. part: gate, up or down."""
+    return f"mlp.experts.{expert}.{part}_proj.weight"
+
+
+def _expert_shapes(config: Any) -> Shapes:
+    hidden, inner, count = config.hidden_size, config.moe_intermediate_size, count_experts(config)
+    parts = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    shapes: Shapes = {ROUTER: (count, hidden)}
+    return shapes | {expert_name(i, part): shape for i in range(count) for part, shape in parts.items()}
+
+
 def _layer_shapes(config: Any, family: Family) -> Shapes:
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = (heads * head_dim(config) for heads in (config.num_attention_heads, config.num_key_value_heads))
-    shapes: Shapes = {"self_attn.o_proj.weight": (hidden, queries), "mlp.down_proj.weight": (hidden, inner)}
+    shapes: Shapes = {"self_attn.o_proj.weight": (hidden, queries)}
     biased = family.bias == "qkv" or (family.bias == "config" and getattr(config, "attention_bias", False))
-    for names, rows in ((family.qkv, (queries, keys, keys)), (family.gate_up, (inner, inner))):
+    read: list[tuple[tuple[str, ...], tuple[int, ...]]] = [(family.qkv, (queries, keys, keys))]
+    if family.mixed:
+        shapes |= _expert_shapes(config)
+    else:
+        shapes["mlp.down_proj.weight"] = hidden, inner
+        read.append((family.gate_up, (inner, inner)))
+    for names, rows in read:
         for name, count in zip(names, rows if len(names) > 1 else (sum(rows),), strict=True):
             shapes[f"{name}.weight"] = (count, hidden)
             if biased and names is family.qkv:

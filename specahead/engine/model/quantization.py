@@ -82,6 +82,8 @@ def check_storage(config: Any, held: Storage, dtype: torch.dtype, device: str, r
 def unbuilt_in(held: Storage, config: Any, dtype: torch.dtype, device: str, ranks: int = 1) -> str | None:
     """Return why no kernel reads the layers of such a model, one of FAMILIES, as they are held; None if they do."""
     family = FAMILIES[config.model_type]
+    if family.mixed:
+        return "mixtures of experts"
     if None in (family.input_norm, family.mlp_norm):
         return "layers that do not norm what attention and the MLP read"
     if device == "cpu" and not held.in_groups:

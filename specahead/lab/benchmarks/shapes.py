@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from specahead.engine.model.decoder import Decoder, DecoderLayer
+from specahead.engine.model.families import count_experts
 from specahead.kernels.kv_scales import EIGHT_BITS, KVScales
 from specahead.kernels.linear import BLOCK, GroupedWeight, LinearWeight, group_weight, quantize
+from specahead.kernels.mixture import Experts
 from specahead.sparsity.plan import Plan
 
 GROUP = Plan.group_size  # tokens of a group mean
@@ -16,7 +18,7 @@ GROUP = Plan.group_size  # tokens of a group mean
 
 @dataclass(frozen=True)
 class Shape:
-    """As in a transformers config of the Llama family."""
+    """As in a transformers config of the Llama family, or of Qwen3-MoE's."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -24,13 +26,19 @@ class Shape:
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
+    """Of each expert, if there are any."""
     vocab_size: int = 128256
+    experts: int = 0
+    """Of each layer; 0: it has an MLP."""
+    chosen: int = 0
+    """Experts of a token."""
 
 
 SHAPES = {
     "8b": Shape(32, 4096, 32, 8, 128, 14336),
     "1b": Shape(16, 2048, 32, 8, 64, 8192),
     "0.5b": Shape(24, 896, 14, 2, 64, 4864, 151936),
+    "30b-a3b": Shape(48, 2048, 32, 4, 128, 768, 151936, experts=128, chosen=8),
     "tiny": Shape(2, 64, 4, 2, 16, 128, 4096),
 }
 
@@ -43,14 +51,17 @@ def read_shape_of(name: str) -> Shape:
 
     config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
     heads = config.num_attention_heads
+    experts = count_experts(config)
     return Shape(
         config.num_hidden_layers,
         config.hidden_size,
         heads,
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
-        config.intermediate_size,
+        config.moe_intermediate_size if experts else config.intermediate_size,
         config.vocab_size,
+        experts,
+        config.num_experts_per_tok if experts else 0,
     )
 
 
@@ -70,6 +81,13 @@ def random_decoder(
         values = random(outputs, inputs)
         return LinearWeight(quantize(values) if quantization == "fp8" else values)
 
+    def experts() -> Experts:
+        of_each = (2 * mlp, hidden), (hidden, mlp)
+        gate_up, down = (random(shape.experts, *size) for size in of_each)
+        return Experts(random(shape.experts, hidden), gate_up, down, shape.chosen, True)
+
+    if shape.experts and quantization != "none":
+        raise ValueError(f"--quantization {quantization} is not built for experts: leave it out")
     ones = torch.ones(hidden, device=device, dtype=dtype)
     layers = [
         DecoderLayer(
@@ -77,8 +95,9 @@ def random_decoder(
             qkv=weight((heads + 2 * kv_heads) * dim, hidden),
             out=weight(hidden, heads * dim),
             mlp_norm=ones,
-            gate_up=weight(2 * mlp, hidden),
-            down=weight(hidden, mlp),
+            gate_up=None if shape.experts else weight(2 * mlp, hidden),
+            down=None if shape.experts else weight(hidden, mlp),
+            experts=experts() if shape.experts else None,
         )
         for _ in range(shape.num_hidden_layers)
     ]

@@ -284,6 +284,8 @@ def _write_pair(folder: Path, pair: Pair, context: int) -> tuple[dict[str, str],
 def write_model(folder: Path, shape: str, vocab: int, context: int) -> None:
     """A config in the shape of a real model beside the bundled tokenizer."""
     shutil.copytree(models.TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = asdict(SHAPES[shape])
+    experts, chosen = sizes.pop("experts"), sizes.pop("chosen")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -293,6 +295,18 @@ def write_model(folder: Path, shape: str, vocab: int, context: int) -> None:
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        **asdict(SHAPES[shape]),
+        **sizes,
     }
+    if experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": experts,
+            "num_experts_per_tok": chosen,
+            "moe_intermediate_size": sizes["intermediate_size"],
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+        }
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
