@@ -329,7 +329,7 @@ async def test_the_page_looks_right_on_a_screen_and_on_a_phone(
             ), chart
         await page.value("document.getElementById('length').value = '8000'")
         await page.value("document.getElementById('length').dispatchEvent(new Event('change'))")
-        await page.until("document.getElementById('prompt').value.includes('The pass key of Amberly is')")
+        await page.until("document.getElementById('prompt').value.includes('The pass key of Alice is')")
         count = "ask('tokenize', post({model, prompt: document.getElementById('prompt').value})).then(a => a.json())"
         assert 8000 <= (await page.value(count))["count"] < 9000
         await page.value("document.getElementById('ask').requestSubmit()")

@@ -45,7 +45,7 @@ function latency(id, counts) {
 function drawTiles(all, points, step) {
   const began = samples.length ? Math.max(clock - POINTS * step, samples[0].time) : clock;
   const rates = points.map(point => point.tokens / step), last = merge(samples.filter(s => s.time > clock - 15));
-  figure("t-rate", digits(last.tokens / 15, 1), "", `${digits(all.tokens / Math.max(15, clock - began), 1)} on average · ${number.format(Math.max(...rates))} at best`);
+  figure("t-rate", digits(last.tokens / 15, 1), "", `${digits(all.tokens / Math.max(15, clock - began), 1)} mean · ${number.format(Math.max(...rates))} at best`);
   latency("t-first", all.first);
   latency("t-turn", all.turn);
   figure("t-accept", all.drafted ? percent(all.accepted / all.drafted) : "–", "", all.proposals ? `${digits(all.accepted / all.proposals, 2)} of ${digits(all.drafted / all.proposals, 2)} a round` : "nothing was proposed");
@@ -64,7 +64,7 @@ function drawReasons(all) {
   }
   if (all.kv_total) {
     const host = all.kv_fetched / all.kv_total, share = all.kv_read / all.kv_total;
-    said.push(share > .999 ? "Rounds read all of the KV; approximate requests over long prompts read less." :
+    said.push(share > .995 ? "Rounds read all of the KV; approximate requests over long prompts read less." :
       `Rounds read ${percent(share)} of the KV that dense ones would have read${host ? `: ${percent(share - host)} at hand, ${percent(host)} fetched from host memory` : ""}.`);
   }
   if (all.prompt_tokens) said.push(`The KV of ${percent(all.cached_tokens / all.prompt_tokens)} of ${plural(all.prompt_tokens, "prompt token")} was there already, so that they were not read again.`);

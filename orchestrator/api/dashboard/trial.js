@@ -11,17 +11,18 @@ function offerLengths(longest) {
   $("length").append(...options);
 }
 
-// Names and numbers that neither a tokenizer nor the story knows.
-const NAMES = ["Amberly", "Borwick", "Calder", "Dunmore", "Elsworth", "Farrow", "Glenrock", "Hartwell"];
+// Whose pass keys are hidden. The bundled pair was trained to answer the question in these words.
+const NAMES = ["Alice", "Margaret", "Edward", "Charles", "Helen", "George", "Robert", "Eleanor"];
+const isKey = i => `The pass key of ${NAMES[i]} is`;
 const keyOf = i => (10007 + 7919 * (i + 3) ** 2) % 90000 + 10000;
 
 async function demonstration(tokens) {  // a story of that many tokens, with pass keys in it
   const story = await (await ask("dashboard/story")).text(), answer = await ask("tokenize", post({model, prompt: story}));
   const copies = tokens / (await answer.json()).count, text = story.repeat(Math.ceil(copies)).slice(0, copies * story.length);
   const paragraphs = text.split("\n\n");
-  NAMES.forEach((name, i) => paragraphs.splice((i + .5) / NAMES.length * paragraphs.length, 0, `The pass key of ${name} is ${keyOf(i)}. Remember it.`));
+  NAMES.forEach((_, i) => paragraphs.splice((i + .5) / NAMES.length * paragraphs.length, 0, `${isKey(i)} ${keyOf(i)}. Remember it.`));
   const question = $("as").value === "chat" ? "List all pass keys that the text tells, one a line, and then retell the story." :
-    `Here are all pass keys once more.\n\nThe pass key of ${NAMES[0]} is ${keyOf(0)}.\n\nThe pass key of ${NAMES[1]} is`;
+    `What is the pass key of ${NAMES[0]}? ${isKey(0)} ${keyOf(0)}.\n\nWhat is the pass key of ${NAMES[1]}? ${isKey(1)}`;
   return [...paragraphs, question].join("\n\n");
 }
 
@@ -63,7 +64,7 @@ function describe({usage, speculation, seconds, first, rate}) {
   if (rate) parts.push(`${digits(rate, 1)} tokens a second in the second half`);
   if (speculation) {
     const rounds = Math.max(1, speculation.rounds), host = speculation.kv_fetched_fraction;
-    parts.push(`${digits(speculation.accepted / rounds, 2)} of ${digits(speculation.drafted / rounds, 1)} proposed tokens accepted a round`);
+    parts.push(speculation.rounds ? `${digits(speculation.accepted / rounds, 2)} of ${digits(speculation.drafted / rounds, 1)} proposed tokens accepted a round` : "nothing was proposed");
     parts.push(`${percent(speculation.kv_read_fraction)} of the KV read${host ? `, ${percent(host)} of that from the host` : ""}`);
   }
   return parts.join(" · ");
@@ -97,9 +98,11 @@ function showDifferences(texts) {  // marks them; the words of both that are not
 function judge([exact, approximate], {equal, differing}) {
   const said = [], times = exact.rate && approximate.rate ? approximate.rate / exact.rate : null, read = approximate.speculation?.kv_read_fraction ?? 1;
   const pace = times === null ? "" : ` (${digits(approximate.rate, 1)} against ${digits(exact.rate, 1)} tokens a second in the second half)`;
-  const all = read > .999, why = all ? "it read all of the KV too: up to 1,024 tokens are read whole, and so are longer texts where that is expected to be as fast" : `it read ${percent(read)} of the KV`;
+  const all = read > .995, proposed = approximate.speculation?.rounds > 0;
+  const why = !all ? `it read ${percent(read)} of the KV` : !proposed ? "nobody proposed tokens, so that nobody announced which KV to read, and it read all" :
+    "it read all of the KV too: up to 1,024 tokens are read whole, and so are longer texts where that is expected to be as fast";
   if (times !== null) said.push(times > 1.05 ? `approximate was ${digits(times, 2)} times as fast as exact${pace}: ${why}.` :
-    `approximate was ${times < .95 ? "slower" : "about as fast"}${pace}; ${why}. ${all ? "" : "Here reading the KV is not what takes the time; try a longer prompt."}`);
+    `approximate was ${times < .95 ? "slower" : "about as fast"}${pace}; ${why}. ${all ? "" : "Reading the KV is not what takes the time here, as on CPUs and over short prompts."}`);
   said.push(differing ? `The answers are the same for ${plural(equal, "word")}; ${plural(differing, "word")} differ and are marked.` : "The answers are the same.");
   return said.join(" ");
 }
