@@ -154,7 +154,7 @@ class Report(_message.Message):
     def __init__(self, number: _Optional[int] = ..., opens: _Optional[int] = ..., sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., free_places: _Optional[int] = ..., free_kv_pages: _Optional[int] = ..., queue_places: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., indexed: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., kv_pages: _Optional[int] = ..., draining: bool = ..., left: _Optional[_Iterable[str]] = ..., taken: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("at", "tokens", "drafted", "accepted", "finish_reason", "kv_tokens_read", "kv_tokens_total", "announced_bytes", "stale_rounds", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_tokens_fetched", "cached_tokens", "queue_seconds", "logprobs", "prompt_logprobs", "preemptions", "screening_drafted", "screening_accepted", "screened", "confirmed", "proposer")
+    __slots__ = ("at", "tokens", "drafted", "accepted", "finish_reason", "kv_tokens_read", "kv_tokens_total", "announced_bytes", "stale_rounds", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_tokens_fetched", "cached_tokens", "queue_seconds", "logprobs", "prompt_logprobs", "preemptions", "screening_drafted", "screening_accepted", "screened", "confirmed", "proposer", "audited_tokens", "total_variation", "kl_divergence", "same_greedy", "rounds_made_exact")
     AT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,11 @@ class Commit(_message.Message):
     SCREENED_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_VARIATION_FIELD_NUMBER: _ClassVar[int]
+    KL_DIVERGENCE_FIELD_NUMBER: _ClassVar[int]
+    SAME_GREEDY_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_MADE_EXACT_FIELD_NUMBER: _ClassVar[int]
     at: _speculation_pb2.At
     tokens: _containers.RepeatedScalarFieldContainer[int]
     drafted: int
@@ -203,7 +208,12 @@ class Commit(_message.Message):
     screened: int
     confirmed: int
     proposer: Proposer
-    def __init__(self, at: _Optional[_Union[_speculation_pb2.At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., kv_tokens_read: _Optional[int] = ..., kv_tokens_total: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., stale_rounds: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., kv_tokens_fetched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., preemptions: _Optional[int] = ..., screening_drafted: _Optional[_Iterable[int]] = ..., screening_accepted: _Optional[_Iterable[int]] = ..., screened: _Optional[int] = ..., confirmed: _Optional[int] = ..., proposer: _Optional[_Union[Proposer, str]] = ...) -> None: ...
+    audited_tokens: int
+    total_variation: float
+    kl_divergence: float
+    same_greedy: int
+    rounds_made_exact: int
+    def __init__(self, at: _Optional[_Union[_speculation_pb2.At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., kv_tokens_read: _Optional[int] = ..., kv_tokens_total: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., stale_rounds: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., kv_tokens_fetched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., preemptions: _Optional[int] = ..., screening_drafted: _Optional[_Iterable[int]] = ..., screening_accepted: _Optional[_Iterable[int]] = ..., screened: _Optional[int] = ..., confirmed: _Optional[int] = ..., proposer: _Optional[_Union[Proposer, str]] = ..., audited_tokens: _Optional[int] = ..., total_variation: _Optional[float] = ..., kl_divergence: _Optional[float] = ..., same_greedy: _Optional[int] = ..., rounds_made_exact: _Optional[int] = ...) -> None: ...
 
 class Closed(_message.Message):
     __slots__ = ("session", "code", "message")

@@ -109,7 +109,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationSummary(_message.Message):
-    __slots__ = ("rounds", "drafted", "accepted", "accepted_per_position", "stale_rounds", "announced_bytes", "kv_read_fraction", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_fetched_fraction", "plain_rounds", "queue_seconds", "preemptions", "rounds_by_gamma", "screening_rounds", "screened", "confirmed", "uncalibrated")
+    __slots__ = ("rounds", "drafted", "accepted", "accepted_per_position", "stale_rounds", "announced_bytes", "kv_read_fraction", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_fetched_fraction", "plain_rounds", "queue_seconds", "preemptions", "rounds_by_gamma", "screening_rounds", "screened", "confirmed", "uncalibrated", "audited_tokens", "total_variation", "kl_divergence", "same_greedy", "rounds_made_exact")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,11 @@ class SpeculationSummary(_message.Message):
     SCREENED_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     UNCALIBRATED_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_VARIATION_FIELD_NUMBER: _ClassVar[int]
+    KL_DIVERGENCE_FIELD_NUMBER: _ClassVar[int]
+    SAME_GREEDY_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_MADE_EXACT_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     drafted: int
     accepted: int
@@ -150,7 +155,12 @@ class SpeculationSummary(_message.Message):
     screened: int
     confirmed: int
     uncalibrated: bool
-    def __init__(self, rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., stale_rounds: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., kv_read_fraction: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., kv_fetched_fraction: _Optional[float] = ..., plain_rounds: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., preemptions: _Optional[int] = ..., rounds_by_gamma: _Optional[_Iterable[int]] = ..., screening_rounds: _Optional[int] = ..., screened: _Optional[int] = ..., confirmed: _Optional[int] = ..., uncalibrated: bool = ...) -> None: ...
+    audited_tokens: int
+    total_variation: float
+    kl_divergence: float
+    same_greedy: float
+    rounds_made_exact: int
+    def __init__(self, rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., stale_rounds: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., kv_read_fraction: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., kv_fetched_fraction: _Optional[float] = ..., plain_rounds: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., preemptions: _Optional[int] = ..., rounds_by_gamma: _Optional[_Iterable[int]] = ..., screening_rounds: _Optional[int] = ..., screened: _Optional[int] = ..., confirmed: _Optional[int] = ..., uncalibrated: bool = ..., audited_tokens: _Optional[int] = ..., total_variation: _Optional[float] = ..., kl_divergence: _Optional[float] = ..., same_greedy: _Optional[float] = ..., rounds_made_exact: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "speculation", "choice", "logprobs", "prompt_logprobs")

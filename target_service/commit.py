@@ -1,5 +1,10 @@
 """Commits a verified round: appends its tokens to the session and cuts the KV to them."""
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.sparsity.plan import Plan
@@ -28,6 +33,7 @@ def commit_round(
     confirmed, proposal, proposed = _confirm_held(item, accepted)
     before, accepted = session.at, accepted - confirmed
     base = before.base - confirmed
+    audited = None if output.divergence is None else output.divergence[: accepted + 1]
     text = [*session.tokens[base:], *proposed[:accepted], following]
     text, finish = cut_at_end(text, session.asked.max_length - base, session.asked.stop_token_ids)
     tokens = text[confirmed:]
@@ -41,7 +47,7 @@ def commit_round(
         drafted=len(proposed),
         accepted=min(accepted, len(tokens)),
         finish_reason=finish,
-        figures=_figures(item, output, (read, total), proposal, seconds),
+        figures=replace(_figures(item, output, (read, total), proposal, seconds), **_audited(item, audited)),
         cached_tokens=session.stats.cached_tokens,
         logprobs=output.logprobs[: len(text)],
         prompt_logprobs=session.prompt_logprobs or [],
@@ -85,6 +91,17 @@ def _figures(
         draft_seconds=proposal.draft_seconds if proposal is not None else 0.0,
         verify_seconds=seconds,
     )
+
+
+def _audited(item: VerifyRound, divergence: np.ndarray | None) -> dict[str, Any]:
+    """Return the figures of an audit. divergence: of the verdict's tokens (SequenceOutput); None: it is not audited."""
+    audit = item.session.reading.audit
+    made_exact = {"rounds_made_exact": int(audit is not None and audit.is_exact)}
+    if divergence is None:
+        return made_exact
+    variation, nats, same = divergence.sum(0).tolist()
+    sums = {"total_variation": variation, "kl_divergence": nats, "same_greedy": round(same)}
+    return made_exact | {"audited_tokens": len(divergence)} | sums
 
 
 def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> tuple[list[int], FinishReason]:

@@ -14,6 +14,7 @@ from specahead.sparsity.plan import Plan
 from specahead.wire.errors import InvalidArgument, ServiceError
 from specahead.wire.messages import Commit, FinishReason
 from target_service.admission import Admission
+from target_service.auditing import Auditor
 from target_service.commit import commit_round
 from target_service.counters import count_round
 from target_service.hooks import Hooks
@@ -38,11 +39,12 @@ class Committer:
         pacing: Pacing,
         counters: Counter[str],
         hooks: Hooks,
+        auditor: Auditor,
     ) -> None:
         """hooks: of tests and benchmarks."""
         self._runner, self._plan, self._settings = runner, plan, settings
         self._admission, self._protocol, self._pacing = admission, protocol, pacing
-        self._counters, self._hooks = counters, hooks
+        self._counters, self._hooks, self._auditor = counters, hooks, auditor
 
     @property
     def _kv(self) -> KVCache:
@@ -70,6 +72,7 @@ class Committer:
                 if item.input.ends_prompt:
                     self._finish_reading(item.session, [], result.seconds)
                 self._finish_round(item, output, seen, rows.get(id(item.session), 0))
+        self._auditor.note_step(step, seen.load)
         self._pacing.finish(seen)
 
     def _finish_reading(self, session: TargetSession, prompt_logprobs: list[TokenLogprobs], seconds: float) -> None:
@@ -102,6 +105,7 @@ class Committer:
         if self._hooks.on_round is not None and reader is not None and reader.is_sparse:
             assert reader.chosen is not None
             self._hooks.on_round(commit.at, commit.accepted, reader.chosen)
+        self._auditor.note_round(item, output, verdict[0])
         has_alternative = output.alternative is not None
         count_round(self._counters, item, commit, has_alternative)
         if item.drafting_cost:

@@ -15,6 +15,7 @@ COUNTED = (
     *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
     *("screening_rounds", "screened_tokens", "confirmed_tokens"),
     "accepted_alternatives",
+    *("audited_rounds", "raised_budgets", "sessions_made_exact"),
 )
 
 

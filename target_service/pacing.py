@@ -38,7 +38,7 @@ class StepSeen:
     kind: RoundKind
     """How most of its rounds were made."""
     disturbed: bool
-    """Whether anything other than rounds took time since the step before: prompts, or the capture of a graph."""
+    """Whether anything other than rounds took time since the step before: prompts, audits, or a graph's capture."""
     is_typical: bool
     """Whether most sessions make their rounds alike, so that their time is a figure of such rounds."""
     seconds: float
@@ -96,7 +96,8 @@ class Pacing:
         """
         load, kind = self._load(), _kind_of(step)
         captured = self._runner.captures_made != self._captures_seen
-        disturbed = self._draft_has_read or bool(step.prompt_tokens) or captured
+        audited = any(item.input.audit is not None for item in step.rounds)
+        disturbed = self._draft_has_read or bool(step.prompt_tokens) or captured or audited
         self._draft_has_read, self._captures_seen = False, self._runner.captures_made
         if step.rounds and (fetched or load.away):
             tokens = sum(len(item.session.tokens) for item in step.rounds)

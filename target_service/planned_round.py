@@ -2,7 +2,7 @@
 
 from specahead.engine.sampling.distributions import one_hot
 from specahead.engine.sampling.judging import Drafted
-from specahead.engine.steps.inputs import SequenceInput, SparseRead
+from specahead.engine.steps.inputs import Audit, SequenceInput, SparseRead
 from specahead.wire.messages import Proposal
 from target_service.confirming import is_confirmed
 from target_service.screening import Confirms
@@ -11,13 +11,18 @@ from target_service.verify_step import VerifyRound
 
 
 def plan_round(
-    session: TargetSession, proposal: Proposal | None, proposed: list[int], now: float, confirms: Confirms = Confirms.NO
+    session: TargetSession,
+    proposal: Proposal | None,
+    proposed: list[int],
+    now: float,
+    confirms: Confirms = Confirms.NO,
+    audits: bool = False,
 ) -> VerifyRound:
     """Return a session's part of a step: its last committed token, which has no KV yet, and the proposed tokens.
 
     A screened session that reads everything in this round runs its held tokens once more, from its last confirmed
     token on, and the proposed tokens that there is room for. proposal: as in `VerifyRound`. confirms: whether the
-    sessions of the step confirm.
+    sessions of the step confirm. audits: whether the round is audited, if it reads sparsely by an announcement.
     """
     screening, base = session.screening, len(session.tokens)
     confirms_alone = screening is not None and is_confirmed(session, screening, len(proposed))
@@ -29,6 +34,10 @@ def plan_round(
         weighs = screening.is_to_weigh
     read = _plan_read(session, proposal, len(proposed), screens, weighs)
     screens &= read is not None and not read.reads_all
+    audit = None
+    if audits and read is not None and session.reading.reader is not None and not read.reads_all:
+        session.reading.reader.read_all(base + len(proposed))
+        audit, read = Audit(read), None
     supports = proposal.supports if proposal is not None else []
     held: list[int] = []
     if screening is not None and not screens:
@@ -55,7 +64,7 @@ def plan_round(
     return VerifyRound(
         session=session,
         proposal=proposal,
-        input=SequenceInput(session.kv, tokens, logits="all", read=read, drafted=drafted, held=len(held)),
+        input=SequenceInput(session.kv, tokens, logits="all", read=read, drafted=drafted, held=len(held), audit=audit),
         wait_seconds=0.0 if since is None else now - since,
     )
 

@@ -11,6 +11,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.runner import TargetRunner
 from specahead.sparsity.plan import Plan
 from specahead.wire.messages import Proposal
+from target_service.auditing import Auditor
 from target_service.confirming import how_each_confirms, screen_lightly
 from target_service.device_chain import DraftedRound, plan_following_step, plan_judging_step
 from target_service.patience import Patience
@@ -36,12 +37,14 @@ class StepPlanner:
         drafting: SelfDrafting | None,
         patience: Patience,
         counters: Counter[str],
+        auditor: Auditor,
     ) -> None:
         """drafting: what sessions read to draft for themselves; None: none does. patience: how long the target waits
         for a draft.
         """
         self._runner, self._plan, self._settings, self._policy = runner, plan, settings, policy
         self._drafting, self._patience, self._counters = drafting, patience, counters
+        self._auditor = auditor
         self._parts_read = 0  # steps that read prompts
         self._gives_way = False  # whether the next step reads no prompts if it has rounds
 
@@ -74,6 +77,8 @@ class StepPlanner:
         self, rounds: Mapping[str, DraftedRound], sessions: list[TargetSession], now: float
     ) -> VerifyStep | None:
         """Return the step to launch after rounds that are being drafted, by session; None if there can be none."""
+        if any(self._auditor.is_due(session) and session.announces for session in sessions):
+            return None  # the host launches both passes of an audited round
         beside, light = self._runner.alternatives_beside, self._settings.screens_lightly
         return plan_judging_step(sessions, rounds, self._plan, partial(self.waits, now=now), beside, light, now)
 
@@ -134,7 +139,10 @@ class StepPlanner:
         # Guesses are judged densely.
         counts = [(each, 0 if each.is_guessing else len(tokens)) for each, _, tokens in texts]
         confirms = how_each_confirms(counts, away)
-        rounds = [plan_round(each, proposal, tokens, now, confirms[each.id]) for each, proposal, tokens in texts]
+        rounds = [
+            plan_round(each, proposal, tokens, now, confirms[each.id], self._auditor.is_due(each))
+            for each, proposal, tokens in texts
+        ]
         if gamma:
             rounds += self._plan_drafting(alone, gamma, cost, now)
         if self._settings.screens_lightly:

@@ -22,9 +22,11 @@ from specahead.engine.steps.runner import TargetRunner
 from specahead.engine.steps.step_loop import describe, prefill_chunk
 from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.plan import Plan
+from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.errors import ServiceError
 from target_service.admission import Admission
+from target_service.auditing import Auditor
 from target_service.committing import Committer
 from target_service.counters import COUNTED
 from target_service.device_chain import DraftedRound, may_be_followed
@@ -91,9 +93,17 @@ class Verifier:
         self.protocol = DraftProtocol(
             self.admission.running, plan, settings, runner.vocab_size, self.counters, self.patience, hooks
         )
-        self._planner = StepPlanner(runner, plan, settings, self.policy, self._drafting, self.patience, self.counters)
+        # What a benchmark imposes or measures is not to change by audits that nobody asked for.
+        is_served = not (hooks.imposes_verdicts or hooks.reports_blocks) and hooks.new_reader is Reader
+        speculation = settings.speculation
+        if speculation.audit_share is None and not is_served:
+            speculation = replace(speculation, audit_share=0.0)
+        self._auditor = Auditor(plan, speculation, self.counters, self.policy.dense_per_sparse)
+        self._planner = StepPlanner(
+            runner, plan, settings, self.policy, self._drafting, self.patience, self.counters, self._auditor
+        )
         self._committer = Committer(
-            runner, plan, settings, self.admission, self.protocol, self.pacing, self.counters, hooks
+            runner, plan, settings, self.admission, self.protocol, self.pacing, self.counters, hooks, self._auditor
         )
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         reads_by_memory = (self._drafting is not None or settings.most_held > 0) and plan.group_size > 0
@@ -145,6 +155,7 @@ class Verifier:
         return {
             **self.runner.kv.gauges,
             **self.policy.choice.gauges,
+            **self._auditor.gauges,
             "sessions": len(running),
             "queued_sessions": len(self.admission.queue) + len(self.admission.preempted),
             "preempted_sessions": len(self.admission.preempted),
@@ -184,6 +195,7 @@ class Verifier:
 
     def _start_admitted(self) -> None:
         for session in self.admission.admit():
+            self._auditor.begin(session)
             self.pacing.begin(session)
             self.protocol.assign(session, wait=True)
 

@@ -11,11 +11,11 @@ _KEYS = {item.name for item in fields(Speculation)}
 def target_settings(**given: Any) -> TargetSettings:
     """Return a target's settings; keys of `speculation` may stand among them.
 
-    γ is 4, and nothing is held or looked up, unless that is given. Where `hold` is None the device is a GPU, since a
-    CPU holds nothing.
+    γ is 4, and nothing is held, looked up or audited, unless that is given. Where `hold` is None the device is a GPU,
+    since a CPU holds nothing.
     """
     by_policy = {"device": "cuda"} if given.get("hold", 0) is None else {}
-    return TargetSettings(**_sorted({"gamma": 4, "hold": 0, "lookup": False} | by_policy | given))
+    return TargetSettings(**_sorted({"gamma": 4, "hold": 0, "lookup": False, "audit_share": 0.0} | by_policy | given))
 
 
 def draft_settings(**given: Any) -> DraftSettings:

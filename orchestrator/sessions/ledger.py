@@ -54,7 +54,17 @@ class SpeculationTotals:
         fractions = {"kv_read_fraction": self.kv_read_fraction, "kv_fetched_fraction": self.kv_fetched_fraction}
         values = asdict(self)
         figures = values.pop("figures")
-        return values | figures | fractions
+        return values | figures | fractions | self.divergence
+
+    @property
+    def divergence(self) -> dict[str, float]:
+        """How far sparse verification was from dense verification: means over the audited tokens."""
+        figures, tokens = self.figures, max(1, self.figures.audited_tokens)
+        return {
+            "total_variation": figures.total_variation / tokens,
+            "kl_divergence": figures.kl_divergence / tokens,
+            "same_greedy": figures.same_greedy / tokens if figures.audited_tokens else 1.0,
+        }
 
     def plus(self, other: "SpeculationTotals") -> "SpeculationTotals":
         """Return the sums over the rounds of both."""

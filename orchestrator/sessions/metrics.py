@@ -31,6 +31,10 @@ _COUNTERS = {
     "spec_decode_announced_bytes": "Bytes of block announcements",
     "kv_tokens_read": "KV read by verification, in (layer, KV head, token) triples",
     "kv_tokens_dense": "KV that dense verification would have read",
+    "audited_tokens": "Tokens whose distributions by sparse and by dense verification were compared",
+    "audited_total_variation": "Total variation between these distributions, summed over the tokens",
+    "audited_kl_divergence": "Divergence of the sparse ones from the dense ones in nats, summed over the tokens",
+    "audited_same_greedy": "Of these tokens, those with the same likeliest token",
     "prompt_tokens": "Prompt tokens of requests that got a token",
     "prefix_cache_queries": "Prompt tokens that were looked up in the KV",
     "prefix_cache_hits": "Of these, found there",
@@ -59,6 +63,7 @@ _TOKEN_COUNTS = {
 }
 _OURS_ALONE = {
     *("spec_decode_num_stale_rounds", "spec_decode_announced_bytes", "kv_tokens_read", "kv_tokens_dense"),
+    *("audited_tokens", "audited_total_variation", "audited_kl_divergence", "audited_same_greedy"),
     *("request_failed", "request_refused"),
 }
 # Metrics of the same meaning in vLLM, by the name without prefix.
@@ -123,11 +128,15 @@ class Metrics:
 
     def ended(self, record: Record) -> None:
         """Count the rounds of a request, however it ended."""
-        totals = record.totals
-        self._counter["spec_decode_num_stale_rounds"].inc(totals.figures.stale_rounds)
-        self._counter["spec_decode_announced_bytes"].inc(totals.figures.announced_bytes)
-        self._counter["kv_tokens_read"].inc(totals.figures.kv_tokens_read)
-        self._counter["kv_tokens_dense"].inc(totals.figures.kv_tokens_total)
+        figures, counter = record.totals.figures, self._counter
+        counter["spec_decode_num_stale_rounds"].inc(figures.stale_rounds)
+        counter["spec_decode_announced_bytes"].inc(figures.announced_bytes)
+        counter["kv_tokens_read"].inc(figures.kv_tokens_read)
+        counter["kv_tokens_dense"].inc(figures.kv_tokens_total)
+        counter["audited_tokens"].inc(figures.audited_tokens)
+        counter["audited_total_variation"].inc(figures.total_variation)
+        counter["audited_kl_divergence"].inc(figures.kl_divergence)
+        counter["audited_same_greedy"].inc(figures.same_greedy)
 
     def failed(self, reason: str) -> None:
         """Count a request that broke off after its first token."""

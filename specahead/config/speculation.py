@@ -15,6 +15,7 @@ MAX_BRANCHES = 16
 MOST_GAMMA = 64
 READ_AT_ONCE = 16  # tokens of a session for which a pass reads its KV once (64 rows of queries, 4 heads a group)
 MOST_JUDGED = 31  # proposed and screened tokens that a pass can judge (specahead.kernels.rejection)
+AUDIT_SHARE = 0.02  # of the time of approximate rounds that audits may take, and of these rounds
 SELF_READ_SHARE = 0.06  # share of the KV that a target reads when it drafts for itself or screens
 
 WITHOUT_DRAFT = ("none", "lookup", "self", "auto")  # what --draft takes beside a model
@@ -54,6 +55,12 @@ class Speculation(Keyed, group="speculation"):
     screening_quantization: Quantization | None = None
     """fp8: steps that screen up to 64 tokens read the target's weights from a copy in 8 bits; null: as for
     draft_quantization."""
+    audit_share: Annotated[float, Within(least=0, most=1)] | None = None
+    """Share of approximate rounds that are verified densely beside, to see how far their distributions are from the
+    dense ones; 0: none; null: 0.02, or fewer so that it takes 0.02 of the time."""
+    max_divergence: Share | None = None
+    """Total variation from the dense distributions below which approximate sessions are held, on average, by reading
+    more; 1: they are not held; null: by the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)

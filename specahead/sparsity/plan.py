@@ -11,6 +11,7 @@ from typing import Any
 PLAN_VERSION = 4
 METHOD = "ahead"  # the only one; older plans name it, and their hashes cover its name
 LEAST_TOKENS = 1024  # `Plan.least_tokens` of served plans
+LEAST_DIVERGENCE, DIVERGENCES = 0.1, 4  # `Plan.max_divergence`, at least; as many times as calibration has found
 ALL_TOKENS = 2**31 - 1  # a `Plan.least_tokens` beyond every sequence, so that everything is read
 
 Blend = tuple[tuple[int, int, float], ...]  # (draft layer, draft head, weight)
@@ -108,6 +109,15 @@ class Plan:
         """The chance that the target accepts a drafted token, on the texts of calibration; None if it is not known."""
         known = self.provenance.get("acceptance")
         return float(known) if isinstance(known, int | float) and 0 <= known <= 1 else None
+
+    @property
+    def max_divergence(self) -> float:
+        """The total variation, from 0 to 1, of what sparse and dense rounds say of a token, on average, that a session
+        is held below: four times the mean on the texts of calibration, and 0.1 at least or where that is not known.
+        """
+        known = self.provenance.get("divergence")
+        usual = float(known) if isinstance(known, int | float) and 0 <= known <= 1 else 0.0
+        return min(1.0, max(LEAST_DIVERGENCE, DIVERGENCES * usual))
 
     @cached_property
     def sparse_layers(self) -> list[int]:

@@ -254,6 +254,11 @@ class RoundFigures:
     wait_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    audited_tokens: int = 0
+    total_variation: float = 0.0
+    kl_divergence: float = 0.0
+    same_greedy: int = 0
+    rounds_made_exact: int = 0
 
     def plus(self, other: "RoundFigures") -> "RoundFigures":
         """Return the sums over the rounds of both."""

@@ -276,6 +276,14 @@ class Policy:
         margin = SPARSE_MARGIN if is_measured else UNMEASURED_MARGIN
         return max(self._rates(self.costs.at(exact)).values()) * (1 + margin) >= rates[best]
 
+    def dense_per_sparse(self, load: Load) -> float:
+        """Return how many times as long a round of the present plan takes under a load if it reads everything, as one
+        that reads sparsely.
+        """
+        at, plan = self.costs.at(load), self.plan
+        dense, sparse = (RoundKind(plan.proposer, plan.gamma, each) for each in (Verified.DENSE, Verified.SPARSE))
+        return at.seconds(dense) / at.seconds(sparse)
+
     def _note_usual(self, load: Load) -> None:
         now = float(load.sessions), float(load.tokens), float(load.skippable)
         before = self._usual or now

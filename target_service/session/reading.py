@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from specahead.engine.steps.inputs import ReadMemory
 from specahead.sparsity.reader import Reader
+from target_service.session.audit import SessionAudit
 
 
 @dataclass
@@ -16,6 +17,8 @@ class Reading:
     """What its KV weighed, if it drafts for itself."""
     weighed: int = 0
     """Tokens that were committed before the last round that weighed its KV; 0: none has."""
+    audit: SessionAudit | None = None
+    """What audits have found of it; None: it is not audited."""
 
     @property
     def is_dense(self) -> bool:

@@ -99,8 +99,13 @@ class TargetSession:
     @property
     def announces(self) -> bool:
         """Whether announcements decide over what its next round reads: it takes some, and is not read wholly."""
+        return self.reading.is_announced and not self.reads_wholly
+
+    @property
+    def reads_wholly(self) -> bool:
+        """Whether all of its KV is read: it is exact, or short for its budget."""
         reader = self.reading.reader
-        return reader is not None and reader.announced_rows > 0 and not reader.plan.reads_wholly(len(self.tokens))
+        return reader is None or reader.plan.reads_wholly(len(self.tokens))
 
     # Who proposes.
 

@@ -103,9 +103,10 @@ class World:
         max_context: int = 500,
         screening_quantization: str = "none",
         lookup: bool = False,
+        audits: dict[str, Any] | None = None,
     ) -> None:
         """proposer: what proposes while no draft is attached, as --draft says. draft_reads: the last tokens of a prompt
-        that its draft reads at least; 0: all.
+        that its draft reads at least; 0: all. audits: keys of `speculation`; None: nothing is audited.
         """
         self.clock, self.rng = clock, random.Random(seed)
         self.model = model or FakeModel()
@@ -126,6 +127,7 @@ class World:
                 hold=hold,
                 screening_quantization=screening_quantization,
                 deterministic=runner.deterministic,
+                **(audits or {}),
             ),
             hooks,
             grammars,

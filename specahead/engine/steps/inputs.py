@@ -81,6 +81,16 @@ class SparseRead:
 
 
 @dataclass
+class Audit:
+    """What an audited sequence reads sparsely, and what that gave (specahead.engine.steps.auditing)."""
+
+    read: SparseRead
+    """The read of the sparse pass."""
+    logits: Tensor | None = None
+    """[rows, vocab] on the device, from the sparse pass to the dense one."""
+
+
+@dataclass
 class SequenceInput:
     """Tokens of a sequence to run; their KV is written and kv.length moves on."""
 
@@ -109,6 +119,9 @@ class SequenceInput:
     token that follows those accepted is such an alternative, it counts as accepted, and the one after it follows."""
     light: bool = False
     """Whether it runs by the weights that the runner has for what a later pass judges, if it has such."""
+    audit: Audit | None = None
+    """Where it is audited: how it runs before it reads everything. Then it is drafted, has no `read`, and its output
+    has the divergence."""
 
     @property
     def screens(self) -> bool:
@@ -165,3 +178,5 @@ class SequenceOutput:
     """Of the verdict's tokens, if asked for."""
     supports: list[Support] = field(default_factory=list)
     """What the verdict's tokens were drawn from, if asked for."""
+    divergence: np.ndarray | None = None
+    """[rows, 3] float32, as specahead.engine.sampling.divergence has it, of each row that gives logits, if audited."""

@@ -16,6 +16,7 @@ from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.parallel.commands import Command
+from specahead.engine.steps.auditing import run_audited
 from specahead.engine.steps.device_chain import MOST_CHAINED, DeviceChain, Imposed
 from specahead.engine.steps.graphs import Graphs
 from specahead.engine.steps.grouping import (
@@ -120,6 +121,11 @@ class ModelRunner(TargetOrDraftRunner):
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         if not all(item.tokens for item in inputs):
             raise ValueError("every sequence of a batch needs at least one token")
+        if any(item.audit is not None for item in inputs):
+            return run_audited(inputs, self._forward)
+        return self._forward(inputs)
+
+    def _forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
         # What has left the GPU would have to be fetched to be listed.
         if self._joins and all(self.kv.is_resident(item.kv) for item in inputs):

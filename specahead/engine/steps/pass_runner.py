@@ -16,6 +16,7 @@ from specahead.engine.model.layer_attention import LayerPages
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.parallel.commands import Command, encode
 from specahead.engine.staging import Buffers
+from specahead.engine.steps.auditing import compare
 from specahead.engine.steps.buffers import make_buffers
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.graphs import Captured, Graphs
@@ -86,6 +87,7 @@ class PassRunner:
         step = self.step_of(shape)
         self._lay_out(step.buffers, shape, inputs, [item.kv.table() for item in inputs])
         step.run()
+        compare(step.buffers, shape, inputs)
         results = step.buffers.results.fetch()
         if not self._kv.count_step(results, shape.read.block_size):
             return None
@@ -99,9 +101,16 @@ class PassRunner:
         return self._started(step.buffers, shape, inputs)
 
     def _started(self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> StepUnderWay:
-        results = buffers.results
+        results, compared = buffers.results, compare(buffers, shape, inputs)
         done = results.send_back()
-        return lambda: read_outputs(buffers, shape, inputs, self._kv, results.wait(done))
+
+        def end() -> list[SequenceOutput]:
+            outputs = read_outputs(buffers, shape, inputs, self._kv, results.wait(done))
+            for index, rows in compared:
+                outputs[index].divergence = rows.numpy()
+            return outputs
+
+        return end
 
     def launch_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
         """Launch the step of a shape whose inputs are all judged, and advance the lengths of their KV at once."""

@@ -165,7 +165,7 @@ def _generate(
         _open_target(target, requests, mix, frames),
         plan,
         TargetSettings(
-            speculation=Speculation(gamma=requests.gamma, hold=0),
+            speculation=Speculation(gamma=requests.gamma, hold=0, audit_share=0.0),
             prefill_chunk=requests.chunk,
             draft_timeout=math.inf,
             max_sessions=requests.sessions(mix),
