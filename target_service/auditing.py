@@ -4,7 +4,8 @@ An audited round runs sparsely and then densely (specahead.engine.steps.auditing
 verdict is exact. What counts is the total variation of the two distributions, averaged over the tokens of its verdict.
 It is what reading sparsely changes in this round; the KV of the tokens before stays as their rounds have left it.
 
-All sessions audit in the same step, since they then share the dense pass. Only a session in doubt audits alone. Two
+All sessions audit in the same step, since they then share the dense pass. A session in doubt audits each round, which
+also makes its rounds exact meanwhile: one that an audit found beyond the limit, or that has begun to read more. Two
 factors decide how much a session reads: one of all sessions, by the audits of those that read by it alone, and its own
 (target_service.policy.holding). A session that has to read everything by its own is served exactly to its end.
 """
@@ -23,7 +24,7 @@ from target_service.session import SessionAudit, TargetSession
 from target_service.verify_step import VerifyRound, VerifyStep
 
 FIRST_AUDIT = 4  # steps before the first audit; each next one comes after twice as many, up to the usual number
-DOUBTED_AUDITS, DOUBTED_ROUNDS = 4, 4  # audits of a session in doubt, and its rounds from one to the next
+DOUBTED_ROUNDS = 4  # of a session that are audited one after the other, from the last reason to doubt on
 TRUST = 4.0  # of the factor of all sessions (Holding.trust): one or two sessions that diverge do not change it
 NEWEST = 1 / 64  # weight of the newest audit in the means that are reported
 
@@ -82,14 +83,13 @@ class Auditor:
         audit = session.reading.audit
         if audit is None or audit.is_exact:
             return False
-        return self._steps + 1 >= self._every or (audit.doubted > 0 and audit.rounds + 1 >= DOUBTED_ROUNDS)
+        return audit.doubted > 0 or self._steps + 1 >= self._every
 
     def note_round(self, item: VerifyRound, output: SequenceOutput, accepted: int) -> None:
         """Take note of a session's round that was judged. accepted: its proposed tokens that were accepted."""
         session, audit = item.session, item.session.reading.audit
         if audit is None:
             return
-        audit.rounds += item.input.read is not None and not item.input.read.reads_all
         if output.divergence is not None:
             # Tokens after the verdict's are none of the text's.
             values = output.divergence[: accepted + 1].mean(0).tolist()
@@ -103,9 +103,8 @@ class Auditor:
         if own.factor == 1:
             self._all.note(variation)
         own.note(variation)
-        audit.rounds, audit.doubted = 0, max(0, audit.doubted - 1)
-        if own.factor > before or own.is_doubted:
-            audit.doubted = DOUBTED_AUDITS
+        doubts = own.factor > before or variation > self._limit
+        audit.doubted = DOUBTED_ROUNDS if doubts else max(0, audit.doubted - 1)
         if own.factor > before:
             self._counters["raised_budgets"] += 1
             self._set_budget(session)

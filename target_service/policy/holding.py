@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95  # of the upper bound, at each audit
-# Shares of the limit. Where the bound is beyond NEAR the factor rises, beyond DOUBTED it is watched, below FAR it may
-# fall; at TRUSTED it begins. So one audit that finds 1 is watched, and a second one of any size makes the factor rise.
-NEAR, DOUBTED, FAR, TRUSTED = 0.8, 0.65, 0.5, 0.4
+# Shares of the limit: beyond NEAR the bound makes the factor rise, below FAR it lets it fall, at TRUSTED it begins. So
+# one audit changes nothing, whatever it finds, and two that find 1 make the factor rise.
+NEAR, FAR, TRUSTED = 0.8, 0.5, 0.4
 RISE, FALL = 2.0, 2**-0.25  # of the factor
 
 
@@ -69,11 +69,6 @@ class Holding:
     def bound(self) -> float:
         """The upper bound of the mean."""
         return upper_bound(self.total / self.weight, self.weight)
-
-    @property
-    def is_doubted(self) -> bool:
-        """Whether the next audit should come soon."""
-        return self.limit < 1 and self.bound > DOUBTED * self.limit
 
     @property
     def reads_all(self) -> bool:

@@ -13,9 +13,7 @@ class SessionAudit:
     """The session's own factor of what it reads."""
     applied: float = 1.0
     """The factor by which it reads now: its own and that of all sessions."""
-    rounds: int = 0
-    """Sparse rounds since its last audit."""
     doubted: int = 0
-    """Audits that are still to come soon."""
+    """The next sparse rounds that are audited in any case."""
     is_exact: bool = False
     """Whether it reads everything to its end, since its divergence could not be held otherwise."""

@@ -59,14 +59,13 @@ def test_any_divergence_that_falls_with_what_is_read_is_held(
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_the_factor_rises_before_the_bound_reaches_the_limit(limit: float) -> None:
-    """Doubling at each second audit that finds everything wrong; one alone is watched."""
+    """Doubling at each second audit that finds everything wrong; one alone changes nothing."""
     holding, factors = Holding(limit, 8.0), list[float]()
-    assert holding.bound == pytest.approx(TRUSTED * limit, rel=0.02) and not holding.is_doubted
+    assert holding.bound == pytest.approx(TRUSTED * limit, rel=0.02)
     for _ in range(6):
         holding.note(1.0)
         factors.append(holding.factor)
         assert holding.bound < limit
-        assert holding.is_doubted or holding.factor > 1
     assert factors == [1, 2, 2, 4, 4, 8] and holding.reads_all
 
 
@@ -95,7 +94,7 @@ def test_a_limit_of_1_holds_nothing() -> None:
     holding = Holding(1.0, 16.0)
     for _ in range(100):
         holding.note(1.0)
-    assert holding.factor == 1 and not holding.is_doubted
+    assert holding.factor == 1
 
 
 def test_trust_takes_several_sessions_to_lose() -> None:
