@@ -128,8 +128,10 @@ def start_service(*command: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def _stating_gamma(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Return flags with a γ of 4 unless they state speculation: rounds then do not depend on a machine's speed."""
-    return flags if "--speculation" in flags else (*flags, "--speculation", '{"gamma": 4}')
+    """Return flags with a γ of 4 and without audits, unless they state speculation: a machine's speed then decides over
+    no round.
+    """
+    return flags if "--speculation" in flags else (*flags, "--speculation", '{"gamma": 4, "audit_share": 0}')
 
 
 def start_services(

@@ -21,7 +21,7 @@ SIZES = ("--max-model-len", str(MOST), "--kv-tokens", "800")
 # A round that a slow machine decodes without the draft reads everything, which changes `approximate` answers.
 FLAGS = ("--max-sessions", "8", "--prefill-chunk", "128", *SIZES)
 # What a round reads depends on how it is made, which the policy would choose by the time that rounds take.
-FIXED = ("--plan", sparse_plan_file(), "--speculation", '{"gamma": 4}')
+FIXED = ("--plan", sparse_plan_file(), "--speculation", '{"gamma": 4, "audit_share": 0}')
 # GiB of host memory: tokens, keys and values, layers, heads, dimensions, bytes of a float32.
 MEMORY = MOST * 2 * 10 * 4 * 64 * 4 / 2**30
 

@@ -190,7 +190,7 @@ def _generate(
             tokens[name] = []
             sizes = len(prompt), requests.generated
             openings.append(Open(name, prompt, *sizes, [], Sampling(temperature=0.0), exactness))
-    _take_turns(verifier, drafter, openings, emit)
+    take_turns(verifier, drafter, openings, emit)
     return tokens, verifier.totals
 
 
@@ -210,7 +210,7 @@ def _is_deterministic(device: str) -> bool:
     return device == "cuda"
 
 
-def _take_turns(
+def take_turns(
     verifier: Verifier, drafter: Drafter, openings: list[Open], emit: Callable[[ServedEvent], None]
 ) -> None:
     """The draft does all that it can, then the target one step, until all sessions have ended."""
