@@ -80,7 +80,7 @@ def test_answers_and_metrics_tell_of_audits(launch: Callable[..., Stack], books:
     none, found = exact.speculation, approximate.speculation
     assert (none.audited_tokens, none.total_variation, none.same_greedy) == (0, 0, 1)
     assert found.audited_tokens >= 3
-    assert 1e-4 < found.total_variation < 0.5 and 1e-7 < found.kl_divergence and 0.3 < found.same_greedy <= 1
+    assert 1e-4 < found.total_variation < 0.5 and found.kl_divergence > 1e-7 and 0.3 < found.same_greedy <= 1
     assert found.rounds_made_exact == 0
 
     tokens = metric(stack.http, "audited_tokens_total")

@@ -32,6 +32,9 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     measured = plan.provenance["quality"]
     assert [row["budget"] for row in measured] == [0.03, 0.06, 0.12, 0.2]
     assert measured[-1]["increase"] < 0.05 < measured[0]["increase"], "short texts at 3 % lose their middle"
+    far = [row["total_variation"] for row in measured]
+    assert far == sorted(far, reverse=True) and 0 < far[-1] < far[0] < 0.5
+    assert plan.provenance["divergence"] == far[-1] and plan.max_divergence == max(0.1, 4 * far[-1])
     assert "plan" in (tmp_path / "plan.html").read_text(encoding="utf-8").split("</p>")[0]
 
 

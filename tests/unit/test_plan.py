@@ -214,6 +214,12 @@ async def test_the_client_endpoints_refuse_a_plan_of_another_version(tmp_path: P
             pass
 
 
+@pytest.mark.parametrize(("known", "limit"), [(None, 0.1), (0.01, 0.1), (0.05, 0.2), (0.6, 1.0), ("much", 0.1)])
+def test_the_limit_of_divergence_follows_from_what_calibration_has_found(known: Any, limit: float) -> None:
+    plan = replace(load_plan(PLAN), provenance={} if known is None else {"divergence": known})
+    assert plan.max_divergence == pytest.approx(limit)
+
+
 # What is announced
 
 

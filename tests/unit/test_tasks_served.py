@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specahead.cli.main import main
-from specahead.lab.evaluation.tasks.acceptance import prior_of, to_rows
+from specahead.lab.evaluation.tasks.acceptance import divergence_of, prior_of, to_rows
 from specahead.lab.evaluation.tasks.asking import Record
 from specahead.models import PLAN, TARGET
 from specahead.sparsity.plan import load_plan
@@ -219,3 +219,11 @@ def test_without_drafted_rounds_there_is_no_prior() -> None:
     assert row.accepted is None and row.confirmed is None and row.chances == ()
     with pytest.raises(ValueError, match="no exact request had a round"):
         prior_of([record("exact"), record("approximate", rounds=1, accepted_per_position=[1], rounds_by_gamma=[0, 1])])
+
+
+def test_the_divergence_is_that_of_audited_tokens() -> None:
+    audited = {"audited_tokens": 30, "total_variation": 0.04}
+    some = [record("approximate", **audited), record("approximate", audited_tokens=10, total_variation=0.08)]
+    silent = [record("approximate"), record("exact", **audited)]
+    assert divergence_of([*some, *silent]) == {"divergence": 0.05, "divergence_tokens": 40}
+    assert divergence_of(silent) == {}

@@ -210,9 +210,7 @@ def _is_deterministic(device: str) -> bool:
     return device == "cuda"
 
 
-def take_turns(
-    verifier: Verifier, drafter: Drafter, openings: list[Open], emit: Callable[[ServedEvent], None]
-) -> None:
+def take_turns(verifier: Verifier, drafter: Drafter, openings: list[Open], emit: Callable[[ServedEvent], None]) -> None:
     """The draft does all that it can, then the target one step, until all sessions have ended."""
     to_draft: list[TargetEvent] = []
     to_target: list[DraftEvent] = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.sampling.divergence import divergence
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.attending import forward_attending, forward_weighing
@@ -56,6 +57,8 @@ class VariantSums:
     """Positions whose distribution was compared with the draft's."""
     accepted: float = 0.0
     """Expected acceptances: Σ_v min(p, q) at each position."""
+    varied: float = 0.0
+    """Total variation from the dense distributions at these positions; 0 where the first variant is not dense."""
     recalled: int = 0
     """Right answers, of those asked."""
     asked: int = 0
@@ -227,6 +230,14 @@ def _forward(target: ModelRunner, runs: list[_Run], inputs: list[SequenceInput])
     return [outputs[i] for i in range(len(runs))]
 
 
+def _compare(runs: list[_Run], outputs: list[SequenceOutput], rows: int) -> None:
+    """Add up how far a round's distributions are from those of the dense variant, whose output is the first."""
+    dense, *others = (output.logits for output in outputs)
+    for run, logits in zip(runs, others, strict=True):
+        assert dense is not None and logits is not None
+        run.sums.varied += float(divergence(logits[:rows], dense[:rows])[:, 0].sum())
+
+
 def _run_variants(
     target: ModelRunner, case: Case, prompt: SequenceKV, drafted: DraftedCase, variants: list[Variant]
 ) -> list[VariantSums]:
@@ -239,10 +250,13 @@ def _run_variants(
         for round_, (first, last) in enumerate(rounds_of(case, variants[0].gamma)):
             inputs = [run.prepare(case, first, last, drafted.evidence[round_]) for run in runs]
             log_probs = drafted.log_probs[first - case.start : last - case.start]
-            for run, output in zip(runs, _forward(target, runs, inputs), strict=True):
+            outputs = _forward(target, runs, inputs)
+            for run, output in zip(runs, outputs, strict=True):
                 assert output.logits is not None
                 run.count(case, first, output.logits, log_probs)
                 run.count_blocks(round_)
+            if variants[0].method == "dense":
+                _compare(runs[1:], outputs, min(last, len(case.tokens) - 1) - first)
             note_round()
     finally:
         for run in runs:

@@ -50,7 +50,9 @@ def calibrate_files(
     )
     plan = to_plan(sums, draft_runner.kv.num_layers, draft_heads, target_runner.kv.kv_heads, settings)
     plan.provenance.update(provenance)
-    plan.provenance["quality"] = quality_over_budget(draft_runner, target_runner, plan, texts, settings.queries - 1)
+    quality = quality_over_budget(draft_runner, target_runner, plan, texts, settings.queries - 1)
+    plan.provenance["quality"] = quality
+    plan.provenance["divergence"] = next(row["total_variation"] for row in quality if row["budget"] == plan.budget)
     plan.provenance["weight_tokens"] = round(target_runner.weight_tokens)
     plan.provenance["longest"] = load_shape(target).max_position_embeddings
     progress_file.unlink(missing_ok=True)

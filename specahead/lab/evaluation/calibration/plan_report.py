@@ -39,6 +39,8 @@ class Quality(NamedTuple):
     kv_read: float
     increase: float
     """Of the perplexity, over the dense one's."""
+    total_variation: float = 0.0
+    """From the dense distributions, on average; 0 in plans that do not know it."""
 
 
 def write_report(plan: Plan, path: Path) -> None:

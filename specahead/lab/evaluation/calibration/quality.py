@@ -24,8 +24,9 @@ def room_of(context: int) -> int:
 def quality_over_budget(
     draft: ModelRunner, target: ModelRunner, plan: Plan, texts: list[list[int]], gamma: int
 ) -> list[dict[str, float]]:
-    """Return, for each budget in rising order, the share of the KV that rounds read and how much the perplexity rises
-    over the dense one's. texts: token ids; a few of them are read.
+    """Return, for each budget in rising order, the share of the KV that rounds read, how much the perplexity rises
+    over the dense one's, and the mean total variation from the dense distributions. texts: token ids; a few of them are
+    read.
     """
     budgets = sorted({plan.budget, *(each for each in BUDGETS if not 0.7 < each / plan.budget < 1.4)})
     variants = [Variant("dense", "", plan, gamma)]
@@ -42,6 +43,7 @@ def quality_over_budget(
             "budget": budget,
             "kv_read": round(sums.read / sums.present, 4),
             "increase": round(math.exp(sums.nll / sums.scored - dense.nll / dense.scored) - 1, 5),
+            "total_variation": round(sums.varied / sums.judged, 4),
         }
         for budget, sums in zip(budgets, sparse, strict=True)
     ]

@@ -58,7 +58,7 @@ def run(flags: argparse.Namespace) -> None:
     print(to_text(rows))
     if plan is not None:
         chance, rounds = prior_of(records)
-        known = {"acceptance": round(chance, 4), "acceptance_rounds": rounds}
+        known = {"acceptance": round(chance, 4), "acceptance_rounds": rounds} | divergence_of(records)
         save_plan(replace(plan, provenance=plan.provenance | known), flags.plan)
         print(
             f"{flags.plan}: a drafted token is accepted with {chance:.3f}, by {rounds} rounds; it was {plan.acceptance}"
@@ -123,6 +123,15 @@ def prior_of(records: Sequence[Record]) -> tuple[float, int]:
     if not judged:
         raise ValueError("no exact request had a round with drafted tokens: the plan stays as it is")
     return sum(kept for kept, _ in positions) / judged, sum(each["rounds"] for each in said)
+
+
+def divergence_of(records: Sequence[Record]) -> dict[str, float]:
+    """Return how far rounds of `approximate` requests were from dense ones, as a plan's provenance has it; {} if none
+    was audited."""
+    said = [_speculation(record) for record in records if record.exactness == "approximate"]
+    audits = [(each.get("audited_tokens", 0), each.get("total_variation", 0.0)) for each in said]
+    tokens, variation = sum(count for count, _ in audits), sum(count * mean for count, mean in audits)
+    return {"divergence": round(variation / tokens, 4), "divergence_tokens": tokens} if tokens else {}
 
 
 def to_text(rows: Sequence[AcceptanceRow]) -> str:
