@@ -32,6 +32,7 @@ from specahead.wire.streams import run_together
 from target_service.service import run as run_target
 
 _END_SECONDS = 10.0  # that services take to end, at most
+_SETTLE_SECONDS = 0.1  # in which a call ends whose client has left; gRPC reports one that ends with its server
 Result = TypeVar("Result")
 Run = Callable[[OnReady], Coroutine[Any, Any, None]]
 
@@ -112,6 +113,7 @@ class Engine:
                 services.append(draft)
             router = Router(directories["target"], peers, times.resume)
             frontend = make_frontend(config, router)
+            running.push_async_callback(asyncio.sleep, _SETTLE_SECONDS)  # once the router has left the services
             await running.enter_async_context(router.connected_to_targets())
             await connect(config, frontend, Lines(directories.values(), peers), partial(addresses_in, directories))
             self._started.set_result((asyncio.get_running_loop(), stop, frontend))
