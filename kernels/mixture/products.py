@@ -90,8 +90,12 @@ def _gated_kernel(
     for at in tl.range(0, hidden, DEPTH, num_stages=STAGES):
         left = at + depth < hidden
         x = tl.load(x_ptr + row[:, None] * hidden + (at + depth)[None, :], mask=left[None, :], other=0.0)
-        gates = tl.dot(x, tl.load(gates_at + (at + depth)[:, None], mask=left[:, None], other=0.0), gates)
-        ups = tl.dot(x, tl.load(ups_at + (at + depth)[:, None], mask=left[:, None], other=0.0), ups)
+        gates = tl.dot(
+            x, tl.load(gates_at + (at + depth)[:, None], mask=left[:, None], other=0.0), gates, input_precision="ieee"
+        )
+        ups = tl.dot(
+            x, tl.load(ups_at + (at + depth)[:, None], mask=left[:, None], other=0.0), ups, input_precision="ieee"
+        )
     out = gates * tl.sigmoid(gates) * ups
     out_at = out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & inside[None, :])
@@ -129,7 +133,12 @@ def _down_kernel(
     for at in tl.range(0, inner, DEPTH, num_stages=STAGES):
         left = at + depth < inner
         given = tl.load(inner_ptr + pair[:, None] * inner + (at + depth)[None, :], mask=left[None, :], other=0.0)
-        sums = tl.dot(given, tl.load(weights_at + (at + depth)[:, None], mask=left[:, None], other=0.0), sums)
+        sums = tl.dot(
+            given,
+            tl.load(weights_at + (at + depth)[:, None], mask=left[:, None], other=0.0),
+            sums,
+            input_precision="ieee",
+        )
     share = tl.load(weights_ptr + tl.load(order_ptr + place, mask=there, other=0), mask=there, other=0.0)
     out_at = out_ptr + place.to(tl.int64)[:, None] * hidden + column[None, :]
     inside = there[:, None] & (column < hidden)[None, :]
