@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from specahead.config.speculation import AUDIT_SHARE, Speculation
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.sparsity.plan import Plan
+from specahead.sparsity.reader import Reader
+from target_service.hooks import Hooks
 from target_service.policy import Load
 from target_service.policy.holding import Holding
 from target_service.session import SessionAudit, TargetSession
@@ -27,6 +29,13 @@ FIRST_AUDIT = 4  # steps before the first audit; each next one comes after twice
 DOUBTED_ROUNDS = 4  # of a session that are audited one after the other, from the last reason to doubt on
 TRUST = 4.0  # of the factor of all sessions (Holding.trust): one or two sessions that diverge do not change it
 NEWEST = 1 / 64  # weight of the newest audit in the means that are reported
+
+
+def without_needless_audits(speculation: Speculation, hooks: Hooks) -> Speculation:
+    """Return a speculation without audits where hooks impose or measure what sessions read, unless it asks for them."""
+    is_served = not (hooks.imposes_verdicts or hooks.reports_blocks) and hooks.new_reader is Reader
+    asks = speculation.audit_share is not None
+    return speculation if is_served or asks else replace(speculation, audit_share=0.0)
 
 
 @dataclass

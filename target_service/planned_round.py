@@ -11,18 +11,13 @@ from target_service.verify_step import VerifyRound
 
 
 def plan_round(
-    session: TargetSession,
-    proposal: Proposal | None,
-    proposed: list[int],
-    now: float,
-    confirms: Confirms = Confirms.NO,
-    audits: bool = False,
+    session: TargetSession, proposal: Proposal | None, proposed: list[int], now: float, confirms: Confirms = Confirms.NO
 ) -> VerifyRound:
     """Return a session's part of a step: its last committed token, which has no KV yet, and the proposed tokens.
 
     A screened session that reads everything in this round runs its held tokens once more, from its last confirmed
     token on, and the proposed tokens that there is room for. proposal: as in `VerifyRound`. confirms: whether the
-    sessions of the step confirm. audits: whether the round is audited, if it reads sparsely by an announcement.
+    sessions of the step confirm.
     """
     screening, base = session.screening, len(session.tokens)
     confirms_alone = screening is not None and is_confirmed(session, screening, len(proposed))
@@ -34,10 +29,6 @@ def plan_round(
         weighs = screening.is_to_weigh
     read = _plan_read(session, proposal, len(proposed), screens, weighs)
     screens &= read is not None and not read.reads_all
-    audit = None
-    if audits and read is not None and session.reading.reader is not None and not read.reads_all:
-        session.reading.reader.read_all(base + len(proposed))
-        audit, read = Audit(read), None
     supports = proposal.supports if proposal is not None else []
     held: list[int] = []
     if screening is not None and not screens:
@@ -64,9 +55,17 @@ def plan_round(
     return VerifyRound(
         session=session,
         proposal=proposal,
-        input=SequenceInput(session.kv, tokens, logits="all", read=read, drafted=drafted, held=len(held), audit=audit),
+        input=SequenceInput(session.kv, tokens, logits="all", read=read, drafted=drafted, held=len(held)),
         wait_seconds=0.0 if since is None else now - since,
     )
+
+
+def audit_round(item: VerifyRound) -> None:
+    """Have a round of a session that takes announcements be audited, if it reads sparsely."""
+    read, reader = item.input.read, item.session.reading.reader
+    if read is not None and reader is not None and not read.reads_all:
+        reader.read_all(len(item.session.tokens) + len(item.proposed))
+        item.input.audit, item.input.read = Audit(read), None
 
 
 def plan_end_of_prompt(session: TargetSession, proposal: Proposal | None, proposed: list[int]) -> VerifyRound:

@@ -15,7 +15,7 @@ from target_service.auditing import Auditor
 from target_service.confirming import how_each_confirms, screen_lightly
 from target_service.device_chain import DraftedRound, plan_following_step, plan_judging_step
 from target_service.patience import Patience
-from target_service.planned_round import plan_end_of_prompt, plan_round
+from target_service.planned_round import audit_round, plan_end_of_prompt, plan_round
 from target_service.policy import Load, Policy, Proposer
 from target_service.prompts import LEAST_PART, is_followed_by_round, plan_reading, share_prompts
 from target_service.self_drafting import SelfDrafting
@@ -139,10 +139,10 @@ class StepPlanner:
         # Guesses are judged densely.
         counts = [(each, 0 if each.is_guessing else len(tokens)) for each, _, tokens in texts]
         confirms = how_each_confirms(counts, away)
-        rounds = [
-            plan_round(each, proposal, tokens, now, confirms[each.id], self._auditor.is_due(each))
-            for each, proposal, tokens in texts
-        ]
+        rounds = [plan_round(each, proposal, tokens, now, confirms[each.id]) for each, proposal, tokens in texts]
+        for item in rounds:
+            if self._auditor.is_due(item.session):
+                audit_round(item)
         if gamma:
             rounds += self._plan_drafting(alone, gamma, cost, now)
         if self._settings.screens_lightly:

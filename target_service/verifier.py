@@ -22,11 +22,10 @@ from specahead.engine.steps.runner import TargetRunner
 from specahead.engine.steps.step_loop import describe, prefill_chunk
 from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.plan import Plan
-from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.errors import ServiceError
 from target_service.admission import Admission
-from target_service.auditing import Auditor
+from target_service.auditing import Auditor, without_needless_audits
 from target_service.committing import Committer
 from target_service.counters import COUNTED
 from target_service.device_chain import DraftedRound, may_be_followed
@@ -93,11 +92,7 @@ class Verifier:
         self.protocol = DraftProtocol(
             self.admission.running, plan, settings, runner.vocab_size, self.counters, self.patience, hooks
         )
-        # What a benchmark imposes or measures is not to change by audits that nobody asked for.
-        is_served = not (hooks.imposes_verdicts or hooks.reports_blocks) and hooks.new_reader is Reader
-        speculation = settings.speculation
-        if speculation.audit_share is None and not is_served:
-            speculation = replace(speculation, audit_share=0.0)
+        speculation = without_needless_audits(settings.speculation, hooks)
         self._auditor = Auditor(plan, speculation, self.counters, self.policy.dense_per_sparse)
         self._planner = StepPlanner(
             runner, plan, settings, self.policy, self._drafting, self.patience, self.counters, self._auditor
