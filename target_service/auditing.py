@@ -10,6 +10,7 @@ factors decide how much a session reads: one of all sessions, by the audits of t
 (target_service.policy.holding). A session that has to read everything by its own is served exactly to its end.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,11 @@ from target_service.policy.holding import Holding
 from target_service.session import SessionAudit, TargetSession
 from target_service.verify_step import VerifyRound, VerifyStep
 
+log = logging.getLogger(__name__)
+_OTHER_TEXTS = (
+    "an approximate session is served exactly from now on: reading sparsely changed its distributions too much. Its "
+    "text may be of another kind than those that the plan was calibrated on: calibrate with texts like those that are served"
+)
 FIRST_AUDIT = 4  # steps before the first audit; each next one comes after twice as many, up to the usual number
 DOUBTED_ROUNDS = 4  # of a session that are audited one after the other, from the last reason to doubt on
 TRUST = 4.0  # of the factor of all sessions (Holding.trust): one or two sessions that diverge do not change it
@@ -119,6 +125,8 @@ class Auditor:
             self._set_budget(session)
             if session.reads_wholly:
                 audit.is_exact = True
+                if not self._counters["sessions_made_exact"]:
+                    log.warning(_OTHER_TEXTS, extra={"max_divergence": self._limit, "found": round(variation, 3)})
                 self._counters["sessions_made_exact"] += 1
 
     def _set_budget(self, session: TargetSession) -> None:

@@ -116,8 +116,9 @@ class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunS
 @dataclass(frozen=True, kw_only=True)
 class _PlanSettings(Section, group="models and plan"):
     plan: str = str(models.PLAN)
-    """Plan file that `specahead calibrate` made for the pair; the default is for the bundled pair. Any other pair
-    without a plan serves approximate uncalibrated: it reads everything unless a budget is stated."""
+    """Plan that `specahead calibrate` made for the pair: a file, or a folder or Hugging Face id with a
+    specahead-plan.json; the default is for the bundled pair. Any other pair without a plan serves approximate
+    uncalibrated: it reads everything unless a budget is stated."""
     budget: Annotated[float, Within(least=0, most=1)] = 0.0
     """Share of the KV blocks that approximate reads; 0: the plan's."""
 

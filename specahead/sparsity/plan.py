@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
@@ -15,6 +16,10 @@ LEAST_DIVERGENCE, DIVERGENCES = 0.1, 4  # `Plan.max_divergence`, at least; as ma
 ALL_TOKENS = 2**31 - 1  # a `Plan.least_tokens` beyond every sequence, so that everything is read
 
 Blend = tuple[tuple[int, int, float], ...]  # (draft layer, draft head, weight)
+
+
+HUB_NAME = "specahead-plan.json"  # of a plan in a folder or a repository of Hugging Face, next to a model or not
+_ID = re.compile(r"[\w-][\w.-]*/[\w.-]*(?<!\.json)")  # of such a repository
 
 
 class PlanError(ValueError):
@@ -162,10 +167,34 @@ def uniform_plan(target_layers: int, target_kv_heads: int, draft_layers: int, dr
     return Plan(target_layers, target_kv_heads, draft_layers, draft_heads, **(maps | other))
 
 
+def find_plan(name: str | Path) -> Path:
+    """Return the file of a plan, which is downloaded if it is not here.
+
+    name: a file; a folder that holds HUB_NAME; or the id of a repository of Hugging Face that does, such as org/name.
+    Raises PlanError if there is none.
+    """
+    path = Path(name)
+    if path.is_dir():
+        path /= HUB_NAME
+    elif not path.exists() and _ID.fullmatch(str(name)):
+        from transformers.utils import cached_file
+
+        try:
+            path = Path(cached_file(str(name), HUB_NAME))
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise PlanError(f"{name}: no such file, and no {HUB_NAME} from Hugging Face: {reason}") from error
+    return path
+
+
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan. Raises PlanError if the file is no plan, has another version, or was edited without its hash."""
+    """Read a plan, wherever `find_plan` finds it.
+
+    Raises PlanError if there is none, or if the file is no plan, has another version, or was edited without its hash.
+    """
+    path = find_plan(path)
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise PlanError(f"{path}: not a readable plan: {getattr(error, 'strerror', None) or error}") from error
     if isinstance(content, dict) and content.get("version", PLAN_VERSION) != PLAN_VERSION:

@@ -1,6 +1,7 @@
 """The plan file, and the announcements that it steers."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from orchestrator.requests.access import read_access
 from specahead.lab.evaluation.plans import save_plan
 from specahead.models import DRAFT, PLAN
 from specahead.sparsity.announce import LEAST_WINDOW, announce, announced_limits
-from specahead.sparsity.plan import PLAN_VERSION, Plan, PlanError, load_plan, uniform_plan
+from specahead.sparsity.plan import HUB_NAME, PLAN_VERSION, Plan, PlanError, load_plan, uniform_plan
 from specahead.sparsity.served_plan import load_served_plan
 from target_service.pacing import policy_of
 from target_service.policy.acceptance import OF_DRAFT
@@ -249,3 +250,27 @@ def test_announced_are_the_heaviest_blocks_within_the_budget(plan: Plan, base: i
 
 
 # Selections
+
+
+def test_a_plan_lies_in_a_folder_or_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one name in both; a repository is asked only for what is no path here."""
+    asked = []
+
+    def cached(name: str, file: str) -> str:
+        asked.append((name, file))
+        if name != "org/pair.v2":
+            raise OSError(f"{name} is not a local folder\nand not a valid identifier")
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("transformers.utils.cached_file", cached)
+    shutil.copy(PLAN, tmp_path / HUB_NAME)
+    assert load_plan(tmp_path) == load_plan(PLAN) == load_plan("org/pair.v2") and asked == [("org/pair.v2", HUB_NAME)]
+    with pytest.raises(PlanError, match=r"org/none: no such file, and no specahead-plan.json from .*: org/none is not"):
+        load_plan("org/none")
+    for name in (tmp_path / "sub" / "plan.json", "here/plan.json", "plan", "../a/b"):
+        with pytest.raises(PlanError, match=f"{name}: not a readable plan: No such file"):
+            load_plan(name)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PlanError, match=f"empty/{HUB_NAME}: not a readable plan"):
+        load_plan(tmp_path / "empty")
+    assert len(asked) == 2
