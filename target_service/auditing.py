@@ -29,7 +29,7 @@ from target_service.verify_step import VerifyRound, VerifyStep
 log = logging.getLogger(__name__)
 _OTHER_TEXTS = (
     "an approximate session is served exactly from now on: reading sparsely changed its distributions too much. Its "
-    "text may be of another kind than those that the plan was calibrated on: calibrate with texts like those that are served"
+    "text may be of another kind than those that the plan was calibrated on: calibrate with texts like the served ones"
 )
 FIRST_AUDIT = 4  # steps before the first audit; each next one comes after twice as many, up to the usual number
 DOUBTED_ROUNDS = 4  # of a session that are audited one after the other, from the last reason to doubt on
