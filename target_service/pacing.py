@@ -72,9 +72,12 @@ class Pacing:
         self._captures_seen = 0
         self._draft_has_read = False  # in this process, prompts, since the last step
 
-    def begin(self, session: TargetSession) -> None:
-        """Set how a session's first round is made, unless it had one before it gave way."""
+    def choose_anew(self) -> None:
+        """Choose how rounds are made, for all sessions that run, those that were admitted just now included."""
         self.policy.choose(self._load(everyone=True))
+
+    def begin(self, session: TargetSession) -> None:
+        """Set how a session's first round is made, unless it had one before it gave way. `choose_anew` comes before."""
         if session.screening is not None:
             session.screening.most = self.policy.plan.held
         if not session.pace.acceptance.chances:

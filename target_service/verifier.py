@@ -189,8 +189,12 @@ class Verifier:
         return self._plan_with_room() if self.under_way is None else self._plan_chained(self.under_way)
 
     def _start_admitted(self) -> None:
-        for session in self.admission.admit():
+        admitted = self.admission.admit()
+        for session in admitted:
             self._auditor.begin(session)
+        if admitted:
+            self.pacing.choose_anew()  # once: it takes a millisecond, in which the device may have nothing to do
+        for session in admitted:
             self.pacing.begin(session)
             self.protocol.assign(session, wait=True)
 

@@ -49,12 +49,24 @@ def attend_in_torch(
 
 def _all_pages(batch: Batch, sequence: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, values [kv_heads, n, dim] and positions [1, n] of the first `length` tokens, in whole pages."""
-    page_size, table = batch.page_size, batch.block_tables[sequence].long()
-    physical = table[None, : -(-length // page_size)]
-    positions = torch.arange(physical.shape[1] * page_size, device=table.device)[None]
+    physical, positions = _pages_of(batch, sequence, length)
     pools = batch.k_pages, values_by_token(batch.v_pages)
     keys, values = _in_full(batch, *(gather_pages(pages, physical) for pages in pools))
     return keys, values, positions
+
+
+def _all_keys(batch: Batch, sequence: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return what `_all_pages` does but for the values, which are not copied."""
+    physical, positions = _pages_of(batch, sequence, length)
+    keys = gather_pages(batch.k_pages, physical)
+    return keys if batch.scales is None else keys_of_pages(keys, batch.scales, batch.queries.dtype), positions
+
+
+def _pages_of(batch: Batch, sequence: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return the pages [1, pages] of the first `length` tokens, and the positions [1, n] of all tokens in them."""
+    table = batch.block_tables[sequence].long()
+    physical = table[None, : -(-length // batch.page_size)]
+    return physical, torch.arange(physical.shape[1] * batch.page_size, device=table.device)[None]
 
 
 def _in_full(batch: Batch, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +230,7 @@ def weights_of_last_queries(batch: Batch, block_size: int, emitting: int) -> Ten
     for i, (length, end) in enumerate(zip(lengths, ends, strict=True)):
         if length:  # else an empty place of a batch
             packed = pack_heads(batch.queries[end - emitting : end], batch.kv_heads)
-            keys, _, positions = _all_pages(batch, i, length)
+            keys, positions = _all_keys(batch, i, length)
             probs = _probabilities(packed, keys, _visible(batch, i, positions, emitting), batch.scale)
             blocks = pool_blocks(probs[..., :length], block_size)
             out[i, :, :, : blocks.shape[-1]] = _unpack(blocks, emitting)
@@ -234,7 +246,7 @@ def remember_weights_of_all_in_torch(
         if place < 0:
             continue
         queries = batch.queries[starts[i] : starts[i + 1]]
-        keys, _, positions = _all_pages(batch, i, length)
+        keys, positions = _all_keys(batch, i, length)
         probs = _probabilities(pack_heads(queries, batch.kv_heads), keys, _visible(batch, i, positions), batch.scale)
         weights = pool_blocks(probs[..., :length], block_size).unflatten(1, (-1, len(queries))).sum(1).mean(1)
         faded = memory[place, :, : weights.shape[-1]] * decay
