@@ -156,9 +156,11 @@ def merge_in_all_ways(heads: int, dim: int, dtype: torch.dtype, device: torch.de
 
 
 def are_halved(programs: int, processors: int) -> bool:
-    """Return whether a launch of so many programs ends sooner as one of twice as many that read half of the keys each.
+    """Return whether a launch ends sooner as twice as many programs, each of which reads half of the keys.
 
-    Processors run programs one after another, and in the last turn some of them have none. With 1,792 queries of 32
+    programs: of the launch over all keys. processors: of the GPU; each runs its programs one after another.
+
+    In the last turn some processors have no program. With 1,792 queries of 32
     heads, of 128 queries a program, 448 programs take 132 processors four turns, and 896 take them seven half ones.
     """
     return -(-2 * programs // processors) < 2 * -(-programs // processors)

@@ -16,7 +16,14 @@ def multiply_gated(x: Tensor, gate_up: Tensor, tiles: Tiles, chosen: int) -> Ten
     out = torch.empty(len(tiles.order), inner, dtype=x.dtype, device=x.device)
     columns = 64
     _gated_kernel[(len(tiles.experts), -(-inner // columns))](
-        x, gate_up, out, *tiles[:1], *tiles[2:5], inner, x.shape[1], **_cut(tiles.size, columns), CHOSEN=chosen
+        x_ptr=x,
+        gate_up_ptr=gate_up,
+        out_ptr=out,
+        inner=inner,
+        hidden=x.shape[1],
+        CHOSEN=chosen,
+        **_pointers(tiles),
+        **_cut(tiles.size, columns),
     )
     return out
 
@@ -30,7 +37,14 @@ def multiply_down(inner: Tensor, down: Tensor, tiles: Tiles, weights: Tensor) ->
     out = torch.empty(len(inner), hidden, dtype=inner.dtype, device=inner.device)
     columns = 64 if tiles.size == 16 else 128
     _down_kernel[(len(tiles.experts), -(-hidden // columns))](
-        inner, down, out, weights, *tiles[:1], *tiles[2:5], hidden, inner.shape[1], **_cut(tiles.size, columns)
+        inner_ptr=inner,
+        down_ptr=down,
+        out_ptr=out,
+        weights_ptr=weights,
+        hidden=hidden,
+        inner=inner.shape[1],
+        **_pointers(tiles),
+        **_cut(tiles.size, columns),
     )
     return out
 
@@ -42,6 +56,11 @@ def add_up_pairs(given: Tensor, tiles: Tiles, chosen: int) -> Tensor:
     width = min(1024, power_of_two(hidden))
     _add_up_kernel[(rows, -(-hidden // width))](given, out, tiles.places, hidden, CHOSEN=chosen, WIDTH=width)
     return out
+
+
+def _pointers(tiles: Tiles) -> dict[str, Tensor]:
+    """Return what both products take of the tiles."""
+    return {"order_ptr": tiles.order, "experts_ptr": tiles.experts, "starts_ptr": tiles.starts, "ends_ptr": tiles.ends}
 
 
 def _cut(rows: int, columns: int) -> dict[str, int]:

@@ -19,16 +19,17 @@ class Tiles(NamedTuple):
     places: Tensor
     """[pairs] int32: the place of each pair in that order."""
     experts: Tensor
-    """[tiles] int32: the expert of a tile; of an empty one any."""
+    """[tiles] int32: the expert of each tile; any, where a tile is empty."""
     starts: Tensor
     """[tiles] int32: the place of a tile's first pair."""
     ends: Tensor
     """[tiles] int32: the place behind its last pair."""
     size: int
+    """Pairs of a tile, at most."""
 
 
 def tile_rows(pairs: int, experts: int) -> int:
-    """Return the rows of a tile: the least size of which an expert's even share of the pairs takes at most four."""
+    """Return the rows of a tile: the least size with which an expert's even share of the pairs fills at most four."""
     return next((size for size in _SIZES if pairs <= 4 * size * experts), _SIZES[-1])
 
 

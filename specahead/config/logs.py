@@ -78,7 +78,8 @@ class Recorder(logging.Handler):
 def log_once(said: Mapping[str, Sequence[Said]], logged: set[str]) -> None:
     """Write messages of other processes, by their names, as the field `service`. Each is written once.
 
-    logged: what was written before; what is written now is added. A line names all that said the same by now.
+    logged: the messages that were written before, to which these are added. A line names every process that has sent
+    its message by now.
     """
     lines: dict[str, tuple[Said, list[str]]] = {}
     for name, messages in said.items():

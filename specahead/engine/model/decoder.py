@@ -1,4 +1,4 @@
-"""A decoder-only transformer with gated MLPs, or mixtures of them, and RMS norms: description, pass over paged KV.
+"""A decoder-only transformer of gated MLPs, or of mixtures of them: its description, and its pass over paged KV.
 
 The description says where norms, biases and scales are applied, so one pass serves all families that engine.families
 reads. How many launches a pass takes is up to kernels.linear, which joins linear layers to what stands beside them.
@@ -49,7 +49,7 @@ class DecoderLayer:
     down: LinearWeight | None
     """[hidden, inner]; None as gate_up is."""
     experts: Experts | None = None
-    """A mixture in place of gate_up and down, which the stream is normed for (Qwen3-MoE)."""
+    """A mixture in place of gate_up and down. It reads the stream after mlp_norm (Qwen3-MoE)."""
     attention_out_norm: Tensor | None = None
     """[hidden], of the output of attention, before it is added to the stream (OLMo-2)."""
     mlp_out_norm: Tensor | None = None

@@ -21,7 +21,7 @@ from specahead.engine.steps.shapes import PassShape
 def run_audited(
     inputs: list[SequenceInput], forward: Callable[[list[SequenceInput]], list[SequenceOutput]]
 ) -> list[SequenceOutput]:
-    """Run inputs of which some are audited. forward: runs inputs in as many passes as they need."""
+    """Run inputs, and the audited ones among them twice. forward: runs inputs in as many passes as they need."""
     audited = [i for i, item in enumerate(inputs) if item.audit is not None]
     outputs = forward([_sparsely(item) for item in inputs])
     for i in audited:
@@ -33,7 +33,7 @@ def run_audited(
 
 
 def _sparsely(item: SequenceInput) -> SequenceInput:
-    """Return the input as it runs in the first pass, the verdict of which does not count."""
+    """Return the input as it runs in the first pass, whose verdict does not count."""
     if item.audit is None:
         return item
     assert item.read is None and item.drafted is not None
