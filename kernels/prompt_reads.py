@@ -22,6 +22,8 @@ NEAR = 12288  # tokens before a short part that are read with its end, at most
 # Products of queries, keys, heads and dimensions before a short part that are worth a piece: with fewer FlashAttention
 # takes less time beyond that of cuDNN than the piece takes the host.
 WORTH_A_PIECE = 1.5e10
+REST = 2048  # tokens of a further piece before a short part, where more than these are left before its end
+WORTH_THE_REST = 1e10  # products that are worth it: passes over so many tokens keep the device busy, not the host
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class _Planner:
         first = base // STEP * STEP if short else base - base % UNIT
         if short and base <= NEAR and new * base * self.heads[0] * self.heads[2] < WORTH_A_PIECE:
             first = 0
+        elif short and base - first >= REST and new * REST * self.heads[0] * self.heads[2] >= WORTH_THE_REST:
+            first += REST
         pieces = [self._places(table[a // self.page_size : b // self.page_size]) for a, b in pieces_before(first)]
         if short:
             if sum(map(len, self.own)) * self.page_size + length - first + self.page_size > self.most:
@@ -186,4 +190,6 @@ def shapes_of_parts(most: int) -> Iterator[tuple[int, int]]:
     long = {size_of_own(tokens) for tokens in range(SHORT + 1, size_of_own(most) + 1, UNIT)}
     before = sorted({b - a for tokens in range(0, PIECE + 1, UNIT) for a, b in pieces_before(tokens)})
     for size in sorted(short | long, reverse=True):
-        yield from ((size, piece) for piece in (0, *before) if size in long or (piece and piece % STEP == 0))
+        yield from (
+            (size, piece) for piece in (0, *before) if size in long or (piece and (piece == REST or piece % STEP == 0))
+        )

@@ -19,6 +19,7 @@ from specahead.kernels.prompt_attention import are_halved, attend_to_piece, atte
 from specahead.kernels.prompt_reads import (
     NEAR,
     PIECE,
+    REST,
     SHORT,
     STEP,
     UNIT,
@@ -130,6 +131,20 @@ def test_each_piece_before_is_one_merge_and_the_last_is_written_where_it_belongs
     torch.testing.assert_close(out.float(), case.dense(), atol=2e-2, rtol=2e-2)
 
 
+def test_what_is_left_before_a_short_part_is_a_piece_where_it_is_worth_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ragged([STEP + REST + 300, STEP + REST - 1 + 40, 40], [40, 40, 40], 2, dim=16)
+    monkeypatch.setattr(prompt_reads, "NEAR", 0)
+    pieces = []
+    for worth in (0, 1e10):
+        monkeypatch.setattr(prompt_reads, "WORTH_THE_REST", worth)
+        reads = plan(case)
+        (ends,) = reads.parts
+        assert isinstance(ends, Ends)
+        pieces.append([[len(piece) * PAGE // KV_HEADS for piece in part.before] for part in ends.parts])
+        torch.testing.assert_close(attend(case, reads), case.dense(), atol=1e-5, rtol=1e-4)
+    assert pieces == [[[STEP, REST], [STEP], []], [[STEP], [STEP], []]]
+
+
 @pytest.mark.parametrize(("length", "count"), [(3072, 3072), (2500, 2500), (500, 40)])
 def test_one_part_with_nothing_before_is_not_copied(monkeypatch: pytest.MonkeyPatch, length: int, count: int) -> None:
     outputs, case = as_queries_lie(monkeypatch), ragged([length], [count], 2, dim=16)
@@ -210,7 +225,7 @@ def test_all_shapes_of_parts_are_known_before(tokens: int, before: int) -> None:
     length = before + tokens
     tables = torch.zeros(1, -(-length // 16), dtype=torch.int32)
     room = torch.empty(2, 65536 * 64, device="meta")
-    (part,) = plan_prompts([0, tokens], [length], tables, (16, 1, 64), 16, room, False).parts
+    (part,) = plan_prompts([0, tokens], [length], tables, (64, 1, 64), 16, room, False).parts
     shapes = {*shapes_of_parts(8192)}
     if isinstance(part, PromptPart):
         if part.size > 8192:  # a part that begins between two units may fill up more
