@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from specahead import models
 from specahead.cli.main import main
+from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.benchmarks import arrivals
 from specahead.lab.benchmarks.agents import Turn, row_of
 from specahead.lab.benchmarks.arrivals import Answered, load_of
@@ -96,6 +98,20 @@ def test_each_turn_goes_on_with_the_last_ones_answer(
         second, third = [each for each in asked if each[: len(opening)] == opening and each != opening]
         assert second[len(opening) : len(opening) + 4] == answer and len(second) == len(opening) + 9
         assert third[: len(second)] == second and len(third) == len(second) + 9
+
+
+def test_prompts_may_be_pieces_of_texts(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(text := "It was the best of times, it was the worst of times. " * 20)
+    flags = ["--text", str(tmp_path / "text"), "--tokenizer", str(models.TARGET), "--context", "9", "9", "--added", "3"]
+    with pytest.raises(SystemExit):  # a warm-up's prompt is longer
+        main(["bench", "agents", "--url", server.url, "--agents", "1", "--turns", "2", *flags])
+    (tmp_path / "text").write_text(text * 20)
+    main(["bench", "agents", "--url", server.url, "--agents", "1", "--turns", "2", "--generated", "4", *flags])
+    ids = load_tokenizer(str(models.TARGET)).encode(text * 20, add_special_tokens=False)
+    opening, later = [body["prompt"] for body in server.asked if body["max_tokens"] == 4]
+    pieces = [ids[start : start + 9] for start in range(len(ids))]
+    assert opening in pieces and later[:9] == opening and len(later) == 9 + 4 + 3
+    assert later[13:] in [piece[:3] for piece in pieces]
 
 
 def test_figures_are_of_later_turns() -> None:

@@ -2,8 +2,8 @@
 
 Each agent has a long context. In each of its turns it sends the context with new tokens behind it, as a tool's output
 would be, generates some tokens, pauses, and goes on with both in its next turn. So a server knows most of each prompt,
-and has to read the new part soon, beside what the other agents generate. Prompts are drawn token ids. Times are the
-client's own. Knows nothing of how the server works.
+and has to read the new part soon, beside what the other agents generate. Prompts are any token ids, or pieces of
+texts. Times are the client's own. Knows nothing of how the server works.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from specahead.lab.benchmarks import arrivals
-from specahead.lab.benchmarks.completions import Client, drawn, plot_latency, warm_up
+from specahead.lab.benchmarks.completions import Client, TokenSource, plot_latency, warm_up
 
 
 @dataclass(frozen=True)
@@ -88,29 +88,28 @@ def run(flags: argparse.Namespace) -> Sequence[AgentsRow | arrivals.ArrivalsRow]
 
 def measure(flags: argparse.Namespace) -> tuple[list[AgentsRow], bool]:
     """Return the rows, and whether the server returns token ids. Raises as `run`."""
-    client = Client(flags)
-    warm_up(client, flags)
+    client, source = Client(flags), TokenSource(flags)
+    warm_up(client, source, flags.seed)
     rows = []
     for number, agents in enumerate(flags.agents):
         with ThreadPoolExecutor(agents) as pool:
             seeds = [(flags.seed, number, agent) for agent in range(agents)]
-            turns = [turn for each in pool.map(partial(_play, client, flags), seeds) for turn in each]
+            turns = [turn for each in pool.map(partial(_play, client, source, flags), seeds) for turn in each]
         rows.append(row_of(agents, turns))
     return rows, client.told_ids
 
 
-def _play(client: Client, flags: argparse.Namespace, seed: tuple[int, int, int]) -> list[Turn]:
+def _play(client: Client, source: TokenSource, flags: argparse.Namespace, seed: tuple[int, int, int]) -> list[Turn]:
     """Run all turns of an agent, one after another."""
     random, agent = np.random.default_rng(seed), seed[-1]
     least, most = flags.context
-    tokens = drawn(random, int(random.integers(least, most + 1)), flags.vocabulary)
+    tokens = source.draw(random, int(random.integers(least, most + 1)))
     turns = []
     for turn in range(flags.turns):
         sent = time.perf_counter()
         answer, first = client.generate(tokens, flags.generated)
         turns.append(Turn(agent, turn, len(tokens), len(answer), sent, first, time.perf_counter()))
-        tokens += [token % flags.vocabulary for token in answer]
-        tokens += drawn(random, flags.added, flags.vocabulary)
+        tokens += source.as_prompt(answer) + source.draw(random, flags.added)
         time.sleep(flags.pause)
     return turns
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specahead.lab.benchmarks.completions import Client, drawn, plot_latency, warm_up
+from specahead.lab.benchmarks.completions import Client, TokenSource, plot_latency, warm_up
 
 # Quantiles of the 12,031 requests of Mooncake's trace of conversations (FAST25-release/traces/conversation_trace.jsonl,
 # kvcache-ai/Mooncake, Apache-2.0): tokens of prompts and of answers, which hardly go together (correlation 0.05).
@@ -96,13 +96,14 @@ def run(flags: argparse.Namespace) -> list[ArrivalsRow]:
     """
     if min(flags.arrivals) <= 0 or flags.requests < 2 or flags.scale < 1:
         raise ValueError("--arrivals must be positive, --requests at least 2, --scale at least 1")
-    client = Client(flags)
-    warm_up(client, flags)
-    warm_up(client, flags, TEMPERATURE)
+    client, source = Client(flags), TokenSource(flags)
+    warm_up(client, source, flags.seed)
+    warm_up(client, source, flags.seed, TEMPERATURE)
     rows = []
     print(f"{'rate':>7} {'tokens/s':>9} {'first p50':>10} {'p99':>9} {'turn p50':>9} {'p99':>9} {'refused':>8}")
     for number, rate in enumerate(flags.arrivals):
-        row = row_of(rate, _ask_all(client, load_of(rate, flags.requests, flags.seed, flags.scale), number, flags))
+        load = load_of(rate, flags.requests, flags.seed, flags.scale)
+        row = row_of(rate, _ask_all(client, source, load, (flags.seed, number)))
         print(
             f"{rate:>5g}/s {row.tokens_a_second:>9.1f} {row.first_token_p50:>8.3f} s {row.first_token_p99:>7.3f} s "
             f"{row.turn_p50:>7.2f} s {row.turn_p99:>7.2f} s {row.refused:>8}",
@@ -120,10 +121,10 @@ def run(flags: argparse.Namespace) -> list[ArrivalsRow]:
     return rows
 
 
-def _ask_all(client: Client, load: list[Arrival], number: int, flags: argparse.Namespace) -> list[Answered]:
-    """Send each request when it is due. number: of the run; no run finds another's prompts."""
-    random = np.random.default_rng((flags.seed, number))
-    prompts = [drawn(random, each.prompt, flags.vocabulary) for each in load]
+def _ask_all(client: Client, source: TokenSource, load: list[Arrival], seed: tuple[int, int]) -> list[Answered]:
+    """Send each request when it is due. seed: of the run's own, so that it does not find another run's prompts."""
+    random = np.random.default_rng(seed)
+    prompts = [source.draw(random, each.prompt) for each in load]
     began = time.perf_counter() + 0.1
 
     def ask(asked: Arrival, prompt: list[int]) -> Answered:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.plotting import make_figure, put_legend, save_figure
 
 _WARM_UP = (1, 4, 16)  # requests at once
@@ -79,17 +80,41 @@ class Client:
             raise OSError(f"{self._url} does not answer: {getattr(error, 'reason', error)}") from None
 
 
-def warm_up(client: Client, flags: argparse.Namespace, temperature: float = 0.0) -> None:
+def warm_up(client: Client, source: "TokenSource", seed: int, temperature: float = 0.0) -> None:
     """Let the server compile and capture what it does so at its first requests."""
-    tokens = drawn(np.random.default_rng(flags.seed + 1), _WARM_UP_PROMPT, flags.vocabulary)
+    tokens = source.draw(np.random.default_rng(seed + 1), _WARM_UP_PROMPT)
     for count in _WARM_UP:
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(lambda start: client.generate(tokens[start:], _WARM_UP_TOKENS, temperature), range(count)))
 
 
-def drawn(random: np.random.Generator, count: int, vocabulary: int) -> list[int]:
-    """Return `count` token ids below `vocabulary`."""
-    return random.integers(_LEAST_TOKEN, vocabulary, count).tolist()
+class TokenSource:
+    """Where the tokens of prompts come from: texts, or any token ids."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        """Raises ValueError where texts or their tokenizer are missing, OSError for files that cannot be read."""
+        self._vocabulary, self._of_texts = flags.vocabulary, list[int]()
+        if bool(flags.text) != bool(flags.tokenizer):
+            raise ValueError("--text and --tokenizer go together: the server is sent the texts' token ids")
+        if flags.text:
+            text = "\n".join(Path(file).read_text(encoding="utf-8") for file in flags.text)
+            self._of_texts = load_tokenizer(flags.tokenizer).encode(text, add_special_tokens=False)
+
+    def draw(self, random: np.random.Generator, count: int) -> list[int]:
+        """Return `count` tokens of the texts that follow each other from some place on, or any ids.
+
+        Raises ValueError for texts that are shorter.
+        """
+        if not self._of_texts:
+            return random.integers(_LEAST_TOKEN, self._vocabulary, count).tolist()
+        if count > len(self._of_texts):
+            raise ValueError(f"--text has {len(self._of_texts)} tokens, and a prompt needs {count}: name longer files")
+        start = int(random.integers(0, len(self._of_texts) - count + 1))
+        return self._of_texts[start : start + count]
+
+    def as_prompt(self, answer: Sequence[int]) -> list[int]:
+        """Return an answer as later prompts have it: ids that are not drawn often end a random model's texts."""
+        return list(answer) if self._of_texts else [token % self._vocabulary for token in answer]
 
 
 def plot_latency(

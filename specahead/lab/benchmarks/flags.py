@@ -271,6 +271,10 @@ def add_agents_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generated", type=int, default=200, metavar="N", help="tokens generated a turn")
     parser.add_argument("--pause", type=float, default=0.3, metavar="S", help="between an agent's turns")
     parser.add_argument("--vocabulary", type=int, default=4000, metavar="N", help="token ids are drawn below this")
+    parser.add_argument(
+        "--text", nargs="+", default=[], metavar="FILE", help="in place of drawn ids: prompts are pieces of these texts"
+    )
+    parser.add_argument("--tokenizer", default="", metavar="MODEL", help="the served model's, for --text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600, metavar="S", help="of a request")
     parser.add_argument("--json", metavar="FILE")
