@@ -123,9 +123,10 @@ def measure_all(folder: Path, *flags: str) -> dict[tuple[str, float], dict[str, 
 def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     sizes = ["--shapes", "4x200", "--tokens", "400", "--modes", "approximate", "--breakdown"]
-    main([*TINY, *sizes, "--targets", "2", "--json", str(file)])
+    main([*TINY, *sizes, "--targets", "2", "--arrivals", "1", "--requests", "2", "--json", str(file)])
     content = json.loads(file.read_text())
     assert content["failures"] == []
+    assert [(row["way"], row["requests"], row["refused"]) for row in content["arrivals"]] == [("approximate", 2, 0)]
     assert set(content["starts"][0]) == {"target-1", "target-2"}
     (drafted,) = content["rows"]
     assert 1 < drafted["figures"]["tokens_a_round"] <= 5 and drafted["figures"]["kv_read"] < 1

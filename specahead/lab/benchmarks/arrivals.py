@@ -22,6 +22,7 @@ from specahead.lab.benchmarks.completions import Client, TokenSource, plot_laten
 _SHARES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 _PROMPTS = (891, 901, 964, 1662, 3263, 4993, 6909, 9570, 13_196, 17_869, 27_367, 39_550, 85_400, 126_195)
 _ANSWERS = (1, 10, 24, 100, 213, 291, 350, 399, 447, 504, 597, 698, 1118, 2000)
+MOST_ANSWER = _ANSWERS[-1]
 LEAST_PROMPT, MOST_PROMPT = 2048, 65_536  # what shorter and longer prompts are cut to
 SAMPLED, TEMPERATURE = 0.2, 0.8  # share of the requests that is sampled, and how; the others are greedy
 
@@ -102,8 +103,8 @@ def run(flags: argparse.Namespace) -> list[ArrivalsRow]:
     rows = []
     print(f"{'rate':>7} {'tokens/s':>9} {'first p50':>10} {'p99':>9} {'turn p50':>9} {'p99':>9} {'refused':>8}")
     for number, rate in enumerate(flags.arrivals):
-        load = load_of(rate, flags.requests, flags.seed, flags.scale)
-        row = row_of(rate, _ask_all(client, source, load, (flags.seed, number)))
+        asked = load_of(rate, flags.requests, flags.seed, flags.scale)
+        row = row_of(rate, _ask_all(client, source, asked, (flags.seed, number)))
         print(
             f"{rate:>5g}/s {row.tokens_a_second:>9.1f} {row.first_token_p50:>8.3f} s {row.first_token_p99:>7.3f} s "
             f"{row.turn_p50:>7.2f} s {row.turn_p99:>7.2f} s {row.refused:>8}",

@@ -206,6 +206,11 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--agent-context", type=int, nargs=2, default=[12_000, 36_000], metavar=("LEAST", "MOST"), help="tokens of "
         "their first prompts; the rest is as in bench agents",
     )  # fmt: skip
+    parser.add_argument(
+        "--arrivals", type=float, nargs="+", default=[], metavar="RATE", help="measure requests that come at random as "
+        "well, so many a second, as in bench agents",
+    )  # fmt: skip
+    parser.add_argument("--requests", type=int, default=60, metavar="N", help="of each rate of --arrivals")
     parser.add_argument("--breakdown", action="store_true", help="say what a round waits for")
     parser.add_argument("--flags", default="", metavar="FLAGS", help="more flags of all services, quoted")
     parser.add_argument("--limit", type=float, default=0, metavar="S", help="end after so many seconds (0: none)")

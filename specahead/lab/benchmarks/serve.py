@@ -25,7 +25,7 @@ import grpc
 import torch
 
 from specahead.config import Speculation
-from specahead.lab.benchmarks import agents
+from specahead.lab.benchmarks import agents, arrivals
 from specahead.lab.benchmarks.flags import add_agents_flags
 from specahead.lab.benchmarks.processes import children
 from specahead.lab.benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _ATTEMPTS = 3  # at a run in which all sessions generate at some time
 _ADAPTED = 4  # runs after which a policy has tried all plans
 _AGENTS_GROW = 10_000  # tokens by which an agent's context grows, and its warm-up's
+_MOST_ARRIVED = 64  # requests that come at random and have a place at once; others are queued
 _MARGIN = 64  # tokens of room beside prompt and output
 MOST_GAMMA = 8  # tokens that services propose a round, at most, unless they are overridden
 
@@ -154,8 +155,8 @@ def _check(flags: argparse.Namespace, overrides: list[dict[str, Any]]) -> None:
         raise ValueError("--placement together is measured with KV on the GPU: leave --hot out")
     if flags.targets < 0 or flags.repeat < 1 or flags.part_limit <= 0 or flags.limit < 0:
         raise ValueError("--repeat and --part-limit must be positive, --targets and --limit at least 0")
-    if not flags.shapes and not flags.agents:
-        raise ValueError("expected --shapes or --agents to measure")
+    if not (flags.shapes or flags.agents or flags.arrivals):
+        raise ValueError("expected --shapes, --agents or --arrivals to measure")
 
 
 def _trace(flags: argparse.Namespace) -> "ReadTrace | None":
@@ -217,7 +218,7 @@ def _measure_deployment(run: _Run, pair: Pair, shapes: list[Shape], hot: float) 
 
 def _ways_of_agents(run: _Run, pair: Pair, modes: list[str], way: Way) -> list[Way]:
     """Return the ways in which these services serve agents that were not measured yet. way: all but the mode."""
-    if not run.flags.agents:
+    if not run.flags.agents and not run.flags.arrivals:
         return []
     drafted = [] if pair.draft == "none" else [replace(way, mode=mode) for mode in modes if mode != "none"]
     alone = Way("none", hot=way.hot)
@@ -226,7 +227,7 @@ def _ways_of_agents(run: _Run, pair: Pair, modes: list[str], way: Way) -> list[W
 
 
 def _measure_agents(run: _Run, deployment: Deployment, url: str, way: Way) -> None:
-    """Measure agents that take turns, over HTTP."""
+    """Measure agents that take turns, and requests that come at random, over HTTP."""
     deployment.control(Controls(attached=way.mode != "none"))
     asked, parser = run.flags, argparse.ArgumentParser()
     add_agents_flags(parser)
@@ -236,8 +237,13 @@ def _measure_agents(run: _Run, deployment: Deployment, url: str, way: Way) -> No
     with _noted_failure(run, f"agents, {way}"):
         note(f"agents, {way}")
         began = time.perf_counter()
-        rows, _ = agents.measure(parser.parse_args([*flags, "--agents", *map(str, asked.agents)]))
-        run.results.add_agents(way, rows, deployment.time_shares(began) if asked.breakdown else {})
+        if asked.agents:
+            rows, _ = agents.measure(parser.parse_args([*flags, "--agents", *map(str, asked.agents)]))
+            run.results.add_agents(way, rows, deployment.time_shares(began) if asked.breakdown else {})
+        if asked.arrivals:
+            print(f"requests that come at random, {way}")
+            flags += ["--arrivals", *map(str, asked.arrivals), "--requests", str(asked.requests)]
+            run.results.add_arrivals(way, arrivals.run(parser.parse_args(flags)))
 
 
 def _modes_over_tiers(modes: list[str]) -> list[str]:
@@ -247,9 +253,11 @@ def _modes_over_tiers(modes: list[str]) -> list[str]:
 
 def _room(run: _Run, pair: Pair, shapes: list[Shape], hot: float) -> Room:
     longest = max((shape.context + run.flags.tokens for shape in shapes), default=0)
-    sessions = max([shape.sessions for shape in shapes] + run.flags.agents)
+    sessions = max([shape.sessions for shape in shapes] + run.flags.agents, default=1)
     if run.flags.agents:  # which warm up by 16 requests at once
         sessions, longest = max(sessions, 16), max(longest, run.flags.agent_context[1] + _AGENTS_GROW)
+    if run.flags.arrivals:
+        sessions, longest = max(sessions, _MOST_ARRIVED), max(longest, arrivals.MOST_PROMPT + arrivals.MOST_ANSWER)
     return Room(-(-sessions // pair.targets), longest + _MARGIN, hot)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from specahead.lab.benchmarks.agents import AgentsRow
 from specahead.lab.benchmarks.agents import report as agents_report
+from specahead.lab.benchmarks.arrivals import ArrivalsRow
 from specahead.lab.benchmarks.serving.breakdown import Breakdown
 from specahead.lab.benchmarks.serving.clients import Figures
 
@@ -96,6 +97,8 @@ class Results:
     failures: list[str] = field(default_factory=list)
     agents: list[dict[str, Any]] = field(default_factory=list)
     """Rows of agents, each with the way that they were served."""
+    arrivals: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of requests that came at random, likewise."""
     starts: list[dict[str, float]] = field(default_factory=list)
     """Seconds until each service of each deployment served."""
 
@@ -144,6 +147,11 @@ class Results:
         print(f"agents, {way}\n{agents_report(rows)}\n{went}".rstrip(), flush=True)
         self._write()
 
+    def add_arrivals(self, way: Way, rows: Sequence[ArrivalsRow]) -> None:
+        """Keep rows that are printed already."""
+        self.arrivals += [{"way": str(way), **asdict(row)} for row in rows]
+        self._write()
+
     def has_agents(self, way: Way) -> bool:
         """Return whether agents were measured in a way."""
         return any(row["way"] == str(way) for row in self.agents)
@@ -163,7 +171,7 @@ class Results:
         if self.file is None:
             return
         content = {"prompts": [asdict(row) for row in self.prompts], "rows": [asdict(row) for row in self.rows]}
-        content["agents"] = self.agents
+        content |= {"agents": self.agents, "arrivals": self.arrivals}
         others = {"written": time.strftime("%F %T"), "starts": self.starts, "failures": self.failures}
         Path(self.file).write_text(json.dumps(self.head | content | others, indent=1) + "\n")
 
