@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,8 +23,9 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted
 from specahead.engine.sampling.logit_rules import rules_of
+from specahead.engine.staging import Buffers
 from specahead.engine.steps import warm_up
-from specahead.engine.steps.graphs import Captured, Graphs
+from specahead.engine.steps.graphs import LEAST_FREE, Captured, Graphs
 from specahead.engine.steps.grouping import StepLimits, step_shape
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
@@ -76,6 +77,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             monkeypatch.setattr(f"{module}.compile_ahead", compile_ahead)
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (LEAST_FREE, LEAST_FREE))
         monkeypatch.setattr(Graphs, "_capture", lambda self, captured: Launches(captured))
     return compiled
 
@@ -230,3 +232,18 @@ def prepare(runner: ModelRunner) -> None:
     assert runner.unprepared
     while runner.unprepared:
         runner.warm_up_more()
+
+
+@pytest.mark.parametrize(("free", "kept"), [(LEAST_FREE, 64), (LEAST_FREE - 1, 8)], ids=["enough", "short"])
+def test_graphs_that_requests_asked_for_are_few_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, free: int, kept: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1 << 40))
+    graphs = Graphs(captures=True)
+    monkeypatch.setattr(graphs, "_capture", lambda captured: None)
+    for shape in range(100):
+        graphs.of(shape, lambda: cast(Buffers, None), lambda buffers: None, prepared=shape < 3)
+    graphs.of(100 - kept, lambda: cast(Buffers, None), lambda buffers: None)  # used now, and so not the next to go
+    graphs.of(100, lambda: cast(Buffers, None), lambda buffers: None)
+    assert list(graphs.by_shape) == [0, 1, 2, *range(102 - kept, 100), 100 - kept, 100]

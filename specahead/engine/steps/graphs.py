@@ -15,6 +15,10 @@ from specahead.config.garbage import no_garbage_collected
 from specahead.engine.staging import Buffers
 
 MOST_UNPREPARED = 64  # graphs of one runner, captured because a request came first; the least recently used is dropped
+SHORT_UNPREPARED = 8  # the same, where the GPU's memory is short
+# Bytes of a GPU that stay free of graphs that no request has asked for yet. A step over 8,192 tokens of a prompt takes
+# more than one GiB for a time, and what requests ask for first takes as much: graphs, memories of what was read.
+LEAST_FREE = 4 << 30
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +45,8 @@ class Graphs:
     """The graphs of one runner, by shape. They never run at the same time, so they share one memory pool.
 
     Prepared graphs stay. A graph that was captured because a request came first may be evicted: at most MOST_UNPREPARED
-    of these stay, so that no client can fill the GPU with graphs. Two runners cannot share a Graphs, because a memory
-    pool cannot be used again once its last graph is gone.
+    of these stay, and SHORT_UNPREPARED where memory is short, so that no client can fill the GPU with graphs. Two
+    runners cannot share a Graphs, because a memory pool cannot be used again once its last graph is gone.
     captures: whether to capture. If not, nothing is kept, and launches run one by one.
     """
 
@@ -86,12 +90,14 @@ class Graphs:
         return captured
 
     def _evict(self) -> None:
-        """Drop the least recently used unprepared graphs beyond MOST_UNPREPARED.
+        """Drop the least recently used unprepared graphs beyond those that may stay.
 
-        None of them is running, since the capture just before this has waited for the device.
+        None of them is running, since the capture just before this has waited for the device. Their memory serves
+        later captures.
         """
         unprepared = [shape for shape in self.by_shape if shape not in self._prepared]
-        for shape in unprepared[:-MOST_UNPREPARED]:
+        most = SHORT_UNPREPARED if len(unprepared) > SHORT_UNPREPARED and is_memory_short() else MOST_UNPREPARED
+        for shape in unprepared[:-most]:
             log.debug("dropped the least recently used CUDA graph: %s", shape)
             del self.by_shape[shape]
 
@@ -108,6 +114,11 @@ class Graphs:
             results.copy_out()
         inputs.in_graph = results.in_graph = True
         return graph
+
+
+def is_memory_short() -> bool:
+    """Return whether the present GPU has less free memory than is kept from graphs that no request has asked for."""
+    return torch.cuda.mem_get_info()[0] < LEAST_FREE
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted, judge_by_rules, launches_of_rules
-from specahead.engine.steps.graphs import Graphs, tell_captures
+from specahead.engine.steps.graphs import LEAST_FREE, Graphs, is_memory_short, tell_captures
 from specahead.engine.steps.grouping import StepLimits
 from specahead.engine.steps.inputs import SequenceInput, SparseRead
 from specahead.engine.steps.pass_runner import PassRunner
@@ -22,7 +22,6 @@ from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import power_of_two
 from specahead.kernels.compiling import compile_ahead
 
-LEAST_FREE = 2 << 30  # bytes of a GPU that stay free of graphs that no request has asked for yet
 SAMPLINGS = Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1)  # each has graphs of its own
 _WIDE = Support(np.zeros(WIDE_SUPPORT, np.int64), np.zeros(WIDE_SUPPORT, np.float32))  # of a screened token
 ShapesOf = Callable[[SequenceInput, int], list[PassShape]]  # the shapes of the steps of a number of inputs like one
@@ -46,7 +45,7 @@ class WarmUp:
 
     def more(self, device: torch.device) -> None:
         """Capture one more kind of step; none any more where the GPU's memory is short."""
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < LEAST_FREE:
+        if device.type == "cuda" and is_memory_short():
             log.warning(
                 "no more CUDA graphs are captured before requests: the GPU's memory is short",
                 extra={"kinds_of_steps": len(self.later), "least_free_gib": LEAST_FREE / 2**30},
