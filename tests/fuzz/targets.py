@@ -316,7 +316,7 @@ def gateway() -> Target:
 
     given = [COMPLETION, CHAT, RESPONSE, TOKENIZE, DETOKENIZE]
     seeds = [bytes([place]) + json.dumps(body).encode() for place, body in enumerate(given)]
-    return Target("http", seeds, take, mutate, 0.02)
+    return Target("http", seeds, take, mutate, 0.3)
 
 
 def all_targets() -> list[Target]:
