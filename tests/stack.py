@@ -101,7 +101,10 @@ def free_port() -> int:
 
 @dataclass
 class Services:
-    """A target and a draft process without Ray, started by their own command lines or by stand-ins for them."""
+    """A target and a draft process without Ray, started by their own command lines or by stand-ins for them.
+
+    draft: empty where the target is alone.
+    """
 
     target: str
     draft: str
@@ -138,13 +141,19 @@ def start_services(
     *flags: str,
     target_command: tuple[str, ...] = ("-m", "target_service"),
     dial: Callable[[str], str] = lambda address: address,
+    drafted: bool = True,
 ) -> Services:
     """The bundled pair, by a plan that reads short texts sparsely, too.
 
-    `flags` go to both; `dial` may put something between draft and target.
+    `flags` go to both; `dial` may put something between draft and target. drafted: whether there is a draft; else the
+    target proposes nothing.
     """
     shared = ("--plan", sparse_plan_file(), "--kv-tokens", "40000", "--port", "0", *_stating_gamma(flags))
-    target, target_address = start_service(*target_command, "--model", str(TARGET), *shared)
+    target, target_address = start_service(
+        *target_command, "--model", str(TARGET), *shared, *(() if drafted else ("--draft", "none"))
+    )
+    if not drafted:
+        return Services(target_address, "", [target])
     draft, draft_address = start_service(
         "-m", "draft_service", "--model", str(DRAFT), "--target", dial(target_address), *shared
     )
@@ -153,8 +162,8 @@ def start_services(
 
 def start_gateway(services: Services, *flags: str) -> Stack:
     """The client endpoints over services that run already."""
-    addresses = ("--target-address", services.target, "--draft-address", services.draft)
-    return start_stack(*addresses, "--plan", sparse_plan_file(), *flags)
+    draft = ("--draft-address", services.draft) if services.draft else ("--draft", "none")
+    return start_stack("--target-address", services.target, *draft, "--plan", sparse_plan_file(), *flags)
 
 
 def start_stack(

@@ -10,7 +10,7 @@ from specahead.engine.loading.model import load_module
 from specahead.models import TARGET
 from tests.books import read_passages
 from tests.client import generate
-from tests.stack import Services, start_gateway, start_services
+from tests.stack import Services, Stack, start_gateway, start_services
 
 NEW_TOKENS = 32
 # Between two float32 logits that are closer than this, bfloat16 with its 8 bits of precision may choose differently.
@@ -22,21 +22,24 @@ def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
     return read_passages(books, tokenizer, (20, 150, 400, 800), 3, 20_000)
 
 
-def run(services: Services, prompts: list[list[int]], at_once: int, drafted: bool = True) -> list[list[int]]:
-    """Return the tokens of all prompts, and end the services. drafted: whether the draft stays alive."""
+def run(services: Services, prompts: list[list[int]], at_once: int) -> list[list[int]]:
+    """Return the tokens of all prompts, and end the services."""
     try:
         stack = start_gateway(services)
-        if not drafted:
-            services.processes[1].kill()
-            services.processes[1].wait()
-        stub = stack.stub()
-        with ThreadPoolExecutor(at_once) as pool:
-            results = list(pool.map(lambda p: generate(stub, p, max_tokens=NEW_TOKENS, ignore_eos=True), prompts))
+        tokens, accepted = ask(stack, prompts, at_once)
         stack.stop()
     finally:
         services.stop()
-    assert drafted == (sum(result.speculation.accepted for result in results) > 0)
-    return [result.tokens for result in results]
+    assert bool(services.draft) == (accepted > 0)
+    return tokens
+
+
+def ask(stack: Stack, prompts: list[list[int]], at_once: int) -> tuple[list[list[int]], int]:
+    """Return the tokens of all prompts, and how many of them were accepted."""
+    stub = stack.stub()
+    with ThreadPoolExecutor(at_once) as pool:
+        results = list(pool.map(lambda p: generate(stub, p, max_tokens=NEW_TOKENS, ignore_eos=True), prompts))
+    return [result.tokens for result in results], sum(result.speculation.accepted for result in results)
 
 
 def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[int]]) -> None:
@@ -58,7 +61,7 @@ def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: deterministic is built for its engine")
 def test_deterministic_tokens_do_not_depend_on_the_batch_nor_on_drafting(prompts: list[list[int]]) -> None:
     flags = ("--dtype", "bfloat16", "--deterministic", "--gpu-memory-utilization", "0.3")
-    wanted = run(start_services(*flags), prompts, 1, drafted=False)
+    wanted = run(start_services(*flags, drafted=False), prompts, 1)
     for levels in ((), ("--speculation", '{"gamma": 4, "hold": 8}'), ("--speculation", "{}")):
         services = start_services(*flags, target_command=("-m", "target_service", *levels))
         assert run(services, prompts[::-1], 8)[::-1] == wanted, levels

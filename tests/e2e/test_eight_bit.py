@@ -19,6 +19,6 @@ def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
 @pytest.mark.parametrize("held", [("--quantization", "fp8"), ("--kv-cache-dtype", "fp8")])
 def test_greedy_tokens_do_not_depend_on_drafting(prompts: list[list[int]], held: tuple[str, ...]) -> None:
     """One at a time, so that both have prompts in the same parts and steps of few rows."""
-    plain = run(start_services(target_command=(*TARGET, *held)), prompts, 1, drafted=False)
+    plain = run(start_services(target_command=(*TARGET, *held), drafted=False), prompts, 1)
     services = start_services(target_command=(*TARGET, *held, "--speculation", '{"gamma": 4, "hold": 8}'))
     assert run(services, prompts, 1) == plain

@@ -5,8 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -21,8 +20,8 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.models import TARGET
 from tests.books import read_passages
 from tests.client import APPROXIMATE, generate, make_request, read_by_rounds, wait_for
-from tests.e2e.test_bfloat16 import NEW_TOKENS, run
-from tests.stack import ROOT, start_gateway, start_services, start_stack
+from tests.e2e.test_bfloat16 import NEW_TOKENS, ask
+from tests.stack import ROOT, Services, Stack, start_gateway, start_services, start_stack
 
 COMMAND = ("-m", "target_service", "--tensor-parallel-size", "2")
 ON_CPU = ("--device", "cpu")  # where ranks share the device
@@ -69,49 +68,69 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
     return found
 
 
-def test_greedy_tokens_are_those_of_one_rank(prompts: list[list[int]], expected: list[list[int]]) -> None:
+@pytest.fixture(scope="module")
+def services() -> Iterator[Services]:
+    """A target over two ranks, and a draft service."""
+    services = start_services(*ON_CPU, target_command=COMMAND)
+    yield services
+    services.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(services: Services) -> Iterator[Stack]:
+    gateway = start_gateway(services)
+    yield gateway
+    gateway.stop()
+
+
+def test_greedy_tokens_are_those_of_one_rank(
+    gateway: Stack, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     """With a draft service, whose proposals are rolled back where they are rejected."""
-    assert run(start_services(*ON_CPU, target_command=COMMAND), prompts, 4) == expected
+    tokens, accepted = ask(gateway, prompts, 4)
+    assert tokens == expected and accepted > 0
 
 
-def test_a_draft_in_the_first_rank_and_a_killed_rank(prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """Ray starts both ranks anew, and streams resume on them."""
-    stack = start_stack(*ON_CPU, "--tensor-parallel-size", "2", "--placement", "together", "--kv-tokens", "4000")
-    try:
-        stub, flags = stack.stub(), {"max_tokens": NEW_TOKENS, "ignore_eos": True}
-        with ThreadPoolExecutor(4) as pool:
-            results = list(pool.map(lambda prompt: generate(stub, prompt, **flags), prompts))
-        assert [result.tokens for result in results] == expected
-        assert sum(result.speculation.accepted for result in results) > 0
-        rank, tokens = rank_of(stack.target_pid), list[int]()
-        for response in stub.Generate(make_request(prompts[-1], temperature=0, **flags)):
-            if not tokens:
-                os.kill(rank, signal.SIGKILL)
-            tokens += response.token_ids
-        assert tokens == expected[-1]
-    finally:
-        stack.stop()
+def test_sparse_reading_prefixes_and_grammars(gateway: Stack, prompts: list[list[int]]) -> None:
+    stub, prompt = gateway.stub(), prompts[-1]
+    sparse = generate(stub, prompt, max_tokens=40, ignore_eos=True, exactness=APPROXIMATE)
+    assert len(sparse.tokens) == 40
+    assert read_by_rounds(sparse.speculation) < 0.9
+    first, again = (generate(stub, prompt, max_tokens=12, ignore_eos=True).tokens for _ in range(2))
+    assert again == first  # over the pages that the first one has left
+    drawn = [generate(stub, prompt, max_tokens=12, temperature=0.8, seed=7).tokens for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    wanted = inference_pb2.StructuredOutputs(regex="(yes|no), [0-9]{3}")
+    ruled = generate(stub, prompt, max_tokens=20, structured_outputs=wanted)
+    assert re.fullmatch("(yes|no), [0-9]{3}", ruled.text)
+
+
+def test_ranks_end_with_the_target(gateway: Stack, services: Services) -> None:
+    """The target is told to end."""
+    gateway.stop()
+    target = services.processes[0]
+    rank = rank_of(target.pid)
+    target.terminate()
+    assert target.wait(20) == 0
     wait_for(lambda: has_ended(rank), 5, "the rank has ended")
 
 
-def test_sparse_reading_prefixes_and_grammars(prompts: list[list[int]]) -> None:
-    services = start_services(*ON_CPU, target_command=COMMAND)
-    try:
-        stack = start_gateway(services)
-        stub, prompt = stack.stub(), prompts[-1]
-        sparse = generate(stub, prompt, max_tokens=40, ignore_eos=True, exactness=APPROXIMATE)
-        assert len(sparse.tokens) == 40
-        assert read_by_rounds(sparse.speculation) < 0.9
-        first, again = (generate(stub, prompt, max_tokens=12, ignore_eos=True).tokens for _ in range(2))
-        assert again == first  # over the pages that the first one has left
-        drawn = [generate(stub, prompt, max_tokens=12, temperature=0.8, seed=7).tokens for _ in range(2)]
-        assert drawn[0] == drawn[1]
-        wanted = inference_pb2.StructuredOutputs(regex="(yes|no), [0-9]{3}")
-        ruled = generate(stub, prompt, max_tokens=20, structured_outputs=wanted)
-        assert re.fullmatch("(yes|no), [0-9]{3}", ruled.text)
-        stack.stop()
-    finally:
-        services.stop()
+def test_a_draft_in_the_first_rank_and_a_killed_rank(
+    launch: Callable[..., Stack], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Ray starts both ranks anew, and streams resume on them."""
+    stack = launch(*ON_CPU, "--tensor-parallel-size", "2", "--placement", "together", "--kv-tokens", "4000")
+    found, accepted = ask(stack, prompts, 4)
+    assert found == expected and accepted > 0
+    rank, tokens = rank_of(stack.target_pid), list[int]()
+    request = make_request(prompts[-1], temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    for response in stack.stub().Generate(request):
+        if not tokens:
+            os.kill(rank, signal.SIGKILL)
+        tokens += response.token_ids
+    assert tokens == expected[-1]
+    assert stack.stop() == 0
+    wait_for(lambda: has_ended(rank), 5, "the rank has ended")
 
 
 @pytest.fixture
@@ -147,10 +166,3 @@ def test_a_rank_that_hangs_ends_the_target(target: subprocess.Popen[str]) -> Non
         wait_for(lambda: has_ended(rank), 5, "the rank has ended")
     finally:
         gateway.stop()
-
-
-def test_ranks_end_with_the_target(target: subprocess.Popen[str]) -> None:
-    _, rank = listening(target)
-    target.terminate()
-    assert target.wait(20) == 0
-    wait_for(lambda: has_ended(rank), 5, "the rank has ended")
