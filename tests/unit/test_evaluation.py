@@ -1,9 +1,14 @@
 """Evaluation: its cases, its counting, its tables, and the rounds against plain passes of the model."""
 
+import argparse
 import json
 import math
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +18,10 @@ from specahead import models
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.lab.evaluation import cases, drafts, quality, report
+from specahead.lab.evaluation import cases, command, drafts, quality, report, run, workers
 from specahead.lab.evaluation.continuations import Continuation
 from specahead.lab.evaluation.drafts import DraftStudy
+from specahead.lab.evaluation.flags import add_evaluate_flags
 from specahead.lab.evaluation.methods import RIVALS
 from specahead.lab.evaluation.models import load_runner
 from specahead.lab.evaluation.rounds import Variant, VariantSums, evaluate_case, prefill
@@ -109,6 +115,32 @@ def test_rows_say_what_the_sums_say() -> None:
     assert (sparse.increase, sparse.kv_read) == (pytest.approx(0.1), 0.06)
     assert (sparse.recalled, sparse.asked, dense.asked) == (2, 3, None)
     assert (sparse.acceptance, sparse.blocks, sparse.churn, sparse.churn4) == (0.65, 4, 0.75, 0.25)
+
+
+def test_a_passage_is_printed_once_it_is_evaluated(
+    pair: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By models that this process holds; the last passage fails, as a run that is cut off, and no table comes."""
+    futures: list[Future[list[VariantSums]]] = [Future(), Future()]
+
+    def run_here(work: Any, given: list[Any], *others: Any) -> Iterator[list[VariantSums]]:
+        *_, on_done = others
+        futures[0].set_result(evaluate_case(*pair, *given[0]))
+        futures[1].set_exception(KeyboardInterrupt())
+        workers._follow(futures, SimpleNamespace(value=3), "perplexity", on_done)
+        yield from (future.result() for future in futures)
+
+    monkeypatch.setattr(run, "run_in_workers", run_here)
+    parser = argparse.ArgumentParser()
+    add_evaluate_flags("perplexity", parser)
+    short = ["--context", "340", "--prefilled", "323", "--passages", "2", "--methods", "ahead", "--budgets", "0.5"]
+    with pytest.raises(KeyboardInterrupt):
+        command.run(parser.parse_args(["--text", str(DEMO_TEXT), *short]))
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert re.search(r"demo_text@0, 340 tokens: +dense .* \+0\.00% +100\.00%\n", printed.err)
+    assert re.search(r"demo_text@0, 340 tokens: +ahead +0\.5 +[\d.]+ +[+-][\d.]+% +[45]\d\.\d\d%\n", printed.err)
+    assert "demo_text@1" not in printed.err
 
 
 def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]) -> None:

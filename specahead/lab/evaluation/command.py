@@ -6,9 +6,12 @@ import sys
 import time
 from pathlib import Path
 
+from tqdm import tqdm
+
 from specahead import models
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.evaluation import cases, drafts, identity, plots, quality, report, self_drafting
+from specahead.lab.evaluation.rounds import VariantSums
 from specahead.lab.evaluation.run import Pair, evaluate, variants_of
 from specahead.sparsity.plan import Plan, load_plan
 
@@ -52,7 +55,14 @@ def run(flags: argparse.Namespace) -> None:
         chosen = cases.copy_cases(texts, tokenizer, flags.context, flags.cases)
     variants = variants_of(flags.methods.split(","), flags.budgets.split(","), plan, flags.gamma)
     pair = Pair(flags.target, flags.draft, flags.kv_cache_dtype)
-    sums = evaluate(pair, chosen, variants, flags.workers, flags.task)
+
+    def show(case: cases.Case, sums: list[VariantSums]) -> None:
+        if flags.task != "perplexity":
+            return
+        name = f"{case.name}, {len(case.tokens)} tokens:"
+        tqdm.write(report.of_passage(name, report.to_rows(flags.task, variants, sums)), file=sys.stderr)
+
+    sums = evaluate(pair, chosen, variants, flags.workers, flags.task, show)
     rows = report.to_rows(flags.task, variants, sums)
     print(report.to_json(rows) if flags.json else report.to_text(rows))
     if flags.markdown:

@@ -94,6 +94,12 @@ def to_text(rows: list[QualityRow]) -> str:
     return align([list(COLUMNS), *(cells(row) for row in rows)])
 
 
+def of_passage(name: str, rows: list[QualityRow]) -> str:
+    """Return a line for each row of one passage, whose name begins it, for a run that may be cut off."""
+    wanted = [COLUMNS.index(name) for name in ("method", "budget", "perplexity", "increase", "KV read")]
+    return align([[name, *(cells(row)[i] for i in wanted)] for row in rows], left=3)
+
+
 def to_markdown(rows: list[QualityRow]) -> str:
     return markdown_table([list(COLUMNS), *(cells(row) for row in rows)])
 

@@ -1,5 +1,6 @@
 """Evaluating cases in parallel: each worker process holds both models and takes one case at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -51,11 +52,17 @@ def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) 
 
 
 def evaluate(
-    pair: Pair, cases: list[Case], variants: list[Variant], workers: int = 0, description: str = "evaluating"
+    pair: Pair,
+    cases: list[Case],
+    variants: list[Variant],
+    workers: int = 0,
+    description: str = "evaluating",
+    on_case: Callable[[Case, list[VariantSums]], object] = lambda case, sums: None,
 ) -> list[VariantSums]:
     """Return the sums of each variant over all cases. workers: 0: one a core; results do not depend on it.
 
-    Raises ValueError where memory does not suffice.
+    on_case: called with a case and its sums as soon as it has been evaluated, in any order. Raises ValueError where
+    memory does not suffice.
     """
     longest, scored = max(len(case.tokens) for case in cases), max(len(case.tokens) - case.start for case in cases)
     room = 2 * longest + SIDE_BY_SIDE * (scored + 2 * PAGE_SIZE)
@@ -64,7 +71,9 @@ def evaluate(
     memory = memory_of([(pair.draft, longest), (pair.target, room)], dtype, scored)
     totals = [VariantSums() for _ in variants]
     make = partial(_load, pair, longest, room)
-    for sums in run_in_workers(_evaluate, [(case, variants) for case in cases], make, memory, workers, description):
+    work = [(case, variants) for case in cases]
+    done = run_in_workers(_evaluate, work, make, memory, workers, description, lambda i, sums: on_case(cases[i], sums))
+    for sums in done:
         for total, part in zip(totals, sums, strict=True):
             total.add(part)
     return totals

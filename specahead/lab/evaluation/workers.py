@@ -48,12 +48,14 @@ def run_in_workers(
     memory: int,
     asked: int,
     name: str,
+    on_done: Callable[[int, Result], object] = lambda index, result: None,
 ) -> Iterator[Result]:
     """Yield what `work` gives of the arguments of each case, in their order, and show how far it is.
 
     work: a function of a module, which finds what `make` gives in its process by `held_models`. memory: bytes that a
-    worker takes. asked: how many workers there are to be; 0: one a core; fewer if memory has no room for them. Raises
-    ValueError if it has none for one, and where a worker is lost; and what `work` raises.
+    worker takes. asked: how many workers there are to be; 0: one a core; fewer if memory has no room for them. on_done:
+    called here with a case's index and result as soon as it has been worked on, in any order. Raises ValueError if
+    memory has no room for one worker, and where a worker is lost; and what `work` raises.
     """
     count = _count(asked, len(cases), memory)
     context = get_context("spawn")
@@ -62,7 +64,7 @@ def run_in_workers(
     with ProcessPoolExecutor(count, context, _begin, (make, rounds, threads)) as pool:
         try:
             futures = [pool.submit(work, *case) for case in cases]
-            _follow(futures, rounds, name)
+            _follow(futures, rounds, name, on_done)
             yield from (future.result() for future in futures)
         except BrokenProcessPool:
             raise ValueError(
@@ -112,7 +114,7 @@ def _count(asked: int, cases: int, memory: int) -> int:
     return count
 
 
-def _follow(futures: list[Future[Any]], rounds: Any, name: str) -> None:
+def _follow(futures: list[Future[Result]], rounds: Any, name: str, on_done: Callable[[int, Result], object]) -> None:
     """Show how many cases are done, and each second how many rounds, until the last or the first that fails."""
     waiting = set(futures)
     with tqdm(total=len(futures), desc=name, unit="case") as progress:
@@ -120,7 +122,10 @@ def _follow(futures: list[Future[Any]], rounds: Any, name: str) -> None:
             done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
             progress.set_postfix_str(f"{rounds.value} rounds" if rounds.value else "loading, reading the first prompts")
             progress.update(len(done))
-            if any(future.exception() for future in done):
+            failed = [future for future in done if future.exception()]
+            for future in done.difference(failed):
+                on_done(futures.index(future), future.result())
+            if failed:
                 return
 
 
