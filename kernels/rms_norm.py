@@ -18,7 +18,7 @@ def add_rms_norm(
     """Return the RMSNorm of residual + scale * hidden, and that sum in the weight's dtype: [rows, size] each.
 
     hidden, residual: [rows, size]; without a residual the sum is `hidden`, not scaled. Beside a residual, hidden may be
-        [parts, rows, size] float32, whose sum is rounded to the weight's dtype.
+        [parts, rows, size], whose sum in float32 is rounded to the weight's dtype.
     weight: [size].
     dtype: of the norm; None: the weight's.
     Statistics are in float32. As in transformers, the normalised row is rounded to the weight's dtype before it is
@@ -78,7 +78,7 @@ def _add_rms_norm_kernel(
     inside = at < size
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     follow(PDL)
-    total = tl.load(hidden_ptr + row * stride + at, mask=inside, other=0.0)
+    total = tl.load(hidden_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(hidden_ptr + (part * rows + row) * stride + at, mask=inside, other=0.0)
     total = total.to(weight.dtype)

@@ -51,7 +51,7 @@ class Residual:
     total: Tensor
     """[rows, hidden]."""
     update: Tensor | None = None
-    """The last layer's output: [rows, hidden], or [parts, rows, hidden] float32 to be summed."""
+    """The last layer's output: [rows, hidden], or [parts, rows, hidden] to be summed in float32."""
     scale: float = 1.0
     """The factor of each update (Granite)."""
 

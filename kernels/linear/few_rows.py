@@ -22,7 +22,7 @@ from torch import Tensor
 from specahead.kernels.backends import ask_for, jit, overlapping_launch, power_of_two, tl
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.grouped import GroupedWeight
-from specahead.kernels.linear.unpacking import number_of, part_of
+from specahead.kernels.linear.summing import sum_products
 from specahead.kernels.linear.weights import BLOCK, EightBitWeight
 
 MOST_ROWS = 64  # beyond it, products take longer than reading the weights
@@ -79,7 +79,7 @@ def few_rows_linear(
         return (silu_and_multiply(out) if gated else out).to(dtype or x.dtype)
     rows, inputs = x.shape
     outputs = len(weight) // 2 if gated else len(weight)
-    values, scales, zeros, group = _as_the_kernel_takes(weight)
+    values, scales, zeros, group = as_kernels_take(weight)
     tuning = tuning or (
         grouped_tuning(rows, outputs, inputs, gated, in_parts, weight.span)
         if isinstance(weight, GroupedWeight)
@@ -112,7 +112,7 @@ def few_rows_linear(
     return out
 
 
-def _as_the_kernel_takes(weight: Tensor | EightBitWeight | GroupedWeight) -> tuple[Any, ...]:
+def as_kernels_take(weight: Tensor | EightBitWeight | GroupedWeight) -> tuple[Any, ...]:
     """Return numbers or words of a weight, its scales, its zeros, and the inputs of a group; None of what it lacks."""
     if isinstance(weight, GroupedWeight):
         return weight.words, weight.scales, weight.zeros, weight.group
@@ -199,46 +199,36 @@ def _few_rows_linear_kernel(
     LENGTH: tl.constexpr = inputs // PARTS
     WORD: tl.constexpr = 1 if scales_ptr is None else 4 if zeros_ptr is None else 8  # numbers of an item of values_ptr
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
-    LINE: tl.constexpr = DEPTH // WORD  # inputs that one number of each word of a span stands for
-    UNIT: tl.constexpr = DEPTH if GROUP is None else min(GROUP, DEPTH)  # inputs of one group within a span
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     line = tl.arange(0, HEIGHT)
     part = tl.program_id(1)
     begin = part * LENGTH
     row = tl.arange(0, ROWS)
-    depth = tl.arange(0, DEPTH // WORD)
     there = row < rows
     known = tl.minimum(tl.program_id(0) * COLUMNS + line % COLUMNS, outputs - 1).to(tl.int64)
     known += line // COLUMNS * outputs
     first = known * (inputs // WORD) + begin // WORD
-    weights_at = values_ptr + first[:, None] + depth[None, :]
-    if WORD == 4:
-        depth = depth // 32 * 128 + depth % 32  # the first input of a word: EightBitWeight
-    x_at = x_ptr + row[None, :] * inputs + depth[:, None] + begin
-    sums = tl.zeros([HEIGHT, ROWS], tl.float32)
     if PDL:
         # Before its own wait: the launches that may follow, a norm or a layer, read only constants before theirs.
         tl.extra.cuda.gdc_launch_dependents()
         ask_for(values_ptr, first, AHEAD // WORD)
         tl.extra.cuda.gdc_wait()
-    for at in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
-        weights = tl.load(weights_at + at // WORD)
-        if WORD == 1:
-            x = tl.load(x_at + at, mask=there[None, :], other=0.0)
-            sums = tl.dot(weights, x, sums)
-        elif GROUP is not None:
-            for number in tl.static_range(WORD):
-                x = tl.load(x_at + at + LINE * number, mask=there[None, :], other=0.0).to(tl.float16)
-                if number * LINE % UNIT == 0:  # a group begins, or goes on from the last span
-                    of_group = (begin + at + number * LINE) // GROUP * (HEIGHT // COLUMNS * outputs) + known
-                    products = tl.zeros([HEIGHT, ROWS], tl.float32)
-                products = tl.dot(number_of(weights, zeros_ptr, of_group, number, WORD, PDL), x, products)
-                if (number + 1) * LINE % UNIT == 0:
-                    sums += products * tl.load(scales_ptr + of_group).to(tl.float32)[:, None]
-        else:
-            for number in tl.static_range(WORD):
-                x = tl.load(x_at + at + 32 * number, mask=there[None, :], other=0.0).to(tl.float16)
-                sums = tl.dot(part_of(weights, number, PDL), x, sums)
+    sums = sum_products(
+        values_ptr + first,
+        x_ptr + row * inputs + begin,
+        there,
+        scales_ptr,
+        zeros_ptr,
+        known,
+        HEIGHT // COLUMNS * outputs,
+        begin,
+        LENGTH,
+        DEPTH,
+        WORD,
+        GROUP,
+        STAGES,
+        PDL,
+    )
     if scales_ptr is not None and GROUP is None:
         sums = sums * tl.load(scales_ptr + known)[:, None]
     if bias_ptr is not None:

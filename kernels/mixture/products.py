@@ -1,174 +1,200 @@
-"""The products of experts, over tiles of pairs of one expert each (routing.py), and the sums of a row's pairs."""
+"""The products of experts, over tiles of pairs of one expert each (routing.py)."""
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import jit, power_of_two, tl
+from specahead.kernels.backends import follow, jit, overlapping_launch, tl
+from specahead.kernels.linear import BLOCK, EightBitWeight, GroupedWeight
+from specahead.kernels.linear.few_rows import as_kernels_take
+from specahead.kernels.linear.summing import sum_products
 from specahead.kernels.mixture.routing import Tiles
 
+# The weights of all experts, below one another: [experts * outputs, inputs].
+ExpertWeight = Tensor | EightBitWeight | GroupedWeight
 
-def multiply_gated(x: Tensor, gate_up: Tensor, tiles: Tiles, chosen: int) -> Tensor:
-    """Return silu(gate) * up of each pair, [pairs, inner], in the order of the tiles.
 
-    x: [rows, hidden], contiguous. gate_up: [experts, 2 * inner, hidden]. chosen: experts of a row.
+@dataclass(frozen=True)
+class Cut:
+    """How a launch is cut into programs."""
+
+    columns: int
+    """Outputs of a program; a gate and its up count as one."""
+    depth: int
+    """Inputs that a program takes at once."""
+    warps: int
+    stages: int
+
+
+# Few rows wait for weights. A program that has a multiprocessor to itself waits at its beginning, for the tile and the
+# first weights, and at its end; so two or three share one: a stage takes 2 * columns * depth bytes of its weights in 16
+# bits (twice that with gates and ups), the same for x by the tile's rows, and a multiprocessor has 227 KiB in all.
+FEW_ROWS = {
+    # whether the layer is gated, bits of its weights
+    (True, 16): Cut(64, 128, 4, 3),
+    (False, 16): Cut(128, 128, 4, 3),
+    (True, 8): Cut(64, 128, 4, 4),
+    (False, 8): Cut(128, 128, 4, 4),
+    (True, 4): Cut(64, 256, 4, 3),
+    (False, 4): Cut(128, 256, 4, 3),
+}
+MANY_ROWS = {
+    (True, 16): Cut(64, 64, 8, 3),
+    (False, 16): Cut(128, 64, 8, 3),
+    (True, 8): Cut(64, 128, 8, 3),
+    (False, 8): Cut(128, 128, 8, 3),
+    (True, 4): Cut(64, 256, 8, 2),
+    (False, 4): Cut(128, 256, 8, 2),
+}
+FEW = 16  # rows of a tile
+
+
+def multiply_gated(
+    x: Tensor, gate_up: ExpertWeight, experts: int, tiles: Tiles, chosen: int, cut: Cut | None = None
+) -> Tensor:
+    """Return silu(gate) * up of each pair, [pairs, inner], in the dtype of x, in the order of the tiles.
+
+    x: [rows, hidden], contiguous. gate_up: [experts * 2 * inner, hidden], the gates of an expert above its ups.
+    chosen: experts of a row. cut: None: the one for its size.
     """
-    inner = gate_up.shape[1] // 2
+    inner = len(gate_up) // experts // 2
     out = torch.empty(len(tiles.order), inner, dtype=x.dtype, device=x.device)
-    columns = 64
-    _gated_kernel[(len(tiles.experts), -(-inner // columns))](
-        x_ptr=x,
-        gate_up_ptr=gate_up,
-        out_ptr=out,
-        inner=inner,
-        hidden=x.shape[1],
-        CHOSEN=chosen,
-        **_pointers(tiles),
-        **_cut(tiles.size, columns),
-    )
+    _multiply(x, gate_up, inner, out, None, tiles, chosen, cut)
     return out
 
 
-def multiply_down(inner: Tensor, down: Tensor, tiles: Tiles, weights: Tensor) -> Tensor:
-    """Return what each pair's expert gives, times the pair's weight, [pairs, hidden], in the order of the tiles.
+def multiply_down(
+    inner: Tensor, down: ExpertWeight, experts: int, tiles: Tiles, weights: Tensor, cut: Cut | None = None
+) -> Tensor:
+    """Return what each row's experts give, times their weights, [chosen, rows, hidden], in the model's dtype.
 
-    inner: [pairs, inner]. down: [experts, hidden, inner]. weights: [pairs] float32, in the order of rows.
+    inner: [pairs, inner], in the order of the tiles. down: [experts * hidden, inner]. weights: [rows, chosen] float32.
     """
-    hidden = down.shape[1]
-    out = torch.empty(len(inner), hidden, dtype=inner.dtype, device=inner.device)
-    columns = 64 if tiles.size == 16 else 128
-    _down_kernel[(len(tiles.experts), -(-hidden // columns))](
-        inner_ptr=inner,
-        down_ptr=down,
-        out_ptr=out,
-        weights_ptr=weights,
-        hidden=hidden,
-        inner=inner.shape[1],
-        **_pointers(tiles),
-        **_cut(tiles.size, columns),
+    hidden = len(down) // experts
+    rows, chosen = weights.shape
+    out = torch.empty(chosen, rows, hidden, dtype=down.dtype, device=inner.device)
+    _multiply(inner, down, hidden, out, weights, tiles, chosen, cut)
+    return out
+
+
+def _multiply(
+    x: Tensor,
+    weight: ExpertWeight,
+    outputs: int,
+    out: Tensor,
+    weights: Tensor | None,
+    tiles: Tiles,
+    chosen: int,
+    cut: Cut | None,
+) -> None:
+    values, scales, zeros, group = as_kernels_take(weight)
+    cut = cut or default_cut(weight, x.shape[1], tiles.size, weights is None)
+    _multiply_kernel[(len(tiles.experts), -(-outputs // cut.columns))](
+        x,
+        values,
+        scales,
+        zeros,
+        out,
+        weights,
+        *tiles[:-1],
+        len(tiles.order) // chosen,
+        outputs=outputs,
+        inputs=x.shape[1],
+        lines=len(weight),
+        CHOSEN=chosen,
+        ROWS=tiles.size,
+        COLUMNS=cut.columns,
+        DEPTH=cut.depth,
+        GROUP=group,
+        STAGES=cut.stages,
+        num_warps=cut.warps,
+        **overlapping_launch(x.device),
     )
-    return out
 
 
-def add_up_pairs(given: Tensor, tiles: Tiles, chosen: int) -> Tensor:
-    """Return the sum of each row's pairs, [rows, hidden]. given: [pairs, hidden], in the order of the tiles."""
-    rows, hidden = len(given) // chosen, given.shape[1]
-    out = torch.empty(rows, hidden, dtype=given.dtype, device=given.device)
-    width = min(1024, power_of_two(hidden))
-    _add_up_kernel[(rows, -(-hidden // width))](given, out, tiles.places, hidden, CHOSEN=chosen, WIDTH=width)
-    return out
-
-
-def _pointers(tiles: Tiles) -> dict[str, Tensor]:
-    """Return what both products take of the tiles."""
-    return {"order_ptr": tiles.order, "experts_ptr": tiles.experts, "starts_ptr": tiles.starts, "ends_ptr": tiles.ends}
-
-
-def _cut(rows: int, columns: int) -> dict[str, int]:
-    """Return how a launch is cut: few rows wait for weights, so that more of them are on their way at once."""
-    few = rows == 16
-    return {
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "DEPTH": 128 if few else 64,
-        "STAGES": 4 if few else 3,
-        "num_warps": 4 if few else 8,
-    }
+def default_cut(weight: ExpertWeight, inputs: int, rows: int, gated: bool) -> Cut:
+    """Return the cut of a layer of experts. rows: of a tile."""
+    bits = 16 if isinstance(weight, Tensor) else 4 if isinstance(weight, GroupedWeight) and weight.numbers == 8 else 8
+    cut = (FEW_ROWS if rows == FEW else MANY_ROWS)[gated, bits]
+    if isinstance(weight, GroupedWeight):
+        return replace(cut, depth=weight.span)
+    if isinstance(weight, Tensor):
+        return replace(cut, depth=2 * cut.depth // weight.itemsize)
+    return cut if inputs % cut.depth == 0 else replace(cut, depth=BLOCK)
 
 
 @jit
-def _gated_kernel(
+def _multiply_kernel(
     x_ptr,
-    gate_up_ptr,
-    out_ptr,
-    order_ptr,
-    experts_ptr,
-    starts_ptr,
-    ends_ptr,
-    inner: tl.constexpr,
-    hidden: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Multiply the rows of one tile by COLUMNS gates and ups of its expert."""
-    tile = tl.program_id(0)
-    start, end = tl.load(starts_ptr + tile), tl.load(ends_ptr + tile)
-    if start >= end:
-        return
-    place = start + tl.arange(0, ROWS)
-    there = place < end
-    row = (tl.load(order_ptr + place, mask=there, other=0) // CHOSEN).to(tl.int64)
-    column, depth = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    inside = column < inner
-    known = tl.minimum(column, inner - 1).to(tl.int64)
-    gates_at = gate_up_ptr + tl.load(experts_ptr + tile).to(tl.int64) * 2 * inner * hidden + known[None, :] * hidden
-    ups_at = gates_at + inner * hidden
-    gates, ups = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    for at in tl.range(0, hidden, DEPTH, num_stages=STAGES):
-        left = at + depth < hidden
-        x = tl.load(x_ptr + row[:, None] * hidden + (at + depth)[None, :], mask=left[None, :], other=0.0)
-        gates = tl.dot(
-            x, tl.load(gates_at + (at + depth)[:, None], mask=left[:, None], other=0.0), gates, input_precision="ieee"
-        )
-        ups = tl.dot(
-            x, tl.load(ups_at + (at + depth)[:, None], mask=left[:, None], other=0.0), ups, input_precision="ieee"
-        )
-    out = gates * tl.sigmoid(gates) * ups
-    out_at = out_ptr + place.to(tl.int64)[:, None] * inner + column[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & inside[None, :])
-
-
-@jit
-def _down_kernel(
-    inner_ptr,
-    down_ptr,
+    values_ptr,
+    scales_ptr,
+    zeros_ptr,
     out_ptr,
     weights_ptr,
     order_ptr,
     experts_ptr,
     starts_ptr,
     ends_ptr,
-    hidden: tl.constexpr,
-    inner: tl.constexpr,
+    rows,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    lines: tl.constexpr,
+    CHOSEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Multiply the pairs of one tile by COLUMNS outputs of its expert, and by their weights."""
+    """Multiply the pairs of one tile by COLUMNS outputs of its expert: gated, or with weights times these.
+
+    The weights of experts are the left side of the product, as in kernels.linear.few_rows.
+    """
+    follow(PDL)
     tile = tl.program_id(0)
     start, end = tl.load(starts_ptr + tile), tl.load(ends_ptr + tile)
     if start >= end:
         return
+    GATED: tl.constexpr = weights_ptr is None
+    WORD: tl.constexpr = 1 if scales_ptr is None else 4 if zeros_ptr is None else 8  # numbers of an item of values_ptr
+    HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    of_expert = tl.load(experts_ptr + tile).to(tl.int64) * (HEIGHT // COLUMNS * outputs)
+    line = tl.arange(0, HEIGHT)
+    known = of_expert + tl.minimum(tl.program_id(1) * COLUMNS + line % COLUMNS, outputs - 1)
+    known += line // COLUMNS * outputs
     place = start + tl.arange(0, ROWS)
     there = place < end
-    column, depth = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    known = tl.minimum(column, hidden - 1).to(tl.int64)
-    weights_at = down_ptr + tl.load(experts_ptr + tile).to(tl.int64) * hidden * inner + known[None, :] * inner
-    pair = tl.minimum(place, end - 1).to(tl.int64)
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for at in tl.range(0, inner, DEPTH, num_stages=STAGES):
-        left = at + depth < inner
-        given = tl.load(inner_ptr + pair[:, None] * inner + (at + depth)[None, :], mask=left[None, :], other=0.0)
-        sums = tl.dot(
-            given,
-            tl.load(weights_at + (at + depth)[:, None], mask=left[:, None], other=0.0),
-            sums,
-            input_precision="ieee",
-        )
-    share = tl.load(weights_ptr + tl.load(order_ptr + place, mask=there, other=0), mask=there, other=0.0)
-    out_at = out_ptr + place.to(tl.int64)[:, None] * hidden + column[None, :]
-    inside = there[:, None] & (column < hidden)[None, :]
-    tl.store(out_at, (sums * share[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@jit
-def _add_up_kernel(given_ptr, out_ptr, places_ptr, hidden: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    sums = tl.zeros([WIDTH], tl.float32)
-    for number in tl.static_range(CHOSEN):
-        place = tl.load(places_ptr + row * CHOSEN + number).to(tl.int64)
-        sums += tl.load(given_ptr + place * hidden + at, mask=at < hidden, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * hidden + at, sums.to(out_ptr.dtype.element_ty), mask=at < hidden)
+    pair = tl.load(order_ptr + place, mask=there, other=0)
+    row = (pair // CHOSEN if GATED else tl.minimum(place, end - 1)).to(tl.int64)
+    sums = sum_products(
+        values_ptr + known * (inputs // WORD),
+        x_ptr + row * inputs,
+        there,
+        scales_ptr,
+        zeros_ptr,
+        known,
+        lines,
+        0,
+        inputs,
+        DEPTH,
+        WORD,
+        GROUP,
+        STAGES,
+        PDL,
+    )
+    if scales_ptr is not None and GROUP is None:
+        sums = sums * tl.load(scales_ptr + known)[:, None]
+    if GATED:
+        gates, ups = tl.split(tl.permute(tl.reshape(sums, [2, COLUMNS, ROWS]), [1, 2, 0]))
+        sums = gates * tl.sigmoid(gates) * ups
+        if out_ptr.dtype.element_ty == tl.float16:  # of which no number may become infinite
+            sums = tl.clamp(sums, -65504.0, 65504.0)
+        to = place
+    else:
+        sums *= tl.load(weights_ptr + pair, mask=there, other=0.0)[None, :]
+        to = pair % CHOSEN * rows + pair // CHOSEN
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    out_at = out_ptr + to.to(tl.int64)[None, :] * outputs + column[:, None]
+    tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=there[None, :] & (column < outputs)[:, None])

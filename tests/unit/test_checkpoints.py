@@ -16,7 +16,7 @@ from torch import Tensor
 from specahead import models
 from specahead.engine.loading.checkpoint import RandomWeights
 from specahead.engine.loading.config import FamilyConfig, load_config, read_shape
-from specahead.engine.loading.fused import read_decoder
+from specahead.engine.loading.fused import experts_apart, read_decoder
 from specahead.engine.loading.model import load_model
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import FAMILIES, unbuilt_feature, weight_shapes
@@ -63,7 +63,7 @@ def check_same(ours: Any, theirs: Any) -> None:
 
 def of_module(module: Any) -> Decoder:
     """The decoder by what transformers' module holds, whose config is of the family's class."""
-    return read_decoder(module.config, dict(module.named_parameters()), torch.float32, "cpu")
+    return read_decoder(module.config, experts_apart(dict(module.named_parameters())), torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("how", [{}, HUGE], ids=["", "in shards"])

@@ -165,6 +165,28 @@ def test_many_rows_round_what_the_layers_read_as_well(folder: Path) -> None:
     assert 5e-3 < (held - plain).norm() / plain.norm() < 0.1
 
 
+def test_experts_give_what_transformers_gives_by_dequantised_weights(tmp_path: Path) -> None:
+    """The router stays as it is."""
+    mixture = {"moe_intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 2}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES | mixture)).eval()
+    model.save_pretrained(tmp_path)
+    held = load(tmp_path, quantization="fp8")
+    for layer in decoder_of(held).layers:
+        assert layer.experts is not None
+        assert isinstance(layer.experts.gate_up, EightBitWeight) and isinstance(layer.experts.down, EightBitWeight)
+    found, ids = logits(held, 7), torch.randint(0, 97, (7,), generator=torch.Generator().manual_seed(7))[None]
+    with torch.no_grad():
+        plain = model(ids).logits[0]
+        for name, weight in fused.experts_apart({name: each.data for name, each in model.named_parameters()}).items():
+            if name.endswith("proj.weight"):
+                weight.copy_(quantize(weight).in_order())
+        torch.testing.assert_close(found, model(ids).logits[0], atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(found, plain, atol=1e-4)
+    assert decoder_of(held).weight_bytes < decoder_of(load(tmp_path)).weight_bytes / 3
+    with pytest.raises(NotImplementedError, match="second copies of weights, in 8 bits, are not built for mixtures"):
+        decoder_of(held).with_eight_bit_weights()
+
+
 def test_random_weights_are_held_in_8_bits_too(folder: Path) -> None:
     held = linears_of(load(folder, load_format="dummy", quantization="fp8"))
     assert all(isinstance(each.values, EightBitWeight) for each in held[:-1])

@@ -19,6 +19,7 @@ from specahead import models
 from specahead.config import ModelSettings
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.config import load_config
+from specahead.engine.loading.fused import experts_apart
 from specahead.engine.loading.memory import bytes_of_weights
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.opening import open_model
@@ -39,7 +40,9 @@ FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
+MIXTURE: dict[str, Any] = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 IN_GROUPS = [form for form in FORMS if not form.endswith(("tensor", "transformers", "channel")) or "packed" in form]
 every_form = pytest.mark.parametrize("form", FORMS)
 in_groups = pytest.mark.parametrize("form", IN_GROUPS)
@@ -59,16 +62,17 @@ def write(
     """
     config, model = FAMILIES[family]
     torch.manual_seed(0)
-    made = model(config(**SIZES | sizes)).eval()
+    made = model(config(**SIZES | (MIXTURE if family == "qwen3_moe" else {}) | sizes)).eval()
     said, quantize = FORMS[form]
     tensors = {}
-    for name, parameter in made.named_parameters():
+    for name, parameter in experts_apart({name: each.data for name, each in made.named_parameters()}).items():
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
         layer, _, kind = name.rpartition(".")
         if kind != "weight" or not any(each in name for each in quantized) or any(each in name for each in kept):
-            tensors[name] = parameter.detach()
+            tensors[name] = parameter
             continue
-        written, parameter.data = quantize(parameter.detach())
+        written, numbers = quantize(parameter.clone())
+        parameter.copy_(numbers)
         tensors |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in written.items()}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(made.config.to_dict() | {"quantization_config": said}))

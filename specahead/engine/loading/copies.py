@@ -11,7 +11,7 @@ from specahead.config import DraftSettings, TargetSettings
 from specahead.engine.loading.config import load_config, read_shape
 from specahead.engine.loading.memory import ACTIVATION_BYTES, bytes_of_token, bytes_of_weights
 from specahead.engine.loading.model import resolve_dtype
-from specahead.engine.model.families import count_parameters, unbuilt_feature
+from specahead.engine.model.families import count_experts, count_parameters, unbuilt_feature
 from specahead.engine.model.quantization import Storage, storage_of, unbuilt_in
 
 log = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ def choose_copies(settings: Settings) -> Settings:
 
 
 def can_copy(config: Any, dtype: str, device: str, model: str, ranks: int = 1) -> bool:
-    """Return whether the device reads 8-bit copies of a model's layers.
+    """Return whether the device reads 8-bit copies of a model's layers. They are not built for mixtures of experts.
 
     config: of transformers. dtype: as settings name it. ranks: over which the model is split.
     """
-    if not device.startswith("cuda") or unbuilt_feature(config, on_gpu=True) is not None:
+    if not device.startswith("cuda") or unbuilt_feature(config, on_gpu=True) or count_experts(config):
         return False
     return unbuilt_in(Storage(8), config, resolve_dtype(dtype, device, model), device, ranks) is None
 

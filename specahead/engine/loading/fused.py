@@ -29,7 +29,7 @@ from specahead.engine.model.families import (
 from specahead.engine.model.quantization import Storage, storage_of
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.linear import BLOCK, LinearWeight, group_weight, hold, quantize
-from specahead.kernels.mixture import Experts
+from specahead.kernels.mixture import Experts, ExpertWeight
 
 # Some releases of transformers wrote this to checkpoints; it is computed here.
 _COMPUTED = "rotary_emb.inv_freq"
@@ -222,22 +222,37 @@ def _read_layer(config: Any, index: int, weights: _Weights, family: Family) -> D
 
 
 def _read_experts(config: Any, before: str, weights: _Weights) -> Experts:
-    """Return a layer's experts, whose weights lie apart in checkpoints, and in transformers' modules as one.
+    """Return a layer's experts. before: the prefix of the layer's names."""
 
-    before: the prefix of the layer's names.
-    """
-    count, hidden, inner = count_experts(config), config.hidden_size, config.moe_intermediate_size
+    def all_of(*parts: str) -> ExpertWeight:
+        names = (f"{before}{expert_name(expert, part)}" for expert in range(count_experts(config)) for part in parts)
+        return weights.linear(*(name.removesuffix(".weight") for name in names)).values
 
-    def whole(name: str, parts: tuple[str, ...], *sizes: int) -> Tensor:
-        held = weights.tensors.get(f"{before}mlp.experts.{name}")
-        if held is not None:
-            return torch.empty(count, *sizes, dtype=weights.dtype, device=weights.device).copy_(held)
-        names = (f"{before}{expert_name(expert, part)}" for expert in range(count) for part in parts)
-        return weights.take(*names).view(count, *sizes)
-
-    gate_up = whole("gate_up_proj", ("gate", "up"), 2 * inner, hidden)
-    down, router = whole("down_proj", ("down",), hidden, inner), weights.take(f"{before}{ROUTER}")
+    gate_up, down = all_of("gate", "up"), all_of("down")
+    if type(gate_up) is not type(down):
+        raise NotImplementedError(
+            f"{before}mlp.experts: gate_proj and up_proj are held in other bits than down_proj, which is not built: "
+            "take a checkpoint that has all of them quantized, or none"
+        )
+    router = weights.take(f"{before}{ROUTER}")
+    if not isinstance(gate_up, Tensor) and router.dtype == torch.bfloat16:
+        router = router.half()  # rows come in its dtype, and kernels multiply weights of fewer bits in this one
     return Experts(router, gate_up, down, config.num_experts_per_tok, config.norm_topk_prob)
+
+
+def experts_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of transformers' module, where a layer's experts are one, by the names in checkpoints."""
+    apart: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        before, _, kind = name.rpartition("mlp.experts.")
+        parts = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(kind)
+        if parts is None:
+            apart[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            own = zip(parts, weight.chunk(len(parts)), strict=True)
+            apart |= {f"{before}{expert_name(expert, part)}": part_of_it for part, part_of_it in own}
+    return apart
 
 
 def _read_head(config: Any, weights: _Weights, embedding: Tensor) -> LinearWeight:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specahead.config.speculation import Quantization
 from specahead.engine.loading.checkpoint import Checkpoint, RandomWeights, find_files
 from specahead.engine.loading.config import ModelShape, load_config, read_shape
-from specahead.engine.loading.fused import misfit, read_decoder
+from specahead.engine.loading.fused import experts_apart, misfit, read_decoder
 from specahead.engine.loading.own_part import unbuilt_in_ranks
 from specahead.engine.loading.packed import PackedCheckpoint
 from specahead.engine.model.decoder import Decoder
@@ -94,7 +94,7 @@ def check_ranks(model: str, config: Any, device: str, count: int) -> None:
     if why is not None:
         raise NotImplementedError(
             f"{model}: --tensor-parallel-size {count} is not built for {why}: leave it out, or give a number of GPUs "
-            "that divides heads, KV heads and columns of the MLP"
+            "that divides heads, KV heads and columns of the MLP, or of each expert"
         )
 
 
@@ -149,7 +149,7 @@ def _weights_of(model: str, config: Any, dtype: torch.dtype, device: str) -> Map
         raise ValueError(f"{model}: {why}")
     log.info("the files do not fit the config: transformers reads the weights", extra={"model": model, "why": why})
     try:  # not to the device, which would hold them beside the decoder
-        weights = dict(load_module(model, dtype, "cpu").named_parameters())
+        weights = experts_apart(dict(load_module(model, dtype, "cpu").named_parameters()))
     except SafetensorError:  # which names no file
         raise OSError(why) from None
     why = misfit(config, {name: tuple(tensor.shape) for name, tensor in weights.items()})

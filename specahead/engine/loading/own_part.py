@@ -2,6 +2,7 @@
 
 Queries, keys, values, gates and ups are cut by rows, and what reads their results (the outputs of attention and of the
 MLP) by columns: each rank's outputs are then summands of the whole ones (Megatron-LM, Shoeybi et al. 2019, section 3).
+Every expert of a mixture is cut so: whichever experts few rows choose, all ranks read as much.
 All other weights are whole on every rank.
 """
 
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from specahead.engine.loading.checkpoint import Checkpoint
-from specahead.engine.model.families import FAMILIES, Shapes, head_dim, weight_shapes
+from specahead.engine.model.families import FAMILIES, Shapes, head_dim, inner_size, weight_shapes
 from specahead.engine.parallel.ranks import Ranks
 
-_BY_COLUMNS = "self_attn.o_proj", "mlp.down_proj"
+_EXPERTS = "experts"
+_BY_COLUMNS = "self_attn.o_proj", "mlp.down_proj", f"{_EXPERTS}.down_proj"
 
 
 def unbuilt_in_ranks(config: Any, count: int) -> str | None:
@@ -23,12 +25,10 @@ def unbuilt_in_ranks(config: Any, count: int) -> str | None:
     family = FAMILIES[config.model_type]
     if family.normed == "all heads":
         return "norms over all heads together"
-    if family.mixed:
-        return "mixtures of experts"
     sizes = {
         "KV heads": config.num_key_value_heads,
         "heads": config.num_attention_heads,
-        "columns of the MLP": config.intermediate_size,
+        f"columns of {'each expert' if family.mixed else 'the MLP'}": inner_size(config),
     }
     return next((f"{size} {name}" for name, size in sizes.items() if size % count), None)
 
@@ -93,16 +93,21 @@ class OwnPart(Mapping[str, Tensor]):
 
 
 def _layer_of(weight: str) -> str:
-    """Return the name of a linear layer without that of its decoder layer; of other weights anything else."""
-    return ".".join(weight.split(".")[-3:-1])
+    """Return the name of a linear layer without that of its decoder layer, and without the number of its expert.
+
+    Of other weights anything else.
+    """
+    *_, before, block, layer, _ = ["", "", *weight.split(".")]
+    return f"{before if before == _EXPERTS else block}.{layer}"
 
 
 def _rows_of(config: Any) -> dict[str, tuple[int, ...]]:
     """Return the rows of each layer that is cut by rows: those of parts that are cut one by one."""
     family, dim = FAMILIES[config.model_type], head_dim(config)
     queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    inner = config.intermediate_size
+    inner = inner_size(config)
     rows: dict[str, tuple[int, ...]] = {}
-    for names, parts in ((family.qkv, (queries, keys, keys)), (family.gate_up, (inner, inner))):
+    gate_up = (f"{_EXPERTS}.gate_proj", f"{_EXPERTS}.up_proj") if family.mixed else family.gate_up
+    for names, parts in ((family.qkv, (queries, keys, keys)), (gate_up, (inner, inner))):
         rows |= {names[0]: parts} if len(names) == 1 else dict(zip(names, ((part,) for part in parts), strict=True))
     return rows

@@ -97,7 +97,7 @@ class Decoder:
     logits_scale: float = 1.0
     """The factor of logits (Granite)."""
     ranks: Ranks = ALONE
-    """The ranks that run the model together, each with its own heads and columns of the MLP."""
+    """The ranks that run the model together, each with its own heads and columns of the MLP, or of each expert."""
 
     can_capture = True  # in CUDA graphs
 
@@ -123,7 +123,7 @@ class Decoder:
         not hold, for mixtures of experts, and on a GPU for layers that no kernel takes.
         """
         if any(layer.experts is not None for layer in self.layers):
-            raise NotImplementedError("8-bit weights are not built for mixtures of experts")
+            raise NotImplementedError("second copies of weights, in 8 bits, are not built for mixtures of experts")
         if any(norm is None for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm)):
             raise NotImplementedError("8-bit weights are built for layers that norm what attention and the MLP read")
         for weight in (weight.values for layer in self.layers for weight in layer.linears if self.embedding.is_cuda):
@@ -211,8 +211,10 @@ class Decoder:
         stream = self._add(stream, attended, layer.out, layer.attention_out_norm, backend)
         if layer.experts is not None:
             assert layer.mlp_norm is not None
-            normed, stream = norm_residual(stream, layer.mlp_norm, self.epsilon, backend)
-            return stream.plus(mix_experts(normed, layer.experts, backend))
+            dtype = layer.experts.router.dtype
+            normed, stream = norm_residual(stream, layer.mlp_norm, self.epsilon, backend, dtype)
+            given = mix_experts(normed, layer.experts, backend, in_parts=self.ranks.is_alone)
+            return stream.plus(self.ranks.sum(given))
         assert layer.gate_up is not None and layer.down is not None
         inner, stream = self._read(stream, layer.mlp_norm, layer.gate_up, backend, gated=True)
         return self._add(stream, inner, layer.down, layer.mlp_out_norm, backend)

@@ -100,6 +100,11 @@ def count_experts(config: Any) -> int:
     return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
 
 
+def inner_size(config: Any) -> int:
+    """Return the columns of a model's MLPs, or of each of its experts; config: of one of FAMILIES."""
+    return int(config.moe_intermediate_size if FAMILIES[config.model_type].mixed else config.intermediate_size)
+
+
 def head_dim(config: Any) -> int:
     """Return the dimensions of a head of attention."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -154,14 +159,14 @@ def expert_name(expert: int, part: str) -> str:
 
 
 def _expert_shapes(config: Any) -> Shapes:
-    hidden, inner, count = config.hidden_size, config.moe_intermediate_size, count_experts(config)
+    hidden, inner, count = config.hidden_size, inner_size(config), count_experts(config)
     parts = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     shapes: Shapes = {ROUTER: (count, hidden)}
     return shapes | {expert_name(i, part): shape for i in range(count) for part, shape in parts.items()}
 
 
 def _layer_shapes(config: Any, family: Family) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner = config.hidden_size, inner_size(config)
     queries, keys = (heads * head_dim(config) for heads in (config.num_attention_heads, config.num_key_value_heads))
     shapes: Shapes = {"self_attn.o_proj.weight": (hidden, queries)}
     biased = family.bias == "qkv" or (family.bias == "config" and getattr(config, "attention_bias", False))

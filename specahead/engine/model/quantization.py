@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from specahead.engine.model.families import FAMILIES, head_dim, unbuilt_feature
+from specahead.engine.model.families import FAMILIES, head_dim, inner_size, unbuilt_feature
 from specahead.kernels.linear import BLOCK, GROUPS
 
 LEAST_CAPABILITY = (8, 9)  # of GPUs that convert and multiply numbers of 8 bits (e4m3)
@@ -82,15 +82,13 @@ def check_storage(config: Any, held: Storage, dtype: torch.dtype, device: str, r
 def unbuilt_in(held: Storage, config: Any, dtype: torch.dtype, device: str, ranks: int = 1) -> str | None:
     """Return why no kernel reads the layers of such a model, one of FAMILIES, as they are held; None if they do."""
     family = FAMILIES[config.model_type]
-    if family.mixed:
-        return "mixtures of experts"
     if None in (family.input_norm, family.mlp_norm):
         return "layers that do not norm what attention and the MLP read"
     if device == "cpu" and not held.in_groups:
         return None
     if device != "cpu" and held.bits == 8 and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return f"GPUs of a compute capability below {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
-    of_ranks = (size // ranks for size in (config.intermediate_size, config.num_attention_heads * head_dim(config)))
+    of_ranks = (size // ranks for size in (inner_size(config), config.num_attention_heads * head_dim(config)))
     inputs = config.hidden_size, *of_ranks
     odd = [size for size in inputs if size % BLOCK]
     if odd:

@@ -82,12 +82,11 @@ def random_decoder(
         return LinearWeight(quantize(values) if quantization == "fp8" else values)
 
     def experts() -> Experts:
-        of_each = (2 * mlp, hidden), (hidden, mlp)
-        gate_up, down = (random(shape.experts, *size) for size in of_each)
-        return Experts(random(shape.experts, hidden), gate_up, down, shape.chosen, True)
+        gate_up = weight(shape.experts * 2 * mlp, hidden).values
+        down = weight(shape.experts * hidden, mlp).values
+        router = random(shape.experts, hidden)
+        return Experts(router if isinstance(down, Tensor) else router.half(), gate_up, down, shape.chosen, True)
 
-    if shape.experts and quantization != "none":
-        raise ValueError(f"--quantization {quantization} is not built for experts: leave it out")
     ones = torch.ones(hidden, device=device, dtype=dtype)
     layers = [
         DecoderLayer(

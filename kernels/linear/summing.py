@@ -1,0 +1,66 @@
+"""The inner loop of linear layers within kernels: lines of a weight in 16 bits, 8 or 4, times rows of inputs."""
+
+from specahead.kernels.backends import jit, tl
+from specahead.kernels.linear.unpacking import number_of, part_of
+
+
+@jit
+def sum_products(
+    weights_at,
+    x_at,
+    there,
+    scales_ptr,
+    zeros_ptr,
+    line,
+    lines,
+    begin,
+    LENGTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WORD: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Return LENGTH inputs' products of some lines of a weight and some rows of inputs, [lines, rows] float32.
+
+    weights_at: [lines] pointers to each line's first item. x_at: [rows] pointers to each row's first input, read where
+    `there`. line: [lines], the places of these lines among the weight's `lines`. begin: the first input.
+    WORD: numbers of an item, 1, 4 (8-bit floats) or 8 (4-bit integers), in the order of kernels.linear.grouped.
+    GROUP: inputs that share a scale, with which products are multiplied here; None: the caller scales the sums.
+    Words take whole steps of DEPTH inputs.
+    """
+    LINE: tl.constexpr = DEPTH // WORD  # inputs that one number of each word of a span stands for
+    UNIT: tl.constexpr = DEPTH if GROUP is None else min(GROUP, DEPTH)  # inputs of one group within a span
+    depth = tl.arange(0, LINE)
+    weights_at = weights_at[:, None] + depth[None, :]
+    if WORD == 4:
+        depth = depth // 32 * 128 + depth % 32  # the first input of a word: EightBitWeight
+    x_at = x_at[None, :] + depth[:, None]
+    sums = tl.zeros([line.shape[0], there.shape[0]], tl.float32)
+    for at in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
+        if WORD == 1 and LENGTH % DEPTH > 0:
+            inside = at + depth < LENGTH
+            weights = tl.load(weights_at + at, mask=inside[None, :], other=0.0)
+            x = tl.load(x_at + at, mask=inside[:, None] & there[None, :], other=0.0)
+            sums = tl.dot(weights, x, sums, input_precision="ieee")
+        elif WORD == 1:
+            weights = tl.load(weights_at + at)
+            x = tl.load(x_at + at, mask=there[None, :], other=0.0)
+            sums = tl.dot(weights, x, sums, input_precision="ieee")
+        elif GROUP is None:
+            weights = tl.load(weights_at + at // WORD)
+            for number in tl.static_range(WORD):
+                x = tl.load(x_at + at + 32 * number, mask=there[None, :], other=0.0).to(tl.float16)
+                sums = tl.dot(part_of(weights, number, PDL), x, sums)
+        else:
+            weights = tl.load(weights_at + at // WORD)
+            for number in tl.static_range(WORD):
+                x = tl.load(x_at + at + LINE * number, mask=there[None, :], other=0.0).to(tl.float16)
+                if number * LINE % UNIT == 0:  # a group begins, or goes on from the last span
+                    of_group = (begin + at + number * LINE) // GROUP * lines + line
+                    scale = tl.load(scales_ptr + of_group).to(tl.float32)  # before the products, which hide its way
+                    products = tl.zeros([line.shape[0], there.shape[0]], tl.float32)
+                products = tl.dot(number_of(weights, zeros_ptr, of_group, number, WORD, PDL), x, products)
+                if (number + 1) * LINE % UNIT == 0:
+                    sums += products * scale[:, None]
+    return sums
