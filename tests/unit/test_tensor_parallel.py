@@ -1,5 +1,6 @@
 """Tensor parallelism: the parts of a model that ranks hold, and the passes that they run together."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -19,7 +20,7 @@ from specahead.config import TargetSettings
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.checkpoint import Checkpoint, find_files
 from specahead.engine.loading.config import load_config
-from specahead.engine.loading.fused import read_decoder
+from specahead.engine.loading.fused import experts_apart, read_decoder
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.opening import OpenedModel, open_model
 from specahead.engine.loading.own_part import OwnPart
@@ -36,18 +37,21 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape
 from specahead.kernels.linear import EightBitWeight, LinearWeight
+from specahead.kernels.mixture import ExpertWeight
 from specahead.lab.benchmarks.rank_sums import captured
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from target_service.self_drafting import SelfDrafting
 from tests.plans import bundled_plan
 from tests.settings import target_settings
+from tests.unit.quantized_forms import BLOCKS, by_block
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 256},
     **{"attention_bias": True, "pad_token_id": 0},
 }
+MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -149,6 +153,44 @@ def test_parts_in_eight_bits(tmp_path: Path, comes: str) -> None:
             # Columns that are rounded as they are loaded get scales of their own on each rank.
             near = 0.0 if dim == 0 or comes == "in 8 bits" else 0.07
             torch.testing.assert_close(together, expected, rtol=near, atol=near / 50)
+
+
+@pytest.mark.parametrize("form", ["16 bits", "fp8 blocks"])
+def test_every_expert_is_split(tmp_path: Path, form: str) -> None:
+    """By columns, as an MLP is, with the scales of their blocks; all ranks have the whole router."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "head_dim": 32}
+    config = transformers.Qwen3MoeConfig(**SIZES | MIXTURE | sizes)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in experts_apart({name: each.data for name, each in model.named_parameters()}).items():
+        written = by_block("weight_scale_inv")(weight)[0] if ".experts." in name and form != "16 bits" else {"": weight}
+        tensors |= {name.replace("weight", kind or "weight"): each.clone() for kind, each in written.items()}
+    if form != "16 bits":
+        config.quantization_config = BLOCKS
+    config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    of_all = load_model(str(tmp_path), torch.float32, "cpu").decoder
+    parts = [part_of(tmp_path, Ranks(rank, 2)) for rank in (0, 1)]
+    assert isinstance(of_all, Decoder)
+    for index, layer in enumerate(of_all.layers):
+        assert layer.experts is not None
+        for name, dim, sizes in (("gate_up", 1, (256, 256)), ("down", 2, (256,))):
+            whole, *halves = (
+                numbers(getattr(decoder.layers[index].experts, name)).unflatten(0, (4, -1))
+                for decoder in (of_all, *parts)
+            )
+            split = [half.split([size // 2 for size in sizes], dim) for half in halves]
+            together = torch.cat([each for pair in zip(*split, strict=True) for each in pair], dim)
+            assert torch.equal(together, whole)
+        for part in parts:
+            own = part.layers[index].experts
+            assert own is not None
+            assert torch.equal(own.router, layer.experts.router)
+
+
+def numbers(weight: ExpertWeight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.in_order()
 
 
 def test_models_that_cannot_be_split_are_refused(folder: Path) -> None:
@@ -323,6 +365,28 @@ def test_steps_follow_one_another_before_the_host_has_seen_them(runners: tuple[M
         runner.kv.release(kv)
     assert len(said[0]) == 305
     assert said[0] == said[1]
+
+
+def test_a_mixture_of_experts_over_two_ranks(tmp_path: Path) -> None:
+    """Its logits, of a prompt and of one token, with random weights in a shape of its own."""
+    model = tmp_path / "model"
+    shutil.copytree(models.TARGET, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = SIZES | MIXTURE | {"vocab_size": 4096, "attention_bias": False, "initializer_range": 0.2}
+    transformers.Qwen3MoeConfig(**sizes).save_pretrained(model)
+    settings = replace(
+        SETTINGS, model=str(model), draft="none", load_format="dummy", kv_tokens=512, max_context=200
+    )
+    processes, found = RankProcesses(settings), []
+    alone, split = open_model(replace(settings, tensor_parallel_size=1)).runner, opened(processes, settings).runner
+    for runner in (alone, split):
+        kv = SequenceKV()
+        outputs = [runner.forward([SequenceInput(kv, tokens(count, count), "all")])[0] for count in (70, 1)]
+        found.append([output.logits for output in outputs])
+    processes.stop()
+    for one, two in zip(*found, strict=True):
+        assert one is not None
+        assert one.std() > 0.1
+        torch.testing.assert_close(two, one, atol=2e-3, rtol=1e-3)
 
 
 # Sums of small tensors.
