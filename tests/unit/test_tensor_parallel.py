@@ -35,7 +35,7 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape
+from specahead.engine.steps.shapes import Choosers, JudgeShape, PassShape, ReadShape
 from specahead.kernels.linear import EightBitWeight, LinearWeight
 from specahead.kernels.mixture import ExpertWeight
 from specahead.lab.benchmarks.rank_sums import captured
@@ -472,7 +472,8 @@ def test_shapes_are_told_as_numbers() -> None:
     judge = JudgeShape(64, 3, draws_own=True, alternatives=2)
     shape = PassShape(
         *(4, 20, 5, 100, 7),
-        **{"pinned": True, "light": True, "drafts": 3, "turn": 2, "judges_drafts": True, "read": read, "judge": judge},
+        **{"pinned": True, "light": True, "drafts": 3, "turn": 2, "judges_drafts": True, "choosers": Choosers.EACH},
+        **{"read": read, "judge": judge},
     )
     for each, plain in ((shape, PassShape(1, 1, 1, 1)), (read, ReadShape()), (judge, JudgeShape())):
         assert all(getattr(each, item.name) != getattr(plain, item.name) for item in fields(each))

@@ -36,6 +36,8 @@ class KVCache:
     scales: those of all layers, if pages are in 8 bits (specahead.kernels.kv_scales); else None.
     dtype: of keys and values before they are written, and of queries.
     addresses: of the pages, [2, layers] int64 on the device.
+    page_means: of each layer [pages, kv_heads, head_dim], the mean key of each full page (kernels.page_means), for a
+        model that chooses blocks by itself; else None.
     ranks: that run the model together; the pages hold the KV heads of this one, and page numbers are rank 0's.
     pool: of page numbers, which block tables name.
     """
@@ -54,14 +56,17 @@ class KVCache:
         on_gpu: int | None = None,
         ranks: Ranks = ALONE,
         scales: KVScales | None = None,
+        page_means: bool = False,
     ) -> None:
         """kv_heads: of this rank. on_gpu: pages of each layer's tensors; None: `num_pages`. scales: None: pages have
-        the dtype.
+        the dtype. page_means: whether to keep the mean key of each full page.
         """
         held, pages = dtype if scales is None else EIGHT_BITS, (on_gpu or num_pages, kv_heads)
         of_values = (PAGE_SIZE, head_dim) if scales is None else (head_dim, PAGE_SIZE)
         self.k_pages = [kv_zeros((*pages, PAGE_SIZE, head_dim), held, device) for _ in range(num_layers)]
         self.v_pages = [kv_zeros((*pages, *of_values), held, device) for _ in range(num_layers)]
+        of_means = (*pages, head_dim)
+        self.page_means = [kv_zeros(of_means, dtype, device) for _ in range(num_layers)] if page_means else None
         self.dtype, self.scales = dtype, scales
         self.addresses = page_addresses(self.k_pages, self.v_pages).to(device)
         self.num_layers, self.kv_heads, self.device = num_layers, kv_heads, torch.device(device)
@@ -279,7 +284,7 @@ class KVCache:
     def zero_pages(self, places: np.ndarray) -> None:
         """Zero pages in `k_pages` and `v_pages`, by their indices there."""
         index = torch.from_numpy(places).long().to(self.device)
-        for tensor in (*self.k_pages, *self.v_pages):
+        for tensor in (*self.k_pages, *self.v_pages, *(self.page_means or ())):
             as_bytes(tensor).index_fill_(0, index, 0)
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:

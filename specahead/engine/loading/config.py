@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from specahead.engine.model.families import FAMILIES, head_dim, sliding_window
+from specahead.engine.model.families import FAMILIES, block_rule, head_dim, sliding_window
 from specahead.engine.model.quantization import storage_of
 
 # Keys that the config.json of every family must have.
@@ -34,8 +34,16 @@ def load_config(model: str) -> Any:
     Raises NotImplementedError for a checkpoint whose quantization is not built, and what transformers raises.
     """
     values, _ = PreTrainedConfig.get_config_dict(model)
+    family = FAMILIES.get(values.get("model_type", ""))
+    if family is not None and family.defaults:
+        values = {**family.defaults, **values}
     if is_complete(values):
         return FamilyConfig.from_dict(values, name_or_path=model)
+    if family is not None and family.defaults:
+        raise NotImplementedError(
+            f"{model}: models of type {values['model_type']} are built without quantization, with the rotary "
+            f"embeddings {', '.join(_rotary_kinds(values))}, and with all sizes in config.json"
+        )
     if values.get("quantization_config"):
         storage_of(PreTrainedConfig.from_dict(values, name_or_path=model))
     return AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -51,8 +59,13 @@ def is_complete(values: Mapping[str, Any]) -> bool:
         all(name in values for name in family.required)
         and not any(values.get(name) for name in ("use_sliding_window", "quantization_config", "per_layer_config"))
         and (rotary.get("rope_theta") or values.get("rope_theta")) is not None
-        and rotary.get("rope_type", rotary.get("type", "default")) in _ROTARY
+        and rotary.get("rope_type", rotary.get("type", "default")) in _rotary_kinds(values)
     )
+
+
+def _rotary_kinds(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of rotary embedding that mean the same without the family's class."""
+    return (*_ROTARY, "longrope") if values["model_type"] == "minicpm" else _ROTARY
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,8 @@ class ModelShape:
     vocab_size: int
     """Logits of a row, and so the token ids that may be proposed."""
     max_position_embeddings: int
+    chooses_blocks: bool = False
+    """Whether the model's own attention chooses the blocks that it reads."""
 
     def of_rank(self, count: int) -> "ModelShape":
         """Return the sizes of the part that each of `count` ranks runs."""
@@ -93,6 +108,7 @@ def read_shape(config: Any) -> ModelShape:
         head_dim=head_dim(config),
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
+        chooses_blocks=block_rule(config) is not None,
     )
 
 

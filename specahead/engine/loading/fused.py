@@ -1,5 +1,6 @@
 """Makes the fused decoder from the named weights of a model, wherever these come from."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,12 @@ from specahead.engine.model.families import (
     ROUTER,
     Family,
     Shapes,
+    block_rule,
     count_experts,
     expert_name,
     head_dim,
     layer_name,
+    scales_by_context,
     unbuilt_feature,
     weight_shapes,
 )
@@ -99,11 +102,22 @@ def read_decoder(
         kv_heads=config.num_key_value_heads // ranks.count,
         epsilon=config.rms_norm_eps,
         attention_scale=getattr(config, "attention_multiplier", head_dim(config) ** -0.5),
-        embedding_scale=getattr(config, "embedding_multiplier", 1.0),
-        residual_scale=getattr(config, "residual_multiplier", 1.0),
-        logits_scale=1 / getattr(config, "logits_scaling", 1.0),
+        **_scales(config),
+        block_rule=block_rule(config),
         ranks=ranks,
     )
+
+
+def _scales(config: Any) -> dict[str, Any]:
+    """Return the factors of embeddings, of what layers add to the stream, and of logits."""
+    if config.model_type == "minicpm":
+        embedding, residual = config.scale_emb, config.scale_depth / math.sqrt(config.num_hidden_layers)
+        logits = config.dim_model_base / config.hidden_size
+    else:
+        embedding = getattr(config, "embedding_multiplier", 1.0)
+        residual = getattr(config, "residual_multiplier", 1.0)
+        logits = 1 / getattr(config, "logits_scaling", 1.0)
+    return {"embedding_scale": embedding, "residual_scale": residual, "logits_scale": logits}
 
 
 @dataclass(frozen=True)
@@ -271,7 +285,9 @@ def _read_head(config: Any, weights: _Weights, embedding: Tensor) -> LinearWeigh
 def _rotary_table(config: Any, device: str) -> tuple[Tensor, Tensor]:
     """Return cosines and sines, [positions, rotated / 2] float32 each."""
     rotary = config.rope_parameters
-    if rotary["rope_type"] == "default":
+    if rotary["rope_type"] == "longrope" and scales_by_context(config):
+        speeds, scale = _long_speeds(config)
+    elif rotary["rope_type"] == "default":
         share = rotary.get("partial_rotary_factor", 1.0) if FAMILIES[config.model_type].partly_rotary else 1.0
         turned = int(head_dim(config) * share)
         speeds, scale = 1.0 / rotary["rope_theta"] ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned), 1.0
@@ -280,3 +296,14 @@ def _rotary_table(config: Any, device: str) -> tuple[Tensor, Tensor]:
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
     angles = positions[:, None] * speeds.to(device, torch.float32)
     return angles.cos() * scale, angles.sin() * scale
+
+
+def _long_speeds(config: Any) -> tuple[Tensor, float]:
+    """Return how fast each pair of dimensions turns, and the factor of cosines and sines, by MiniCPM's longrope
+    (MiniCPMLongRoPE in modeling_minicpm.py).
+    """
+    rotary, dim, longest = config.rope_parameters, head_dim(config), config.max_position_embeddings
+    original = rotary["original_max_position_embeddings"]
+    factors = torch.tensor(rotary["long_factor" if longest > original else "short_factor"], dtype=torch.float32)
+    speeds = 1.0 / rotary["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return speeds / factors, math.sqrt(1 + math.log(longest / original) / math.log(original))

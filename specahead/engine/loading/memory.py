@@ -151,9 +151,13 @@ def bytes_of_weights(config: Any, dtype: torch.dtype, held: Storage, ranks: int 
 
 
 def bytes_of_token(shape: ModelShape, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> int:
-    """Return how many bytes the KV of a token takes. dtype: the model's."""
+    """Return how many bytes the KV of a token takes, with its share of the mean keys of pages, if there are such.
+
+    dtype: the model's.
+    """
     size = EIGHT_BITS.itemsize if kv_cache_dtype == "fp8" else dtype.itemsize
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size
+    keys = shape.num_layers * shape.num_kv_heads * shape.head_dim * size
+    return 2 * keys + (keys // PAGE_SIZE if shape.chooses_blocks else 0)
 
 
 def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> float:

@@ -39,9 +39,9 @@ def _make_kv(
     ranks, of_weights = loaded.decoder.ranks, (loaded.dtype, loaded.device)
     shape = loaded.shape.of_rank(ranks.count)
     of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim
-    pages = pages_for(kv_tokens)
+    pages, chooses = pages_for(kv_tokens), loaded.decoder.block_rule is not None
     if not backing_tokens:
-        return KVCache(*of_model, pages, *of_weights, ranks=ranks, scales=scales)
+        return KVCache(*of_model, pages, *of_weights, ranks=ranks, scales=scales, page_means=chooses)
     if not ranks.is_alone:
         raise NotImplementedError("--host-kv-memory is not built with --tensor-parallel-size: leave one of them out")
     backing = backing_tokens // PAGE_SIZE

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.chosen_blocks import BlockRule
 from specahead.kernels.compiling import compiles_only
 from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.linear import (
@@ -91,11 +92,13 @@ class Decoder:
     attention_scale: float
     """The factor of the scores, which are products of queries and keys."""
     embedding_scale: float = 1.0
-    """The factor of embeddings (Granite)."""
+    """The factor of embeddings (Granite, MiniCPM)."""
     residual_scale: float = 1.0
-    """The factor of the outputs of attention and MLP (Granite)."""
+    """The factor of the outputs of attention and MLP (Granite, MiniCPM)."""
     logits_scale: float = 1.0
-    """The factor of logits (Granite)."""
+    """The factor of logits (Granite, MiniCPM)."""
+    block_rule: BlockRule | None = None
+    """How the model's own attention chooses the blocks that it reads (MiniCPM4); None: it reads everything."""
     ranks: Ranks = ALONE
     """The ranks that run the model together, each with its own heads and columns of the MLP, or of each expert."""
 

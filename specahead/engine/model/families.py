@@ -3,9 +3,12 @@
 A family is a row of a table; everything else is in the model's config. engine.loading.fused reads the weights.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
+
+from specahead.kernels.chosen_blocks import LEAST_DENSE, STRIDE, WINDOW, BlockRule
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 ROUTER = "mlp.gate.weight"  # of a layer with a mixture of experts
@@ -36,6 +39,8 @@ class Family:
     required: tuple[str, ...] = ()
     """Keys that a config.json must have beside those of all families, since the family's class gives their absence a
     meaning of its own (engine.loading.config)."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that a config.json leaves out, for a family whose class is not in transformers."""
 
 
 FAMILIES = {
@@ -54,6 +59,12 @@ FAMILIES = {
     "granite": Family(
         required=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
     ),
+    "minicpm": Family(
+        defaults={
+            **{"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "rope_theta": 1e4, "tie_word_embeddings": True},
+            **{"hidden_act": "silu", "rms_norm_eps": 1e-6},
+        }
+    ),
     "smollm3": Family(required=("use_sliding_window", "no_rope_layers")),
     "phi3": Family(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",), bias="none", partly_rotary=True),
     "olmo2": Family(
@@ -63,6 +74,13 @@ FAMILIES = {
         mlp_out_norm="post_feedforward_layernorm",
         normed="all heads",
     ),
+}
+
+
+# Of MiniCPM's sparse_config.
+_CHOICE_DEFAULTS = {
+    **{"kernel_size": WINDOW * STRIDE, "kernel_stride": STRIDE, "init_blocks": 1, "block_size": 64},
+    **{"window_size": 2048, "topk": 64, "use_nope": False, "dense_len": 8192},
 }
 
 
@@ -88,10 +106,51 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
         f"the architecture {config.model_type} (there is {', '.join(FAMILIES)})": config.model_type not in FAMILIES,
         f"the activation {activation} (there is silu)": activation != "silu",
         "biases in the MLP": getattr(config, "mlp_bias", False),
-        f"rotary embedding of kind {rotary}, which depends on a sequence's length": rotary in ("dynamic", "longrope"),
+        f"rotary embedding of kind {rotary}, which depends on a sequence's length": rotary == "dynamic"
+        or (rotary == "longrope" and not scales_by_context(config)),
+        f"attention that chooses blocks with {unbuilt_choice(config)}": unbuilt_choice(config) is not None,
         f"heads of {dim} dimensions (Triton takes powers of two from 16)": on_gpu and (dim < 16 or dim & (dim - 1)),
     }
     return next((feature for feature, needed in features.items() if needed), None)
+
+
+def scales_by_context(config: Any) -> bool:
+    """Return whether the model takes the long or the short factors of longrope by the longest context that it allows.
+
+    MiniCPM does; other families take them by the length of a sequence.
+    """
+    return bool(config.model_type == "minicpm")
+
+
+def block_rule(config: Any) -> BlockRule | None:
+    """Return how the model's own attention chooses blocks (InfLLM-v2 of MiniCPM4); None: it reads everything."""
+    said = _sparse_config(config)
+    if not said:
+        return None
+    size, window = said["block_size"], said["window_size"] // said["block_size"]
+    return BlockRule(size, said["topk"] + window, said["init_blocks"], window, said["dense_len"])
+
+
+def unbuilt_choice(config: Any) -> str | None:
+    """Return what the config says of choosing blocks that is not built, or None."""
+    said = _sparse_config(config)
+    if not said:
+        return None
+    sizes, wanted = (said["kernel_size"], said["kernel_stride"]), (WINDOW * STRIDE, STRIDE)
+    refused = {
+        "use_nope, by keys that are not rotated": said["use_nope"],
+        f"windows of {sizes[0]} tokens, {sizes[1]} apart (there are {wanted[0]}, {wanted[1]} apart)": sizes != wanted,
+        f"blocks of {said['block_size']} tokens (there are multiples of {STRIDE})": said["block_size"] % STRIDE,
+        f"a topk of {said['topk']} (it must be more than init_blocks)": said["topk"] <= said["init_blocks"],
+        f"a dense_len of {said['dense_len']} (it must be {LEAST_DENSE} or more)": said["dense_len"] < LEAST_DENSE,
+    }
+    return next((feature for feature, needed in refused.items() if needed), None)
+
+
+def _sparse_config(config: Any) -> dict[str, Any]:
+    """Return MiniCPM's sparse_config with its defaults; empty for a model that has none."""
+    said = getattr(config, "sparse_config", None) if config.model_type == "minicpm" else None
+    return {**_CHOICE_DEFAULTS, **said} if said else {}
 
 
 def count_experts(config: Any) -> int:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.backends import Backend
+from specahead.kernels.chosen_blocks import BlockRule, choose_blocks
 from specahead.kernels.kv_scales import KVScales
+from specahead.kernels.page_means import write_page_means
 from specahead.kernels.paged_attention import (
     Batch,
     BlockLists,
@@ -87,6 +90,35 @@ class ListedReads:
 
 
 @dataclass(frozen=True)
+class ChosenPart:
+    """Some queries of a pass, and who among them chooses blocks."""
+
+    queries: slice
+    """Which rows of the pass."""
+    rows: Rows
+    """The sequences whose queries share a choice; where each query chooses for itself, it is a sequence of its own."""
+    choosers: Tensor | None
+    """[sequences] int64, the row of each sequence that chooses, within the part; None: the only one that it has."""
+    seen: Tensor
+    """[sequences] int32, tokens that each chooser sees, itself included; 0: there is no such sequence."""
+
+
+@dataclass(frozen=True)
+class ChosenReads:
+    """The reads of a model whose own attention chooses the blocks of each layer."""
+
+    rule: BlockRule
+    means: list[Tensor]
+    """Of each layer, the mean keys of full pages (`KVCache.page_means`)."""
+    slots: Tensor
+    """[rows] int64, where the new keys of the pass lie."""
+    parts: list[ChosenPart]
+    """They cover the pass; empty: all sequences are so short that everything is read."""
+    tuning: Tuning | None = None
+    """How attention is cut; None: as is fastest."""
+
+
+@dataclass(frozen=True)
 class BlockMemory:
     """Has a dense pass remember how much weight each block got (`paged_attention_remembering`)."""
 
@@ -119,17 +151,23 @@ class LayerAttention:
     prompts: PromptReads | None = None
     """The reads of a pass over prompts, the same in all layers."""
     dense_work: Work | None = None
+    chosen: ChosenReads | None = None
+    """How the model chooses blocks by itself, if it does."""
     unread: int | None = None
     """A layer whose output nothing reads: it does not attend, and returns its queries."""
 
     def __call__(self, layer: int, queries: Tensor) -> Tensor:
+        if self.chosen is not None:
+            write_page_means(self.pages(layer)[0], self.chosen.means[layer], self.chosen.slots, self.backend)
         if layer == self.unread:
             return queries
+        if self.chosen is not None and self.chosen.parts:
+            return self._chosen(layer, queries, self.chosen)
         at = None if self.listed is None else self.listed.index.get(layer)
         return self._dense(layer, queries) if at is None else self._listed(layer, at, queries)
 
-    def _batch(self, layer: int, queries: Tensor) -> Batch:
-        rows = self.rows
+    def _batch(self, layer: int, queries: Tensor, rows: Rows | None = None) -> Batch:
+        rows = rows or self.rows
         keys, values = self.pages(layer)
         of_rows = rows.tables, rows.lengths, rows.starts, self.heads.scale, rows.most, rows.visible
         scales = self.heads.kv_scales
@@ -165,6 +203,17 @@ class LayerAttention:
             out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights[at], **how)
             return out
         return paged_attention(batch, blocks, means, **how)
+
+    def _chosen(self, layer: int, queries: Tensor, chosen: ChosenReads) -> Tensor:
+        out = torch.empty_like(queries)
+        for part in chosen.parts:
+            rows, own = part.rows, queries[part.queries]
+            choosing = own if part.choosers is None else own[part.choosers]
+            of_rows = rows.tables, part.seen, rows.lengths, chosen.rule, self.heads.scale, rows.most
+            blocks = choose_blocks(choosing, chosen.means[layer], *of_rows, self.backend)
+            work = plan_reads(self.heads, rows, self.backend, chosen.tuning, blocks)
+            out[part.queries] = paged_attention(self._batch(layer, own, rows), blocks, None, self.backend, work)
+        return out
 
 
 def plan_reads(

@@ -45,6 +45,7 @@ class ModulesDecoder:
     """Token ids that it has logits of."""
     can_capture = False
     ranks = ALONE
+    block_rule = None
 
     @property
     def weight_bytes(self) -> int:

@@ -7,7 +7,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.sampling.judging import WIDE_SUPPORT, cuts_of, support_of
 from specahead.engine.steps.inputs import NO_MEMORY, SequenceInput, SharedBudget
-from specahead.engine.steps.shapes import PassShape
+from specahead.engine.steps.shapes import Choosers, PassShape
 from specahead.kernels.backends import power_of_two
 from specahead.kernels.paged_attention import LEAST_ROWS, MAX_ROWS
 
@@ -30,6 +30,10 @@ class StepLimits:
     """Sequences of every step, where results must not depend on the batch; 0: a power of two. Pinned steps have room
     for `queries` tokens of each sequence, except for steps whose tokens a later pass judges: their rounding changes no
     result."""
+    chosen_from: int = 0
+    """Tokens of a sequence from which on the model's own attention chooses blocks; 0: it reads everything."""
+    shares_choice: bool = True
+    """Whether the tokens of a round share the blocks that its first one chooses; else each token chooses its own."""
 
     @property
     def pinned(self) -> bool:
@@ -46,6 +50,10 @@ class StepLimits:
         plain = item.drafted is None and item.read is None
         long = len(item.tokens) > (self.step_queries if item.ends_prompt else self.queries)
         return long or (self.pinned and plain)
+
+    def each_chooses(self, item: SequenceInput) -> bool:
+        """Whether each token of an input chooses blocks for itself: a prompt's do, whatever those of rounds do."""
+        return self.chosen_from > 0 and (not self.shares_choice or item.drafted_from > 1)
 
     def judges(self, item: SequenceInput) -> bool:
         """Whether an input's pass judges it itself: the end of a prompt is judged once its pass has run."""
@@ -91,7 +99,7 @@ def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
     """Return the same value for inputs that run in one pass."""
     read = item.read
     kind: tuple[Hashable, ...] = (limits.is_prompt(item), limits.judges(item), item.light)
-    kind += (limits.pins(item),)
+    kind += (limits.pins(item), limits.each_chooses(item))
     if read is None:
         return kind
     kind += (read.block_size, read.group_means, read.dense_layers)
@@ -154,6 +162,10 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits
     """Return the shape with how these inputs of one kind attend and what they give."""
     first, read = inputs[0], inputs[0].read
     shape = replace(shape, light=first.light)
+    if 0 < limits.chosen_from <= shape.pages * PAGE_SIZE:
+        if read is not None:
+            raise NotImplementedError("sparse reads are not built for a model that chooses blocks by itself")
+        shape = replace(shape, choosers=Choosers.EACH if limits.each_chooses(first) else Choosers.FIRST)
     if limits.judges(first):
         rounds = [item.drafted for item in inputs if item.drafted is not None]
         cuts = min(cuts_of(rounds), limits.vocab)

@@ -6,7 +6,7 @@ from torch import Tensor
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import FetchPlan
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.layer_attention import BlockMemory, Heads, LayerAttention, LayerPages, Rows, plan_reads
+from specahead.engine.model.layer_attention import BlockMemory, LayerAttention, LayerPages, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.parallel.ranks import Ranks
 from specahead.engine.sampling.judging import judge
@@ -15,7 +15,7 @@ from specahead.engine.steps.alternatives import Judged, accept_alternatives, dra
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.drafting import draft_for_itself
 from specahead.engine.steps.prompt_graphs import PromptGraphs
-from specahead.engine.steps.reads import heads_of, listed_layers, listed_reads
+from specahead.engine.steps.reads import chosen_reads, heads_of, listed_layers, listed_reads
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.paged_attention import pinned_tuning
@@ -59,7 +59,7 @@ def run_pass(
         _leave_fetched(buffers, fetched)
     if shape.drafts_alone:
         return
-    attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched, prompts)
+    attend = _attention_of(decoder, kv, shape, given, attention, fetched, prompts)
     attend.pages = layer_pages or kv.layer_pages
     logits_rows = given.get("logits_rows")
     if logits_rows is not None and not len(logits_rows) and attend.weights is None:
@@ -104,7 +104,7 @@ def _share_out(given: dict[str, Tensor], shape: PassShape, kv: KVCache) -> None:
 
 
 def _attention_of(
-    heads: Heads,
+    decoder: Decoder | ModulesDecoder,
     kv: KVCache,
     shape: PassShape,
     given: dict[str, Tensor],
@@ -113,10 +113,15 @@ def _attention_of(
     prompts: PromptReads | None,
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
+    heads = heads_of(decoder, kv)
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], shape.most_rows, given.get("visible"))
     eight_bit = heads.kv_scales is not None
     tuning = pinned_tuning(heads.dim, heads.group, shape.most_rows, eight_bit) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention, prompts=prompts)
+    if decoder.block_rule is not None:
+        attend.chosen = chosen_reads(decoder.block_rule, kv, shape, given, tuning)
+        if attend.chosen.parts:
+            return attend
     if shape.read.weighs or (prompts is None and (not shape.read.is_sparse or shape.read.dense_layers)):
         attend.dense_work = plan_reads(heads, rows, attention, tuning)
     if shape.read.weighs:

@@ -61,7 +61,9 @@ class ModelRunner(TargetOrDraftRunner):
     that of the widest, prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix
     products round otherwise in a step than in a prompt. Steps whose tokens a later one judges have the shapes that they
     have elsewhere. weight_bytes: of the decoder. drafting: what runs the passes that draft (SparseRead.drafts), and
-    those whose tokens a later pass judges (SequenceInput.light); None: the decoder.
+    those whose tokens a later pass judges (SequenceInput.light); None: the decoder. shares_choice: whether the tokens
+    of a round share the choice of its first one, in a model whose own attention chooses blocks; never in a
+    deterministic runner, where what a token gives must not depend on where its round began.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ModelRunner(TargetOrDraftRunner):
         most_queries: int = 0,
         weight_bytes: int = 0,
         drafting: Decoder | None = None,
+        shares_choice: bool = True,
     ) -> None:
         self.decoder, self.kv, self.vocab_size, self.device = decoder, kv, vocab_size, kv.device
         self.deterministic = deterministic
@@ -87,6 +90,8 @@ class ModelRunner(TargetOrDraftRunner):
             queries=max(step_queries, STEP_QUERIES, most_queries),
             vocab=vocab_size,
             pinned_sequences=PINNED_SEQUENCES if deterministic else 0,
+            chosen_from=0 if decoder.block_rule is None else decoder.block_rule.dense_below,
+            shares_choice=shares_choice and not deterministic,
         )
         self._captures = not enforce_eager and decoder.can_capture and self.device.type == "cuda"
         # On a CPU reading all by lists costs more than reading the weights twice. What a deterministic step gives must
@@ -228,6 +233,8 @@ class ModelRunner(TargetOrDraftRunner):
         if shape.judge is None or shape.queries == 1 or shape.drafts or self._passes.chain.drafts is None:
             return shape
         shape = replace(shape, judges_drafts=True)
+        if self._limits.chosen_from:
+            return shape
         return with_alternatives(shape, self._group) if shape.queries == self._limits.step_queries else shape
 
     @property
@@ -237,6 +244,8 @@ class ModelRunner(TargetOrDraftRunner):
 
     def alternatives_beside(self, gamma: int) -> int:
         queries = self._limits.step_queries
+        if self._limits.chosen_from:  # the mean key of a page would miss an alternative that is moved into it
+            return 0
         return alternatives_beside(gamma, queries, self._group) if gamma < queries else 0
 
     def make_chain(self, sequences: int, gamma: int, support: int, rows: int, block_size: int) -> DeviceChain:
@@ -315,6 +324,8 @@ class ModelRunner(TargetOrDraftRunner):
     # Rounds of a draft.
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
+        if self.decoder.block_rule is not None:
+            raise NotImplementedError("a model that chooses blocks by itself is not built as a draft, only as a target")
         self._rounds = RoundRunner(
             self.decoder,
             self.kv,

@@ -28,7 +28,7 @@ from specahead.engine.steps.outputs import StepUnderWay, read_outputs, read_resu
 from specahead.engine.steps.prompt_graphs import MOST_TOKENS, PromptGraphs, sizes_up_to
 from specahead.engine.steps.read_memories import ReadMemories
 from specahead.engine.steps.reads import heads_of
-from specahead.engine.steps.shapes import PassShape
+from specahead.engine.steps.shapes import Choosers, PassShape
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.paged_attention import takes_heads
 from specahead.kernels.prompt_attention import attend_once, cudnn_attends
@@ -194,7 +194,8 @@ class PassRunner:
     # Prompts.
 
     def _is_read_by_cudnn(self, shape: PassShape) -> bool:
-        return self._cudnn and not shape.pinned and not shape.read.is_sparse and shape.queries > self._limits.queries
+        reads_all = not shape.read.is_sparse and shape.choosers is Choosers.NONE
+        return self._cudnn and not shape.pinned and reads_all and shape.queries > self._limits.queries
 
     def launches_of_prompt(self, tokens: int) -> Callable[[], None]:
         """Return a function that launches the layers of a pass over `tokens` tokens once, without attention."""

@@ -1,15 +1,19 @@
 """The reads of a pass's layers: everything, or lists made before the pass or in it."""
 
+import torch
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import FetchPlan
 from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.layer_attention import Heads, ListedReads, Rows, plan_reads
+from specahead.engine.model.layer_attention import ChosenPart, ChosenReads, Heads, ListedReads, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
-from specahead.engine.steps.shapes import PassShape
+from specahead.engine.steps.shapes import Choosers, PassShape
 from specahead.kernels.backends import Backend
+from specahead.kernels.chosen_blocks import BlockRule
 from specahead.kernels.paged_attention import BlockLists, GroupMeans, Tuning
+
+CHOOSING_AT_ONCE = 256  # tokens that choose blocks for themselves: each takes a row of scores over all pages
 
 
 def heads_of(decoder: Decoder | ModulesDecoder, kv: KVCache) -> Heads:
@@ -42,3 +46,31 @@ def listed_reads(
     blocks = BlockLists(given["lists"], given["counts"], shape.read.block_size, lines)
     work = plan_reads(heads, rows, attention, tuning, blocks, means)
     return ListedReads(blocks, listed_layers(shape, kv), work, means, wait)
+
+
+def chosen_reads(
+    rule: BlockRule, kv: KVCache, shape: PassShape, given: dict[str, Tensor], tuning: Tuning | None = None
+) -> ChosenReads:
+    """Return the reads of a model that chooses blocks by itself, as the shape says who chooses."""
+    assert kv.page_means is not None
+    return ChosenReads(rule, kv.page_means, given["slots"], _choosing_parts(shape, given), tuning)
+
+
+def _choosing_parts(shape: PassShape, given: dict[str, Tensor]) -> list[ChosenPart]:
+    starts, lengths, tables = given["query_starts"], given["lengths"], given["block_tables"]
+    if shape.choosers is Choosers.NONE:
+        return []
+    if shape.choosers is Choosers.FIRST:
+        rows = Rows(starts, lengths, tables, shape.queries)
+        seen = (lengths - starts.diff() + 1).clamp(max=lengths)
+        return [ChosenPart(slice(None), rows, starts[:-1].clamp(max=shape.rows - 1).long(), seen)]
+    row = torch.arange(shape.rows + 1, dtype=torch.int32, device=starts.device)
+    sequence = torch.searchsorted(starts[1:].contiguous(), row[:-1], right=True).clamp(max=shape.sequences - 1)
+    seen = (given["positions"] + 1).where(given["slots"] >= 0, 0).int()
+    parts = []
+    for first in range(0, shape.rows, CHOOSING_AT_ONCE):
+        here = slice(first, min(shape.rows, first + CHOOSING_AT_ONCE))
+        own = seen[here]
+        rows = Rows(row[: len(own) + 1], own, tables[sequence[here]], 1)
+        parts.append(ChosenPart(here, rows, None, own))
+    return parts

@@ -1,9 +1,21 @@
 """The shapes of passes and of a draft's rounds: all that their launches are specialised for, so the keys of graphs."""
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 from specahead.engine.kv.pages import PAGE_SIZE
+
+
+class Choosers(IntEnum):
+    """Which tokens of a sequence choose blocks, in a model whose own attention does."""
+
+    NONE = 0
+    """None: everything is read."""
+    FIRST = 1
+    """The first one, whose choice the others share."""
+    EACH = 2
+    """Each for itself."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,8 @@ class PassShape:
     has seen the last step. Such steps take turns between two sets of buffers. 0 for all others."""
     judges_drafts: bool = False
     """Whether it may judge what a draft's rounds leave in the device chain (SequenceInput.draft_row)."""
+    choosers: Choosers = Choosers.NONE
+    """Which tokens of a sequence choose the blocks that it reads."""
     read: ReadShape = ReadShape()
     judge: JudgeShape | None = None
     """None: nothing is judged."""

@@ -1,0 +1,45 @@
+"""The mean key of each full page, which a model that chooses blocks by itself scores them by (kernels.chosen_blocks).
+
+Means lie beside the pages, at the same indices. So they are shared, freed and written anew together with their pages.
+"""
+
+from torch import Tensor
+
+from specahead.kernels.backends import Backend, jit, power_of_two, tl
+
+
+def write_page_means(k_pages: Tensor, means: Tensor, slots: Tensor, backend: Backend = "torch") -> None:
+    """Write the mean key of each page whose last token is among new ones, in place. Their keys are in the pages.
+
+    k_pages: [pages, kv_heads, page_size, head_dim], contiguous.
+    means: [pages, kv_heads, head_dim], contiguous.
+    slots: [tokens] int64, page * page_size + offset of each new token; a negative one is skipped.
+    """
+    kv_heads, page_size, dim = k_pages.shape[1:]
+    if backend == "torch":
+        full = slots[(slots >= 0) & (slots % page_size == page_size - 1)] // page_size
+        means[full] = k_pages[full].float().mean(2).to(means.dtype)
+        return
+    _page_means_kernel[(len(slots), kv_heads)](
+        k_pages, means, slots, KV_HEADS=kv_heads, PAGE=page_size, DIM=dim, COLUMNS=power_of_two(dim), num_warps=1
+    )
+
+
+@jit
+def _page_means_kernel(
+    k_pages_ptr,
+    means_ptr,
+    slots_ptr,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write the mean of one head of the page that one token fills, if it fills one."""
+    slot, head = tl.load(slots_ptr + tl.program_id(0)), tl.program_id(1)
+    if (slot >= 0) & (slot % PAGE == PAGE - 1):
+        row, column = slot // PAGE * KV_HEADS + head, tl.arange(0, COLUMNS)
+        inside = column < DIM
+        at = row * (PAGE * DIM) + tl.arange(0, PAGE)[:, None] * DIM + column[None, :]
+        keys = tl.load(k_pages_ptr + at, mask=inside[None, :], other=0.0).to(tl.float32)
+        tl.store(means_ptr + row * DIM + column, tl.sum(keys, 0) / PAGE, mask=inside)

@@ -1,0 +1,323 @@
+"""MiniCPM4, whose own attention chooses blocks (InfLLM-v2), against a reference written from modeling_minicpm.py.
+
+The reference runs a whole text at once. It is told for each position which position's query chooses its blocks: its own
+one, as in plain decoding, or that of the first token of its round.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.config import load_config
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.model.families import unbuilt_feature, weight_shapes
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.requests import RoundSettings
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GAMMA, PROMPT, LENGTH = 3, 380, 420
+SPARSE = {
+    **{"kernel_size": 32, "kernel_stride": 16, "init_blocks": 1, "block_size": 32},
+    **{"window_size": 64, "topk": 4, "use_nope": False, "dense_len": 160},
+}
+CONFIG: dict[str, Any] = {
+    **{"model_type": "minicpm", "vocab_size": 97, "hidden_size": 128, "intermediate_size": 96, "hidden_act": "silu"},
+    **{"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    **{"max_position_embeddings": 1024, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 32, "sparse_config": SPARSE},
+    "rope_scaling": {
+        **{"rope_type": "longrope", "original_max_position_embeddings": 512},
+        **{"long_factor": [1 + i / 8 for i in range(8)], "short_factor": [1.0] * 8},
+    },
+}
+
+
+@dataclass
+class Tiny:
+    """A small model of random weights."""
+
+    folder: str
+    weights: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder = tmp_path_factory.mktemp("minicpm")
+    return save(folder, CONFIG)
+
+
+def save(folder: Path, config: dict[str, Any]) -> Tiny:
+    (folder / "config.json").write_text(json.dumps(config))
+    random = torch.Generator().manual_seed(3)
+    weights = {}
+    for name, shape in weight_shapes(load_config(str(folder))).items():
+        weight = torch.randn(shape, generator=random)
+        # Sharp attention, so that it matters which blocks are read.
+        scale = 0.25 if name.endswith(("q_proj.weight", "k_proj.weight")) else 0.1
+        weights[name] = (1 + 0.1 * weight if len(shape) == 1 else scale * weight).bfloat16().float()
+    save_file(weights, folder / "model.safetensors")
+    return Tiny(str(folder), weights)
+
+
+@cache
+def text(length: int = LENGTH) -> list[int]:
+    return torch.randint(97, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def runner_of(tiny: Tiny, dtype: torch.dtype = torch.float32, **how: Any) -> ModelRunner:
+    how = {"max_context": 600, "step_queries": GAMMA + 1, **how}
+    return make_runner(load_model(tiny.folder, dtype, DEVICE), 2400, **how)
+
+
+# The reference.
+
+
+def reference(tiny: Tiny, tokens: list[int], choosers: list[int] | None = None) -> Tensor:
+    """Return the logits of all tokens. choosers: whose query chooses the blocks of each position; None: its own."""
+    chooser = torch.arange(len(tokens)) if choosers is None else torch.tensor(choosers)
+    weights, layers, hidden = tiny.weights, CONFIG["num_hidden_layers"], CONFIG["hidden_size"]
+    stream = weights["model.embed_tokens.weight"][tokens] * CONFIG["scale_emb"]
+    cosines, sines = rotary(len(tokens))
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (hidden,), weights[f"{name}.weight"], CONFIG["rms_norm_eps"])
+
+    def heads(x: Tensor, count: int) -> Tensor:
+        return x.view(len(tokens), count, -1).transpose(0, 1)
+
+    for layer in range(layers):
+        before = f"model.layers.{layer}"
+        x = norm(stream, f"{before}.input_layernorm")
+        q = heads(linear(x, f"{before}.self_attn.q_proj"), CONFIG["num_attention_heads"])
+        k, v = (heads(linear(x, f"{before}.self_attn.{n}_proj"), CONFIG["num_key_value_heads"]) for n in "kv")
+        q, k = (each * cosines + rotate_half(each) * sines for each in (q, k))
+        x = attend(q, k, v, chooser).transpose(0, 1).flatten(1)
+        added = CONFIG["scale_depth"] / math.sqrt(layers)
+        stream = stream + linear(x, f"{before}.self_attn.o_proj") * added
+        x = norm(stream, f"{before}.post_attention_layernorm")
+        x = F.silu(linear(x, f"{before}.mlp.gate_proj")) * linear(x, f"{before}.mlp.up_proj")
+        stream = stream + linear(x, f"{before}.mlp.down_proj") * added
+    return linear(norm(stream, "model.norm") / (hidden / CONFIG["dim_model_base"]), "lm_head")
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def rotary(length: int) -> tuple[Tensor, Tensor]:
+    """MiniCPMLongRoPE, whose table is made for max_position_embeddings."""
+    said, longest, dim = CONFIG["rope_scaling"], CONFIG["max_position_embeddings"], 16
+    original = said["original_max_position_embeddings"]
+    factors = torch.tensor(said["long_factor" if longest > original else "short_factor"])
+    speeds = 1.0 / CONFIG["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
+    angles = torch.outer(torch.arange(length).float(), 1.0 / factors) * speeds
+    scale = math.sqrt(1 + math.log(longest / original) / math.log(original))
+    both = torch.cat((angles, angles), -1)
+    return both.cos() * scale, both.sin() * scale
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, chooser: Tensor) -> Tensor:
+    """MiniCPMInfLLMv2Attention, with the blocks of each row chosen by the query of its chooser."""
+    count, length, dim = q.shape
+    group = count // len(k)
+    at = torch.arange(length)
+    mask, size = (at[:, None] >= at).expand(len(k), -1, -1).clone(), SPARSE["block_size"]
+    windows = k.unfold(1, SPARSE["kernel_size"], SPARSE["kernel_stride"]).mean(-1)
+    coarse = k.unfold(1, 4 * SPARSE["kernel_size"], 4 * SPARSE["kernel_stride"]).mean(-1)
+    for row in range(length):
+        first = int(chooser[row])
+        if first + 1 < SPARSE["dense_len"]:
+            continue
+        for head in range(len(k)):
+            of_group = q[head * group : (head + 1) * group, first]
+            blocks = chosen_blocks(of_group, windows[head], coarse[head], first + 1)
+            blocks |= set(range(first // size + 1, row // size + 1))
+            mask[head, row] &= torch.isin(at // size, torch.tensor(sorted(blocks)))
+    scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) / math.sqrt(dim)
+    scores = scores.masked_fill(~mask.repeat_interleave(group, 0), -math.inf)
+    return scores.softmax(-1) @ v.repeat_interleave(group, 0)
+
+
+def chosen_blocks(q: Tensor, windows: Tensor, coarse: Tensor, seen: int) -> set[int]:
+    """compressed_attention for a token that sees `seen` ones, itself included.
+
+    q: [group, dim], its queries. windows, coarse: [windows, dim], compressed keys of one KV head.
+    """
+    size, stride, block = SPARSE["kernel_size"], SPARSE["kernel_stride"], SPARSE["block_size"]
+    scale, count, coarse_count = q.shape[1] ** -0.5, (seen - size) // stride + 1, (seen // stride - 8) // 4 + 1
+    lse = (q @ coarse[:coarse_count].T * scale).logsumexp(1, keepdim=True)
+    score = (q @ windows[:count].T * scale - lse).exp().sum(0)
+    pooled = F.max_pool1d(score[None], block // stride + 1, block // stride, padding=1)[0]
+    own, local = (seen - 1) // block, SPARSE["window_size"] // block
+    score = torch.full((own + 1,), -math.inf)
+    score[: len(pooled)] = pooled[: own + 1]
+    score[: SPARSE["init_blocks"]] = score[max(0, own - local) :] = math.inf
+    # Neighbouring blocks tie where both are touched by one window, the weightiest of either.
+    return set(score.sort(descending=True, stable=True).indices[: SPARSE["topk"] + local].tolist())
+
+
+# The runner.
+
+
+def read(runner: ModelRunner, kv: SequenceKV, parts: Iterator[list[int]] | list[list[int]]) -> Tensor:
+    """Read a text in parts, and return the logits of all its tokens."""
+    logits = [runner.forward([SequenceInput(kv, part, "all")])[0].logits for part in parts]
+    return torch.cat([each.float().cpu() for each in logits if each is not None])
+
+
+def cut(tokens: list[int], sizes: list[int]) -> list[list[int]]:
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(tokens[at : at + size])
+        at += size
+    return [*parts, *([token] for token in tokens[at:])]
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: Tiny) -> Tensor:
+    """The logits of the text, whose tokens choose blocks each for itself."""
+    return reference(tiny, text())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("dtype", "off", "share"), [(torch.float32, 1e-3, 0.0), (torch.bfloat16, 0.05, 0.05)])
+def test_logits_equal_the_reference(tiny: Tiny, wanted: Tensor, dtype: torch.dtype, off: float, share: float) -> None:
+    """Of prompts in parts of any size, and of tokens one by one, across the length from which on blocks are chosen.
+
+    In 16 bits a few tokens choose other blocks, whose weights are nearly the same.
+    """
+    got = read(runner_of(tiny, dtype), SequenceKV(), cut(text(), [7, 150, 1, 33, 190]))
+    assert ((got - wanted).abs().amax(1) > off).float().mean() <= share
+
+
+def test_the_reference_depends_on_which_blocks_are_read(tiny: Tiny, wanted: Tensor) -> None:
+    """Otherwise the other tests would find nothing."""
+    shared = reference(tiny, text(), [i - i % 4 for i in range(LENGTH)])
+    is_off = (wanted - shared).abs().amax(1) > 0.05
+    assert not is_off[: SPARSE["dense_len"]].any() and is_off[SPARSE["dense_len"] :].float().mean() > 0.1
+
+
+def generate(runner: ModelRunner, proposals: list[list[int]], count: int) -> tuple[list[int], list[int]]:
+    """Generate greedily by rounds after the prompt; return the text, and whose query chose blocks for each position.
+
+    proposals: how far each round's drafted tokens are from `guess`, in turn.
+    """
+    kv, tokens, choosers = SequenceKV(), text()[:PROMPT], list(range(PROMPT - 1))
+    runner.forward([SequenceInput(kv, tokens[:-1])])
+    rounds = 0
+    while len(tokens) < PROMPT + count:
+        base, offsets = len(tokens), proposals[rounds % len(proposals)]
+        drafted = [(guess(base + i) + offset) % 97 for i, offset in enumerate(offsets)]
+        judged = Drafted(drafted, [], Sampling(0.0), base)
+        (output,) = runner.forward([SequenceInput(kv, [tokens[-1], *drafted], "all", drafted=judged)])
+        assert output.verdict is not None
+        accepted, following = output.verdict
+        tokens += [*drafted[:accepted], following]
+        choosers += [base - 1] * (accepted + 1)
+        runner.kv.truncate(kv, len(tokens) - 1)
+        rounds += 1
+    return tokens, choosers
+
+
+_guesses: list[int] = []
+
+
+def guess(position: int) -> int:
+    """Return the token that plain decoding gives at a position, or any."""
+    return _guesses[position] if position < len(_guesses) else 0
+
+
+@pytest.fixture(scope="module")
+def plainly(tiny: Tiny) -> Iterator[list[int]]:
+    """The text that plain decoding gives."""
+    with torch.inference_mode():
+        tokens, _ = generate(runner_of(tiny), [[]], 80)
+    _guesses[:] = tokens
+    yield tokens
+    _guesses.clear()
+
+
+PROPOSALS = [[0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0], []]  # right ones, and some of which all or a part is wrong
+
+
+def check_text(tiny: Tiny, tokens: list[int], choosers: list[int]) -> None:
+    """Each generated token is the likeliest by the reference, given who chose the blocks of the positions before it."""
+    logits = reference(tiny, tokens[:-1], choosers)
+    assert logits[PROMPT - 1 :].argmax(-1).tolist() == tokens[PROMPT:]
+
+
+def test_plain_decoding_equals_the_reference(tiny: Tiny, plainly: list[int]) -> None:
+    check_text(tiny, plainly, list(range(len(plainly) - 1)))
+
+
+@torch.inference_mode()
+def test_rounds_in_which_each_token_chooses_equal_plain_decoding(tiny: Tiny, plainly: list[int]) -> None:
+    """Rounds end anywhere in a page, and rejected tokens fill pages that others fill again."""
+    tokens, _ = generate(runner_of(tiny, shares_choice=False), PROPOSALS, 70)
+    assert tokens == plainly[: len(tokens)]
+
+
+@torch.inference_mode()
+def test_rounds_share_the_choice_of_their_first_token(tiny: Tiny, plainly: list[int]) -> None:
+    tokens, choosers = generate(runner_of(tiny), PROPOSALS, 70)
+    check_text(tiny, tokens, choosers)
+
+
+@torch.inference_mode()
+def test_several_sequences_run_in_one_step_and_share_prefixes(tiny: Tiny) -> None:
+    """One is so short that it reads everything, one reuses the pages of another, with their mean keys."""
+    runner, prompt = runner_of(tiny), text()[:PROMPT]
+    first, second, short = SequenceKV(), SequenceKV(), SequenceKV()
+    read(runner, first, [prompt])
+    runner.kv.index_prefix(first, prompt)
+    other = [*prompt[:300], *text()[-40:]]
+    known = runner.kv.reuse_prefix(second, other)
+    assert known == 288
+    runner.forward([SequenceInput(second, other[known:-1]), SequenceInput(short, prompt[:150])])
+    texts = [*prompt, 5], other, prompt[:151]
+    inputs = [SequenceInput(kv, tokens[-1:], "all") for kv, tokens in zip((first, second, short), texts, strict=True)]
+    for output, tokens in zip(runner.forward(inputs), texts, strict=True):
+        assert output.logits is not None
+        torch.testing.assert_close(output.logits[-1].float().cpu(), reference(tiny, tokens)[-1], rtol=1e-3, atol=1e-3)
+
+
+# What is not built.
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"use_nope": True}, "use_nope"),
+        ({"kernel_size": 64}, "windows of 64 tokens"),
+        ({"block_size": 24}, "blocks of 24 tokens"),
+        ({"topk": 1}, "topk of 1"),
+        ({"dense_len": 64}, "dense_len of 64"),
+    ],
+)
+def test_other_choices_are_refused_by_name(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"sparse_config": SPARSE | changed}))
+    assert named in (unbuilt_feature(load_config(str(tmp_path))) or "")
+
+
+def test_it_is_no_draft(tiny: Tiny) -> None:
+    with pytest.raises(NotImplementedError, match="not built as a draft"):
+        runner_of(tiny).prepare_rounds(RoundSettings(GAMMA, 64, 16))
