@@ -199,7 +199,7 @@ def wanted(tiny: Tiny) -> Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("dtype", "off", "share"), [(torch.float32, 1e-3, 0.0), (torch.bfloat16, 0.05, 0.05)])
+@pytest.mark.parametrize(("dtype", "off", "share"), [(torch.float32, 1e-3, 0.0), (torch.bfloat16, 0.1, 0.05)])
 def test_logits_equal_the_reference(tiny: Tiny, wanted: Tensor, dtype: torch.dtype, off: float, share: float) -> None:
     """Of prompts in parts of any size, and of tokens one by one, across the length from which on blocks are chosen.
 
