@@ -14,6 +14,7 @@ from protos import control_pb2_grpc, speculation_pb2_grpc
 from specahead.config import TargetSettings
 from specahead.config.garbage import keep_loaded
 from specahead.config.version import running_version
+from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.copies import choose_copies
 from specahead.engine.loading.model import default_device
 from specahead.engine.loading.opening import EightBit, OpenedModel, open_both, open_model
@@ -96,9 +97,12 @@ async def run(
     check_free(settings.host, settings.port)
     if settings.device == "auto":
         settings = replace(settings, device=default_device())
-    settings = choose_copies(settings)
+    chooses_blocks = load_shape(settings.model).chooses_blocks
+    settings = choose_copies(_of_choosing_model(settings) if chooses_blocks else settings)
     plan = load_served_plan(settings.plan_file, settings.budget, *settings.pair)
-    if not plan.is_calibrated and settings.has_draft:
+    if chooses_blocks and plan.sparse_layers:
+        raise PlanError(f"{settings.plan}: {settings.model} chooses blocks by itself, and takes no plan: leave it out")
+    if not plan.is_calibrated and settings.has_draft and not chooses_blocks:
         log.warning(UNCALIBRATED)
     if plan.dense_layers and settings.host_kv_memory:
         log.warning("the plan reads layers wholly: with --host-kv-memory each step brings whole sequences to the GPU")
@@ -118,6 +122,24 @@ async def run(
     keep_loaded()  # frees the garbage of loading, before graphs take memory
     drafter = None if beside is None else parts.drafter(beside.runner, plan, settings.own_draft, beside.grammars)
     await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, drafter, parts)
+
+
+def _of_choosing_model(settings: TargetSettings) -> TargetSettings:
+    """Return the settings of a target whose own attention chooses blocks: nothing else chooses what it reads.
+
+    Raises NotImplementedError for settings that would.
+    """
+    asked = {
+        "draft self": settings.draft == "self",
+        "speculation hold": bool(settings.speculation.hold),
+        "budget": settings.budget > 0,
+    }
+    for setting in (name for name, given in asked.items() if given):
+        raise NotImplementedError(
+            f"{settings.model}: {setting} is not built for a model that chooses blocks by itself: leave it out"
+        )
+    draft = "lookup" if settings.draft == "auto" else settings.draft
+    return replace(settings, draft=draft, speculation=replace(settings.speculation, hold=0))
 
 
 def _eight_bit(settings: TargetSettings) -> EightBit:

@@ -6,6 +6,7 @@ one, as in plain decoding, or that of the first token of its round.
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specahead import LLM, SamplingParams, models
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.config import load_config
 from specahead.engine.loading.model import load_model
@@ -298,6 +300,39 @@ def test_several_sequences_run_in_one_step_and_share_prefixes(tiny: Tiny) -> Non
     for output, tokens in zip(runner.forward(inputs), texts, strict=True):
         assert output.logits is not None
         torch.testing.assert_close(output.logits[-1].float().cpu(), reference(tiny, tokens)[-1], rtol=1e-3, atol=1e-3)
+
+
+# Served.
+
+
+def test_it_is_served_with_a_draft_and_without(tmp_path: Path) -> None:
+    """The draft knows nothing of this model, so its tokens are rejected, and each round's first token chooses for
+    itself alone. Requests that may be approximate are served by the model's own attention as well.
+    """
+    draft = tmp_path / "draft"
+    shutil.copytree(models.DRAFT, draft)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(models.TARGET / name, tmp_path)
+    tiny, prompt = save(tmp_path, CONFIG | {"vocab_size": 4096}), [100 + 7 * token for token in text(200)]
+    how = {"max_model_len": 600, "kv_tokens": 2400, "dtype": "float32", "device": "cpu"}
+    with LLM(tiny.folder, str(draft), placement="together", **how) as llm:
+        sampling = [{"exactness": exactness} for exactness in ("exact", "approximate")]
+        answers = [
+            llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **each))[0]
+            for each in sampling
+        ]
+    assert answers[0].speculation.drafted > 0 == answers[0].speculation.accepted
+    logits = reference(tiny, [*prompt, *answers[0].token_ids[:-1]])
+    assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answers[0].token_ids == answers[1].token_ids
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"draft": "self"}, "draft self"), ({"budget": 0.1}, "budget"), ({"host_kv_memory": 0.1}, "host_kv_memory")],
+)
+def test_settings_that_choose_what_it_reads_are_refused_by_name(tiny: Tiny, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{named} is not built for a model that chooses blocks by itself"):
+        LLM(tiny.folder, **{"draft": "none", **given})
 
 
 # What is not built.
