@@ -373,9 +373,7 @@ def test_a_mixture_of_experts_over_two_ranks(tmp_path: Path) -> None:
     shutil.copytree(models.TARGET, model, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = SIZES | MIXTURE | {"vocab_size": 4096, "attention_bias": False, "initializer_range": 0.2}
     transformers.Qwen3MoeConfig(**sizes).save_pretrained(model)
-    settings = replace(
-        SETTINGS, model=str(model), draft="none", load_format="dummy", kv_tokens=512, max_context=200
-    )
+    settings = replace(SETTINGS, model=str(model), draft="none", load_format="dummy", kv_tokens=512, max_context=200)
     processes, found = RankProcesses(settings), []
     alone, split = open_model(replace(settings, tensor_parallel_size=1)).runner, opened(processes, settings).runner
     for runner in (alone, split):
