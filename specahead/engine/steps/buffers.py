@@ -26,7 +26,7 @@ def make_buffers(
 
     The pass adds to the tensors: logits [logits rows, vocab]; where it shares out budgets, all_lists [sparse layers,
     sequences, kv_heads, blocks] int32 and all_counts [sparse layers, sequences, kv_heads] int32, of the KV heads of all
-    ranks; lists and counts, the same of this rank's heads; and read_weights, float32 as lists.
+    ranks; and lists and counts, the same of this rank's heads.
     """
     layout = _rows_layout(shape.sequences, shape.rows, shape.pages) | _logits_layout(shape, logits_rows)
     if shape.read.is_sparse:

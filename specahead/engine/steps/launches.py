@@ -69,7 +69,8 @@ def run_pass(
         given["token_ids"], given["positions"], given["slots"], kv.k_pages, kv.v_pages, attend, logits_rows,
         kv_scales=kv.scales,
     )  # fmt: skip
-    _leave_results(shape, buffers, fetched, kv, chain)
+    read_weights = attend.weights if isinstance(attend.weights, Tensor) else None
+    _leave_results(shape, buffers, read_weights, fetched, kv, chain)
 
 
 def _take_up(shape: PassShape, buffers: Buffers, ranks: Ranks, chain: DeviceChain) -> None:
@@ -131,8 +132,8 @@ def _attention_of(
         )
     elif shape.read.is_sparse:
         attend.listed = listed_reads(heads, rows, kv, shape, given, attention, fetched, tuning)
+        # Not among the buffers, so that later captures take its memory: as large as all lists of the pass.
         attend.weights = torch.empty(given["lists"].shape, dtype=torch.float32, device=rows.starts.device)
-        given["read_weights"] = attend.weights
     return attend
 
 
@@ -146,9 +147,17 @@ def _leave_fetched(buffers: Buffers, fetched: FetchPlan) -> None:
 
 
 def _leave_results(
-    shape: PassShape, buffers: Buffers, fetched: FetchPlan | None, kv: KVCache, chain: DeviceChain | None
+    shape: PassShape,
+    buffers: Buffers,
+    read_weights: Tensor | None,
+    fetched: FetchPlan | None,
+    kv: KVCache,
+    chain: DeviceChain | None,
 ) -> None:
-    """Write verdicts and counts to the results, and remember the weights of the blocks that were read."""
+    """Write verdicts and counts to the results, and remember the weights of the blocks that were read.
+
+    read_weights: those of all lists, float32 as they; None: attention has remembered them already, or reads no lists.
+    """
     given, results = buffers.tensors, buffers.results.device
     backend = default_backend(given["logits"].device)
     if shape.judge is not None:
@@ -168,10 +177,10 @@ def _leave_results(
         return
     all_lists, all_counts = given["all_lists"], given["all_counts"]
     results["blocks_read"].copy_(all_counts.sum((0, 2)))
-    if shape.read.weighs:  # attention has remembered the weights already
+    if read_weights is None:
         return
     indices = given["indices"]
     if fetched is not None:  # a void pass will run again
         indices = indices.masked_fill(fetched.overflow > 0, -1)
-    remembered, read = Remembered(given["memory"], indices), kv.ranks.widened(given["read_weights"], 2)
+    remembered, read = Remembered(given["memory"], indices), kv.ranks.widened(read_weights, 2)
     remember_weights(remembered, all_lists, all_counts, read, given["blocks"], shape.read.decay, backend)
