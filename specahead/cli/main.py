@@ -70,6 +70,9 @@ COMMANDS = {
         bench.add_kernels_flags, "specahead.lab.benchmarks.kernels", "attention and selection kernels on a GPU"
     ),
     "bench step": Command(bench.add_step_flags, "specahead.lab.benchmarks.step", "steps of target and draft on a GPU"),
+    "bench experts": Command(
+        bench.add_experts_flags, "specahead.lab.benchmarks.experts", "a mixture of experts on a GPU, by how it is cut"
+    ),
     "bench ranks": Command(
         bench.add_ranks_flags, "specahead.lab.benchmarks.ranks", "steps of a target over one GPU and over several"
     ),

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from specahead.cli.main import main
+from specahead.lab.benchmarks import experts
 from specahead.lab.benchmarks.flags import HELD
 from specahead.lab.benchmarks.gpu_timing import require_gpu
-from specahead.lab.benchmarks.shapes import Shape
+from specahead.lab.benchmarks.shapes import Shape, random_experts
 from specahead.lab.benchmarks.step import Bench, draft_rows, target_rows
 
 
@@ -30,7 +31,26 @@ def test_each_step_and_round_that_is_measured_can_be_run(how: dict[str, Any], mo
     assert all(row.milliseconds == 2 and row.floor > 0 for row in rows)
 
 
-@pytest.mark.parametrize("name", ["kernels", "step", "offload"])
+def test_all_parts_of_a_mixture_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with the default cuts; the others fit the layers."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(experts, "graph_milliseconds", lambda work, repeats: work.args[0]() is not None)
+    shape = Shape(1, 256, 2, 2, 16, 128, 300, experts=4, chosen=2)
+    for how in ("fp8", "int4"):
+        device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)
+        case = experts.Case(torch.randn(3, 256).to(device, torch.float16), random_experts(shape, how, device, dtype))
+        rows = experts.measure(case, how, 1e9, 2, tries=False)
+        assert [row.what.split(",")[0] for row in rows] == [
+            f"{how}: {each}" for each in ("all", "routing", "gate and up", "down")
+        ]
+        assert all(row.milliseconds == 1 / experts.TIMES and row.floor > 0 for row in rows)
+        for gated, inputs in ((True, 256), (False, 128)):
+            default, *others = experts.cuts_of(case, gated)
+            assert default not in others
+            assert all(inputs % cut.depth == 0 for cut in (default, *others))
+
+
+@pytest.mark.parametrize("name", ["kernels", "step", "offload", "experts"])
 def test_without_a_gpu_there_is_one_line(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -109,6 +109,18 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE")
 
 
+def add_experts_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `bench experts` takes."""
+    parser.add_argument("--shape", default="30b-a3b", metavar="NAME", help="30b-a3b, or a model's folder or id")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 40], metavar="N", help="tokens of a pass")
+    parser.add_argument(
+        "--quantization", nargs="+", choices=HELD, default=["none", "fp8", "fp8-blocks"], help="of the weights"
+    )
+    parser.add_argument("--cuts", action="store_true", help="time the products with other cuts as well")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json", metavar="FILE")
+
+
 def add_ranks_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench ranks` takes."""
     parser.add_argument("--shape", default="8b", choices=["8b", "1b", "tiny"])

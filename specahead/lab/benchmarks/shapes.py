@@ -9,7 +9,7 @@ from torch import Tensor
 from specahead.engine.model.decoder import Decoder, DecoderLayer
 from specahead.engine.model.families import count_experts
 from specahead.kernels.kv_scales import EIGHT_BITS, KVScales
-from specahead.kernels.linear import BLOCK, GroupedWeight, LinearWeight, group_weight, quantize
+from specahead.kernels.linear import BLOCK, EightBitWeight, GroupedWeight, LinearWeight, group_weight, quantize
 from specahead.kernels.mixture import Experts
 from specahead.sparsity.plan import Plan
 
@@ -72,20 +72,8 @@ def random_decoder(
     dim, heads, kv_heads = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
     hidden, mlp = shape.hidden_size, shape.intermediate_size
 
-    def random(*size: int) -> Tensor:
-        return torch.empty(*size, device=device, dtype=dtype).normal_(0, 0.02)
-
     def weight(outputs: int, inputs: int) -> LinearWeight:
-        if quantization in ("fp8-blocks", "int4"):
-            return LinearWeight(_random_groups(outputs, inputs, quantization == "int4", dtype, device))
-        values = random(outputs, inputs)
-        return LinearWeight(quantize(values) if quantization == "fp8" else values)
-
-    def experts() -> Experts:
-        gate_up = weight(shape.experts * 2 * mlp, hidden).values
-        down = weight(shape.experts * hidden, mlp).values
-        router = random(shape.experts, hidden)
-        return Experts(router if isinstance(down, Tensor) else router.half(), gate_up, down, shape.chosen, True)
+        return LinearWeight(_random_weight(outputs, inputs, quantization, dtype, device))
 
     ones = torch.ones(hidden, device=device, dtype=dtype)
     layers = [
@@ -96,16 +84,16 @@ def random_decoder(
             mlp_norm=ones,
             gate_up=None if shape.experts else weight(2 * mlp, hidden),
             down=None if shape.experts else weight(hidden, mlp),
-            experts=experts() if shape.experts else None,
+            experts=random_experts(shape, quantization, device, dtype) if shape.experts else None,
         )
         for _ in range(shape.num_hidden_layers)
     ]
     angles = torch.rand(2, positions, dim // 2, device=device)
     return Decoder(
-        embedding=random(shape.vocab_size, hidden),
+        embedding=_random(shape.vocab_size, hidden, dtype, device),
         layers=layers,
         norm=ones,
-        lm_head=LinearWeight(random(shape.vocab_size, hidden)),
+        lm_head=LinearWeight(_random(shape.vocab_size, hidden, dtype, device)),
         cosines=angles[0],
         sines=angles[1],
         heads=heads,
@@ -113,6 +101,32 @@ def random_decoder(
         epsilon=1e-5,
         attention_scale=dim**-0.5,
     )
+
+
+def random_experts(
+    shape: Shape, quantization: str = "none", device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> Experts:
+    """Return the experts of one layer. quantization: as for `random_decoder`."""
+    of_weights = quantization, dtype, device
+    gate_up = _random_weight(shape.experts * 2 * shape.intermediate_size, shape.hidden_size, *of_weights)
+    down = _random_weight(shape.experts * shape.hidden_size, shape.intermediate_size, *of_weights)
+    of_router = dtype if isinstance(down, Tensor) else torch.float16
+    return Experts(
+        _random(shape.experts, shape.hidden_size, of_router, device), gate_up, down, chosen=shape.chosen, renormed=True
+    )
+
+
+def _random(outputs: int, inputs: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.empty(outputs, inputs, device=device, dtype=dtype).normal_(0, 0.02)
+
+
+def _random_weight(
+    outputs: int, inputs: int, quantization: str, dtype: torch.dtype, device: str
+) -> Tensor | EightBitWeight | GroupedWeight:
+    if quantization in ("fp8-blocks", "int4"):
+        return _random_groups(outputs, inputs, quantization == "int4", dtype, device)
+    values = _random(outputs, inputs, dtype, device)
+    return quantize(values) if quantization == "fp8" else values
 
 
 def _random_groups(outputs: int, inputs: int, in_four_bits: bool, dtype: torch.dtype, device: str) -> GroupedWeight:
