@@ -123,7 +123,7 @@ def add_experts_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_ranks_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench ranks` takes."""
-    parser.add_argument("--shape", default="8b", choices=["8b", "1b", "tiny"])
+    parser.add_argument("--shape", default="8b", choices=["8b", "1b", "30b-a3b", "tiny"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="GPUs of the target")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="sessions of a step")
     parser.add_argument("--contexts", type=int, nargs="+", default=[10240, 32768], metavar="N", help="their tokens")
@@ -150,7 +150,7 @@ def add_offload_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the pair of models that services are measured with, what is imposed on it, and how much it generates."""
-    sizes = ["8b", "1b", "tiny"]
+    sizes = ["8b", "1b", "0.5b", "30b-a3b", "tiny"]
     parser.add_argument("--target-shape", default="8b", choices=sizes)
     parser.add_argument("--draft-shape", default="1b", choices=sizes)
     parser.add_argument("--acceptance", type=float, default=0.8, help="imposed, a token")
