@@ -4,7 +4,7 @@ Weights are random, and so is the selection of the imposed share of KV, since on
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -59,9 +59,18 @@ class Bench:
         numbers = 2 * batch * context * shape.num_key_value_heads * shape.head_dim * shape.num_hidden_layers
         return numbers * a_number * share
 
-    def floor(self, kv_bytes: float, passes: int = 1) -> float:
-        """Return the milliseconds in which weights and KV are read once a pass at the copy bandwidth."""
-        return 1e3 * (passes * self.decoder.weight_bytes + kv_bytes) / self.bandwidth
+    def floor(self, kv_bytes: float, rows: Sequence[int]) -> float:
+        """Return the milliseconds in which passes read their weights and KV at the copy bandwidth. rows: of each pass.
+
+        A pass reads the experts that its rows choose, which they do at random.
+        """
+        read = sum(self.decoder.weight_bytes - self._unread_experts(each) for each in rows)
+        return 1e3 * (read + kv_bytes) / self.bandwidth
+
+    def _unread_experts(self, rows: int) -> float:
+        """Return the bytes of the experts that none of so many rows is expected to choose."""
+        mixtures = [layer.experts for layer in self.decoder.layers if layer.experts is not None]
+        return sum(each.nbytes * (1 - each.chosen / len(each.router)) ** rows for each in mixtures)
 
     def step(self, batch: int, context: int, queries: int) -> TimedRow:
         """Time a dense verification, or a draft step."""
@@ -128,7 +137,8 @@ class Bench:
 
     def _measure(self, what: str, shape: PassShape, buffers: Buffers, kv_bytes: float, passes: int = 1) -> TimedRow:
         ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, self.attention), self.repeats)
-        return TimedRow(what, ms, self.floor(kv_bytes, passes), None)
+        rows = [*[shape.sequences] * (passes - 1), shape.rows]
+        return TimedRow(what, ms, self.floor(kv_bytes, rows), None)
 
     def round(self, batch: int, context: int, gamma: int, share: float, announces: bool, branches: int = 1) -> TimedRow:
         """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
@@ -164,7 +174,7 @@ class Bench:
         what = "and announces" if announces else "announces nothing"
         what += f", {branches} branches" if branches > 1 else ""
         name = f"round of {gamma} + 1 passes, later ones read {share:.0%}, {what}, {batch} x {context}"
-        return TimedRow(name, ms, self.floor(read, gamma + 1), None)
+        return TimedRow(name, ms, self.floor(read, [batch * branches] * (gamma + 1)), None)
 
 
 def target_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
