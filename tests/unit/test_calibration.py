@@ -20,6 +20,7 @@ from specahead.lab.evaluation.calibration import (
 )
 from specahead.lab.evaluation.models import load_runner, output_projections
 from specahead.models import DEMO_TEXT
+from tests.unit.tiny_models import save_mixture
 
 SETTINGS = CalibrationSettings(context=320, stride=64, skipped=192, queries=3, budget=0.5, window_blocks=2)
 
@@ -62,16 +63,27 @@ def whole_matrices(model: str, tokens: list[int], last: int) -> Tensor:
     return rows.unflatten(-1, (-1, 16)).sum(-1).mean(2)
 
 
+@pytest.mark.parametrize("target_is", ["dense", "a mixture of experts"])
 def test_the_sums_are_those_of_whole_attention_matrices(
-    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], projections: list[Tensor]
+    pair: tuple[ModelRunner, ModelRunner],
+    passages: list[list[int]],
+    projections: list[Tensor],
+    target_is: str,
+    tmp_path: Path,
 ) -> None:
+    model = str(models.TARGET)
+    if target_is != "dense":
+        save_mixture(tmp_path)
+        model = str(tmp_path)
+        pair = pair[0], load_runner(model, torch.float32, "cpu", 400)
+        projections = output_projections(load_model(model, torch.float32, "cpu").decoder)
     with torch.no_grad():
         sums = count(pair, passages[:1], projections)
         assert (sums.samples, sums.texts) == (2, 1)
         gram, cross = torch.zeros(16, 16), torch.zeros(16, 40)
         for last in (256, 320):
             draft = whole_matrices(str(models.DRAFT), passages[0], last)
-            target = whole_matrices(str(models.TARGET), passages[0], last).unflatten(1, (4, 2)).sum(2)
+            target = whole_matrices(model, passages[0], last).unflatten(1, (4, 2)).sum(2)
             middle = slice(1, last // 16 - 2)
             x, y = draft.flatten(0, 1)[:, middle], target.flatten(0, 1)[:, middle]
             gram += x @ x.T

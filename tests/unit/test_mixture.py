@@ -41,9 +41,9 @@ def random_experts(
     return Experts(router.half(), held(gate_up, how), held(down, how), chosen, renormed)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
-    st.integers(1, 70),
+    st.integers(1, 40),
     st.integers(1, 9),
     st.sampled_from([16, 48, 130]),
     st.sampled_from([16, 72]),
@@ -78,7 +78,7 @@ def test_experts_in_fewer_bits(how: str, rows: int, hidden: int, inner: int) -> 
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.data(), st.booleans())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_a_router_chooses_and_weighs_alike(rows: int, count: int, data: st.DataObject, renormed: bool) -> None:
     pytest.importorskip("triton")
     chosen, parts = data.draw(st.integers(1, min(count, 9))), data.draw(st.integers(0, 3))
@@ -115,7 +115,7 @@ def check_tiles(tiles: Tiles, choice: Choice) -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 12), st.data(), st.sampled_from([16, 64]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_tiles_hold_each_pair_once(rows: int, count: int, data: st.DataObject, size: int) -> None:
     """Also where some experts have no pairs and some many."""
     pytest.importorskip("triton")

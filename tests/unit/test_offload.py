@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
+from tests.unit.tiny_models import save_mixture
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, CONTEXT = 4, 900
@@ -195,6 +197,14 @@ def test_a_shared_budget_over_what_is_fetched(model: Any, plain: Any, gpu_pages:
     assert (got.tiered.counters.fetched_pages > 0) == (gpu_pages < 80)
     assert (got.tiered.counters.overflow_pages, got.stages) == (0, 0)
     assert len(got.means[0][0]) == 7
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Announced blocks are fetched for it as for a dense model."""
+    save_mixture(tmp_path)
+    mixture = load_model(str(tmp_path), torch.float32, DEVICE)
+    got = check(mixture, lambda case: run(mixture, 0, case), 45, Case(turns=2), exactly=False)
+    assert got.tiered.counters.fetched_pages > 0
 
 
 def test_blocks_of_several_pages(model: Any, plain: Any) -> None:

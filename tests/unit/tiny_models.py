@@ -1,10 +1,13 @@
 """Models of all architectures that are tested, as small as can be."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from specahead import models
 
 HEAD = 16 if torch.cuda.is_available() else 8  # dimensions: kernels on a GPU take no fewer
 SIZES: dict[str, Any] = {
@@ -60,3 +63,12 @@ def save_tiny(config: Any, folder: Path, **how: Any) -> Any:
             parameter += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(folder, **how)
     return model.eval()
+
+
+def save_mixture(folder: Path) -> None:
+    """Save a mixture of experts of random weights with the layers, heads and tokenizer of the bundled target."""
+    shutil.copytree(models.TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    target = transformers.AutoConfig.from_pretrained(models.TARGET).to_dict()
+    names = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"
+    experts = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    save_tiny(transformers.Qwen3MoeConfig(**{name: target[name] for name in names} | experts), folder)
