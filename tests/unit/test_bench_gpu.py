@@ -60,6 +60,7 @@ def test_without_a_gpu_there_is_one_line(name: str) -> None:
         require_gpu()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for a CPU: a GPU's 16 bits may differ by ranks")
 def test_steps_over_ranks_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     """On a CPU in a small shape, over one rank and over two, which give the same tokens."""

@@ -65,7 +65,7 @@ async def test_connections_of_an_address_are_limited_and_one_line_says_so(
     router = ScriptedRouter(tokenizer)
     router.gate.clear()
     request = HEAD.replace(b"100", b"21") + b'{"prompt": "The sea"}'
-    connections = Connections(6, patience=4, proxies=Proxies(proxies))
+    connections = Connections(6, patience=2, proxies=Proxies(proxies))
     places = 6 if proxies else 3
     async with running_gateway(router, connections=connections) as address, contextlib.AsyncExitStack() as opened:
         readers = [await opened.enter_async_context(connected(address, request)) for _ in range(places - 1)]

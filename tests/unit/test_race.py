@@ -16,9 +16,10 @@ def numbers(count: int, seed: int = 1) -> Tensor:
     return torch.from_numpy(uniforms(seed, 0, count, USE_TARGET))
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+# The interpreter takes too long for so many rows; what it draws is compared with torch's below.
+@pytest.mark.parametrize("backend", ["torch", *["triton"] * (DEVICE == "cuda")])
 def test_what_is_drawn_has_the_truncated_distribution(backend: str) -> None:
-    rows, vocab = (20_000, 40) if backend == "torch" or DEVICE == "cuda" else (120, 5)
+    rows, vocab = 20_000, 40
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
     heat, top_p = torch.full((rows,), 0.8), torch.full((rows,), 0.9)
     given = (each.to(DEVICE) for each in (logits.expand(rows, -1).contiguous(), heat, top_p, numbers(rows)))
