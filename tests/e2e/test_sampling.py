@@ -14,7 +14,7 @@ from specahead.models import DRAFT, TARGET
 from tests.client import generate
 from tests.stack import Stack
 
-DRAWS, AT_ONCE = 400, 32
+DRAWS, AT_ONCE = 300, 32
 PROMPT = "The old man looked at the"
 TEMPERATURE, TOP_P = 0.7, 0.8
 
@@ -57,7 +57,7 @@ def _chi_square(observed: Counter[int], expected: dict[int, float], draws: int) 
 
 
 def test_sampled_exact_has_the_targets_distribution(stack: Stack, tokenizer: Any) -> None:
-    """400 draws; as many from the draft's distribution, as a rule that accepts everything would give, are found out."""
+    """300 draws; as many from the draft's distribution, as a rule that accepts everything would give, are found out."""
     prompt, stub = tokenizer.encode(PROMPT), stack.stub()
 
     def run(seed: int) -> list[int]:

@@ -213,7 +213,7 @@ def test_a_step_for_which_there_is_no_room_may_cut_held_tokens_before_the_younge
     world.check_nothing_left()
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10**6),
     screening=st.integers(0, 4),
@@ -277,7 +277,7 @@ RULED = [
 ]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 10**6),
     screening=st.integers(0, 4),
@@ -385,7 +385,7 @@ class Circles(Screens):
         return self.target(tokens) if agrees else np.roll(self.target(tokens), 2)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 10**6),
     screening=st.integers(1, 4),
