@@ -27,7 +27,8 @@ WINDOW = 2  # pages of a window
 COARSE_STRIDE, COARSE_WINDOW = 4, 8  # pages, of coarse windows
 LEAST_DENSE = COARSE_WINDOW * STRIDE  # a sequence of fewer tokens has no coarse window
 
-_TILE = 64  # pages, windows or blocks that a program takes at once
+_TILE = 64  # pages, coarse windows or blocks that a program takes at once
+_BLOCKS_OF_PROGRAM = 256
 
 
 @dataclass(frozen=True)
@@ -51,50 +52,63 @@ class BlockRule:
         return max(self.top, -(-self.dense_below // self.block_size)) + beside
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How many blocks each query chooses: for all layers of a pass, since it follows from lengths alone."""
+
+    rule: BlockRule
+    seen: Tensor
+    """[choosers] int32, tokens that each query sees, itself included; 0: there is no query."""
+    blocks: Tensor
+    """[choosers * kv_heads] int32, all blocks of the query's sequence."""
+    chosen: Tensor
+    """[choosers * kv_heads] int32, blocks that are listed."""
+    most: int
+    """Tokens that share a choice, at most."""
+
+
+def plan_choice(rule: BlockRule, seen: Tensor, lengths: Tensor, kv_heads: int, most: int) -> Choice:
+    """Return how many blocks queries choose, and list besides since later tokens that share the choice stand there.
+
+    seen, most: as Choice has them. lengths: [choosers] int32, tokens of each query's sequence, later ones included.
+    The host does not wait, so that a CUDA graph can capture this.
+    """
+    own, blocks = -(-seen // rule.block_size), -(-lengths // rule.block_size)
+    chosen = torch.where(seen < rule.dense_below, own, own.clamp(max=rule.top)) + blocks - own
+    return Choice(rule, seen, blocks.repeat_interleave(kv_heads), chosen.repeat_interleave(kv_heads), most)
+
+
 def choose_blocks(
-    queries: Tensor,
-    means: Tensor,
-    tables: Tensor,
-    seen: Tensor,
-    lengths: Tensor,
-    rule: BlockRule,
-    scale: float,
-    most: int,
-    backend: Backend = "torch",
+    queries: Tensor, means: Tensor, tables: Tensor, choice: Choice, scale: float, backend: Backend = "torch"
 ) -> BlockLists:
     """Choose the blocks of each query's sequence by that query, for each KV head.
-
-    Blocks after the query's own, where later tokens of its sequence are that share its choice, are listed as well.
 
     queries: [choosers, heads, head_dim], contiguous, of the dtype of the means.
     means: [pages, kv_heads, head_dim], contiguous (kernels.page_means).
     tables: [choosers, pages of a sequence] int32, contiguous, the page of each logical page.
-    seen: [choosers] int32, tokens that each query sees, itself included; 0: there is no query.
-    lengths: [choosers] int32, tokens of its sequence, those that share its choice included.
-    scale: of the scores. most: tokens that share a choice, at most.
+    scale: of the scores.
     Returns lists [choosers, kv_heads, width] and counts. The host does not wait, so that a CUDA graph can capture this.
     """
-    count, kv_heads, size = len(queries), means.shape[1], rule.block_size
-    own_blocks, all_blocks = -(-seen // size), -(-lengths // size)
-    chosen = torch.where(seen < rule.dense_below, own_blocks, own_blocks.clamp(max=rule.top))
-    most_blocks = -(-tables.shape[1] * STRIDE // size)
+    count, kv_heads, rule = len(queries), means.shape[1], choice.rule
+    most_blocks = -(-tables.shape[1] * STRIDE // rule.block_size)
     score = _score_in_triton if backend == "triton" else _score_in_torch
-    scores = score(queries, means, tables, seen, rule, scale, most_blocks)
-    valid, k = (each.repeat_interleave(kv_heads) for each in (all_blocks, chosen + all_blocks - own_blocks))
-    lists, counts = select_top_k(scores.flatten(0, 1), valid, k, backend, min(rule.width(most), most_blocks))
-    return BlockLists(lists.view(count, kv_heads, -1), counts.view(count, kv_heads), size)
+    scores = score(queries, means, tables, choice, scale, most_blocks).flatten(0, 1)
+    width = min(rule.width(choice.most), most_blocks)
+    lists, counts = select_top_k(scores, choice.blocks, choice.chosen, backend, width)
+    return BlockLists(lists.view(count, kv_heads, -1), counts.view(count, kv_heads), rule.block_size)
 
 
 def _score_in_torch(
-    queries: Tensor, means: Tensor, tables: Tensor, seen: Tensor, rule: BlockRule, scale: float, blocks: int
+    queries: Tensor, means: Tensor, tables: Tensor, choice: Choice, scale: float, blocks: int
 ) -> Tensor:
     """Return the weights of blocks, [choosers, kv_heads, blocks] float32; infinite for those that are read in any case.
 
     Where everything is read they say nothing.
     """
-    kv_heads, in_block = means.shape[1], rule.block_size // STRIDE
+    rule, kv_heads = choice.rule, means.shape[1]
+    in_block = rule.block_size // STRIDE
     scores = torch.zeros(len(queries), kv_heads, blocks, device=queries.device)
-    for i, tokens in enumerate(seen.tolist()):
+    for i, tokens in enumerate(choice.seen.tolist()):
         if tokens < rule.dense_below:
             continue
         of_pages = means[tables[i, : tokens // STRIDE].long()].float()
@@ -109,9 +123,10 @@ def _score_in_torch(
 
 
 def _score_in_triton(
-    queries: Tensor, means: Tensor, tables: Tensor, seen: Tensor, rule: BlockRule, scale: float, blocks: int
+    queries: Tensor, means: Tensor, tables: Tensor, choice: Choice, scale: float, blocks: int
 ) -> Tensor:
     """Return what `_score_in_torch` does."""
+    rule, seen = choice.rule, choice.seen
     (count, heads, dim), (kv_heads, pages), device = queries.shape, (means.shape[1], tables.shape[1]), queries.device
     group = heads // kv_heads
     products = torch.empty(count, kv_heads, group, pages, dtype=torch.float32, device=device)
@@ -130,7 +145,7 @@ def _score_in_triton(
         DIM=dim,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
     )
-    _scores_kernel[(count * kv_heads,)](
+    _scores_kernel[(count * kv_heads, -(-blocks // _BLOCKS_OF_PROGRAM))](
         products,
         seen,
         scores,
@@ -143,6 +158,8 @@ def _score_in_triton(
         BLOCK=rule.block_size,
         FIRST=rule.first,
         LOCAL=rule.local,
+        BLOCKS=_BLOCKS_OF_PROGRAM,
+        num_warps=8,
     )
     return scores
 
@@ -199,8 +216,9 @@ def _scores_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LOCAL: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Turn the products of one KV head's queries with pages into the weights of blocks."""
+    """Turn the products of one KV head's queries with pages into the weights of BLOCKS blocks."""
     item = tl.program_id(0).to(tl.int64)
     seen = tl.load(seen_ptr + item // KV_HEADS)
     is_sparse = seen >= DENSE_BELOW
@@ -212,32 +230,44 @@ def _scores_kernel(
     # The logsumexp of each query over coarse windows.
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    windows = (full - COARSE_WINDOW) // COARSE_STRIDE + 1
+    windows, of_window = (full - COARSE_WINDOW) // COARSE_STRIDE + 1, tl.arange(0, COARSE_WINDOW)
     for start in tl.range(0, windows, TILE):
         window = start + place
         inside = real[:, None] & (window < windows)[None, :]
-        sums = tl.zeros([ROWS, TILE], tl.float32)
-        for page in tl.static_range(COARSE_WINDOW):
-            sums += tl.load(rows[:, None] + (window * COARSE_STRIDE + page)[None, :], mask=inside, other=0.0)
-        products = tl.where(inside, sums / COARSE_WINDOW, float("-inf"))
+        page = window[:, None] * COARSE_STRIDE + of_window[None, :]
+        of_pages = tl.load(rows[:, None, None] + page[None, :, :], mask=inside[:, :, None], other=0.0)
+        products = tl.where(inside, tl.sum(of_pages, 2) / COARSE_WINDOW, float("-inf"))
         larger = tl.maximum(largest, tl.max(products, 1))
-        # Rows beyond the group's have no product.
-        shift = tl.where(real, larger, 0.0)
+        shift = tl.where(real, larger, 0.0)  # rows beyond the group's have no product
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(products - shift[:, None]), 1)
         largest = larger
     coarse = tl.where(real, largest + tl.log(total), 0.0)
 
-    own = (seen - 1) // BLOCK
-    for start in tl.range(0, blocks, TILE):
+    own, first = (seen - 1) // BLOCK, tl.program_id(1) * BLOCKS
+    in_block = tl.arange(0, BLOCK // STRIDE)
+    for start in tl.range(first, tl.minimum(first + BLOCKS, blocks), TILE):
         block = start + place
-        weights = tl.zeros([TILE], tl.float32)
-        for page in tl.static_range(BLOCK // STRIDE + 1):
-            window = block * (BLOCK // STRIDE) - 1 + page
-            inside = real[:, None] & ((window >= 0) & (window < full - 1))[None, :]
-            at = rows[:, None] + window[None, :]
-            product = (tl.load(at, mask=inside, other=0.0) + tl.load(at + 1, mask=inside, other=0.0)) / 2
-            of_heads = tl.where(inside, tl.exp(product - coarse[:, None]), 0.0)
-            weights = tl.maximum(weights, tl.sum(of_heads, 0))
+        window = block[:, None] * (BLOCK // STRIDE) + in_block[None, :]
+        before = block * (BLOCK // STRIDE) - 1
+        weights = tl.maximum(
+            tl.max(
+                _weights_of_windows(rows[:, None, None], coarse[:, None, None], real[:, None, None], window, full), 1
+            ),
+            _weights_of_windows(rows[:, None], coarse[:, None], real[:, None], before, full),
+        )
         forced = is_sparse & ((block < FIRST) | (block >= own - LOCAL))
         weights = tl.where(forced, float("inf"), weights)
         tl.store(scores_ptr + item * blocks + block, weights, mask=block < blocks)
+
+
+@jit
+def _weights_of_windows(rows, coarse, real, window, full):
+    """Return the weights of windows, by the page that each begins with; 0 for one that is not of full pages.
+
+    rows: where the products of each query lie; coarse: its logsumexp over coarse windows; real: whether there is one.
+    These have a dimension for queries before those of `window`.
+    """
+    inside = real & ((window >= 0) & (window < full - 1))[None]
+    at = rows + window[None]
+    product = (tl.load(at, mask=inside, other=0.0) + tl.load(at + 1, mask=inside, other=0.0)) / 2
+    return tl.sum(tl.where(inside, tl.exp(product - coarse), 0.0), 0)

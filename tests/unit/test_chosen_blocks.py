@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specahead.kernels.chosen_blocks import BlockRule, choose_blocks
+from specahead.kernels.chosen_blocks import BlockRule, choose_blocks, plan_choice
 from specahead.kernels.page_means import write_page_means
 
 pytest.importorskip("triton")
@@ -24,7 +24,7 @@ def test_both_backends_choose_the_same_blocks(heads: int, kv_heads: int, dim: in
     tables = torch.randperm(300, generator=random)[:250].view(5, 50).int().to(DEVICE)
     seen, lengths = (torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (SEEN, LENGTHS))
     rule = BlockRule(block_size=64, top=5, first=1, local=2, dense_below=200)
-    given = queries, means, tables, seen, lengths, rule, dim**-0.5, 5
+    given = queries, means, tables, plan_choice(rule, seen, lengths, kv_heads, 5), dim**-0.5
     wanted, got = (choose_blocks(*given, backend) for backend in ("torch", "triton"))
     assert wanted.counts[:, 0].tolist() == [0, 2, 6, 5, 5]
     assert torch.equal(got.counts, wanted.counts)
@@ -41,7 +41,7 @@ def test_a_choice_reads_the_first_blocks_the_last_ones_and_the_weightiest() -> N
     queries, tables = torch.ones(1, 1, 16), torch.arange(48, dtype=torch.int32)[None]
     seen = torch.tensor([10 * 64 + 30], dtype=torch.int32)
     rule = BlockRule(block_size=64, top=6, first=2, local=2, dense_below=200)
-    blocks = choose_blocks(queries, means, tables, seen, seen + 40, rule, 0.25, 41)
+    blocks = choose_blocks(queries, means, tables, plan_choice(rule, seen, seen + 40, 1, 41), 0.25)
     assert blocks.lists[0, 0, : blocks.counts[0, 0]].tolist() == [0, 1, 5, 8, 9, 10, 11]
 
 

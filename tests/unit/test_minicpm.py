@@ -343,7 +343,7 @@ def test_settings_that_choose_what_it_reads_are_refused_by_name(tiny: Tiny, give
     [
         ({"use_nope": True}, "use_nope"),
         ({"kernel_size": 64}, "windows of 64 tokens"),
-        ({"block_size": 24}, "blocks of 24 tokens"),
+        ({"block_size": 48}, "blocks of 48 tokens"),
         ({"topk": 1}, "topk of 1"),
         ({"dense_len": 64}, "dense_len of 64"),
     ],

@@ -136,11 +136,11 @@ def unbuilt_choice(config: Any) -> str | None:
     said = _sparse_config(config)
     if not said:
         return None
-    sizes, wanted = (said["kernel_size"], said["kernel_stride"]), (WINDOW * STRIDE, STRIDE)
+    sizes, wanted, size = (said["kernel_size"], said["kernel_stride"]), (WINDOW * STRIDE, STRIDE), said["block_size"]
     refused = {
         "use_nope, by keys that are not rotated": said["use_nope"],
         f"windows of {sizes[0]} tokens, {sizes[1]} apart (there are {wanted[0]}, {wanted[1]} apart)": sizes != wanted,
-        f"blocks of {said['block_size']} tokens (there are multiples of {STRIDE})": said["block_size"] % STRIDE,
+        f"blocks of {size} tokens (there are powers of two from {STRIDE})": size < STRIDE or size & (size - 1),
         f"a topk of {said['topk']} (it must be more than init_blocks)": said["topk"] <= said["init_blocks"],
         f"a dense_len of {said['dense_len']} (it must be {LEAST_DENSE} or more)": said["dense_len"] < LEAST_DENSE,
     }

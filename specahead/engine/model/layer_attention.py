@@ -13,7 +13,7 @@ from torch import Tensor
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.backends import Backend
-from specahead.kernels.chosen_blocks import BlockRule, choose_blocks
+from specahead.kernels.chosen_blocks import Choice, choose_blocks
 from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.page_means import write_page_means
 from specahead.kernels.paged_attention import (
@@ -99,15 +99,14 @@ class ChosenPart:
     """The sequences whose queries share a choice; where each query chooses for itself, it is a sequence of its own."""
     choosers: Tensor | None
     """[sequences] int64, the row of each sequence that chooses, within the part; None: the only one that it has."""
-    seen: Tensor
-    """[sequences] int32, tokens that each chooser sees, itself included; 0: there is no such sequence."""
+    choice: Choice
+    """How many blocks each chooser chooses."""
 
 
 @dataclass(frozen=True)
 class ChosenReads:
     """The reads of a model whose own attention chooses the blocks of each layer."""
 
-    rule: BlockRule
     means: list[Tensor]
     """Of each layer, the mean keys of full pages (`KVCache.page_means`)."""
     slots: Tensor
@@ -205,15 +204,14 @@ class LayerAttention:
         return paged_attention(batch, blocks, means, **how)
 
     def _chosen(self, layer: int, queries: Tensor, chosen: ChosenReads) -> Tensor:
-        out = torch.empty_like(queries)
+        outs = []
         for part in chosen.parts:
-            rows, own = part.rows, queries[part.queries]
+            rows, own, scale = part.rows, queries[part.queries], self.heads.scale
             choosing = own if part.choosers is None else own[part.choosers]
-            of_rows = rows.tables, part.seen, rows.lengths, chosen.rule, self.heads.scale, rows.most
-            blocks = choose_blocks(choosing, chosen.means[layer], *of_rows, self.backend)
+            blocks = choose_blocks(choosing, chosen.means[layer], rows.tables, part.choice, scale, self.backend)
             work = plan_reads(self.heads, rows, self.backend, chosen.tuning, blocks)
-            out[part.queries] = paged_attention(self._batch(layer, own, rows), blocks, None, self.backend, work)
-        return out
+            outs.append(paged_attention(self._batch(layer, own, rows), blocks, None, self.backend, work))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def plan_reads(

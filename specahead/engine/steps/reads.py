@@ -10,7 +10,7 @@ from specahead.engine.model.layer_attention import ChosenPart, ChosenReads, Head
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.steps.shapes import Choosers, PassShape
 from specahead.kernels.backends import Backend
-from specahead.kernels.chosen_blocks import BlockRule
+from specahead.kernels.chosen_blocks import BlockRule, plan_choice
 from specahead.kernels.paged_attention import BlockLists, GroupMeans, Tuning
 
 CHOOSING_AT_ONCE = 256  # tokens that choose blocks for themselves: each takes a row of scores over all pages
@@ -53,17 +53,19 @@ def chosen_reads(
 ) -> ChosenReads:
     """Return the reads of a model that chooses blocks by itself, as the shape says who chooses."""
     assert kv.page_means is not None
-    return ChosenReads(rule, kv.page_means, given["slots"], _choosing_parts(shape, given), tuning)
+    parts = _choosing_parts(rule, kv.kv_heads, shape, given)
+    return ChosenReads(kv.page_means, given["slots"], parts, tuning)
 
 
-def _choosing_parts(shape: PassShape, given: dict[str, Tensor]) -> list[ChosenPart]:
+def _choosing_parts(rule: BlockRule, kv_heads: int, shape: PassShape, given: dict[str, Tensor]) -> list[ChosenPart]:
     starts, lengths, tables = given["query_starts"], given["lengths"], given["block_tables"]
     if shape.choosers is Choosers.NONE:
         return []
     if shape.choosers is Choosers.FIRST:
         rows = Rows(starts, lengths, tables, shape.queries)
         seen = (lengths - starts.diff() + 1).clamp(max=lengths)
-        return [ChosenPart(slice(None), rows, starts[:-1].clamp(max=shape.rows - 1).long(), seen)]
+        choice = plan_choice(rule, seen, lengths, kv_heads, shape.queries)
+        return [ChosenPart(slice(None), rows, starts[:-1].clamp(max=shape.rows - 1).long(), choice)]
     row = torch.arange(shape.rows + 1, dtype=torch.int32, device=starts.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), row[:-1], right=True).clamp(max=shape.sequences - 1)
     seen = (given["positions"] + 1).where(given["slots"] >= 0, 0).int()
@@ -72,5 +74,5 @@ def _choosing_parts(shape: PassShape, given: dict[str, Tensor]) -> list[ChosenPa
         here = slice(first, min(shape.rows, first + CHOOSING_AT_ONCE))
         own = seen[here]
         rows = Rows(row[: len(own) + 1], own, tables[sequence[here]], 1)
-        parts.append(ChosenPart(here, rows, None, own))
+        parts.append(ChosenPart(here, rows, None, plan_choice(rule, own, own, kv_heads, 1)))
     return parts
