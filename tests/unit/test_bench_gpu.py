@@ -7,21 +7,22 @@ import pytest
 import torch
 
 from specahead.cli.main import main
+from specahead.kernels.chosen_blocks import BlockRule
 from specahead.lab.benchmarks import experts
 from specahead.lab.benchmarks.flags import HELD
 from specahead.lab.benchmarks.gpu_timing import require_gpu
 from specahead.lab.benchmarks.shapes import Shape, random_experts
-from specahead.lab.benchmarks.step import Bench, draft_rows, target_rows
+from specahead.lab.benchmarks.step import Bench, choosing_rows, draft_rows, target_rows
+
+
+def run_once(work: Callable[[], object], repeats: int) -> float:
+    work()
+    return float(repeats)
 
 
 @pytest.mark.parametrize("how", [{"kv_cache_dtype": "fp8"}, *({"quantization": each} for each in HELD)])
 def test_each_step_and_round_that_is_measured_can_be_run(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, on a CPU, in a small shape: all that `bench step` times."""
-
-    def run_once(work: Callable[[], object], repeats: int) -> float:
-        work()
-        return float(repeats)
-
     monkeypatch.setattr("specahead.lab.benchmarks.step.graph_milliseconds", run_once)
     shape = Shape(3, 128, 8, 2, 16, 128, 300)
     with torch.inference_mode():
@@ -29,6 +30,15 @@ def test_each_step_and_round_that_is_measured_can_be_run(how: dict[str, Any], mo
         rows = target_rows(bench, 2, 512) + draft_rows(bench, 2, 512)
     assert len({row.what for row in rows}) == len(rows) == 11
     assert all(row.milliseconds == 2 and row.floor > 0 for row in rows)
+
+
+def test_steps_of_a_model_that_chooses_blocks_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specahead.lab.benchmarks.step.graph_milliseconds", run_once)
+    with torch.inference_mode():
+        bench = Bench(Shape(2, 128, 8, 2, 16, 128, 300, block_rule=BlockRule(32, 6, 1, 2, 160)), 1e9, 2, 512, "cpu", 2)
+        rows = choosing_rows(bench, 2, 512)
+    assert [row.rival for row in rows] == [None, None, None, 2]
+    assert rows[3].floor < rows[2].floor < rows[1].floor
 
 
 def test_all_parts_of_a_mixture_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

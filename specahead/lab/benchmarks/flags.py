@@ -7,9 +7,7 @@ from specahead import models
 from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
 
 HELD = *QUANTIZATIONS, "fp8-blocks", "int4"  # the last two as checkpoints come, with a scale for 128 inputs
-SHAPES_HELP = (
-    "8b, 1b, 0.5b, 30b-a3b, tiny, or a model's folder or id"  # of specahead.lab.benchmarks.shapes, which loads torch
-)
+SHAPES_HELP = "8b, 1b, 0.5b, 30b-a3b, minicpm4-8b, tiny, or a model's folder or id"  # of specahead.lab.benchmarks.shapes, which loads torch
 
 
 def add_stack_flags(parser: argparse.ArgumentParser) -> None:
@@ -100,8 +98,9 @@ def _add_quantization(parser: argparse.ArgumentParser, choices: tuple[str, ...] 
 def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench step` takes."""
     parser.add_argument("--target-shape", default="8b", metavar="NAME", help=SHAPES_HELP)
-    parser.add_argument("--draft-shape", default="1b", metavar="NAME")
+    parser.add_argument("--draft-shape", default="1b", metavar="NAME", help="the same; none: no draft is measured")
     _add_quantization(parser, HELD)
+    parser.add_argument("--batches", type=int, nargs="+", metavar="N", default=[1, 8], help="sessions of a step")
     parser.add_argument(
         "--contexts", type=int, nargs="+", metavar="N", default=[10240, 32768, 102400], help="tokens of a session"
     )

@@ -1,13 +1,14 @@
 """Shapes of real models, for benchmarks that need no weights worth anything."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from specahead.engine.loading.config import load_config
 from specahead.engine.model.decoder import Decoder, DecoderLayer
-from specahead.engine.model.families import count_experts
+from specahead.engine.model.families import block_rule, count_experts
+from specahead.kernels.chosen_blocks import BlockRule
 from specahead.kernels.kv_scales import EIGHT_BITS, KVScales
 from specahead.kernels.linear import BLOCK, EightBitWeight, GroupedWeight, LinearWeight, group_weight, quantize
 from specahead.kernels.mixture import Experts
@@ -18,7 +19,7 @@ GROUP = Plan.group_size  # tokens of a group mean
 
 @dataclass(frozen=True)
 class Shape:
-    """As in a transformers config of the Llama family, or of Qwen3-MoE's."""
+    """As in a transformers config of the Llama family, of Qwen3-MoE's or of MiniCPM4's."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -32,6 +33,8 @@ class Shape:
     """Of each layer; 0: it has an MLP."""
     chosen: int = 0
     """Experts of a token."""
+    block_rule: BlockRule | None = None
+    """How attention chooses blocks; None: it reads everything."""
 
 
 SHAPES = {
@@ -39,6 +42,7 @@ SHAPES = {
     "1b": Shape(16, 2048, 32, 8, 64, 8192),
     "0.5b": Shape(24, 896, 14, 2, 64, 4864, 151936),
     "30b-a3b": Shape(48, 2048, 32, 4, 128, 768, 151936, experts=128, chosen=8),
+    "minicpm4-8b": Shape(32, 4096, 32, 2, 128, 16384, 73448, block_rule=BlockRule(64, 96, 1, 32, 8192)),
     "tiny": Shape(2, 64, 4, 2, 16, 128, 4096),
 }
 
@@ -47,9 +51,7 @@ def read_shape_of(name: str) -> Shape:
     """One of SHAPES, or that of a model's config (folder or Hugging Face id)."""
     if name in SHAPES:
         return SHAPES[name]
-    from transformers import AutoConfig
-
-    config: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    config = load_config(name)
     heads = config.num_attention_heads
     experts = count_experts(config)
     return Shape(
@@ -62,6 +64,7 @@ def read_shape_of(name: str) -> Shape:
         config.vocab_size,
         experts,
         config.num_experts_per_tok if experts else 0,
+        block_rule(config),
     )
 
 
@@ -100,6 +103,7 @@ def random_decoder(
         kv_heads=kv_heads,
         epsilon=1e-5,
         attention_scale=dim**-0.5,
+        block_rule=shape.block_rule,
     )
 
 

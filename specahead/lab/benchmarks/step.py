@@ -20,12 +20,11 @@ from specahead.engine.steps.buffers import make_buffers, make_round_buffers
 from specahead.engine.steps.launches import run_pass
 from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.round_launches import run_round
-from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape, RoundShape
+from specahead.engine.steps.shapes import Choosers, JudgeShape, PassShape, ReadShape, RoundShape
 from specahead.kernels.backends import default_backend
 from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
 from specahead.lab.benchmarks.shapes import GROUP, Shape, random_decoder, random_scales, read_shape_of
 
-BATCHES = 1, 8
 BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as of a calibrated plan
 
 
@@ -39,7 +38,7 @@ class Bench:
         repeats: int,
         longest: int,
         device: str = "cuda",
-        batch: int = max(BATCHES),
+        batch: int = 8,
         quantization: str = "none",
         kv_cache_dtype: KVCacheDtype = "auto",
     ) -> None:
@@ -48,9 +47,12 @@ class Bench:
         self.attention = default_backend(self.device)
         pages = batch * (longest // PAGE_SIZE)
         of_shape = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-        scales = random_scales(shape, device) if kv_cache_dtype == "fp8" else None
-        self.kv = KVCache(*of_shape, pages, torch.bfloat16, device, scales=scales)
-        for part in (*self.kv.k_pages, *self.kv.v_pages):
+        scales, chooses = (
+            random_scales(shape, device) if kv_cache_dtype == "fp8" else None,
+            shape.block_rule is not None,
+        )
+        self.kv = KVCache(*of_shape, pages, torch.bfloat16, device, scales=scales, page_means=chooses)
+        for part in (*self.kv.k_pages, *self.kv.v_pages, *(self.kv.page_means or ())):
             part.copy_(torch.randn_like(part, dtype=torch.bfloat16))  # what is all alike, selections break by order
 
     def kv_bytes(self, batch: int, context: int, share: float = 1.0) -> float:
@@ -78,6 +80,19 @@ class Bench:
         buffers = self._buffers(shape, context)
         read = self.kv_bytes(batch, context)
         return self._measure(f"{queries} queries, dense, {batch} x {context}", shape, buffers, read)
+
+    def choosing(self, batch: int, context: int, queries: int, choosers: Choosers) -> TimedRow:
+        """Time a verification of a target whose own attention chooses blocks. The floor has each choice read apart."""
+        rule = self.shape.block_rule
+        assert rule is not None
+        shape = PassShape(batch, batch * queries, queries, context // PAGE_SIZE, choosers=choosers)
+        buffers = self._buffers(shape, context)
+        buffers.tensors["token_ids"].random_(self.shape.vocab_size)
+        choices = queries if choosers is Choosers.EACH else 1
+        share = min(1.0, choices * rule.top * rule.block_size / context)
+        read = self.kv_bytes(batch, context, share) + self.kv_bytes(batch, context) / (2 * PAGE_SIZE)
+        what = "each choosing blocks" if choosers is Choosers.EACH else "the first choosing blocks for all"
+        return self._measure(f"{queries} queries, {what}, {batch} x {context}", shape, buffers, read)
 
     def served(self, batch: int, context: int, queries: int, share: float) -> TimedRow:
         """Time a verification of `approximate` sessions: the step shares `share` of all blocks out over layers and
@@ -186,6 +201,14 @@ def target_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
     return [row.named("target: ") for row in rows]
 
 
+def choosing_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
+    """Measure the steps of a target that chooses blocks; sharing a choice is set against a choice of each query."""
+    each = bench.choosing(batch, context, 4, Choosers.EACH)
+    shared = bench.choosing(batch, context, 4, Choosers.FIRST).against(each.milliseconds)
+    rows = [bench.choosing(batch, context, 1, Choosers.FIRST), bench.step(batch, context, 4), each, shared]
+    return [row.named("target: ") for row in rows]
+
+
 def draft_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
     """Measure the passes and rounds of a draft."""
     rows = [
@@ -203,7 +226,7 @@ def run(flags: argparse.Namespace) -> None:
     """Measure, print the table, and write it to the JSON file if one is named. Raises ValueError without a GPU."""
     require_gpu()
     bandwidth, longest = copy_bandwidth(), max(flags.contexts)
-    cases = list(product(BATCHES, flags.contexts))
+    cases = list(product(flags.batches, flags.contexts))
     table: list[TimedRow] = []
     sides: list[tuple[str, dict[str, Any], Callable[[Bench, int, int], list[TimedRow]]]] = [
         (flags.target_shape, {name: getattr(flags, name) for name in ("quantization", "kv_cache_dtype")}, target_rows),
@@ -211,16 +234,23 @@ def run(flags: argparse.Namespace) -> None:
     ]
     with torch.inference_mode():
         for name, how, measure in sides:
-            bench = Bench(read_shape_of(name), bandwidth, flags.repeats, longest, **how)
+            if name == "none":
+                continue
+            shape = read_shape_of(name)
+            bench = Bench(shape, bandwidth, flags.repeats, longest, batch=max(flags.batches), **how)
             for batch, context in cases:
-                table += measure(bench, batch, context)
+                table += (measure if shape.block_rule is None else choosing_rows)(bench, batch, context)
             del bench
             torch.cuda.empty_cache()
     command = f"specahead bench step --target-shape {flags.target_shape} --draft-shape {flags.draft_shape}"
-    command += f" --contexts {' '.join(map(str, flags.contexts))} --quantization {flags.quantization}"
-    command += f" --kv-cache-dtype {flags.kv_cache_dtype}"
+    for name in ("batches", "contexts"):
+        command += f" --{name} {' '.join(map(str, getattr(flags, name)))}"
+    command += f" --quantization {flags.quantization} --kv-cache-dtype {flags.kv_cache_dtype}"
     head = Head.here(command, bandwidth)
-    note = "rival: of the target's sparse steps our dense step of the same run. Random weights, imposed selection"
+    note = (
+        "rival: of the target's sparse steps our dense step of the same run, of a shared choice of blocks a choice of "
+    )
+    note += "each query. Random weights, imposed selection; a model that chooses blocks does so by them"
     print(report(head, table, note))
     if flags.json:
         head.write(flags.json, table)
