@@ -20,7 +20,7 @@ from specahead.config.clock import clock
 from specahead.config.garbage import collect_seldom
 from specahead.config.version import running_version
 from specahead.lab.benchmarks import flags as bench
-from specahead.lab.evaluation.flags import EVALUATIONS, add_calibrate_flags, add_evaluate_flags
+from specahead.lab.evaluation.flags import EVALUATIONS, add_calibrate_flags, add_evaluate_flags, add_sharing_flags
 from specahead.lab.evaluation.tasks.flags import add_acceptance_flags, add_tasks_flags
 from specahead.lab.plotting import check_plots
 
@@ -48,6 +48,9 @@ COMMANDS = {
     ),
     "evaluate acceptance": Command(
         add_acceptance_flags, "specahead.lab.evaluation.tasks.acceptance", "what a running server accepts, by task"
+    ),
+    "evaluate sharing": Command(
+        add_sharing_flags, "specahead.lab.evaluation.shared_choice", "what a choice of blocks that tokens share changes"
     ),
     **{
         f"evaluate {task}": Command(partial(add_evaluate_flags, task), "specahead.lab.evaluation.command", about)

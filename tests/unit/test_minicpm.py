@@ -24,15 +24,18 @@ from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.config import load_config
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
+from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import unbuilt_feature, weight_shapes
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import RoundSettings
+from specahead.lab.evaluation.shared_choice import SharingRow, logits_of, measure, to_text
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, PROMPT, LENGTH = 3, 380, 420
+AT = range(LENGTH)
 SPARSE = {
     **{"kernel_size": 32, "kernel_stride": 16, "init_blocks": 1, "block_size": 32},
     **{"window_size": 64, "topk": 4, "use_nope": False, "dense_len": 160},
@@ -211,11 +214,28 @@ def test_logits_equal_the_reference(tiny: Tiny, wanted: Tensor, dtype: torch.dty
     assert ((got - wanted).abs().amax(1) > off).float().mean() <= share
 
 
-def test_the_reference_depends_on_which_blocks_are_read(tiny: Tiny, wanted: Tensor) -> None:
-    """Otherwise the other tests would find nothing."""
-    shared = reference(tiny, text(), [i - i % 4 for i in range(LENGTH)])
+def test_logits_of_tokens_that_share_a_choice_equal_the_reference(tiny: Tiny, wanted: Tensor) -> None:
+    """As `specahead evaluate sharing` measures them. They are others than of tokens that choose for themselves."""
+    loaded, shared = load_model(tiny.folder, torch.float32, DEVICE), reference(tiny, text(), [*map(first_of, AT)])
+    assert isinstance(loaded.decoder, Decoder) and loaded.decoder.block_rule is not None
+    with torch.inference_mode():
+        got = logits_of(loaded, loaded.decoder.block_rule, torch.tensor(text(), device=DEVICE), 4).cpu()
+    torch.testing.assert_close(got, shared, rtol=1e-3, atol=1e-3)
     is_off = (wanted - shared).abs().amax(1) > 0.05
     assert not is_off[: SPARSE["dense_len"]].any() and is_off[SPARSE["dense_len"] :].float().mean() > 0.1
+
+
+def first_of(position: int) -> int:
+    return position - position % 4
+
+
+def test_what_sharing_changes_is_measured_against_a_choice_of_each_token(tiny: Tiny) -> None:
+    loaded = load_model(tiny.folder, torch.float32, DEVICE)
+    assert isinstance(loaded.decoder, Decoder) and loaded.decoder.block_rule is not None
+    dense, own, shared = measure(loaded, loaded.decoder.block_rule, [text(240)], [0, 1, 4])
+    assert own == SharingRow(1, own.nats, pytest.approx(0, abs=1e-6), 1.0)
+    assert dense.variation > 0.001 < shared.variation and len({dense.nats, own.nats, shared.nats}) == 3
+    assert to_text([dense, own, shared]).splitlines()[3].startswith("the first of 4")
 
 
 def generate(runner: ModelRunner, proposals: list[list[int]], count: int) -> tuple[list[int], list[int]]:

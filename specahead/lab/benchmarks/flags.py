@@ -7,7 +7,8 @@ from specahead import models
 from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
 
 HELD = *QUANTIZATIONS, "fp8-blocks", "int4"  # the last two as checkpoints come, with a scale for 128 inputs
-SHAPES_HELP = "8b, 1b, 0.5b, 30b-a3b, minicpm4-8b, tiny, or a model's folder or id"  # of specahead.lab.benchmarks.shapes, which loads torch
+# Of specahead.lab.benchmarks.shapes, which loads torch.
+SHAPES_HELP = "8b, 1b, 0.5b, 30b-a3b, minicpm4-8b, tiny, or a model's folder or id"
 
 
 def add_stack_flags(parser: argparse.ArgumentParser) -> None:

@@ -98,6 +98,21 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(typed=partial(_typed, parser))
 
 
+def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `evaluate sharing` takes. How blocks are chosen is asked for a model that does not by itself."""
+    parser.add_argument("--model", default=str(models.TARGET), help="folder or Hugging Face id (default: the bundled)")
+    parser.add_argument("--text", nargs="+", metavar="FILE", default=[str(models.DEMO_TEXT)])
+    parser.add_argument("--context", type=int, default=4096, help="tokens of a passage")
+    parser.add_argument("--passages", type=int, default=1, help="of each text")
+    parser.add_argument("--shared", type=int, nargs="+", default=[0, 1, 2, 4, 8], help="tokens that share a choice")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens of a block")
+    parser.add_argument("--top", type=int, default=8, help="blocks that a token reads, these included:")
+    parser.add_argument("--first", type=int, default=1, help="blocks at the beginning")
+    parser.add_argument("--local", type=int, default=2, help="blocks before its own, and its own")
+    parser.add_argument("--dense-below", type=int, default=1024, help="tokens up to which all is read")
+    parser.add_argument("--dtype", default="auto")
+
+
 def _typed(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> str:
     """The options that have other values than their defaults; files of this machine by their metavar."""
     words = []
