@@ -159,6 +159,7 @@ def _score_in_triton(
         FIRST=rule.first,
         LOCAL=rule.local,
         BLOCKS=_BLOCKS_OF_PROGRAM,
+        WINDOWS=power_of_two(rule.block_size // STRIDE + 1),
         num_warps=8,
     )
     return scores
@@ -217,6 +218,7 @@ def _scores_kernel(
     FIRST: tl.constexpr,
     LOCAL: tl.constexpr,
     BLOCKS: tl.constexpr,
+    WINDOWS: tl.constexpr,
 ):
     """Turn the products of one KV head's queries with pages into the weights of BLOCKS blocks."""
     item = tl.program_id(0).to(tl.int64)
@@ -243,31 +245,16 @@ def _scores_kernel(
         largest = larger
     coarse = tl.where(real, largest + tl.log(total), 0.0)
 
-    own, first = (seen - 1) // BLOCK, tl.program_id(1) * BLOCKS
-    in_block = tl.arange(0, BLOCK // STRIDE)
+    # Of all windows alike, so that blocks that share their weightiest one tie to the bit.
+    own, first, of_block = (seen - 1) // BLOCK, tl.program_id(1) * BLOCKS, tl.arange(0, WINDOWS)
     for start in tl.range(first, tl.minimum(first + BLOCKS, blocks), TILE):
         block = start + place
-        window = block[:, None] * (BLOCK // STRIDE) + in_block[None, :]
-        before = block * (BLOCK // STRIDE) - 1
-        weights = tl.maximum(
-            tl.max(
-                _weights_of_windows(rows[:, None, None], coarse[:, None, None], real[:, None, None], window, full), 1
-            ),
-            _weights_of_windows(rows[:, None], coarse[:, None], real[:, None], before, full),
-        )
+        window = block[:, None] * (BLOCK // STRIDE) - 1 + of_block[None, :]
+        touches = (of_block <= BLOCK // STRIDE)[None, :] & (window >= 0) & (window < full - 1)
+        inside = real[:, None, None] & touches[None, :, :]
+        at = rows[:, None, None] + window[None, :, :]
+        product = (tl.load(at, mask=inside, other=0.0) + tl.load(at + 1, mask=inside, other=0.0)) / 2
+        of_windows = tl.sum(tl.where(inside, tl.exp(product - coarse[:, None, None]), 0.0), 0)
         forced = is_sparse & ((block < FIRST) | (block >= own - LOCAL))
-        weights = tl.where(forced, float("inf"), weights)
+        weights = tl.where(forced, float("inf"), tl.max(of_windows, 1))
         tl.store(scores_ptr + item * blocks + block, weights, mask=block < blocks)
-
-
-@jit
-def _weights_of_windows(rows, coarse, real, window, full):
-    """Return the weights of windows, by the page that each begins with; 0 for one that is not of full pages.
-
-    rows: where the products of each query lie; coarse: its logsumexp over coarse windows; real: whether there is one.
-    These have a dimension for queries before those of `window`.
-    """
-    inside = real & ((window >= 0) & (window < full - 1))[None]
-    at = rows + window[None]
-    product = (tl.load(at, mask=inside, other=0.0) + tl.load(at + 1, mask=inside, other=0.0)) / 2
-    return tl.sum(tl.where(inside, tl.exp(product - coarse), 0.0), 0)

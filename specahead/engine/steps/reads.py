@@ -13,7 +13,7 @@ from specahead.kernels.backends import Backend
 from specahead.kernels.chosen_blocks import BlockRule, plan_choice
 from specahead.kernels.paged_attention import BlockLists, GroupMeans, Tuning
 
-CHOOSING_AT_ONCE = 256  # tokens that choose blocks for themselves: each takes a row of scores over all pages
+CHOOSING_AT_ONCE = 512  # tokens that choose blocks for themselves: each takes a row of scores over all pages
 
 
 def heads_of(decoder: Decoder | ModulesDecoder, kv: KVCache) -> Heads:
