@@ -224,6 +224,28 @@ def opened(processes: RankProcesses, settings: TargetSettings) -> OpenedModel:
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs more than one GPU")
 
 
+def test_a_mixture_of_experts_over_two_ranks(tmp_path: Path) -> None:
+    """Its logits, of a prompt and of one token, with random weights in a shape of its own. It comes before `runners`: a
+    process belongs to one group of ranks at a time.
+    """
+    model = tmp_path / "model"
+    shutil.copytree(models.TARGET, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = SIZES | MIXTURE | {"vocab_size": 4096, "attention_bias": False, "initializer_range": 0.2}
+    transformers.Qwen3MoeConfig(**sizes).save_pretrained(model)
+    settings = replace(SETTINGS, model=str(model), draft="none", load_format="dummy", kv_tokens=512, max_context=200)
+    processes, found = RankProcesses(settings), []
+    alone, split = open_model(replace(settings, tensor_parallel_size=1)).runner, opened(processes, settings).runner
+    for runner in (alone, split):
+        kv = SequenceKV()
+        outputs = [runner.forward([SequenceInput(kv, tokens(count, count), "all")])[0] for count in (70, 1)]
+        found.append([output.logits for output in outputs])
+    processes.stop()
+    for one, two in zip(*found, strict=True):
+        assert one is not None
+        assert one.std() > 0.1
+        torch.testing.assert_close(two, one, atol=2e-3, rtol=1e-3)
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 def runners(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRunner]]:
     """The bundled target in this process alone, and over two ranks."""
@@ -365,26 +387,6 @@ def test_steps_follow_one_another_before_the_host_has_seen_them(runners: tuple[M
         runner.kv.release(kv)
     assert len(said[0]) == 305
     assert said[0] == said[1]
-
-
-def test_a_mixture_of_experts_over_two_ranks(tmp_path: Path) -> None:
-    """Its logits, of a prompt and of one token, with random weights in a shape of its own."""
-    model = tmp_path / "model"
-    shutil.copytree(models.TARGET, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    sizes = SIZES | MIXTURE | {"vocab_size": 4096, "attention_bias": False, "initializer_range": 0.2}
-    transformers.Qwen3MoeConfig(**sizes).save_pretrained(model)
-    settings = replace(SETTINGS, model=str(model), draft="none", load_format="dummy", kv_tokens=512, max_context=200)
-    processes, found = RankProcesses(settings), []
-    alone, split = open_model(replace(settings, tensor_parallel_size=1)).runner, opened(processes, settings).runner
-    for runner in (alone, split):
-        kv = SequenceKV()
-        outputs = [runner.forward([SequenceInput(kv, tokens(count, count), "all")])[0] for count in (70, 1)]
-        found.append([output.logits for output in outputs])
-    processes.stop()
-    for one, two in zip(*found, strict=True):
-        assert one is not None
-        assert one.std() > 0.1
-        torch.testing.assert_close(two, one, atol=2e-3, rtol=1e-3)
 
 
 # Sums of small tensors.
