@@ -6,11 +6,12 @@ sessions here gives way, and the session that has waited longest of the target w
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 
 from draft_service.sessions import DraftSession, TargetPeer
 from specahead.config import DraftSettings
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.pages import PAGE_SIZE, pages_for
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.sampling.grammars import Grammars
 from specahead.wire.messages import Begin, Decline, Resync
 
@@ -28,6 +29,9 @@ class Admission:
         """Compiles the grammars of sessions; None: sessions with one are declined."""
         self.sessions: list[DraftSession] = []
         """Sessions that are drafted for, oldest first."""
+        self.kv_of_target: Callable[[str], SequenceKV | None] | None = None
+        """Returns the target's KV of a session by its name, where the draft is a head, which reads its states; None for
+        a session that has ended."""
         self.waiting: deque[tuple[TargetPeer, str]] = deque()
         """Names of sessions without room, by target."""
 
@@ -52,6 +56,9 @@ class Admission:
             self._decline_for_good(peer, name, "this draft follows no grammars")
             return
         tokens = begin.tokens[skipped:]
+        if not tokens:
+            self._decline_for_good(peer, name, "a head drafts for texts of two tokens or more")
+            return
         if not self._has_room(len(tokens)):
             self._decline(peer, name)
             self.waiting.append((peer, name))
@@ -60,6 +67,10 @@ class Admission:
         if begin.grammar and self.grammars is not None:
             grammar = self.grammars.start(begin.grammar, tokens, begin.prompt_tokens - skipped)
         session = DraftSession.from_begin(peer, begin, self._settings.most_drafted, grammar, skipped)
+        if self.kv_of_target is not None:
+            session.kv.target = self.kv_of_target(name)
+            if session.kv.target is None:  # its End is here already
+                return
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session
         self.sessions.append(session)
@@ -68,6 +79,8 @@ class Admission:
         """Return how many of a session's first tokens the draft does not read: as few as for an earlier turn of the
         same text, whose KV it still has, so that a text that grows is not read anew in each draft_context.
         """
+        if self.kv_of_target is not None:
+            return 1  # at each position it reads the target's state there, and the token after it
         skipped = self._settings.chosen.skipped_by_draft(begin.prompt_tokens, begin.announces)
         step = self._settings.chosen.draft_context
         if not skipped:

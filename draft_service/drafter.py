@@ -57,13 +57,15 @@ class Drafter:
         rounds = round_settings(plan, settings.most_drafted, settings.support, chosen.draft_read_share)
         alternatives = ALTERNATIVES if chosen.branches > 1 else 0 if self.overlaps else BESIDE
         rounds = replace(rounds, branches=chosen.branches, runs_last=self.overlaps)
+        if runner.reads_states:  # it reads little KV: one layer's
+            rounds = replace(rounds, reads_states=True, read_share=1.0)
         runner.prepare_rounds(replace(rounds, alternatives=min(alternatives, runner.vocab_size)))
 
     def warm_up(self) -> None:
         """Capture the steps for prompts, and for rounds that announce nothing or by the plan."""
         self.runner.warm_up_prompts(self._settings.prefill_chunk)
         *fewer, _ = gammas(self._settings.most_drafted) if self._settings.adaptive else [0]
-        self.runner.warm_up_rounds(self._settings.max_sessions, True, fewer)
+        self.runner.warm_up_rounds(self._settings.max_sessions, not self.runner.reads_states, fewer)
 
     @property
     def is_idle(self) -> bool:

@@ -192,6 +192,11 @@ class DraftSession:
         return (self.at.epoch, self.at.round), self.present.selection
 
     @property
+    def has_states(self) -> bool:
+        """Whether the target has run all its tokens, where the draft is a head, which reads the states of that."""
+        return self.kv.target is None or self.kv.target.length >= len(self.tokens)
+
+    @property
     def waits_for_grammar(self) -> bool:
         """Whether its grammar is still being compiled."""
         return self.terms.grammar is not None and not self.terms.grammar.ready

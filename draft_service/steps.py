@@ -102,7 +102,7 @@ def find_work(
     """
     most_unread = CATCHING_UP * (settings.most_drafted + 1)
     reading = [each for each in sessions if len(each.tokens) - each.kv.length > most_unread and may_read(each.id)]
-    read = [each for each in sessions if len(each.tokens) - each.kv.length <= most_unread]
+    read = [each for each in sessions if len(each.tokens) - each.kv.length <= most_unread and each.has_states]
     due = [
         session
         for session in read
@@ -218,8 +218,10 @@ def plan_chained_rounds(sessions: Sequence[DraftSession], places: Mapping[str, i
 
 def _needs_no_host(session: DraftSession) -> bool:
     """Return whether the next round follows from the verdict on the present one alone, on the device."""
-    stands = session.present is not None and session.overlap is None and session.moved is None
-    return stands and session.terms.rules is None and session.terms.grammar is None
+    if session.present is None or session.overlap is not None or session.moved is not None:
+        return False
+    begins = session.kv.length >= session.present.drafted.proposed  # a head runs all tokens again that may be accepted
+    return begins and session.terms.rules is None and session.terms.grammar is None
 
 
 def _plan_chained_round(session: DraftSession, place: int, plan: Plan, gamma: int) -> PlannedRound:
@@ -233,7 +235,10 @@ def _plan_chained_round(session: DraftSession, place: int, plan: Plan, gamma: in
         uniforms=_draws(session, first, proposed + gamma + 1),
         announce=[_announcement_request(session, plan, base) for base in bases],
     )
-    request = _request(session, plan, gamma, bases[-1], [before.previous[-1], 0], follows=before)
+    tokens = [before.previous[-1], 0]
+    if session.present.drafted.reads_states:
+        tokens = [*session.tokens[session.committed - proposed : session.committed], 0]
+    request = _request(session, plan, gamma, bases[-1], tokens, follows=before)
     number = session.at.round + 1
     return PlannedRound(session, request, True, session.committed + 1, number, session.newest_known)
 

@@ -62,9 +62,9 @@ def advance_rows(
     """Advance the sequences that follow a step by what it has accepted, in place. Launches only.
 
     rows: lengths, positions and slots of followers are advanced. The token that the step added becomes the first one of
-        each follower or, with `previous`, the second one
+        each follower or, with `previous`, the last one
     previous: [sequences, accepted] int64 of any strides: the token before the one that the step added, by the number of
-        accepted tokens; it becomes the first one, unless the step accepted an alternative, which does then
+        accepted tokens; it becomes the last but one, unless the step accepted an alternative, which does then
     choices: at most MOST_CHOICES. The numbers of each sequence for the number of accepted tokens (the first dimension
         after sequences) are copied to the second tensor; those for 0 of sequences that do not follow
     Returns [3, sequences] int32: accepted, following and alternative of each; of sequences that do not follow, those of
@@ -114,11 +114,12 @@ def _advance_by_torch(
     rows.positions.add_(accepted[sequence].where(runs, 0))
     page = rows.tables[sequence, (rows.positions // page_size).clamp(max=rows.tables.shape[1] - 1)].long()
     rows.slots.copy_((page * page_size + rows.positions % page_size).where(runs, rows.slots))
-    following = taken[1].long()[sequence]
+    following, place = taken[1].long()[sequence], torch.zeros_like(number)
     if previous is not None:
-        first = taken[2].long().where(taken[2] >= 0, previous.gather(1, accepted[:, None])[:, 0])
-        rows.token_ids.copy_(first[sequence].where(runs & (number == 0), rows.token_ids))
-    rows.token_ids.copy_(following.where(runs & (number == (previous is not None)), rows.token_ids))
+        before = taken[2].long().where(taken[2] >= 0, previous.gather(1, accepted[:, None])[:, 0])
+        place = (starts[1:] - starts[:-1])[sequence] - 1
+        rows.token_ids.copy_(before[sequence].where(runs & (number == place - 1), rows.token_ids))
+    rows.token_ids.copy_(following.where(runs & (number == place), rows.token_ids))
     for source, out in choices:
         out.copy_(source.gather(1, accepted[:, None, None].expand(-1, 1, out.shape[1]))[:, 0])
     return taken
@@ -197,8 +198,8 @@ def _advance_rows_kernel(
         if previous_ptr is not None:
             before = tl.load(previous_ptr + sequence * previous_by_sequence + accepted * previous_by_accepted)
             before = tl.where(alternative >= 0, alternative.to(tl.int64), before)
-            tl.store(rows.token_ids + first, before, mask=first < end)
-            tl.store(rows.token_ids + first + 1, following.to(tl.int64), mask=first + 1 < end)
+            tl.store(rows.token_ids + end - 2, before, mask=first + 1 < end)
+            tl.store(rows.token_ids + end - 1, following.to(tl.int64), mask=first < end)
         else:
             tl.store(rows.token_ids + first, following.to(tl.int64), mask=first < end)
 

@@ -66,6 +66,9 @@ class StepsByTurns:
         self._chains = verifier.runner.chains_rounds and drafter.runner.chains_rounds
         if self._chains:
             drafter.runner.join_chain(verifier.make_chain())
+        if drafter.runner.reads_states:
+            running = verifier.admission.running
+            drafter.admission.kv_of_target = lambda name: running[name].kv if name in running else None
         self._target = TargetPeer(self._tell_target)
         self._draft = DraftPeer("draft in target", self._tell_draft)
         drafter.attach(self._target)

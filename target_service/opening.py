@@ -1,6 +1,7 @@
 """Checks the requests of sessions, and makes the sessions."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from specahead.config import TargetSettings
 from specahead.config.speculation import READ_AT_ONCE
@@ -128,7 +129,8 @@ class SessionMaker:
             return screening_reader(self._plan, self._settings.self_read_share, self._hooks.reports_blocks)
         if exact:
             return None
-        return self._hooks.new_reader(self._plan, self._hooks.reports_blocks)
+        reader = self._hooks.new_reader(self._plan, self._hooks.reports_blocks)
+        return replace(reader, is_announced=False) if self._runner.leaves_states else reader  # a head announces nothing
 
     def _screening(self, request: Open) -> Screening:
         """Return what a session that is screened holds back: nothing yet."""

@@ -14,10 +14,11 @@ from protos import control_pb2_grpc, speculation_pb2_grpc
 from specahead.config import TargetSettings
 from specahead.config.garbage import keep_loaded
 from specahead.config.version import running_version
-from specahead.engine.loading.config import load_shape
+from specahead.engine.loading.config import load_config, load_shape
 from specahead.engine.loading.copies import choose_copies
 from specahead.engine.loading.model import default_device
-from specahead.engine.loading.opening import EightBit, OpenedModel, open_both, open_model
+from specahead.engine.loading.opening import EightBit, OpenedModel, open_both, open_model, open_with_head
+from specahead.engine.model.head_config import is_head
 from specahead.engine.parallel.processes import RankProcesses
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.engine.sampling.grammars import Grammars
@@ -49,9 +50,13 @@ OpenedPair = tuple[OpenedModel, OpenedModel | None]
 def open_models(settings: TargetSettings, group_size: int) -> OpenedPair:
     """Open the target's model, and the draft's if it runs in this process.
 
-    group_size: of the plan. Raises OSError, or the loader's own error, for a model that cannot be loaded.
+    group_size: of the plan. Raises OSError, or the loader's own error, for a model that cannot be loaded;
+    NotImplementedError for a head with what is not built with one.
     """
     planned, eight_bit = replace(settings, group_size=group_size), _eight_bit(settings)
+    if drafts_by_head(settings):
+        _check_head(settings)
+        return open_with_head(planned, settings.own_draft, eight_bit)
 
     def open_part(ranks: Ranks, meet: Callable[[], None]) -> OpenedPair:
         if not settings.draft_in_target:
@@ -62,6 +67,21 @@ def open_models(settings: TargetSettings, group_size: int) -> OpenedPair:
     if settings.tensor_parallel_size == 1:
         return open_part(ALONE, lambda: None)
     return RankProcesses(planned, eight_bit).open(open_part)
+
+
+def drafts_by_head(settings: TargetSettings) -> bool:
+    """Return whether a head drafts in the target's process, on the target's hidden states."""
+    return settings.draft_in_target and is_head(load_config(settings.draft))
+
+
+def _check_head(settings: TargetSettings) -> None:
+    """Raise NotImplementedError for settings that are not built with a head."""
+    refused = {
+        f"--tensor-parallel-size {settings.tensor_parallel_size}": settings.tensor_parallel_size > 1,
+        "a speculation with draft_quantization fp8": settings.speculation.draft_quantization == "fp8",
+    }
+    for what in (what for what, given in refused.items() if given):
+        raise NotImplementedError(f"{settings.draft} is a head, which is not built with {what}: leave one of them out")
 
 
 def make_steps(verifier: Verifier, drafter: Drafter | None) -> Steps:
@@ -102,7 +122,8 @@ async def run(
     plan = load_served_plan(settings.plan_file, settings.budget, *settings.pair)
     if chooses_blocks and plan.sparse_layers:
         raise PlanError(f"{settings.plan}: {settings.model} chooses blocks by itself, and takes no plan: leave it out")
-    if not plan.is_calibrated and settings.has_draft and not chooses_blocks:
+    has_head = drafts_by_head(settings)
+    if not plan.is_calibrated and settings.has_draft and not chooses_blocks and not has_head:
         log.warning(UNCALIBRATED)
     if plan.dense_layers and settings.host_kv_memory:
         log.warning("the plan reads layers wholly: with --host-kv-memory each step brings whole sequences to the GPU")
@@ -115,7 +136,11 @@ async def run(
             f"{settings.plan} is for a target of (layers, KV heads) {planned}, {settings.model} has {actual}"
         )
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
-    if beside is not None and (mismatch := draft_hello(settings.own_draft, plan, beside).mismatch(hello)):
+    if (
+        beside is not None
+        and not has_head
+        and (mismatch := draft_hello(settings.own_draft, plan, beside).mismatch(hello))
+    ):
         raise PlanError(f"draft and target do not fit: {mismatch}")
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)

@@ -113,6 +113,8 @@ class Verifier:
         nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
         read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
         reads += [] if read is None else [read]
+        if self.runner.leaves_states and read is not None:
+            reads.append(replace(reader, is_announced=False).read(None, 1, 1))
         screened: list[SparseRead | None] = []
         if self.settings.most_held:
             reader = screening_reader(self.plan, self.settings.self_read_share, self._hooks.reports_blocks)

@@ -35,8 +35,9 @@ from specahead.config import Config, SettingsError
 from specahead.config.access import Http
 from specahead.config.garbage import keep_loaded
 from specahead.engine.kv.pages import PAGE_SIZE
-from specahead.engine.loading.config import load_shape
+from specahead.engine.loading.config import load_config, load_shape
 from specahead.engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
+from specahead.engine.model.head_config import is_head
 from specahead.sparsity.served_plan import load_served_plan
 from specahead.wire.access import Guard
 from specahead.wire.server import start_server
@@ -51,7 +52,9 @@ log = logging.getLogger(__name__)
 def resolve_context(config: Config) -> Config:
     """Return the settings with max_model_len from the models. Raises SettingsError for more than these allow."""
     target, draft = config.target, config.draft
-    models = [target.model, draft.model] if draft.has_draft else [target.model]
+    models = [target.model]
+    if draft.has_draft and not is_head(load_config(draft.model)):  # a head reads as far as its target
+        models.append(draft.model)
     allowed = min(load_shape(model).max_position_embeddings for model in models)
     if target.max_context > allowed:
         raise SettingsError(f"max_model_len {target.max_context}: the models allow {allowed} tokens")

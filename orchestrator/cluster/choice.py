@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from specahead.config import Config
+from specahead.config import Config, SettingsError
 from specahead.engine.loading.config import load_config, read_shape
 from specahead.engine.loading.memory import bytes_of_token, bytes_of_weights
 from specahead.engine.loading.model import resolve_dtype
+from specahead.engine.model.head_config import is_head
 from specahead.engine.model.quantization import storage_of
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class PairSizes:
     """KV of a token of the target."""
     draft_token: int
     """KV of a token of the draft."""
+    has_head: bool = False
+    """Whether the draft is a head, which reads the target's hidden states."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,13 @@ def choose(config: Config, machine: Machine, sizes: PairSizes | None) -> Choice:
     many = Choice(False, cluster.targets or filled, cluster.drafts or drafts, "the settings ask for it")
     if sizes is None:
         return Choice(False, alone, 0, "there is no draft model")
+    if sizes.has_head and target.placement == "apart":
+        raise SettingsError(
+            f"placement 'apart': {target.draft} is a head, which reads the target's hidden states in its process: "
+            "give 'together' or 'auto'"
+        )
+    if sizes.has_head and target.placement == "auto":
+        return replace(together, why="a head drafts in its target's process")
     if target.placement != "auto":
         return together if target.placement == "together" else many
     for why, holds in {
@@ -143,7 +153,7 @@ def _sizes_of(config: Config, machine: Machine) -> PairSizes | None:
         weights = bytes_of_weights(read, dtype, storage_of(read, side.quantization))
         sizes.append((weights, bytes_of_token(read_shape(read), dtype, config.target.kv_cache_dtype)))
     (weights, token), (draft_weights, draft_token) = sizes
-    return PairSizes(weights, draft_weights, token, draft_token)
+    return PairSizes(weights, draft_weights, token, draft_token, is_head(read))
 
 
 def machine_of(resources: Mapping[str, float]) -> Machine:

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from specahead.engine.loading.config import load_shape
+from specahead.engine.loading.config import load_config, load_shape
+from specahead.engine.model.head_config import is_head
 from specahead.sparsity.plan import ALL_TOKENS, LEAST_TOKENS, Plan, load_plan, uniform_plan
 
 
@@ -11,15 +12,17 @@ def load_served_plan(file: str, budget: float, target: str = "", draft: str = ""
 
     file: "" for a pair without a plan. It gets the one that follows from its models' configs (`uniform_plan`), which
         reads everything unless a budget is stated, since nobody knows yet how good a guide this draft is
-    target, draft: the models, by folder or Hugging Face id; draft "": there is none
+    target, draft: the models, by folder or Hugging Face id; draft "": there is none. A head guides nothing, as if
+        there were none
     Raises PlanError for a plan that cannot be read.
     """
     if file:
         plan = load_plan(file)
     else:
-        shape, drafting = load_shape(target), load_shape(draft) if draft else None
+        guides = draft != "" and not is_head(load_config(draft))
+        shape, drafting = load_shape(target), load_shape(draft) if guides else None
         heads = (drafting.num_layers, drafting.num_heads) if drafting else (1, 1)
-        least = ALL_TOKENS if draft and not budget else LEAST_TOKENS
+        least = ALL_TOKENS if guides and not budget else LEAST_TOKENS
         # Nothing is chosen for layers that choose what they read by themselves.
         dense = tuple(range(shape.num_layers)) if shape.chooses_blocks else ()
         plan = uniform_plan(shape.num_layers, shape.num_kv_heads, *heads, least_tokens=least, dense_layers=dense)

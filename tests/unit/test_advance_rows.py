@@ -75,10 +75,11 @@ class Case:
                 continue
             wanted["lengths"][i] += count
             first, end = self.rows.starts[i : i + 2].tolist()
-            begin = [following]
-            if self.previous is not None:
-                begin = [alternative if alternative >= 0 else int(self.previous[i, count]), following]
-            wanted["token_ids"][first : first + len(begin)] = torch.tensor(begin)
+            if self.previous is None:
+                wanted["token_ids"][first] = following
+            else:
+                before = alternative if alternative >= 0 else int(self.previous[i, count])
+                wanted["token_ids"][end - 2 : end] = torch.tensor([before, following])
             for at in range(first, end):
                 position = int(self.rows.positions[at]) + count
                 wanted["positions"][at] = position

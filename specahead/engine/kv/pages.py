@@ -20,6 +20,12 @@ def pages_for(length: int) -> int:
     return -(-length // PAGE_SIZE)
 
 
+def slots_of(pages: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return where positions lie in pages, int64: page * PAGE_SIZE + offset."""
+    slots: np.ndarray = pages[positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
+    return slots
+
+
 @dataclass
 class SequenceKV:
     """A sequence's block table. `length` tokens have KV; `pages` may reach beyond it."""
@@ -31,6 +37,7 @@ class SequenceKV:
     settled: float = math.inf  # leading tokens whose KV stays; that of later tokens may be written again
     dense: bool = False  # always read densely: its pages are the last to leave the GPU
     drafts: bool = False  # passes that read it sparsely draft for it
+    target: "SequenceKV | None" = None  # of a head's sequence: that of the target, at whose places it reads states
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
     _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` has

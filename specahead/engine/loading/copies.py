@@ -12,6 +12,7 @@ from specahead.engine.loading.config import load_config, read_shape
 from specahead.engine.loading.memory import ACTIVATION_BYTES, bytes_of_token, bytes_of_weights
 from specahead.engine.loading.model import resolve_dtype
 from specahead.engine.model.families import count_experts, count_parameters, unbuilt_feature
+from specahead.engine.model.head_config import is_head
 from specahead.engine.model.quantization import Storage, storage_of, unbuilt_in
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def choose_copies(settings: Settings) -> Settings:
         name: model
         for name, model in read.items()
         if name not in held
+        and not is_head(load_config(model))
         and getattr(said, name) is None
         and can_copy(load_config(model), settings.dtype, settings.device, model, _ranks_of(settings, model))
     }

@@ -89,7 +89,7 @@ def read_decoder(
     family = FAMILIES[config.model_type]
     weights = _Weights(tensors, shapes, dtype, device, rounds, storage_of(config))
     embedding = weights.take(EMBEDDING)
-    cosines, sines = _rotary_table(config, device)
+    cosines, sines = rotary_table(config, device)
     layers = tqdm(range(config.num_hidden_layers), desc="loading weights", unit="layer", leave=False, disable=None)
     return Decoder(
         embedding=embedding,
@@ -282,7 +282,7 @@ def _read_head(config: Any, weights: _Weights, embedding: Tensor) -> LinearWeigh
     return LinearWeight(embedding if torch.equal(head, embedding) else head)
 
 
-def _rotary_table(config: Any, device: str) -> tuple[Tensor, Tensor]:
+def rotary_table(config: Any, device: str) -> tuple[Tensor, Tensor]:
     """Return cosines and sines, [positions, rotated / 2] float32 each."""
     rotary = config.rope_parameters
     if rotary["rope_type"] == "longrope" and scales_by_context(config):

@@ -15,6 +15,7 @@ from specahead.config.speculation import KVCacheDtype
 from specahead.engine.kv.pages import KEPT_SHARE, PAGE_SIZE
 from specahead.engine.loading.config import ModelShape
 from specahead.engine.model.families import count_parameters
+from specahead.engine.model.head_config import count_head_parameters, is_head
 from specahead.engine.model.quantization import Storage
 from specahead.engine.steps.model_runner import MAX_OVERHANG
 from specahead.kernels.kv_scales import EIGHT_BITS
@@ -143,7 +144,7 @@ def bytes_of_weights(config: Any, dtype: torch.dtype, held: Storage, ranks: int 
 
     held: how linear layers are; embedding and head stay in the dtype, whole on each rank.
     """
-    parameters = count_parameters(config)
+    parameters = count_head_parameters(config) if is_head(config) else count_parameters(config)
     if held.bits == 16 and ranks == 1:
         return parameters * dtype.itemsize
     whole = int(config.vocab_size * config.hidden_size) * (1 if config.tie_word_embeddings else 2)

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 
 from specahead.config import ModelSettings
-from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.loading.config import ModelShape, load_config, read_shape
+from specahead.engine.loading.head import load_head
 from specahead.engine.loading.kv_scales import check_eight_bit_kv, measure_kv_scales
 from specahead.engine.loading.memory import (
     backing_store_tokens,
@@ -29,6 +30,8 @@ from specahead.engine.loading.tokenizer import (
 )
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import head_dim, unbuilt_feature
+from specahead.engine.model.head import StateTap
+from specahead.engine.model.head_config import is_head
 from specahead.engine.model.quantization import check_storage, storage_of
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.engine.sampling.grammars import Grammars
@@ -109,6 +112,26 @@ def open_both(
     return _open(first, tokens), _open(second, beside.kv_tokens or tokens + rounds)
 
 
+def open_with_head(
+    settings: ModelSettings, head: ModelSettings, eight_bit: EightBit
+) -> tuple[OpenedModel, OpenedModel]:
+    """Load a model, and a head that drafts on its hidden states, on one device.
+
+    The head has KV for as many tokens as the model, and for its own rounds, in the model's dtype. eight_bit: as for
+    `open_model`, which says what this raises, beside what `load_head` does.
+    """
+    loaded = _load(settings, eight_bit)
+    of_model = loaded.model
+    config = load_config(head.model)
+    a_token = bytes_of_token(read_shape(config), of_model.dtype) + config.hidden_size * of_model.dtype.itemsize
+    tokens = loaded.room(a_token)
+    drafting, tap = load_head(head.model, of_model, pages_for(tokens) * PAGE_SIZE, head.load_format)
+    beside = replace(loaded, settings=head, model=drafting, drafting=None, kv_scales=None)
+    rounds = head.max_sessions * (2 * head.widest_round + PAGE_SIZE)
+    opened = _open(loaded, tokens, tap)
+    return opened, replace(_open(beside, tokens + rounds), grammars=opened.grammars)
+
+
 def _load(settings: ModelSettings, eight_bit: EightBit = "none", ranks: Ranks = ALONE) -> _Loaded:
     if settings.threads:
         torch.set_num_threads(max(1, settings.threads // ranks.count))
@@ -130,8 +153,11 @@ def _load(settings: ModelSettings, eight_bit: EightBit = "none", ranks: Ranks = 
     return _Loaded(settings, loaded, tokenizer, drafting, kv_scales, device)
 
 
-def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
-    """Return a loaded model with KV for `tokens` tokens on its device; raise ValueError if host KV is too small."""
+def _open(loaded: _Loaded, tokens: int, tap: StateTap | None = None) -> OpenedModel:
+    """Return a loaded model with KV for `tokens` tokens on its device; raise ValueError if host KV is too small.
+
+    tap: takes the states of its tokens.
+    """
     settings, shape = loaded.settings, loaded.model.shape
     backing, context = backing_store_tokens(settings, shape, loaded.model.dtype), context_of(settings, shape)
     if settings.host_kv_memory and backing < max(context, tokens):
@@ -151,6 +177,7 @@ def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
         most_queries=settings.widest_round,
         deterministic=settings.deterministic,
         drafting=loaded.drafting,
+        tap=tap,
     )
     ends = stop_token_ids(load_generation_config(settings.model), loaded.tokenizer)
     grammars = Grammars(loaded.tokenizer, runner.vocab_size, ends)
@@ -162,6 +189,11 @@ def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) ->
     if settings.deterministic and device == "cpu":
         raise NotImplementedError("deterministic is built for the GPU engine: leave it out, or use a CUDA device")
     config = load_config(settings.model)
+    if is_head(config):
+        raise NotImplementedError(
+            f"{settings.model}: a head drafts on the hidden states of its target, in the target's process: give it as "
+            "--draft, with --placement together"
+        )
     if settings.deterministic and not takes_heads(head_dim(config)):
         raise NotImplementedError(
             f"{settings.model}: deterministic is not built for heads of {head_dim(config)} dimensions: leave it out"

@@ -31,6 +31,8 @@ from specahead.kernels.rotary import rotate_and_write_kv
 
 # The attention of a layer: (layer, rotated queries [tokens, heads, dim]) -> [tokens, heads, dim].
 Attend = Callable[[int, Tensor], Tensor]
+# Called with each layer's number and the residual stream that it reads, [tokens, hidden].
+Observe = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class Decoder:
         logits_rows: Tensor | None = None,
         backend: Backend | None = None,
         kv_scales: KVScales | None = None,
+        observe: Observe | None = None,
     ) -> Tensor:
         """Write the tokens' KV, and return the logits [rows, vocab] of all tokens, or of `logits_rows`.
 
@@ -168,12 +171,15 @@ class Decoder:
             After the last layer's attention only these rows run on: of other tokens only keys and values are needed.
         backend: of all kernels but attention; None: the device's.
         kv_scales: those of all layers, for pages in 8 bits.
+        observe: sees the stream before each layer.
         """
         kernels = backend or default_backend(token_ids.device)
         stream = self.embed(token_ids)
         for index in self._layers_to_run():
             pages = k_pages[index], v_pages[index]
             queries, stream = self.before_attention(index, stream, positions, slots, pages, kernels, kv_scales)
+            if observe is not None:
+                observe(index, stream.total)
             attended = attend(index, queries).flatten(1)
             if index == self.num_layers - 1 and logits_rows is not None:
                 return self.last_logits(stream, attended, logits_rows, kernels)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
+from specahead.engine.model.head import StateTap
 from specahead.engine.sampling.judging import judge, verdict_layout
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import default_backend
@@ -36,12 +37,13 @@ def drafted_logits(logits: Tensor, shape: PassShape) -> Tensor:
 
 
 def accept_alternatives(
-    judged: Judged, given: dict[str, Tensor], shape: PassShape, kv: KVCache
+    judged: Judged, given: dict[str, Tensor], shape: PassShape, kv: KVCache, tap: StateTap | None = None
 ) -> tuple[Judged, Tensor]:
     """Return the verdicts with alternatives: where one is the token that follows, it is accepted, and the next follows.
 
     Also returns the accepted alternatives, int32 [sequences], -1 where none was. Their KV is moved to the place of that
-    of the rejected tokens. given: the buffers of the pass, with its logits.
+    of the rejected tokens, and so are their states if there is a `tap`. given: the buffers of the pass, with its
+    logits.
     """
     backend, sequences = default_backend(given["logits"].device), shape.sequences
     assert shape.judge is not None
@@ -59,6 +61,8 @@ def accept_alternatives(
     source, target = (given["slots"][each.clamp(max=most)] for each in (row + count, row))
     target = target.where(is_one, -1)
     move_kv(kv.k_pages, kv.v_pages, kv.addresses, source, target, backend)
+    if tap is not None:
+        tap.move(source, target)
     alternative = judged.following.where(is_one, -1)
     following = following.to(judged.following.dtype).where(is_one, judged.following)
     return Judged(judged.accepted + is_one, following, largest), alternative

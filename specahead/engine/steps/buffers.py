@@ -10,6 +10,7 @@ from specahead.engine.steps.device_chain import UNIFORMS
 from specahead.engine.steps.layout import lay_out_rows
 from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.shapes import PassShape, RoundShape
+from specahead.engine.steps.states import states_layout
 from specahead.kernels.selection import WORD
 
 # What inputs hold of sequences that are not there; all others are 0.
@@ -17,18 +18,25 @@ _NOBODY = dict.fromkeys(("indices", "follows", "draft_rows", "source", "target")
 
 
 def make_buffers(
-    shape: PassShape, kv: KVCache, memory: Tensor | None = None, logits_rows: int | None = None
+    shape: PassShape,
+    kv: KVCache,
+    memory: Tensor | None = None,
+    logits_rows: int | None = None,
+    reads_states: bool = False,
 ) -> Buffers:
     """Return the buffers of a pass, filled as for a pass without sequences.
 
     memory: [indices, rows, blocks] float32, for a shape that shares budgets out: the remembered weights of all
-    sequences. logits_rows: how many rows give logits, where the pass is not judged; None: all.
+    sequences. logits_rows: how many rows give logits, where the pass is not judged; None: all. reads_states: whether
+    rows read the states of a target, from its places in `state_slots`.
 
     The pass adds to the tensors: logits [logits rows, vocab]; where it shares out budgets, all_lists [sparse layers,
     sequences, kv_heads, blocks] int32 and all_counts [sparse layers, sequences, kv_heads] int32, of the KV heads of all
     ranks; and lists and counts, the same of this rank's heads.
     """
     layout = _rows_layout(shape.sequences, shape.rows, shape.pages) | _logits_layout(shape, logits_rows)
+    if reads_states:
+        layout["state_slots"] = (shape.rows,), torch.int64
     if shape.read.is_sparse:
         layout |= _budget_layout(shape, kv)
     of_sequence = (shape.sequences,), torch.int32
@@ -160,6 +168,8 @@ def _round_layout(shape: RoundShape, settings: RoundSettings, vocab: int) -> Lay
         layout |= {"limits": ((3, count), torch.int32), "words": ((count,), torch.int32)}
     if shape.chained:
         layout = _with_outcomes(layout, shape, settings)
+    if settings.reads_states:
+        layout |= states_layout(shape, settings.gamma)
     if shape.ruled:  # see ChangedLogits
         layout["penalties"] = (3, rows), torch.float32
         # They were drafted in a round of its own, which may have had more passes.

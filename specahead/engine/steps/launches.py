@@ -1,11 +1,14 @@
 """The launches of a pass, the same for all passes of a shape."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import FetchPlan
 from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.head import DraftHead, StateTap
 from specahead.engine.model.layer_attention import BlockMemory, LayerAttention, LayerPages, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.parallel.ranks import Ranks
@@ -34,13 +37,14 @@ def run_pass(
     drafting: Decoder | None = None,
     chain: DeviceChain | None = None,
     graphs: PromptGraphs | None = None,
+    tap: StateTap | None = None,
 ) -> None:
     """Launch a pass on its buffers. The launches are the same for all passes of a shape.
 
     layer_pages: the keys and values of a layer; None: the KV's own pages. prompts: the parts that the sequences of a
     dense pass read one by one, if they do. drafting: runs passes that draft, and tokens that a later pass judges
     (PassShape.light); None: the decoder. chain: the device chain, for a step; None: a pass of its exact size. graphs:
-    run the layers in place of the decoder.
+    run the layers in place of the decoder. tap: takes the states of the tokens, which a head reads; None: nobody does.
     """
     given = buffers.tensors
     if chain is not None:
@@ -65,12 +69,15 @@ def run_pass(
     if logits_rows is not None and not len(logits_rows) and attend.weights is None:
         attend.unread = kv.num_layers - 1
     running = graphs or (drafting if shape.light and drafting else decoder)
+    if isinstance(running, DraftHead):
+        running = running.reading(given["state_slots"])
+    how: dict[str, Any] = {} if tap is None else {"observe": tap.observer(given["slots"])}
     given["logits"] = running.run(
         given["token_ids"], given["positions"], given["slots"], kv.k_pages, kv.v_pages, attend, logits_rows,
-        kv_scales=kv.scales,
+        kv_scales=kv.scales, **how,
     )  # fmt: skip
     read_weights = attend.weights if isinstance(attend.weights, Tensor) else None
-    _leave_results(shape, buffers, read_weights, fetched, kv, chain)
+    _leave_results(shape, buffers, read_weights, fetched, kv, chain, tap)
 
 
 def _take_up(shape: PassShape, buffers: Buffers, ranks: Ranks, chain: DeviceChain) -> None:
@@ -153,6 +160,7 @@ def _leave_results(
     fetched: FetchPlan | None,
     kv: KVCache,
     chain: DeviceChain | None,
+    tap: StateTap | None,
 ) -> None:
     """Write verdicts and counts to the results, and remember the weights of the blocks that were read.
 
@@ -167,7 +175,7 @@ def _leave_results(
         judged = Judged(accepted, following, by_sequence.amax(2))
         alternative = None
         if shape.alternatives:
-            judged, alternative = accept_alternatives(judged, given, shape, kv)
+            judged, alternative = accept_alternatives(judged, given, shape, kv, tap)
             results["alternative"].copy_(alternative)
         for name, tensor in vars(judged).items():
             results[name].copy_(tensor)

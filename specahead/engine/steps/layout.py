@@ -3,13 +3,14 @@
 import numpy as np
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.kv.pages import SequenceKV, slots_of
 from specahead.engine.sampling.distributions import USE_ACCEPT, USE_DRAFT, USE_TARGET, uniforms
 from specahead.engine.sampling.judging import lay_out_verdicts
 from specahead.engine.staging import Buffers, Staging
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.requests import AnnouncementRequest, Branch, RoundRequest
 from specahead.engine.steps.shapes import PassShape, RoundShape
+from specahead.engine.steps.states import lay_out_states, lay_out_windows
 
 # What the uniforms are for that are laid out here: those of steps that draft (device_chain.UNIFORMS).
 _USES = {"all_accept_uniforms": USE_ACCEPT, "all_draw_uniforms": USE_TARGET}
@@ -34,6 +35,8 @@ def lay_out_pass(
     gpu_pages = [kv.gpu_pages(item.kv) for item in inputs]
     items = [(item.kv, item.tokens + [0] * item.alternatives) for item in inputs]
     lay_out_rows(host, items, gpu_pages, tables, [item.first_position for item in inputs])
+    if "state_slots" in host:
+        lay_out_states(host["state_slots"], inputs)
     if shape.alternatives:
         _lay_out_alternatives(host, inputs)
     if shape.chained:
@@ -139,12 +142,6 @@ def lay_out_rows(
     host["query_starts"][len(items) :] = row
 
 
-def slots_of(pages: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return where positions lie in pages, int64: page * PAGE_SIZE + offset."""
-    slots: np.ndarray = pages[positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
-    return slots
-
-
 def _lay_out_budget(
     host: dict[str, np.ndarray], shape: PassShape, inputs: list[SequenceInput], indices: list[int]
 ) -> None:
@@ -183,6 +180,8 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
     else:
         starts = [item.kv.length - (item.follows.judged if item.follows else 0) for item in requests]
         lay_out_rows(host, [(item.kv, item.tokens) for item in requests], starts=starts)
+        if "state_windows" in host:
+            lay_out_windows(host, requests, starts)
     for i, item in enumerate(requests):
         rows = slice(i * shape.branches, (i + 1) * shape.branches)
         host["temperature"][rows], host["top_p"][rows] = item.temperature, item.top_p

@@ -14,6 +14,7 @@ import torch
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.head import DraftHead, StateTap
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.parallel.commands import Command
 from specahead.engine.steps.auditing import run_audited
@@ -33,7 +34,7 @@ from specahead.engine.steps.outputs import RoundsUnderWay, StepUnderWay, in_orde
 from specahead.engine.steps.pass_runner import PassRunner
 from specahead.engine.steps.read_memories import ReadMemories
 from specahead.engine.steps.requests import RoundOutput, RoundRequest, RoundSettings
-from specahead.engine.steps.round_runner import ROUND_QUERIES, RoundRunner
+from specahead.engine.steps.round_runner import RoundRunner
 from specahead.engine.steps.runner import TargetOrDraftRunner
 from specahead.engine.steps.shapes import PassShape
 from specahead.engine.steps.tiered_steps import TieredSteps
@@ -63,7 +64,8 @@ class ModelRunner(TargetOrDraftRunner):
     have elsewhere. weight_bytes: of the decoder. drafting: what runs the passes that draft (SparseRead.drafts), and
     those whose tokens a later pass judges (SequenceInput.light); None: the decoder. shares_choice: whether the tokens
     of a round share the choice of its first one, in a model whose own attention chooses blocks; never in a
-    deterministic runner, where what a token gives must not depend on where its round began.
+    deterministic runner, where what a token gives must not depend on where its round began. tap:
+    takes the states of a target's tokens, which a head reads; None: nobody does.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class ModelRunner(TargetOrDraftRunner):
         weight_bytes: int = 0,
         drafting: Decoder | None = None,
         shares_choice: bool = True,
+        tap: StateTap | None = None,
     ) -> None:
         self.decoder, self.kv, self.vocab_size, self.device = decoder, kv, vocab_size, kv.device
         self.deterministic = deterministic
@@ -102,7 +105,8 @@ class ModelRunner(TargetOrDraftRunner):
         self.chains_rounds = not deterministic and not kv.offloads
         self._turn = 1
         memories = ReadMemories(MEMORIES)
-        self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, drafting)
+        self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, drafting, tap)
+        self.leaves_states, self.reads_states = tap is not None, isinstance(decoder, DraftHead)
         widest = [self._limits.queries] if most_queries > step_queries and not deterministic else []
         self._warm_up = WarmUp(self._passes, self._limits, widest, deterministic, self._shapes_of)
         self._rounds: RoundRunner | None = None
@@ -353,7 +357,8 @@ class ModelRunner(TargetOrDraftRunner):
             self._rounds.chain.impose(imposed)
         # One graph serves all rounds, and beside branches each session runs one token: what is before is read first.
         branched = any(item.branches or item.moved for item in requests)
-        most = 1 if branched else ROUND_QUERIES if self._captures else max(len(item.tokens) for item in requests)
+        widest = self._rounds.settings.queries if self._captures else max(len(item.tokens) for item in requests)
+        most = 1 if branched else widest
         long = [item for item in requests if len(item.tokens) > most]
         if long:
             self.forward([SequenceInput(item.kv, item.tokens[:-1]) for item in long])

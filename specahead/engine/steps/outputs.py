@@ -15,7 +15,7 @@ from specahead.engine.sampling.judging import judge_by_rules
 from specahead.engine.staging import Buffers
 from specahead.engine.steps.alternatives import drafted_logits
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.engine.steps.requests import CodedBitmap, DraftedTokens, RoundOutput, RoundRequest
+from specahead.engine.steps.requests import CodedBitmap, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from specahead.engine.steps.shapes import PassShape, RoundShape
 
 _OF_SEQUENCES = "accepted", "following", "blocks_read", "alternative", "drafted"  # results of a pass
@@ -160,12 +160,9 @@ def _blocks_of(buffers: Buffers, shape: PassShape, kv: KVCache, sequence: int, b
 
 
 def read_round(
-    results: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest], runs_last: bool
+    results: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest], settings: RoundSettings
 ) -> list[RoundOutput]:
-    """Return the results of a round, which are on the host, in the order of the requests.
-
-    runs_last: as of the settings.
-    """
+    """Return the results of a round, which are on the host, in the order of the requests."""
     tokens = results["tokens"].T.tolist()
     alternatives = results["alternatives"].transpose(1, 0, 2).copy() if "alternatives" in results else None
 
@@ -175,7 +172,8 @@ def read_round(
             results["ids"][:, row].copy() if drawn else None,
             results["probs"][:, row].copy() if drawn else None,
             None if alternatives is None else alternatives[row],
-            runs_last,
+            settings.runs_last,
+            settings.reads_states,
         )
 
     def coded(sequence: int, words: int) -> CodedBitmap:

@@ -12,6 +12,7 @@ from torch import Tensor
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.head import DraftHead, StateTap
 from specahead.engine.model.layer_attention import LayerPages
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.parallel.commands import Command, encode
@@ -40,8 +41,9 @@ class PassRunner:
     launches.
 
     memories: the remembered weights of sequences that read by budgets. drafting: runs tokens that a later pass judges;
-    None: the decoder. Attention is Triton's on a GPU, and cuDNN's for prompts where that supports the heads. torch
-    attends where Triton does not support the heads; such passes cannot be captured.
+    None: the decoder. tap: takes the states of a target's tokens for a head. Attention is Triton's on a GPU, and
+    cuDNN's for prompts where that supports the heads. torch attends where Triton does not support the heads; such
+    passes cannot be captured.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class PassRunner:
         memories: ReadMemories,
         captures: bool,
         drafting: Decoder | None = None,
+        tap: StateTap | None = None,
     ) -> None:
-        self._decoder, self._kv, self._limits, self._drafting = decoder, kv, limits, drafting
+        self._decoder, self._kv, self._limits, self._drafting, self._tap = decoder, kv, limits, drafting, tap
         self._followers = kv.ranks.followers
         self.memories = memories
         self.graphs = Graphs(captures)
@@ -78,7 +81,8 @@ class PassRunner:
         return partial(self._launch, shape, self._make_buffers(shape, None))
 
     def _launch(self, shape: PassShape, buffers: Buffers) -> None:
-        run_pass(self._decoder, self._kv, shape, buffers, self.attention, drafting=self._drafting, chain=self.chain)
+        how: dict[str, Any] = {"drafting": self._drafting, "chain": self.chain, "tap": self._tap}
+        run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
 
     def run_fetching(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
         """Run the step of a shape that fetches. Return None if the GPU has no room for all listed pages: the step
@@ -145,7 +149,7 @@ class PassRunner:
         return self._started(buffers, shape, inputs)
 
     def _run_exact(self, buffers: Buffers, shape: PassShape, layer_pages: LayerPages | None = None) -> None:
-        how: dict[str, Any] = {"layer_pages": layer_pages, "drafting": self._drafting}
+        how: dict[str, Any] = {"layer_pages": layer_pages, "drafting": self._drafting, "tap": self._tap}
         if self._is_read_by_cudnn(shape):
             how |= {"prompts": self._plan_prompts(buffers), "graphs": None if shape.light else self._prompt_graphs}
         run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
@@ -166,7 +170,7 @@ class PassRunner:
             rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.all_kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
-        return make_buffers(shape, self._kv, memory, logits_rows)
+        return make_buffers(shape, self._kv, memory, logits_rows, isinstance(self._decoder, DraftHead))
 
     def _lay_out(
         self,
@@ -204,7 +208,8 @@ class PassRunner:
             numbers = torch.zeros(tokens, dtype=torch.int64, device=self._kv.device)
             pages = self._kv.k_pages, self._kv.v_pages
             of_kv = *pages, lambda _layer, queries: queries, numbers[:0]
-            self._decoder.run(numbers, numbers, numbers, *of_kv, kv_scales=self._kv.scales)
+            head = self._decoder.reading(numbers) if isinstance(self._decoder, DraftHead) else None
+            (head or self._decoder).run(numbers, numbers, numbers, *of_kv, kv_scales=self._kv.scales)
 
         return launch
 
@@ -227,7 +232,10 @@ class PassRunner:
 
     def captures_of_prompts(self, tokens: int) -> list[Callable[[], None]]:
         """Return functions that each capture the layers of one size of passes over prompts, up to `tokens` tokens."""
-        if not (self._cudnn and self.graphs.captures and isinstance(self._decoder, Decoder)):
+        decoder = self._decoder
+        if not (self._cudnn and self.graphs.captures and isinstance(decoder, Decoder)) or isinstance(
+            decoder, DraftHead
+        ):
             return []
         return [partial(self.capture_prompt, size) for size in sizes_up_to(min(tokens, MOST_TOKENS))]
 
@@ -239,7 +247,8 @@ class PassRunner:
         self._followers.tell(Command.CAPTURE_PROMPT, [tokens])
         assert isinstance(self._decoder, Decoder)
         if self._prompt_graphs is None:
-            self._prompt_graphs = PromptGraphs(self._decoder, self._kv.k_pages, self._kv.v_pages, self._kv.scales)
+            of_kv = self._kv.k_pages, self._kv.v_pages, self._kv.scales
+            self._prompt_graphs = PromptGraphs(self._decoder, *of_kv, self._tap)
         self._prompt_graphs.capture(tokens)
 
     def _room_for_prompts(self) -> Tensor:

@@ -11,6 +11,7 @@ from specahead.engine.steps.announcing import Announcer
 from specahead.engine.steps.rules import RoundRules
 from specahead.kernels.backends import power_of_two
 
+ROUND_QUERIES = 2  # tokens that a round begins with: one, or two where the target's own was not foreseen
 MOST_ROWS = 128  # tokens that a pass drafts at once before its products take longer than reading the weights
 
 
@@ -39,10 +40,18 @@ class RoundSettings:
     runs_last: bool = True
     """Whether a round also runs the last token that it proposes, and so knows the next one, with which a draft that
     goes on without a verdict begins. Otherwise it costs a pass less."""
+    reads_states: bool = False
+    """Whether the model is a head (engine.model.head). Its rounds run all tokens committed since the last one, and the
+    KV of those that they draft is written again."""
 
     def __post_init__(self) -> None:
         if self.branches > 1 and not self.runs_last:
             raise ValueError(f"{self.branches} branches go on after the last token proposed: let rounds run it, too")
+
+    @property
+    def queries(self) -> int:
+        """Pending tokens of a session that a captured round has room for; what is before is read first."""
+        return self.gamma + 1 if self.reads_states else ROUND_QUERIES
 
     def passes(self, gamma: int) -> int:
         """Return how often the model runs to propose `gamma` tokens: once for each, once more if the last is run."""
@@ -153,7 +162,8 @@ class RoundRequest:
     cost."""
     follows: StepBefore | None = None
     """The step that the round follows in the device chain. kv, announce and tokens are then as if the step accepted all
-    tokens; there are two tokens, and the one that the step adds takes the place of the second."""
+    tokens; there are two tokens, and the one that the step adds takes the place of the second. A head's tokens are as
+    if it accepted none, and one more than it judges; the last two give way to the last accepted and the added one."""
 
     def __post_init__(self) -> None:
         if bool(self.tokens) == bool(self.branches):
@@ -165,9 +175,10 @@ class RoundRequest:
                 f"the first branch leaves after {self.branches[0].length} tokens, expected {self.kv.length}: it goes "
                 "on after all tokens with KV, so that no KV is moved onto what another branch has left"
             )
-        if self.follows and (len(self.tokens) != 2 or self.branches or self.moved or self.rules or self.allowed):
+        if self.follows and (len(self.tokens) < 2 or self.branches or self.moved or self.rules or self.allowed):
             raise ValueError(
-                "a round that follows a step runs two tokens, the second the step's, without branches, rules or grammar"
+                "a round that follows a step runs two tokens or more, the last the step's, without branches, rules or "
+                "grammar"
             )
 
     def tokens_written(self, most: int) -> int:
@@ -193,6 +204,8 @@ class DraftedTokens:
     alternatives: np.ndarray | None = None
     """[tokens, settings.alternatives], the likeliest tokens at each position in falling order, if asked for."""
     runs_last: bool = True
+    reads_states: bool = False
+    """As in `RoundSettings`."""
 
     @property
     def proposed(self) -> int:
@@ -202,7 +215,7 @@ class DraftedTokens:
     @property
     def run(self) -> int:
         """How many tokens have KV for sure: all but the last."""
-        return len(self.tokens) - 1
+        return 0 if self.reads_states else len(self.tokens) - 1
 
     def first(self, count: int) -> "DraftedTokens":
         """Return the same where only `count` tokens are proposed."""
@@ -210,7 +223,7 @@ class DraftedTokens:
         ids, probs, others = (
             None if each is None else each[:kept] for each in (self.ids, self.probs, self.alternatives)
         )
-        return DraftedTokens(self.tokens[:kept], ids, probs, others, self.runs_last)
+        return DraftedTokens(self.tokens[:kept], ids, probs, others, self.runs_last, self.reads_states)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.head import DraftHead
 from specahead.engine.model.layer_attention import LayerAttention, ListedReads, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.staging import Buffers
@@ -23,6 +24,7 @@ from specahead.engine.steps.reads import heads_of
 from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.rules import ChangedLogits
 from specahead.engine.steps.shapes import RoundShape
+from specahead.engine.steps.states import take_states
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.draft_reads import score_own_blocks
 from specahead.kernels.kv_write import move_kv
@@ -88,6 +90,8 @@ def run_round(
         assert chain is not None
         chain.follow_step_in_round(given, settings.passes(shape.gamma))
         results["began"].copy_(given["began"])
+    if isinstance(decoder, DraftHead):
+        decoder = decoder.reading(take_states(given))
     if shape.branches > 1:
         move_kv(kv.k_pages, kv.v_pages, kv.addresses, given["source"], given["target"], default_backend(kv.device))
     evidence = _make_evidence(decoder, kv, settings, shape)

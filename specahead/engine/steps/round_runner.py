@@ -27,8 +27,6 @@ from specahead.engine.steps.shapes import RoundShape
 from specahead.kernels.backends import Backend, power_of_two
 from specahead.kernels.compiling import compile_ahead
 
-ROUND_QUERIES = 2  # tokens that a round begins with: one, or two where the target's own was not foreseen
-
 
 class RoundRunner:
     """Drafts rounds by `settings`. max_pages: of a sequence. captures: whether as CUDA graphs."""
@@ -46,7 +44,7 @@ class RoundRunner:
         if kv.offloads:
             raise NotImplementedError("rounds are drafted over KV that lies on one device: no backing store")
         self._decoder, self._kv, self._attention = decoder, kv, attention
-        self._settings = settings.to(kv.device)
+        self.settings = settings.to(kv.device)
         self._vocab_size, self._max_pages, self._graphs = vocab_size, max_pages, Graphs(captures)
         self._one_by_one = Graphs(captures=False)
         self._rules = torch.empty(3, 0, 0)
@@ -64,7 +62,7 @@ class RoundRunner:
         self._rules_of(sizes[0])  # all shapes share it, so it is made to fit the largest
         sized = [(count, most) for count in sizes for most in sorted({1, self._branches_of(count)}, reverse=True)]
         shapes = [
-            self._captured_shape(count, of_each, announcing, self._settings.gamma, **draw)
+            self._captured_shape(count, of_each, announcing, self.settings.gamma, **draw)
             for draw, announcing, (count, of_each) in itertools.product(draws, (False, True)[: 1 + announces], sized)
         ]
         compiled = [shape for shape in shapes if shape.sequences <= COMPILED_SESSIONS]
@@ -86,7 +84,7 @@ class RoundRunner:
         parts: list[tuple[list[int], Callable[[], list[RoundOutput]]]] = []
         branched = False
         kinds = [
-            (item.announce is not None, item.allowed is not None, item.gamma or self._settings.gamma)
+            (item.announce is not None, item.allowed is not None, item.gamma or self.settings.gamma)
             for item in requests
         ]
         for kind in sorted(set(kinds)):
@@ -94,7 +92,7 @@ class RoundRunner:
             places = [i for i, of_request in enumerate(kinds) if of_request == kind]
             chosen = [requests[i] for i in places]
             for item in chosen:
-                self._kv.grow(item.kv, item.kv.length + item.tokens_written(self._settings.gamma))
+                self._kv.grow(item.kv, item.kv.length + item.tokens_written(self.settings.gamma))
             shape = self._shape_of(chosen, announces, gamma)
             round_ = self._round_of(shape, chosen if asks else None)
             lay_out_round(round_.buffers, shape, chosen)
@@ -109,7 +107,7 @@ class RoundRunner:
         self, results: Staging, shape: RoundShape, requests: list[RoundRequest]
     ) -> Callable[[], list[RoundOutput]]:
         done = results.send_back()
-        return lambda: read_round(results.wait(done), shape, requests, self._settings.runs_last)
+        return lambda: read_round(results.wait(done), shape, requests, self.settings)
 
     def _shape_of(self, requests: list[RoundRequest], announces: bool, gamma: int) -> RoundShape:
         ruled = any(item.rules is not None for item in requests)
@@ -138,10 +136,10 @@ class RoundRunner:
     ) -> RoundShape:
         # One graph serves rounds that follow a step and others.
         chained, pages = self.chain is not None and branches == 1, self._max_pages
-        return RoundShape(sequences, ROUND_QUERIES, pages, sampled, announces, gamma, branches, ruled, chained)
+        return RoundShape(sequences, self.settings.queries, pages, sampled, announces, gamma, branches, ruled, chained)
 
     def _branches_of(self, sequences: int) -> int:
-        return branches_of(sequences, self._settings.branches)
+        return branches_of(sequences, self.settings.branches)
 
     def _round_of(
         self, shape: RoundShape, asking: list[RoundRequest] | None = None, prepared: bool = False
@@ -159,14 +157,14 @@ class RoundRunner:
         """Return what makes the buffers of a shape, and what launches its rounds."""
 
         def make_buffers() -> Buffers:
-            buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device)
+            buffers = make_round_buffers(shape, self.settings, self._vocab_size, self._kv.device)
             if shape.ruled:
                 buffers.tensors["rules"] = self._rules_of(shape.sequences)
             return buffers
 
         def launch(buffers: Buffers) -> None:
             forbid = None if asking is None else partial(_forbid, asking, shape.branches)
-            run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention, forbid, self.chain)
+            run_round(self._decoder, self._kv, self.settings, shape, buffers, self._attention, forbid, self.chain)
 
         return make_buffers, launch
 
@@ -174,7 +172,7 @@ class RoundRunner:
         """Return a function that launches a round of a shape in buffers of its own, but for passes after the second,
         which launch the same kernels.
         """
-        make_buffers, launch = self._ways_of(replace(shape, gamma=min(2, self._settings.gamma)))
+        make_buffers, launch = self._ways_of(replace(shape, gamma=min(2, self.settings.gamma)))
         return partial(launch, make_buffers())
 
     def _rules_of(self, sequences: int) -> Tensor:

@@ -25,6 +25,10 @@ class Runner(ABC):
     """Whether rounds, steps that judge them, and rounds that follow these steps form a device chain."""
     captures_made = 0
     """CUDA graphs that runners of this process have captured; a step beside says little of what steps take."""
+    leaves_states = False
+    """Whether passes leave the states of their tokens, which a head on the same device reads."""
+    reads_states = False
+    """Whether the model is such a head: its sequences name those of the target (SequenceKV.target)."""
     unprepared = 0
     """Kinds of steps that `warm_up_more` is still to make ready for."""
 

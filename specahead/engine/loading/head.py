@@ -1,0 +1,119 @@
+"""Loads an EAGLE-3 head (engine.model.head) from a checkpoint in the form of SGLang's and vLLM's."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specahead.engine.loading.checkpoint import Checkpoint, find_files
+from specahead.engine.loading.config import load_config, read_shape
+from specahead.engine.loading.fused import rotary_table
+from specahead.engine.loading.model import LoadedModel
+from specahead.engine.model.decoder import Decoder, DecoderLayer
+from specahead.engine.model.families import Shapes, head_dim
+from specahead.engine.model.head import DraftHead, StateTap
+from specahead.engine.model.head_config import EMBEDDING, IDS, LAYER, head_shapes, layers_read, unbuilt_in_head
+from specahead.kernels.linear import LinearWeight
+
+_UNUSED = "t2d", "rotary_emb.inv_freq"  # t2d says what d2t says
+
+
+def load_head(model: str, target: LoadedModel, places: int, load_format: str = "auto") -> tuple[LoadedModel, StateTap]:
+    """Return the head in a folder or of a Hugging Face id, and what takes the states that it reads from its target.
+
+    It lies on the target's device in the target's dtype and drafts the target's tokens, by the target's embedding where
+    its checkpoint has none. places: of tokens, in the target's pages.
+    load_format: "auto", or "dummy" for random weights, for measurements.
+    Raises NotImplementedError for a head or a target that is not built, naming the reason; ValueError for weights that
+    do not fit the config or the target.
+    """
+    config, decoder, device = load_config(model), target.decoder, str(target.device)
+    unbuilt = unbuilt_in_head(config, on_gpu=device != "cpu")
+    if unbuilt is not None:
+        raise NotImplementedError(f"{model}: heads are not built with {unbuilt}: give another --draft, or none")
+    if not isinstance(decoder, Decoder):
+        raise NotImplementedError(
+            f"{model}: heads are built for targets that the fused decoder runs: give another --draft, or none"
+        )
+    layers, hidden = layers_read(config, decoder.num_layers), decoder.embedding.shape[1]
+    shapes = head_shapes(config, len(layers) * hidden) | {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    tensors = _random(config, shapes) if load_format == "dummy" else _read(model, device, shapes)
+    if EMBEDDING not in tensors and config.hidden_size != hidden:
+        raise ValueError(f"{model}: it has no embedding, and that of the target is {hidden} wide, not its own size")
+
+    def take(*names: str) -> Tensor:
+        return torch.cat([tensors[name]().to(device, target.dtype) for name in names])
+
+    def linear(*names: str) -> LinearWeight:
+        biases = [f"{name}.bias" for name in names if f"{name}.bias" in shapes]
+        return LinearWeight(take(*(f"{name}.weight" for name in names)), take(*biases) if biases else None)
+
+    of_target = target.shape
+    config.max_position_embeddings = max(config.max_position_embeddings, of_target.max_position_embeddings)
+    cosines, sines = rotary_table(config, device)
+    ids = torch.arange(shapes["lm_head.weight"][0], device=device)
+    if IDS in tensors:  # differences
+        ids += tensors[IDS]().to(device)
+    known = ids < of_target.vocab_size  # beyond them lies what pads the target's vocabulary
+    head = DraftHead(
+        embedding=take(EMBEDDING) if EMBEDDING in tensors else decoder.embedding,
+        layers=[
+            DecoderLayer(
+                input_norm=take(f"{LAYER}input_layernorm.weight"),
+                qkv=linear(*(f"{LAYER}self_attn.{name}_proj" for name in "qkv")),
+                out=linear(f"{LAYER}self_attn.o_proj"),
+                mlp_norm=take(f"{LAYER}post_attention_layernorm.weight"),
+                gate_up=linear(f"{LAYER}mlp.gate_proj", f"{LAYER}mlp.up_proj"),
+                down=linear(f"{LAYER}mlp.down_proj"),
+            )
+        ],
+        norm=take("norm.weight"),
+        lm_head=LinearWeight(take("lm_head.weight")[known]),
+        cosines=cosines,
+        sines=sines,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        epsilon=config.rms_norm_eps,
+        attention_scale=head_dim(config) ** -0.5,
+        hidden_norm=take(f"{LAYER}hidden_norm.weight"),
+        own_ids=ids[known],
+        vocab_size=of_target.vocab_size,
+        states=torch.zeros(places + 1, config.hidden_size, dtype=target.dtype, device=device),
+    )
+    of_head = replace(
+        read_shape(config), vocab_size=of_target.vocab_size, max_position_embeddings=of_target.max_position_embeddings
+    )
+    return LoadedModel(head, of_head, target.dtype, target.device), StateTap(layers, take("fc.weight"), head.states)
+
+
+Weights = Mapping[str, Callable[[], Tensor]]  # what reads or makes each weight, by name
+
+
+def _read(model: str, device: str, shapes: Shapes) -> Weights:
+    """Return what reads the weights of a checkpoint, whose names may begin as those of a whole model do.
+
+    Raises ValueError for weights that are missing, unknown, or of another shape; the embedding may be missing.
+    """
+    checkpoint = Checkpoint(find_files(model), device)
+    names = {name.removeprefix("model.").replace("layers.0.", LAYER): name for name in checkpoint}
+    found = {name: checkpoint.shapes[old] for name, old in names.items() if not name.endswith(_UNUSED)}
+    for name, shape in (shapes | found).items():
+        if name not in found and name != EMBEDDING:
+            raise ValueError(f"{model}: the head's {name} is missing, expected {list(shape)}")
+        if name in found and shape != shapes.get(name):
+            expected = f"expected {list(shapes[name])}" if name in shapes else "a head has no such weight"
+            raise ValueError(f"{model}: the head's {name} is {list(shape)}, {expected}")
+    return {name: partial(checkpoint.__getitem__, names[name]) for name in found}
+
+
+def _random(config: Any, shapes: Shapes) -> Weights:
+    """Return what makes random weights, as transformers initialises them; the head drafts the first of all tokens."""
+    deviation = getattr(config, "initializer_range", 0.02)
+
+    def make(shape: tuple[int, ...]) -> Tensor:
+        return deviation * torch.randn(shape) if len(shape) > 1 else torch.ones(shape)
+
+    return {name: partial(make, shape) for name, shape in shapes.items() if name not in (IDS, EMBEDDING)}

@@ -1,0 +1,169 @@
+"""EAGLE-3 heads: what they draft against their forward in plain torch, and the service with one."""
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from draft_service.drafter import Drafter
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from specahead.engine.loading.head import load_head
+from specahead.engine.loading.model import load_model
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.sampling.distributions import Sampling
+from specahead.engine.steps.inputs import SequenceInput
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.requests import RoundRequest, RoundSettings
+from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
+from specahead.sparsity.plan import uniform_plan
+from specahead.wire import messages as m
+from target_service.draft_in_target import StepsByTurns
+from target_service.hooks import NO_HOOKS, Hooks
+from target_service.verifier import Verifier
+from tests.settings import target_settings
+from tests.unit.eagle import PlainHead, save_head
+from tests.unit.tiny_models import save_tiny, sizes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GAMMA, TOKENS = 4, 2048
+CONFIG = transformers.LlamaConfig(**sizes(4, 2, head_dim=16) | {"num_hidden_layers": 8})
+LAYERS = 2, 4, 5
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A target's folder, and the same as transformers has it. What it says is of two tokens, the first of a head's, so
+    that many are accepted by chance, and alternatives to others.
+    """
+    folder = tmp_path_factory.mktemp("target") / "model"
+    model = save_tiny(CONFIG, folder)
+    with torch.no_grad():
+        model.lm_head.weight[[token for token in range(CONFIG.vocab_size) if token not in (1, 3)]] *= 0.01
+        model.lm_head.weight[3] = -model.lm_head.weight[1]
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def made_pair(target: Path, head: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelRunner, ModelRunner]:
+    """Return the runner of a target and that of its head."""
+    loaded = load_model(str(target), dtype, DEVICE)
+    of_head, tap = load_head(str(head), loaded, pages_for(TOKENS) * PAGE_SIZE)
+    how: dict[str, Any] = {"max_context": 200, "step_queries": GAMMA + 1}
+    return make_runner(loaded, TOKENS, tap=tap, **how), make_runner(of_head, TOKENS, **how)
+
+
+def texts_of(*lengths: int) -> list[list[int]]:
+    random = torch.Generator().manual_seed(5)
+    return [torch.randint(0, CONFIG.vocab_size, (length,), generator=random).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "embeds", "config", "layers"),
+    [
+        (torch.float32, True, {}, LAYERS),
+        (torch.float32, False, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}, (1, 4, 7)),
+        (torch.bfloat16, True, {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, (1, 3, 6)),
+    ],
+    ids=["float32", "the target's embedding", "bfloat16"],
+)
+def test_a_round_is_that_of_the_checkpoint(
+    target: tuple[Path, Any], tmp_path: Path, dtype: torch.dtype, embeds: bool, config: Any, layers: tuple[int, ...]
+) -> None:
+    """Texts are read in parts, and rounds begin with one token or with several."""
+    weights = save_head(tmp_path / "head", CONFIG, embeds=embeds, **config)
+    runner, drafting = made_pair(target[0], tmp_path / "head", dtype)
+    drafting.prepare_rounds(RoundSettings(GAMMA, 64, PAGE_SIZE, alternatives=2, runs_last=False, reads_states=True))
+    plain = PlainHead(weights, deepcopy(target[1]).to(dtype), layers)
+    texts, requests, random = texts_of(45, 3, 120), list[RoundRequest](), np.random.default_rng(3)
+    for text, pending in zip(texts, (1, 2, 5), strict=True):
+        kv = SequenceKV(target=SequenceKV())
+        assert kv.target is not None
+        for start in range(0, len(text) - 1, 32):
+            runner.forward([SequenceInput(kv.target, text[start : min(start + 32, len(text) - 1)])])
+        for start in range(1, len(text) - pending, 48):
+            drafting.forward([SequenceInput(kv, text[start : min(start + 48, len(text) - pending)])])
+        requests.append(RoundRequest(kv, text[-pending:], 1.0, 1.0, random.random(GAMMA), None))
+    tolerance = 1e-4 if dtype is torch.float32 else 0.05
+    for text, output in zip(texts, drafting.draft_rounds(requests), strict=True):
+        (drafted,) = output.branches
+        logits = plain.logits(text, drafted.tokens)
+        assert drafted.ids is not None and drafted.probs is not None and drafted.alternatives is not None
+        found = torch.zeros(logits.shape).scatter(1, torch.from_numpy(drafted.ids), torch.from_numpy(drafted.probs))
+        torch.testing.assert_close(found, logits.softmax(1), rtol=0, atol=tolerance)
+        assert dtype is not torch.float32 or drafted.alternatives.tolist() == logits.topk(2).indices.tolist()
+
+
+class Service:
+    """A target and its head, step by step. What the head has proposed is in `proposed`: a session, where, and what."""
+
+    def __init__(self, target: Path, head: Path, hooks: Hooks = NO_HOOKS, **settings: Any) -> None:
+        runner, drafting = made_pair(target, head)
+        self.proposed: list[tuple[str, int, list[int]]] = []
+        self.texts: dict[str, list[int]] = {}
+        plan = uniform_plan(8, 2, 1, 1, block_size=PAGE_SIZE, least_tokens=32, group_size=0, budget=0.3)
+        given = {"max_context": 200, "prefill_chunk": 32} | settings
+        common = target_settings(model=str(target), draft=str(head), placement="together", plan="p", **given)
+        self.verifier = Verifier(runner, plan, common, replace(hooks, on_draft_event=self._note))
+        self.drafter = Drafter(drafting, plan, common.own_draft)
+        self.steps = StepsByTurns(self.verifier, self.drafter)
+
+    def _note(self, event: m.DraftEvent) -> None:
+        if isinstance(event, m.Proposals):
+            (count,), (offset,) = event.counts, event.offsets
+            self.proposed.append((event.at.session, event.at.base + offset, list(event.tokens[:count])))
+
+    def open(self, text: list[int], tokens: int, sampling: Sampling = Sampling(0.0), exact: bool = True) -> str:  # noqa: B008 (frozen)
+        name = f"s{len(self.texts)}"
+        self.texts[name] = list(text)
+        kind = m.Exactness.EXACT if exact else m.Exactness.APPROXIMATE
+        self.verifier.admission.open(m.Open(name, text, len(text), tokens, [], sampling, kind), self._emit)
+        return name
+
+    def _emit(self, event: m.ServedEvent) -> None:
+        assert isinstance(event, m.Commit), event
+        self.texts[event.at.session] += event.tokens
+
+    def run(self) -> None:
+        for _ in range(2000):
+            step = self.steps.plan_step()
+            if step is None:
+                return
+            self.steps.finish_step(step, self.steps.execute(step))
+        raise AssertionError("the sessions do not come to an end")
+
+    def check_proposals(self, plain: PlainHead) -> None:
+        """Each proposal is what the head finds likeliest after the text there."""
+        states = {name: plain.states(text) for name, text in self.texts.items()}
+        for name, base, tokens in self.proposed:
+            if base <= len(self.texts[name]):
+                logits = plain.logits(self.texts[name][:base], tokens, states[name])
+                chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                assert (chosen > logits.amax(1) - 1e-3).all(), (name, base)
+
+
+@pytest.mark.parametrize("imposed", [False, True])
+def test_greedy_texts_and_proposals_at_any_verdict(target: tuple[Path, Any], tmp_path: Path, imposed: bool) -> None:
+    """Rounds follow steps that accept all, some, none or an alternative; a text begins as an earlier one."""
+    weights = save_head(tmp_path / "head", CONFIG, own=2)
+    service = Service(target[0], tmp_path / "head", Hooks(judge=ImposedVerdicts(0.7)) if imposed else NO_HOOKS)
+    if imposed:  # else steps would keep alternatives by verdicts of their own
+        service.verifier.runner.alternatives_beside = lambda gamma: 0  # type: ignore[method-assign]
+    texts = texts_of(70, 2, 5, 33)
+    names = [service.open(text, 40, Sampling(0.0, seed=index)) for index, text in enumerate(texts)]
+    service.run()
+    names.append(service.open([*service.texts[names[0]][:-3], 1, 2, 3], 30))
+    service.run()
+    service.check_proposals(PlainHead(weights, target[1], LAYERS))
+    counters = service.verifier.counters
+    print({k: v for k, v in counters.items() if v}, len(service.proposed))
+    assert counters["rounds_chained_to_steps"] > 10
+    if not imposed:
+        assert counters["accepted_alternatives"] > 5
+        for name, text in zip(names, texts, strict=False):
+            expected = target[1].generate(torch.tensor([text]), max_new_tokens=40, min_new_tokens=40, do_sample=False)
+            assert service.texts[name] == expected[0].tolist()
