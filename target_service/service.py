@@ -78,6 +78,7 @@ def _check_head(settings: TargetSettings) -> None:
     """Raise NotImplementedError for settings that are not built with a head."""
     refused = {
         f"--tensor-parallel-size {settings.tensor_parallel_size}": settings.tensor_parallel_size > 1,
+        "a target that chooses blocks by itself": load_shape(settings.model).chooses_blocks,
         "a speculation with draft_quantization fp8": settings.speculation.draft_quantization == "fp8",
     }
     for what in (what for what, given in refused.items() if given):

@@ -1,7 +1,9 @@
 """EAGLE-3 heads: what they draft against their forward in plain torch, and the service with one."""
 
+import shutil
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +13,29 @@ import torch
 import transformers
 
 from draft_service.drafter import Drafter
+from orchestrator.cluster.choice import Machine, with_choice
+from specahead import LLM, SamplingParams, models
+from specahead.config import Config, SettingsError
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from specahead.engine.loading.config import load_config
 from specahead.engine.loading.head import load_head
 from specahead.engine.loading.model import load_model
+from specahead.engine.loading.opening import open_model
 from specahead.engine.loading.runner import make_runner
+from specahead.engine.model.head_config import count_head_parameters, is_head, layers_read, unbuilt_in_head
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import RoundRequest, RoundSettings
+from specahead.lab.benchmarks.serving.deployment import write_model
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
 from target_service.draft_in_target import StepsByTurns
 from target_service.hooks import NO_HOOKS, Hooks
+from target_service.service import open_models
 from target_service.verifier import Verifier
-from tests.settings import target_settings
+from tests.settings import draft_settings, target_settings
 from tests.unit.eagle import PlainHead, save_head
 from tests.unit.tiny_models import save_tiny, sizes
 
@@ -105,6 +115,7 @@ class Service:
         runner, drafting = made_pair(target, head)
         self.proposed: list[tuple[str, int, list[int]]] = []
         self.texts: dict[str, list[int]] = {}
+        self.commits: list[m.Commit] = []
         plan = uniform_plan(8, 2, 1, 1, block_size=PAGE_SIZE, least_tokens=32, group_size=0, budget=0.3)
         given = {"max_context": 200, "prefill_chunk": 32} | settings
         common = target_settings(model=str(target), draft=str(head), placement="together", plan="p", **given)
@@ -127,6 +138,7 @@ class Service:
     def _emit(self, event: m.ServedEvent) -> None:
         assert isinstance(event, m.Commit), event
         self.texts[event.at.session] += event.tokens
+        self.commits.append(event)
 
     def run(self) -> None:
         for _ in range(2000):
@@ -160,10 +172,109 @@ def test_greedy_texts_and_proposals_at_any_verdict(target: tuple[Path, Any], tmp
     service.run()
     service.check_proposals(PlainHead(weights, target[1], LAYERS))
     counters = service.verifier.counters
-    print({k: v for k, v in counters.items() if v}, len(service.proposed))
     assert counters["rounds_chained_to_steps"] > 10
     if not imposed:
         assert counters["accepted_alternatives"] > 5
         for name, text in zip(names, texts, strict=False):
             expected = target[1].generate(torch.tensor([text]), max_new_tokens=40, min_new_tokens=40, do_sample=False)
             assert service.texts[name] == expected[0].tolist()
+
+
+def test_sampled_texts_follow_the_targets_distribution(target: tuple[Path, Any], tmp_path: Path) -> None:
+    """Two tokens after the first one, which are drafted, of many texts with one prompt."""
+    save_head(tmp_path / "head", CONFIG, own=2)
+    service, (prompt,), count, heat = Service(target[0], tmp_path / "head"), texts_of(20), 64, 0.25
+    names = [service.open(prompt, 3, Sampling(heat, seed=seed)) for seed in range(count)]
+    service.run()
+    kinds = {1: 0, 3: 1}
+    found = torch.zeros(3, 3)
+    for name in names:
+        second, third = (kinds.get(token, 2) for token in service.texts[name][-2:])
+        found[second, third] += 1
+    expected = torch.zeros(3, 3)
+    for name in names:  # given its first token, each text's next two are as likely as the target says
+        expected += pair_probs(target[1], tuple(service.texts[name][:-2]), heat)
+    difference = ((found - expected) ** 2 / expected.clamp(min=0.5)).sum()
+    assert difference < 30, (found, expected)  # of chi-square with 8 degrees of freedom 1 in 5,000 lies beyond
+    assert len(service.proposed) > count / 2
+
+
+@cache
+def pair_probs(model: Any, text: tuple[int, ...], heat: float) -> torch.Tensor:
+    """Return the probabilities of the next two tokens, each as 1, 3 or another, [3, 3]."""
+
+    def next_probs(texts: list[list[int]]) -> torch.Tensor:
+        with torch.inference_mode():
+            return (model(torch.tensor(texts)).logits[:, -1] / heat).softmax(1)
+
+    (first,), ways = next_probs([[*text]]), torch.zeros(3, CONFIG.vocab_size)
+    ways[0, 1] = ways[1, 3] = 1
+    ways[2] = 1 - ways[:2].sum(0)
+    second = next_probs([[*text, token] for token in range(CONFIG.vocab_size)])
+    return ways @ (first[:, None] * (second @ ways.T))
+
+
+def test_approximate_reads_what_the_target_remembers(target: tuple[Path, Any], tmp_path: Path) -> None:
+    """The head announces nothing. The first round reads everything, and the others a part."""
+    save_head(tmp_path / "head", CONFIG, own=2)
+    service = Service(target[0], tmp_path / "head")
+    name = service.open(*texts_of(120), 40, exact=False)
+    service.run()
+    figures = [event.figures for event in service.commits if event.figures.kv_tokens_total]
+    first, *others = [each.kv_tokens_read / each.kv_tokens_total for each in figures]
+    assert len(service.texts[name]) == 160 and service.proposed
+
+    assert first == 1 and max(others) < 0.7
+
+
+def test_what_is_not_built_is_refused_by_name(target: tuple[Path, Any], tmp_path: Path) -> None:
+    loaded = load_model(str(target[0]), torch.float32, DEVICE)
+    for name, (config, reason) in enumerate(
+        {
+            "fc_norm": ({"fc_norm": True}, "fc_norm"),
+            "layers": ({"num_hidden_layers": 2}, "2 layers"),
+            "residual": ({"norm_before_residual": True}, "norm_before_residual"),
+            "EAGLE-2": ({"architectures": ["LlamaForCausalLMEagle"]}, "an architecture other than EAGLE-3"),
+        }.values()
+    ):
+        save_head(tmp_path / str(name), CONFIG, **config)
+        with pytest.raises(NotImplementedError, match=f"heads are not built with .*{reason}"):
+            load_head(str(tmp_path / str(name)), loaded, 16)
+    save_head(tmp_path / "wide", CONFIG, own=3)
+    save_head(tmp_path / "layers", CONFIG, eagle_aux_hidden_state_layer_ids=[1, 4, 8])
+    with pytest.raises(ValueError, match=r"layers \(1, 4, 8\): expected rising numbers below 8"):
+        load_head(str(tmp_path / "layers"), loaded, 16)
+    how = {"model": str(target[0]), "draft": str(tmp_path / "wide"), "placement": "together", "plan": "p"}
+    with pytest.raises(NotImplementedError, match="--tensor-parallel-size 2"):
+        open_models(target_settings(**how, tensor_parallel_size=2), 0)
+    with pytest.raises(NotImplementedError, match="draft_quantization fp8"):
+        open_models(target_settings(**how, draft_quantization="fp8"), 0)
+    with pytest.raises(NotImplementedError, match="--placement together"):
+        open_model(draft_settings(model=str(tmp_path / "wide"), target_model=str(target[0]), plan="p"))
+    apart = Config(target=target_settings(**how | {"placement": "apart"}), draft=target_settings(**how).own_draft)
+    with pytest.raises(SettingsError, match="placement 'apart'"):
+        with_choice(apart, Machine(0))
+
+
+def test_the_head_of_a_benchmark_is_one(tmp_path: Path) -> None:
+    write_model(tmp_path / "head", "eagle3-8b", 128256, 4096)
+    config = load_config(str(tmp_path / "head"))
+    assert is_head(config) and unbuilt_in_head(config, on_gpu=True) is None
+    assert layers_read(config, 32) == (2, 16, 29)
+    assert count_head_parameters(config) == 424_721_664
+
+
+def test_a_launch_takes_a_folder_with_a_head(tmp_path: Path) -> None:
+    """`specahead.LLM`, whose services are those of `specahead serve`: the texts are those of no draft, sampled too."""
+    folder, prompts = tmp_path / "target", ["The old man looked at the sea and", "She opened the letter, and"]
+    shutil.copytree(models.TARGET, folder)
+    save_head(tmp_path / "head", load_config(str(folder)))
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    room: dict[str, Any] = {"max_model_len": 1024, "kv_tokens": 4096, "device": DEVICE}
+    with LLM(folder, tmp_path / "head", **room) as llm:
+        outputs = llm.generate(prompts, greedy)
+        assert sum(output.speculation.drafted for output in outputs) > 10
+        (sampled,) = llm.generate(prompts[:1], SamplingParams(temperature=0.8, max_tokens=16, seed=3, ignore_eos=True))
+        assert len(sampled.token_ids) == 16
+    with LLM(folder, "none", **room) as llm:
+        assert [output.token_ids for output in llm.generate(prompts, greedy)] == [each.token_ids for each in outputs]

@@ -64,8 +64,8 @@ class ModelRunner(TargetOrDraftRunner):
     have elsewhere. weight_bytes: of the decoder. drafting: what runs the passes that draft (SparseRead.drafts), and
     those whose tokens a later pass judges (SequenceInput.light); None: the decoder. shares_choice: whether the tokens
     of a round share the choice of its first one, in a model whose own attention chooses blocks; never in a
-    deterministic runner, where what a token gives must not depend on where its round began. tap:
-    takes the states of a target's tokens, which a head reads; None: nobody does.
+    deterministic runner, where what a token gives must not depend on where its round began. tap: takes the states of a
+    target's tokens, which a head reads; None: nobody does.
     """
 
     def __init__(

@@ -208,8 +208,8 @@ class PassRunner:
             numbers = torch.zeros(tokens, dtype=torch.int64, device=self._kv.device)
             pages = self._kv.k_pages, self._kv.v_pages
             of_kv = *pages, lambda _layer, queries: queries, numbers[:0]
-            head = self._decoder.reading(numbers) if isinstance(self._decoder, DraftHead) else None
-            (head or self._decoder).run(numbers, numbers, numbers, *of_kv, kv_scales=self._kv.scales)
+            decoder = self._decoder.reading(numbers) if isinstance(self._decoder, DraftHead) else self._decoder
+            decoder.run(numbers, numbers, numbers, *of_kv, kv_scales=self._kv.scales)
 
         return launch
 
@@ -232,10 +232,9 @@ class PassRunner:
 
     def captures_of_prompts(self, tokens: int) -> list[Callable[[], None]]:
         """Return functions that each capture the layers of one size of passes over prompts, up to `tokens` tokens."""
-        decoder = self._decoder
-        if not (self._cudnn and self.graphs.captures and isinstance(decoder, Decoder)) or isinstance(
-            decoder, DraftHead
-        ):
+        if isinstance(self._decoder, DraftHead):  # one layer is few launches
+            return []
+        if not (self._cudnn and self.graphs.captures and isinstance(self._decoder, Decoder)):
             return []
         return [partial(self.capture_prompt, size) for size in sizes_up_to(min(tokens, MOST_TOKENS))]
 

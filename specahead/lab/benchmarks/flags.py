@@ -152,7 +152,9 @@ def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the pair of models that services are measured with, what is imposed on it, and how much it generates."""
     sizes = ["8b", "1b", "0.5b", "30b-a3b", "tiny"]
     parser.add_argument("--target-shape", default="8b", choices=sizes)
-    parser.add_argument("--draft-shape", default="1b", choices=sizes)
+    parser.add_argument(
+        "--draft-shape", default="1b", choices=[*sizes, "eagle3-8b"], help="eagle3-8b: a head, in the target's process"
+    )
     parser.add_argument("--acceptance", type=float, default=0.8, help="imposed, a token")
     parser.add_argument(
         "--foresight",

@@ -35,6 +35,8 @@ class Shape:
     """Experts of a token."""
     block_rule: BlockRule | None = None
     """How attention chooses blocks; None: it reads everything."""
+    drafted: int = 0
+    """Tokens that an EAGLE-3 head drafts of the vocabulary; 0: it is a model by itself."""
 
 
 SHAPES = {
@@ -43,6 +45,7 @@ SHAPES = {
     "0.5b": Shape(24, 896, 14, 2, 64, 4864, 151936),
     "30b-a3b": Shape(48, 2048, 32, 4, 128, 768, 151936, experts=128, chosen=8),
     "minicpm4-8b": Shape(32, 4096, 32, 2, 128, 16384, 73448, block_rule=BlockRule(64, 96, 1, 32, 8192)),
+    "eagle3-8b": Shape(1, 4096, 32, 8, 128, 14336, drafted=32000),
     "tiny": Shape(2, 64, 4, 2, 16, 128, 4096),
 }
 
@@ -78,6 +81,8 @@ def random_decoder(
     def weight(outputs: int, inputs: int) -> LinearWeight:
         return LinearWeight(_random_weight(outputs, inputs, quantization, dtype, device))
 
+    if shape.drafted:
+        raise ValueError("a head is measured by `bench serve --draft-shape` alone: it runs in its target's process")
     ones = torch.ones(hidden, device=device, dtype=dtype)
     layers = [
         DecoderLayer(

@@ -275,7 +275,7 @@ def _write_pair(folder: Path, pair: Pair, context: int) -> tuple[dict[str, str],
     for path, shape in zip(folders.values(), (pair.target_shape, pair.draft_shape), strict=True):
         write_model(Path(path), shape, big.vocab_size, context)
     sizes = (big.num_hidden_layers, big.num_key_value_heads)
-    heads = (small.num_hidden_layers, small.num_attention_heads)
+    heads = (1, 1) if small.drafted else (small.num_hidden_layers, small.num_attention_heads)
     plan = folder / "plan.json"
     save_plan(uniform_plan(*sizes, *heads, budget=pair.budget), plan)
     return folders, str(plan)
@@ -285,7 +285,7 @@ def write_model(folder: Path, shape: str, vocab: int, context: int) -> None:
     """A config in the shape of a real model beside the bundled tokenizer."""
     shutil.copytree(models.TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = asdict(SHAPES[shape])
-    experts, chosen = sizes.pop("experts"), sizes.pop("chosen")
+    experts, chosen, drafted = sizes.pop("experts"), sizes.pop("chosen"), sizes.pop("drafted")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -309,4 +309,6 @@ def write_model(folder: Path, shape: str, vocab: int, context: int) -> None:
             "mlp_only_layers": [],
             "use_sliding_window": False,
         }
+    if drafted:
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": drafted}
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
