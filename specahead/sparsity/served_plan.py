@@ -12,17 +12,17 @@ def load_served_plan(file: str, budget: float, target: str = "", draft: str = ""
 
     file: "" for a pair without a plan. It gets the one that follows from its models' configs (`uniform_plan`), which
         reads everything unless a budget is stated, since nobody knows yet how good a guide this draft is
-    target, draft: the models, by folder or Hugging Face id; draft "": there is none. A head guides nothing, as if
-        there were none
+    target, draft: the models, by folder or Hugging Face id; draft "": there is none. A head announces nothing: its
+        plan has the one draft head that a target without a draft has
     Raises PlanError for a plan that cannot be read.
     """
     if file:
         plan = load_plan(file)
     else:
-        guides = draft != "" and not is_head(load_config(draft))
-        shape, drafting = load_shape(target), load_shape(draft) if guides else None
+        announces = draft != "" and not is_head(load_config(draft))
+        shape, drafting = load_shape(target), load_shape(draft) if announces else None
         heads = (drafting.num_layers, drafting.num_heads) if drafting else (1, 1)
-        least = ALL_TOKENS if guides and not budget else LEAST_TOKENS
+        least = ALL_TOKENS if draft and not budget else LEAST_TOKENS
         # Nothing is chosen for layers that choose what they read by themselves.
         dense = tuple(range(shape.num_layers)) if shape.chooses_blocks else ()
         plan = uniform_plan(shape.num_layers, shape.num_kv_heads, *heads, least_tokens=least, dense_layers=dense)
