@@ -187,9 +187,9 @@ class _OwnOfTarget(ServiceSettings, group="the target"):
     model: Annotated[str, Called("target")] = str(models.TARGET)
     """Target model: Hugging Face id or folder."""
     draft: str = str(models.DRAFT)
-    """Draft model, or EAGLE-3 head of the target: Hugging Face id or folder. Without one: lookup proposes what followed the same tokens earlier in
-    the text; self drafts by the target's own attention over little of its KV, where that pays; auto: self where it
-    pays, else lookup; none: one token a step."""
+    """Draft model, or EAGLE-3 head of the target: Hugging Face id or folder. Without one: lookup proposes what followed
+    the same tokens earlier in the text; self drafts by the target's own attention over little of its KV, where that
+    pays; auto: self where it pays, else lookup; none: one token a step."""
     quantization: Quantization = "none"
     """fp8: the target's linear layers but the head are rounded to 8 bits as they are loaded, with no other copy; none:
     they stay as the checkpoint has them."""

@@ -22,6 +22,7 @@ from specahead.engine.loading.own_part import unbuilt_in_ranks
 from specahead.engine.loading.packed import PackedCheckpoint
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import count_parameters, unbuilt_feature, weight_shapes
+from specahead.engine.model.head_config import is_head
 from specahead.engine.model.modules import NAME, ModulesDecoder, attend_in_pass
 from specahead.engine.model.quantization import Storage, check_storage, storage_of
 from specahead.engine.parallel.ranks import ALONE, Ranks
@@ -68,11 +69,16 @@ def load_model(
     quantization: "fp8" holds linear layers but the head in 8 bits; "none" holds all as the checkpoint does.
     ranks: that run the model together; the part of this one is loaded.
     Raises ValueError for another format and for weights that do not fit the config, NotImplementedError for attention
-    or a quantization that is not built, and what transformers raises for a model that it cannot load.
+    or a quantization that is not built and for a head, and what transformers raises for a model that it cannot load.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load format {load_format!r}: expected {' or '.join(LOAD_FORMATS)}")
     config = load_config(model)
+    if is_head(config):
+        raise NotImplementedError(
+            f"{model}: a head drafts on the hidden states of its target, in the target's process: give it as --draft, "
+            "with --placement together"
+        )
     check_ranks(model, config, device, ranks.count)
     held = storage_of(config, quantization)
     check_storage(config, held, dtype, device, ranks.count)

@@ -31,7 +31,6 @@ from specahead.engine.loading.tokenizer import (
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import head_dim, unbuilt_feature
 from specahead.engine.model.head import StateTap
-from specahead.engine.model.head_config import is_head
 from specahead.engine.model.quantization import check_storage, storage_of
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.engine.sampling.grammars import Grammars
@@ -189,11 +188,6 @@ def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) ->
     if settings.deterministic and device == "cpu":
         raise NotImplementedError("deterministic is built for the GPU engine: leave it out, or use a CUDA device")
     config = load_config(settings.model)
-    if is_head(config):
-        raise NotImplementedError(
-            f"{settings.model}: a head drafts on the hidden states of its target, in the target's process: give it as "
-            "--draft, with --placement together"
-        )
     if settings.deterministic and not takes_heads(head_dim(config)):
         raise NotImplementedError(
             f"{settings.model}: deterministic is not built for heads of {head_dim(config)} dimensions: leave it out"
