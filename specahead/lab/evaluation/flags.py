@@ -102,7 +102,7 @@ def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `evaluate sharing` takes. How blocks are chosen is asked for a model that does not by itself."""
     parser.add_argument("--model", default=str(models.TARGET), help="folder or Hugging Face id (default: the bundled)")
     parser.add_argument("--text", nargs="+", metavar="FILE", default=[str(models.DEMO_TEXT)])
-    parser.add_argument("--context", type=int, default=4096, help="tokens of a passage")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of a passage")
     parser.add_argument("--passages", type=int, default=1, help="of each text")
     parser.add_argument("--shared", type=int, nargs="+", default=[0, 1, 2, 4, 8], help="tokens that share a choice")
     parser.add_argument("--block-size", type=int, default=64, help="tokens of a block")

@@ -42,7 +42,13 @@ class SharingRow:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Measure, and print a table. Raises NotImplementedError for a model that the fused decoder does not run."""
+    """Measure, and print a table.
+
+    Raises ValueError for numbers that do not fit, NotImplementedError for a model that the fused decoder does not run.
+    """
+    odd = [count for count in flags.shared if count < 0 or (count and CHOOSING_AT_ONCE % count)]
+    if odd:
+        raise ValueError(f"--shared {odd[0]}: give 0, or a divisor of {CHOOSING_AT_ONCE}")
     device = default_device()
     dtype = resolve_dtype(flags.dtype, device, flags.model)
     loaded, tokenizer = load_model(flags.model, dtype, device), load_tokenizer(flags.model)
@@ -51,6 +57,8 @@ def run(flags: argparse.Namespace) -> None:
     rule = loaded.decoder.block_rule or BlockRule(
         flags.block_size, flags.top, flags.first, flags.local, flags.dense_below
     )
+    if flags.context < rule.dense_below + 2:
+        raise ValueError(f"--context {flags.context}: everything is read below {rule.dense_below} tokens; give more")
     cases = perplexity_cases(read_texts(flags.text), tokenizer, flags.context, 0, flags.passages)
     print(f"{rule}, {len(cases)} passages of {flags.context} tokens, from {rule.dense_below} on")
     print(to_text(measure(loaded, rule, [case.tokens for case in cases], flags.shared)))
