@@ -1,10 +1,12 @@
-"""The texts that tests run on: four books in the public domain (tests/data/README.md)."""
+"""The texts that tests run on: four books in the public domain (tests/data/README.md), and random tokens."""
 
 import lzma
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import torch
 
 DATA = Path(__file__).resolve().parent / "data"
 
@@ -33,3 +35,7 @@ def read_passages(
 def spread(count: int, shortest: int, longest: int) -> list[int]:
     """Return lengths from the shortest to the longest, evenly on a logarithmic scale."""
     return [round(shortest * (longest / shortest) ** (index / (count - 1))) for index in range(count)]
+
+
+def random_tokens(count: int, seed: int, vocab: int = 4096) -> list[int]:
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,6 +1,11 @@
 """The order of the test files, and the fixtures that they share. Two files run at a time."""
 
+from collections.abc import Iterator
+
 import pytest
+from openai import OpenAI
+
+from tests.stack import Stack
 
 # The longest files begin first, so that none of them runs alone at the end.
 LONGEST = (
@@ -12,3 +17,10 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+@pytest.fixture(scope="session")
+def client(stack: Stack) -> Iterator[OpenAI]:
+    """OpenAI's own client of the shared launch."""
+    with OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client

@@ -157,21 +157,20 @@ def test_serve_is_the_launch(stack: Stack) -> None:
     assert b"Ray" not in done.stdout
 
 
-def test_chat_answers_each_line_of_a_pipe_and_remembers(stack: Stack) -> None:
+def test_chat_answers_each_line_of_a_pipe_and_remembers(stack: Stack, client: OpenAI) -> None:
     """The second answer is that to the whole conversation."""
     flags = ["--url", stack.http, "--max-tokens", "12", "--temperature", "0", "--system", "Be brief."]
     done = run(SPECAHEAD, "chat", *flags, stdin=b"The old man\n\nAnd the sea?\n")
     assert done.returncode == 0 and done.stderr == b"", done.stderr
-    with OpenAI(base_url=f"{stack.http}/v1", api_key="none") as client:
-        messages: list[Any] = [{"role": "system", "content": "Be brief."}]
-        expected = ""
-        for line in "The old man", "And the sea?":
-            messages.append({"role": "user", "content": line})
-            answer = client.chat.completions.create(
-                model="tiny-target", messages=messages, max_tokens=12, temperature=0
-            ).choices[0].message.content  # fmt: skip
-            messages.append({"role": "assistant", "content": answer})
-            expected += f"{answer}\n"
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}]
+    expected = ""
+    for line in "The old man", "And the sea?":
+        messages.append({"role": "user", "content": line})
+        answer = client.chat.completions.create(
+            model="tiny-target", messages=messages, max_tokens=12, temperature=0
+        ).choices[0].message.content  # fmt: skip
+        messages.append({"role": "assistant", "content": answer})
+        expected += f"{answer}\n"
     assert done.stdout.decode() == expected
 
 
@@ -227,14 +226,13 @@ def test_chat_at_a_terminal(stack: Stack) -> None:
     wait_until_idle(stack.http)
 
 
-def test_status_tells_of_services_sessions_and_kv(stack: Stack) -> None:
+def test_status_tells_of_services_sessions_and_kv(stack: Stack, client: OpenAI) -> None:
     """As a table, and as JSON while a request runs; afterwards nothing is held."""
     wait_until_idle(stack.http)
-    with OpenAI(base_url=f"{stack.http}/v1", api_key="none") as client:
-        stream = client.completions.create(model="tiny-target", prompt=PROMPT, max_tokens=20000, stream=True)
-        next(iter(stream))
-        status = json.loads(run(SPECAHEAD, "status", "--url", stack.http, "--json").stdout)
-        stream.close()
+    stream = client.completions.create(model="tiny-target", prompt=PROMPT, max_tokens=20000, stream=True)
+    next(iter(stream))
+    status = json.loads(run(SPECAHEAD, "status", "--url", stack.http, "--json").stdout)
+    stream.close()
     (model,) = status["models"]
     assert (status["ready"], model["model"], model["requests_running"]) == (True, "tiny-target", 1)
     assert status["version"] == running_version()

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import control_pb2, inference_pb2
-from tests.client import APPROXIMATE, generate, make_request, read_by_rounds, service_state, wait_for_sessions
+from tests.client import generate, make_request, service_state, wait_for_sessions
 from tests.stack import Stack
 
 PROMPT = "The old man looked at the sea and"
@@ -73,14 +73,6 @@ def test_the_account_of_speculation_is_consistent(stack: Stack, sampling: dict[s
     assert summary.kv_read_fraction == 1
     assert summary.announced_bytes == 0
     assert summary.verify_seconds > 0
-
-
-def test_an_approximate_request_reads_what_the_draft_announces(stack: Stack) -> None:
-    result = generate(stack.stub(), PROMPT * 100, max_tokens=24, exactness=APPROXIMATE)
-    assert len(result.tokens) == 24
-    summary = result.speculation
-    assert summary.announced_bytes > 0 and summary.accepted > 0
-    assert read_by_rounds(summary) < 0.9
 
 
 @pytest.mark.parametrize("text", [PROMPT, "naïve 漢字 🙂\n\n\ttabs", " ", ""])
@@ -183,19 +175,12 @@ def test_a_long_text_holds_nobody_up(stack: Stack, work: Callable[[Stack], None]
 
 # What is refused.
 
-NAN, INFINITY = float("nan"), float("inf")
 BAD_REQUESTS: dict[str, tuple[inference_pb2.GenerateRequest, str]] = {
     "no prompt": (inference_pb2.GenerateRequest(max_tokens=1), "prompt"),
-    "no token ids": (make_request([]), "prompt is empty"),
     "over-long text": (make_request("a " * 100_000), "context"),
     "far over-long text": (make_request("a " * 2_000_000), "characters"),
-    "token out of range": (make_request([5, 4096]), "4096 lies outside the vocabulary"),
-    "token 2^32 - 1": (make_request([2**32 - 1]), "vocabulary"),
-    "NaN temperature": (make_request(PROMPT, temperature=NAN), "temperature"),
-    "NaN top_p": (make_request(PROMPT, top_p=NAN), "top_p"),
-    "max_tokens 2^32 - 1": (make_request(PROMPT, max_tokens=2**32 - 1), "max_tokens"),
+    "NaN temperature": (make_request(PROMPT, temperature=float("nan")), "temperature"),
     "exactness 9": (make_request(PROMPT, exactness=9), "exactness"),
-    "exactness -1": (make_request(PROMPT, exactness=-1), "exactness"),
     "unprintable request_id": (make_request(PROMPT, request_id="a\nb"), "request_id"),
     # gRPC drops a status whose details are long, so they must not quote all of this.
     "a stop of megabytes": (make_request(PROMPT, stop=["字" * 1_000_000]), "stop"),

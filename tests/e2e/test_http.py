@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -18,12 +18,6 @@ PROMPT = "The old man looked at the sea and"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me of the sea."}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ENDLESS: dict[str, Any] = {"max_tokens": 20_000, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture
-def client(stack: Stack) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture
@@ -104,41 +98,24 @@ def body(**fields: Any) -> bytes:
     return json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 2} | fields).encode()
 
 
+# tests/fuzz gives the application many more.
 BAD_BODIES = {
-    "nothing": (b"", "JSON"),
     "cut off": (b'{"prompt": "a"', "JSON"),
     "not an object": (b'["prompt"]', "object"),
-    "null": (b"null", "object"),
     "invalid UTF-8": (b'{"prompt": "\xff\xfe"}', "JSON"),
-    "a surrogate in UTF-8": (b'{"prompt": "\xed\xa0\x80"}', "JSON"),
     "lone surrogate": (b'{"prompt": "a\\ud800"}', "JSON"),
-    "lone surrogate in stop": (b'{"prompt": "a", "stop": "\\udfff"}', "JSON"),
-    "lone surrogate in request_id": (b'{"prompt": "a", "request_id": "\\ud800"}', "JSON"),
     "nested too deeply": (b'{"prompt": ' + b"[" * 100_000, "recursion"),
     "nested too deeply, ignored field": (body(user=0).replace(b"0", b"[" * 3000 + b"]" * 3000), "recursion"),
-    "no prompt": (b'{"max_tokens": 1}', "prompt"),
-    "prompt of another type": (body(prompt={"text": "a"}), "prompt"),
-    "empty prompt": (body(prompt=""), "prompt is empty"),
-    "token out of range": (body(prompt=[4096]), "vocabulary"),
-    "token 2^70": (body(prompt=[2**70]), "vocabulary"),
     "over-long token prompt": (body(prompt=[5] * 40_000), "context"),
     "over-long prompt": (body(prompt="a " * 100_000), "context"),
     "far over-long prompt": (body(prompt="a " * 1_060_000), "characters"),
     "NaN temperature": (b'{"prompt": "a", "temperature": NaN}', "temperature"),
-    "infinite temperature": (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
-    "max_tokens 2^64": (body(max_tokens=2**64), "max_tokens"),
-    "stop of numbers": (body(stop=[1]), "stop"),
-    "model of another type": (body(model=5), "model"),
 }
 BAD_CHATS = {
-    "no messages": ({}, "messages"),
     "message text": ({"messages": ["hello"]}, "messages[0]"),
-    "no content": ({"messages": [*MESSAGES, {"role": "user"}]}, "messages[2]"),
-    "lone surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "JSON"),
     "over-long": ({"messages": [{"role": "user", "content": "a " * 100_000}]}, "context"),
     "far over-long": ({"messages": [{"role": "user", "content": "a " * 1_060_000}]}, "characters"),
-    "max_completion_tokens 0": ({"messages": MESSAGES, "max_completion_tokens": 0}, "greater than or equal to 1"),
-}  # fmt: skip
+}
 
 
 async def assert_refused(response: aiohttp.ClientResponse, reason: str, status: int = 400) -> None:
@@ -256,21 +233,3 @@ async def test_the_dashboard_tells_of_a_session_while_it_runs(raw: aiohttp.Clien
             assert answer.status == 200
         assert await following == 150
     assert 0 < read < total
-
-
-async def test_anthropics_messages(raw: aiohttp.ClientSession) -> None:
-    """The same text whole and streamed, and as many tokens as were counted."""
-    asked: dict[str, Any] = {"model": MODEL, "system": "Be brief.", "messages": MESSAGES[1:], "temperature": 0}
-    async with raw.post("/v1/messages/count_tokens", json=asked) as response:
-        count = (await response.json())["input_tokens"]
-    async with raw.post("/v1/messages", json=asked | {"max_tokens": 24}) as response:
-        whole = await response.json()
-    usage = whole["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count and whole["stop_reason"] == "max_tokens"
-    async with raw.post("/v1/messages", json=asked | {"max_tokens": 24, "stream": True}) as response:
-        lines = [line async for line in response.content if line.startswith(b"data: ")]
-    events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
-    assert (
-        "".join(event["delta"].get("text", "") for event in events if "delta" in event) == whole["content"][0]["text"]
-    )
-    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")

@@ -1,6 +1,5 @@
 """Penalties, biases, cuts and log probabilities over real services and gateway, against the model's own logits."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from openai import OpenAI
 from specahead.engine.loading.model import load_module
 from specahead.engine.sampling.distributions import Sampling
 from specahead.models import TARGET
-from tests.stack import Stack
 from tests.unit.world import changed_logits
 
 PROMPT = "The old man looked at the sea and the old man looked at the"
@@ -20,12 +18,6 @@ STOP = 198
 @pytest.fixture(scope="module")
 def model() -> Any:
     return load_module(str(TARGET), torch.float32, "cpu", "sdpa")
-
-
-@pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 @torch.inference_mode()
@@ -82,14 +74,3 @@ def test_a_cut_to_one_token_is_greedy(client: OpenAI, tokenizer: Any) -> None:
         answer = complete(client, prompt, max_tokens=32, ignore_eos=True, **cut, **{"temperature": 1.5})
         assert answer.choices[0].text == greedy.choices[0].text
         assert answer.speculation["accepted"] == greedy.speculation["accepted"]
-
-
-def test_a_chat_tells_log_probabilities(client: OpenAI) -> None:
-    messages: Any = [{"role": "user", "content": "Tell me of the sea."}]
-    fields: Any = {"max_tokens": 8, "logprobs": True, "top_logprobs": 3, "extra_body": {"ignore_eos": True}}
-    answer = client.chat.completions.create(model="tiny-target", messages=messages, temperature=0, **fields)
-    entries = answer.choices[0].logprobs.content
-    assert len(entries) == 8
-    for entry in entries:
-        assert entry.logprob == entry.top_logprobs[0].logprob  # greedy
-        assert len(entry.top_logprobs) == 3

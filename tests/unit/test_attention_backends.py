@@ -1,6 +1,7 @@
 """What attends: the engine with prompts read in pieces against the engine without, and by torch in place of Triton."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.backends import Backend
 from specahead.kernels.prompt_attention import attend_to_prompts
 from specahead.kernels.prompt_reads import Ends
+from tests.books import random_tokens
 from tests.unit.exact_reads import read_exactly
+from tests.unit.tiny_models import save_tiny
 
 VOCAB, LAYERS, KV_HEADS = 97, 3, 2
 SIZES: dict[str, Any] = {
@@ -33,21 +36,13 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 48,
     "max_position_embeddings": 512,
 }
+tokens = partial(random_tokens, vocab=VOCAB)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path)
+    save_tiny(transformers.LlamaConfig(**SIZES), tmp_path)
     return str(tmp_path)
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def lists_with_own_blocks(length: int, count: int, seed: int, dense_layer: bool) -> SparseRead:

@@ -20,6 +20,7 @@ from specahead.engine.steps.requests import Branch, MovedKV, RoundOutput, RoundR
 from specahead.engine.steps.rules import RoundRules, session_rules
 from specahead.kernels.kv_write import move_kv, page_addresses
 from specahead.sparsity.rounds import announcement_request, round_settings
+from tests.books import random_tokens as tokens
 from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,10 +31,6 @@ VOCAB, GAMMA, BRANCHES = 4096, 4, 4
 def settings(read_share: float = 1.0) -> RoundSettings:
     every = round_settings(PLAN, GAMMA, 16, read_share)
     return replace(every, branches=BRANCHES, alternatives=3)
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module")

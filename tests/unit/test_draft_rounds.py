@@ -31,6 +31,7 @@ from specahead.sparsity.announce import announce, announced_rows
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At, Begin, DraftEvent, Proposal, Proposals, Verdict
 from specahead.wire.selection_codec import decode_selection
+from tests.books import random_tokens as tokens
 from tests.plans import bundled_plan
 from tests.proposals import apart
 from tests.settings import draft_settings
@@ -57,10 +58,6 @@ def memory_that_holds_anything(monkeypatch: pytest.MonkeyPatch) -> None:
         return None if evidence is None else evidence.fill_(torch.nan)
 
     monkeypatch.setattr(launches, "_make_evidence", make_of_nan)
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module")

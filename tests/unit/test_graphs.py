@@ -4,6 +4,7 @@ Without a GPU its passes run eagerly through the torch kernels; on a GPU they ar
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from specahead.engine.sampling.judging import Drafted, judge_by_rules
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
+from tests.books import random_tokens
 from tests.unit.exact_reads import read_exactly
 from tests.unit.fake_models import judge_rounds
+from tests.unit.tiny_models import save_tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 97
@@ -55,17 +58,12 @@ CONFIGS: dict[str, Any] = {
     "granite": lambda: transformers.GraniteConfig(**SIZES, attention_multiplier=0.1, residual_multiplier=0.3),
     "olmo2": lambda: transformers.Olmo2Config(**SIZES),
 }
+tokens = partial(random_tokens, vocab=VOCAB)
 
 
 @pytest.fixture
 def folder(request: Any, tmp_path: Path) -> str:
-    torch.manual_seed(0)
-    config = CONFIGS[request.param]()
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # biases and norms are constants at first, which would hide them
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path)
+    save_tiny(CONFIGS[request.param](), tmp_path)
     return str(tmp_path)
 
 
@@ -106,10 +104,6 @@ class Pair:
             assert (wanted.logits is None) == (got.logits is None)
             if wanted.logits is not None:
                 torch.testing.assert_close(got.logits.cpu(), wanted.logits.cpu(), atol=5e-5, rtol=1e-3)
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 # On a CPU, where nothing is captured, test_architectures goes through all families.

@@ -25,6 +25,7 @@ from specahead.kernels.kv_scales import KVScales
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
+from tests.books import random_tokens as tokens
 from tests.plans import bundled_plan
 from tests.unit.tiny_models import save_mixture
 
@@ -33,10 +34,6 @@ GAMMA, CONTEXT = 4, 900
 PLAN = bundled_plan(group_size=128)
 LENGTHS = (700, 330, 90)
 PAGES = 16384 // 16
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module")

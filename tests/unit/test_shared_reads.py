@@ -15,14 +15,11 @@ from specahead.sparsity.announce import LEAST_WINDOW, announced_rows, shared_roo
 from specahead.sparsity.budgets import dense_layers, new_memory
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
+from tests.books import random_tokens as tokens
 from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = bundled_plan()
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def announced(rows: int, blocks: int, rng: np.random.Generator) -> BlockSelection:

@@ -42,6 +42,7 @@ from specahead.lab.benchmarks.rank_sums import captured
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from target_service.self_drafting import SelfDrafting
+from tests.books import random_tokens as tokens
 from tests.plans import bundled_plan
 from tests.settings import target_settings
 from tests.unit.quantized_forms import BLOCKS, by_block
@@ -259,10 +260,6 @@ def runners(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, Model
         runner.kv.keep_group_means(PLAN.group_size)
     yield alone, split
     processes.stop()
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def read_prompt(runner: ModelRunner, prompt: list[int]) -> SequenceKV:
