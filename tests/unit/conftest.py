@@ -9,9 +9,12 @@ from hypothesis import HealthCheck, settings
 
 from tests.unit.clock import Clock
 
-# Files that take more than about 15 s of a core: `make check` leaves them out, `make test` does not.
+# Files that take more than about 15 s of a core. `make check` leaves them out, and `make test` begins with them, so that
+# none runs alone at the end.
 SLOW = {
     "test_architectures.py",
+    "test_audited_texts.py",
+    "test_compiling.py",
     "test_evaluation.py",
     "test_never_a_loss.py",
     "test_offload.py",
@@ -19,6 +22,7 @@ SLOW = {
     "test_pass_shapes.py",
     "test_preemption.py",
     "test_rejection_triton.py",
+    "test_screening.py",
 }
 
 
@@ -26,6 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in SLOW:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.name not in SLOW)
 
 
 settings.register_profile(

@@ -68,7 +68,7 @@ def test_greedy(rows: int, gamma: int, vocab: int, dtype: torch.dtype) -> None:
     assert got == expected
 
 
-@pytest.mark.parametrize(("chunk", "dtype"), [(64, torch.float32), (64, torch.bfloat16), (4096, torch.bfloat16)])
+@pytest.mark.parametrize(("chunk", "dtype"), [(64, torch.bfloat16), (4096, torch.float32)])
 @pytest.mark.parametrize(
     ("rows", "gamma", "vocab", "support"),
     [(6, 4, 200, 16), (5, 1, 300, 64), (5, 0, 77, 1), (9, 3, 2, 2), (3, 6, 129, 130), (0, 2, 50, 4)],

@@ -58,7 +58,8 @@ async def target_at(
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     fitting = target_settings(**({"gamma": 4, "max_context": 500} | settings))
     parts = Parts(hooks)
-    service = serve(fitting, runner, PLAN, HELLO, lambda server: address.set_result(server.address), parts=parts)
+    hello = replace(HELLO, peer="a-target")
+    service = serve(fitting, runner, PLAN, hello, lambda server: address.set_result(server.address), parts=parts)
     task = asyncio.create_task(service)
     try:
         async with asyncio.timeout(30):
@@ -354,6 +355,25 @@ async def test_a_draft_that_does_not_say_hello_is_refused(first: speculation_pb2
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await read_all(draft)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "field", ["protocol_version", "vocab_size", "tokenizer_hash", "plan_hash", "gamma", "block_size"]
+)
+async def test_a_draft_that_does_not_fit_is_refused_naming_both_sides(field: str) -> None:
+    """One that fits is welcome afterwards."""
+    right: Any = getattr(HELLO, field)
+    wrong = "0123456789abcdef" if isinstance(right, str) else right + 1
+    async with target() as channel:
+        draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
+        hello = replace(HELLO, peer="a-draft", **{field: wrong})
+        await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(hello)))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await read_all(draft)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        said = refused.value.details() or ""
+        assert all(part in said for part in (field, "a-draft", "a-target", str(wrong), str(right))), said
+        await Draft(channel).attach()
 
 
 async def test_a_frame_that_names_no_session_ends_its_stream_and_no_other() -> None:
