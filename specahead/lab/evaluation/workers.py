@@ -95,7 +95,7 @@ def _begin(make: Callable[[], Any], rounds: Any, threads: int) -> None:
     global _make, _rounds
     _make, _rounds = make, rounds
     if default_device() == "cpu":
-        torch.set_num_threads(threads)
+        torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS may say fewer
 
 
 def _count(asked: int, cases: int, memory: int) -> int:
