@@ -23,8 +23,7 @@ def load_served_plan(file: str, budget: float, target: str = "", draft: str = ""
         shape, drafting = load_shape(target), load_shape(draft) if announces else None
         heads = (drafting.num_layers, drafting.num_heads) if drafting else (1, 1)
         least = ALL_TOKENS if draft and not budget else LEAST_TOKENS
-        sizes = shape.num_layers, shape.num_kv_heads, *heads
-        # Nothing is chosen for layers that choose what they read by themselves.
-        none = {"dense_layers": tuple(range(shape.num_layers)), "group_size": 0} if shape.chooses_blocks else {}
-        plan = uniform_plan(*sizes, least_tokens=least, **none)
+        plan = uniform_plan(shape.num_layers, shape.num_kv_heads, *heads, least_tokens=least)
+        if shape.chooses_blocks:  # nothing is chosen for layers that choose what they read by themselves
+            plan = replace(plan, dense_layers=tuple(range(shape.num_layers)), group_size=0)
     return replace(plan, budget=budget or plan.budget)

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.unit.clock import Clock
 
-# Files that take more than about 15 s of a core. `make check` leaves them out, and `make test` begins with them, so that
-# none runs alone at the end.
+# Files that take more than about 15 s of a core. `make check` leaves them out, and `make test` begins with them, so
+# that none runs alone at the end.
 SLOW = {
     "test_architectures.py",
     "test_audited_texts.py",
