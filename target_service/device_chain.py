@@ -198,8 +198,8 @@ def _host_looks_at_reads(session: TargetSession, drafted: DraftedRound) -> bool:
     reader = session.reading.reader
     if reader is None:
         return False
-    if not reader.is_announced and session.screening is None:
-        return True  # by its memory, for a head: its first round reads otherwise than others
+    if session.screening is None and reader.is_to_weigh and not session.reads_wholly:
+        return True  # it runs in a pass apart
     if not reader.is_announced or (drafted.announces and session.next_round.sparse):
         return reader.report_blocks
     return drafted.announces or not reader.reads_all_alone

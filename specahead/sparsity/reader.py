@@ -64,7 +64,7 @@ class Reader:
         if needs_all or (everything and self.is_announced):
             self.read_all(length)
             return None
-        if not self.is_announced and (everything or not self._has_weighed):
+        if self.is_to_weigh or (everything and not self.is_announced):
             self.read_all(length)
             if self._has_weighed and not weighs:
                 return None
@@ -87,6 +87,11 @@ class Reader:
     def reads_all_alone(self) -> bool:
         """Whether rounds without an announcement read everything."""
         return self._needs_all(nothing_announced=True)
+
+    @property
+    def is_to_weigh(self) -> bool:
+        """Whether it reads by its memory alone and remembers nothing yet, so that its next round reads everything."""
+        return not self.is_announced and not self._has_weighed
 
     def _needs_all(self, nothing_announced: bool) -> bool:
         return (self.is_announced and nothing_announced) or not self.plan.sparse_layers

@@ -170,7 +170,9 @@ def test_greedy_texts_and_proposals_at_any_verdict(target: tuple[Path, Any], tmp
     names = [service.open(text, 30, Sampling(0.0, seed=index)) for index, text in enumerate(texts)]
     service.run()
     names.append(service.open([*service.texts[names[0]][:-3], 1, 2, 3], 30))
+    service.open([7], 3)  # too short for a head
     service.run()
+    assert len(service.texts["s5"]) == 4
     service.check_proposals(PlainHead(weights, target[1], LAYERS))
     counters = service.verifier.counters
     assert counters["rounds_chained_to_steps"] > 5
@@ -220,8 +222,8 @@ def test_approximate_reads_what_the_target_remembers(target: tuple[Path, Any], t
     figures = [event.figures for event in service.commits if event.figures.kv_tokens_total]
     first, *others = [each.kv_tokens_read / each.kv_tokens_total for each in figures]
     assert len(service.texts[name]) == 160 and service.proposed
-
     assert first == 1 and max(others) < 0.7
+    assert service.verifier.counters["rounds_chained_to_steps"] > 5
 
 
 def test_what_is_not_built_is_refused_by_name(target: tuple[Path, Any], tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.linear import LinearWeight, Residual, linear
 from specahead.kernels.rms_norm import add_rms_norm
 
+# A logit of probability 0 at any temperature; finite, so that a grammar may leave no other.
+_NEVER = -1e4
+
 
 @dataclass(frozen=True)
 class StateTap:
@@ -99,7 +102,7 @@ class DraftHead(Decoder):
     ) -> Tensor:
         """Run the tokens that follow the states, as `Decoder.run` does.
 
-        positions: those of the states. Returns logits over the target's ids, -inf for those that the head cannot draft.
+        positions: those of the states. Returns logits over the target's ids, _NEVER for ids that the head cannot draft.
         """
         if self.carried is None:
             raise RuntimeError("a head reads states: say which by `reading`")
@@ -120,4 +123,4 @@ class DraftHead(Decoder):
             self.after_attention(0, stream, attended, kernels), self.norm, self.lm_head, kernels
         )
         self.carried.values = stream.total
-        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self.own_ids, logits)
+        return logits.new_full((len(logits), self.vocab_size), _NEVER).index_copy_(1, self.own_ids, logits)
