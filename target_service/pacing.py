@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from specahead.config import TargetSettings
 from specahead.config.speculation import ResolvedSpeculation
@@ -261,6 +262,7 @@ def policy_of(settings: TargetSettings, plan: Plan, runner: TargetRunner, counte
         own_share=settings.self_read_share,
         screening_weights=0.5 if settings.screens_lightly else 1.0,
         drafting_weights=0.5 if settings.speculation.draft_quantization == "fp8" else 1.0,
+        read_share=cache(runner.read_share),
     )
     options = Options(proposer, proposed, adaptive, announced=True, holds=holds)
     prior = plan.acceptance if proposer is Proposer.DRAFT else None

@@ -3,6 +3,7 @@
 A step reads the weights and KV; one that chooses what it reads takes longer by a share of both (docs/performance.md).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specahead.kernels.linear import MOST_ROWS
@@ -15,6 +16,10 @@ FULL_ROWS = 160  # of a step: from here on arithmetic takes longer than reading 
 DRAFT_PASS = 0.15  # of a plain step: a pass of the draft, before any is measured
 DRAFT_KV = 0.25  # bytes of a token of the draft's KV, of those of the target's
 NEWEST = 1 / 16  # weight of the newest step
+
+
+def _all_of_them(rows: int) -> float:
+    return 1.0
 
 
 @dataclass
@@ -37,6 +42,8 @@ class Sizes:
     """Share of the weights' bytes that a step reads which screens up to MOST_ROWS tokens."""
     drafting_weights: float = 1.0
     """Share of the weights' bytes that a pass reads in which the target drafts by itself."""
+    read_share: Callable[[int], float] = _all_of_them
+    """Share of the weights that a pass of so many tokens reads: less than 1 of a mixture of experts."""
     draft_pass: float = DRAFT_PASS
     """What a pass of the draft takes, of a plain step whose KV is smaller by DRAFT_KV."""
     fetched: dict[Verified, float] = field(default_factory=dict)
@@ -44,7 +51,11 @@ class Sizes:
 
     def plain(self, load: Load) -> float:
         """Return what a plain step takes."""
-        return self.weight_tokens + load.tokens + self._over_link(Verified.DENSE, load)
+        return self.weights(load.sessions) + load.tokens + self._over_link(Verified.DENSE, load)
+
+    def weights(self, rows: int) -> float:
+        """Return the size of the weights that a pass of so many tokens reads."""
+        return self.weight_tokens * self.read_share(rows)
 
     def step(self, kind: RoundKind, load: Load) -> float:
         """Return what the target's step of such a round takes, without what it drafts itself."""
@@ -53,8 +64,8 @@ class Sizes:
         weights = (self.screening_weights if is_light else 1.0) * max(1.0, rows / FULL_ROWS)
         read = self._read(verified, load) * (CONFIRMING if verified is Verified.CONFIRMS else 1.0)
         if verified in (Verified.SPARSE, Verified.SCREENS):
-            read += BEYOND_BYTES * (self.weight_tokens + load.tokens)
-        return weights * self.weight_tokens + read + self._over_link(verified, load)
+            read += BEYOND_BYTES * (self.weights(rows) + load.tokens)
+        return weights * self.weights(rows) + read + self._over_link(verified, load)
 
     def target(self, kind: RoundKind, load: Load) -> float:
         """Return what the target's part of a round takes, with its own drafting."""
@@ -70,15 +81,16 @@ class Sizes:
         by DRAFT_KV.
         """
         passes = kind.gamma + 1 if kind.proposer is Proposer.DRAFT else 0
-        return passes * (self.weight_tokens + DRAFT_KV * (load.tokens - load.skipped))
+        return passes * (self.weights(load.sessions) + DRAFT_KV * (load.tokens - load.skipped))
 
     def own_drafting(self, gamma: int, load: Load) -> float:
         """Return what the passes take in which the target drafts `gamma` tokens of each session by itself.
 
         They find most of what they read still on the GPU, where the step itself brings KV from the host.
         """
-        beyond = BEYOND_BYTES * (self.weight_tokens + load.tokens)
-        return gamma * (self.drafting_weights * self.weight_tokens + self.own_share * load.tokens + beyond)
+        weights = self.weights(load.sessions)
+        beyond = BEYOND_BYTES * (weights + load.tokens)
+        return gamma * (self.drafting_weights * weights + self.own_share * load.tokens + beyond)
 
     def note_drafting(self, seconds: float, step_seconds: float, kind: RoundKind, load: Load) -> None:
         """Take note of what the draft took for a round, beside the target's step."""

@@ -183,6 +183,9 @@ def test_experts_give_what_transformers_gives_by_dequantised_weights(tmp_path: P
         torch.testing.assert_close(found, model(ids).logits[0], atol=1e-4, rtol=1e-3)
     assert not torch.allclose(found, plain, atol=1e-4)
     assert decoder_of(held).weight_bytes < decoder_of(load(tmp_path)).weight_bytes / 3
+    shares = [decoder_of(held).read_share(rows) for rows in (0, 1, 2, 1000)]
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
+    assert (shares[1] - shares[0]) / (1 - shares[0]) == pytest.approx(1 / 3)  # 2 of 6 experts
     with pytest.raises(NotImplementedError, match="second copies of weights, in 8 bits, are not built for mixtures"):
         decoder_of(held).with_eight_bit_weights()
 

@@ -407,6 +407,16 @@ def test_what_comes_over_the_link_is_part_of_what_a_step_takes() -> None:
     assert sizes.step(screens, cold) > 0.8 * sizes.step(DRAFT_4, cold), "until it brings as much"
 
 
+def test_a_mixtures_rows_read_experts_of_their_own() -> None:
+    """So more tokens of a round cost more weights, and sessions that are alone read few."""
+    dense, mixture = Sizes(WEIGHTS), Sizes(WEIGHTS, read_share=lambda rows: 1 - 0.9 * 0.94**rows)
+    alone, many = Load(1, 0), Load(40, 0)
+    assert dense.step(DRAFT_4, alone) == dense.plain(alone) == WEIGHTS
+    assert mixture.plain(alone) == pytest.approx(0.154 * WEIGHTS)
+    assert mixture.step(DRAFT_4, alone) == pytest.approx(0.3395 * WEIGHTS, rel=1e-3)
+    assert mixture.step(DRAFT_4, many) < 1.1 * mixture.plain(many) * 200 / 160
+
+
 # Held tokens
 
 

@@ -121,6 +121,12 @@ class Decoder:
         of_experts = sum(layer.experts.nbytes for layer in self.layers if layer.experts is not None)
         return sum(weight.values.nbytes for weight in (*layers, self.lm_head)) + of_experts
 
+    def read_share(self, rows: int) -> float:
+        """Return the share of these bytes that a pass of so many rows reads, if rows choose experts at random."""
+        mixtures = [layer.experts for layer in self.layers if layer.experts is not None]
+        unread = sum(each.nbytes * (1 - each.chosen / len(each.router)) ** rows for each in mixtures)
+        return 1 - unread / self.weight_bytes
+
     def with_eight_bit_weights(self) -> "Decoder":
         """Return the decoder with a second copy in 8 bits of its 16-bit weights, which passes of up to 64 rows read.
 

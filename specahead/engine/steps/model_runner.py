@@ -124,6 +124,9 @@ class ModelRunner(TargetOrDraftRunner):
     def unprepared(self) -> int:  # type: ignore[override]
         return len(self._warm_up.later)
 
+    def read_share(self, rows: int) -> float:
+        return self.decoder.read_share(rows)
+
     # Steps.
 
     @torch.inference_mode()

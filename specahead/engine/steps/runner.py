@@ -56,6 +56,10 @@ class TargetRunner(Runner):
     chains_steps = False
     """Whether it pays to launch a step that needs no draft before the host has seen the one before."""
 
+    def read_share(self, rows: int) -> float:
+        """Return the share of the weights that a pass of so many tokens reads: less than 1 of a mixture of experts."""
+        return 1.0
+
     def launch(self, inputs: list[SequenceInput], imposed: Sequence[Imposed] | None = None) -> StepUnderWay:
         """Launch a step in which each sequence decodes one token plainly, or each drafts as many by itself, without
         waiting for it: its KV is written and lengths advance, its verdicts come later.

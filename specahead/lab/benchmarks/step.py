@@ -62,17 +62,9 @@ class Bench:
         return numbers * a_number * share
 
     def floor(self, kv_bytes: float, rows: Sequence[int]) -> float:
-        """Return the milliseconds in which passes read their weights and KV at the copy bandwidth. rows: of each pass.
-
-        A pass reads the experts that its rows choose, which they do at random.
-        """
-        read = sum(self.decoder.weight_bytes - self._unread_experts(each) for each in rows)
+        """Return the milliseconds in which passes of so many rows read weights and KV at the copy bandwidth."""
+        read = self.decoder.weight_bytes * sum(map(self.decoder.read_share, rows))
         return 1e3 * (read + kv_bytes) / self.bandwidth
-
-    def _unread_experts(self, rows: int) -> float:
-        """Return the bytes of the experts that none of so many rows is expected to choose."""
-        mixtures = [layer.experts for layer in self.decoder.layers if layer.experts is not None]
-        return sum(each.nbytes * (1 - each.chosen / len(each.router)) ** rows for each in mixtures)
 
     def step(self, batch: int, context: int, queries: int) -> TimedRow:
         """Time a dense verification, or a draft step."""
