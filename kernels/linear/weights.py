@@ -11,7 +11,7 @@ BLOCK = 128  # inputs of a block of an 8-bit weight
 LARGEST = torch.finfo(torch.float8_e4m3fn).max  # number of e4m3
 LEAST_SCALE = 1e-12  # of a row, which may be all zeros
 _TRIED = 8  # scales, within a factor of two: from there on the steps of e4m3 are the same
-_ROWS_AT_ONCE = 1024  # of a weight that is rounded: its float32 numbers take four times the memory
+_AT_ONCE = 2**24  # numbers of a weight that are rounded together: as float32 they take four times the memory
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,10 @@ def quantize(weight: Tensor) -> EightBitWeight:
     weight = weight.detach()  # or autograd would keep a parameter's float32 numbers as long as the result
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-    for start in range(0, len(weight), _ROWS_AT_ONCE):
-        rows, there = weight[start : start + _ROWS_AT_ONCE].float(), slice(start, start + _ROWS_AT_ONCE)
+    count = max(1, _AT_ONCE // weight.shape[1])
+    for start in range(0, len(weight), count):
+        there = slice(start, start + count)
+        rows = weight[there].float()
         best = _best_scales(rows)
         values[there], scales[there] = _rounded(rows, best), best[:, 0]
     return hold(values, scales, weight.dtype)

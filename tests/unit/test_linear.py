@@ -16,6 +16,7 @@ from specahead.kernels.linear import (
     linear,
     linear_of_residual,
     quantize,
+    weights,
 )
 from specahead.kernels.linear.many_rows import many_rows_linear, round_rows
 from specahead.kernels.linear.weights import BLOCK
@@ -125,7 +126,10 @@ def test_parts_of_a_layer_add_up(rows: int, outputs: int, parts: int, biased: bo
 
 
 @pytest.mark.parametrize("inputs", [24, 256])
-def test_a_weight_is_rounded_by_a_sixteenth_at_most_whatever_its_rows_scales(inputs: int) -> None:
+def test_a_weight_is_rounded_by_a_sixteenth_at_most_whatever_its_rows_scales(
+    inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_AT_ONCE", 2**17)
     weight = random(5000, inputs, dtype=torch.float32) * torch.logspace(-6, 6, 5000, device=DEVICE)[:, None]
     weight[7] = 0
     rounded = quantize(weight)

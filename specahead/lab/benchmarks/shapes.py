@@ -1,6 +1,7 @@
 """Shapes of real models, for benchmarks that need no weights worth anything."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,12 +117,15 @@ def random_experts(
     shape: Shape, quantization: str = "none", device: str = "cuda", dtype: torch.dtype = torch.bfloat16
 ) -> Experts:
     """Return the experts of one layer. quantization: as for `random_decoder`."""
-    of_weights = quantization, dtype, device
-    gate_up = _random_weight(shape.experts * 2 * shape.intermediate_size, shape.hidden_size, *of_weights)
-    down = _random_weight(shape.experts * shape.hidden_size, shape.intermediate_size, *of_weights)
+    weight = partial(_random_weight, quantization=quantization, dtype=dtype, device=device)
+    down = weight(shape.experts * shape.hidden_size, shape.intermediate_size)
     of_router = dtype if isinstance(down, Tensor) else torch.float16
     return Experts(
-        _random(shape.experts, shape.hidden_size, of_router, device), gate_up, down, chosen=shape.chosen, renormed=True
+        router=_random(shape.experts, shape.hidden_size, of_router, device),
+        gate_up=weight(shape.experts * 2 * shape.intermediate_size, shape.hidden_size),
+        down=down,
+        chosen=shape.chosen,
+        renormed=True,
     )
 
 
