@@ -72,6 +72,32 @@ def test_passes_of_few_rows_read_weights_in_8_bits(folder: str, tokens: int) -> 
     assert not torch.allclose(logits(folder, "8 bits", tokens), logits(folder, "", tokens), atol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [7, 40])
+def test_experts_are_read_in_8_bits(tokens: int, tmp_path: Path) -> None:
+    """Of a mixture that is rounded as it is loaded. A token has all of its experts: no rounding changes the choice."""
+    torch.manual_seed(0)
+    mixture = {"head_dim": 64, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 4}
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES | mixture)).save_pretrained(tmp_path)
+    prompt, found = torch.arange(tokens).tolist(), []
+    for how in ("fp8", "none"):
+        loaded = load_model(str(tmp_path), DTYPE, DEVICE, quantization=how)
+        decoder = loaded.decoder
+        assert isinstance(decoder, Decoder)
+        if how == "none":
+            with torch.inference_mode():
+                for layer in decoder.layers:
+                    assert layer.experts is not None
+                    weights = [*(each.values for each in layer.linears), layer.experts.gate_up, layer.experts.down]
+                    for weight in weights:
+                        assert isinstance(weight, Tensor)
+                        weight.copy_(quantize(weight).in_order())
+        (output,) = make_runner(loaded, 1024, max_context=400).forward([SequenceInput(SequenceKV(), prompt, "all")])
+        assert output.logits is not None
+        found.append(output.logits.float())
+    torch.testing.assert_close(*found, atol=0.03 if DEVICE == "cuda" else 1e-4, rtol=1e-3)
+    assert found[0].std() > 0.1
+
+
 def test_prompts_read_the_weights_as_they_are(folder: str) -> None:
     assert torch.equal(logits(folder, "8 bits", MOST_ROWS + 40), logits(folder, "", MOST_ROWS + 40))
 
