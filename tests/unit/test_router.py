@@ -54,17 +54,6 @@ def record(session: str) -> Record:
     return Record(Open(session, [1, 2, 3], 3, 1, [], Sampling(0.0), Exactness.EXACT))
 
 
-Check = Callable[[Router], Awaitable[None]]
-
-
-async def with_router(target: Target, check: Check, request_timeout: float = 0, resume_timeout: float = 30) -> None:
-    async with serving(target) as targets:
-        router = Router(targets, PeerAccess(), resume_timeout, request_timeout)
-        async with asyncio.timeout(20), router.connected_to_targets():
-            await until(lambda: router.connected)
-            await check(router)
-
-
 @contextlib.asynccontextmanager
 async def serving(*targets: Target) -> AsyncIterator[Directory]:
     """Serve while the context lasts; the targets' names are their numbers."""
@@ -108,11 +97,9 @@ async def ask_then_garble(frames: AsyncIterator[Any], context: grpc.aio.Servicer
 async def test_an_event_that_is_no_event_costs_the_stream_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
     target = Target(ask_then_garble)
 
-    async def check(router: Router) -> None:
+    async with routing_to(target) as router:
         assert await tokens_of(router, "a") == [7]
         assert router.connected
-
-    await with_router(target, check)
     assert target.streams == 2
     assert "none of commit, closed, report, beat is set" in caplog.text
 
@@ -128,15 +115,13 @@ async def test_a_target_that_falls_silent_is_not_connected(speaks_first: bool, m
 
     target = Target(hang, hang)
 
-    async def check(router: Router) -> None:
+    async with routing_to(target) as router:
         if speaks_first:
             await until(lambda: not router.connected)
             await until(lambda: router.connected)
             await until(lambda: not router.connected)
         await until(lambda: router.connected)
         assert await tokens_of(router, "a") == [7]
-
-    await with_router(target, check)
     assert target.streams >= 3
 
 
@@ -149,14 +134,12 @@ async def test_a_request_ends_at_the_deadline_of_the_server() -> None:
             if frame.WhichOneof("body") == "abort":
                 aborted.set()
 
-    async def check(router: Router) -> None:
+    async with routing_to(Target(keep_waiting), request_timeout=0.2) as router:
         with pytest.raises(ServiceError, match=r"longer than the 0.2 s") as error:
             await tokens_of(router, "a")
         assert error.value.status is grpc.StatusCode.DEADLINE_EXCEEDED
         async with asyncio.timeout(5):
             await aborted.wait()
-
-    await with_router(Target(keep_waiting), check, request_timeout=0.2)
 
 
 def serve_with(answer: Callable[[Open], list[Commit | Closed]]) -> Serve:
@@ -181,54 +164,44 @@ def one_token(request: Open) -> list[Commit | Closed]:
 async def test_a_session_is_resumed_where_it_stands_and_as_often_as_it_gets_on() -> None:
     """Four targets in a row die after a token each; only losses without a token in between count."""
 
-    async def check(router: Router) -> None:
+    async with routing_to(Target(*[serve_with(one_token)] * 4)) as router:
         assert await tokens_of(router, "a") == [3, 4, 5, 6, 7]
-
-    await with_router(Target(*[serve_with(one_token)] * 4), check)
 
 
 async def test_a_session_that_gets_nothing_is_given_up_at_the_third_loss() -> None:
-    async def check(router: Router) -> None:
+    target = Target(*[serve_with(lambda _: [])] * 20)
+    async with routing_to(target) as router:
         with pytest.raises(Unavailable, match="lost again and again"):
             await tokens_of(router, "a")
-
-    target = Target(*[serve_with(lambda _: [])] * 20)
-    await with_router(target, check)
     assert target.streams <= 5
 
 
 async def test_after_resume_timeout_requests_fail_and_no_sooner() -> None:
     loop = asyncio.get_running_loop()
 
-    async def check(router: Router) -> None:
+    async with routing_to(Target(serve_with(lambda _: []), *[leave] * 200), resume_timeout=0.5) as router:
         start = loop.time()
         with pytest.raises(Unavailable, match="was lost and did not come back"):
             await tokens_of(router, "a")
         assert 0.5 <= loop.time() - start < 5
         assert not router.connected
 
-    await with_router(Target(serve_with(lambda _: []), *[leave] * 200), check, resume_timeout=0.5)
-
 
 async def test_a_target_that_stops_is_a_target_lost() -> None:
     def stop(request: Open) -> list[Commit | Closed]:
         return [Closed(request.session, grpc.StatusCode.UNAVAILABLE.value[0], "the target is stopping")]
 
-    async def check(router: Router) -> None:
+    async with routing_to(Target(serve_with(stop))) as router:
         assert await tokens_of(router, "a") == [7]
-
-    await with_router(Target(serve_with(stop)), check)
 
 
 async def test_a_session_that_the_target_refuses_fails_with_its_status() -> None:
     def refuse(request: Open) -> list[Commit | Closed]:
         return [Closed(request.session, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "no room")]
 
-    async def check(router: Router) -> None:
+    async with routing_to(Target(serve_with(refuse))) as router:
         with pytest.raises(ResourceExhausted, match="no room"):
             await tokens_of(router, "a")
-
-    await with_router(Target(serve_with(refuse)), check)
 
 
 async def test_a_commit_said_twice_comes_once_and_a_gap_ends_its_session() -> None:
@@ -239,14 +212,12 @@ async def test_a_commit_said_twice_comes_once_and_a_gap_ends_its_session() -> No
     def gap(request: Open) -> list[Commit | Closed]:
         return [Commit(At(request.session, 0, 0, 4), [8])]
 
-    async def check(router: Router) -> None:
+    async with routing_to(Target(serve_with(twice), serve_with(gap))) as router:
         assert await tokens_of(router, "a") == [8, 9, 7]
         await until(lambda: router.connected)
         with pytest.raises(ServiceError, match="a commit at 4, the ledger holds 3 tokens"):
             await tokens_of(router, "b")
         assert not router.ledger.records
-
-    await with_router(Target(serve_with(twice), serve_with(gap)), check)
 
 
 async def collect(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext, into: list[Any]) -> None:
@@ -260,7 +231,7 @@ async def collect(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext,
 async def test_who_leaves_early_or_is_aborted_has_the_target_told() -> None:
     received: list[Any] = []
 
-    async def check(router: Router) -> None:
+    async with routing_to(Target(lambda frames, context: collect(frames, context, received))) as router:
         early = router.stream(record("early"))
         await anext(early)
         with pytest.raises(InvalidArgument, match="in the ledger already"):
@@ -276,8 +247,6 @@ async def test_who_leaves_early_or_is_aborted_has_the_target_told() -> None:
         assert [name.partition("@")[0] for name in opened] == ["early", "aborted"]
         assert [request for request in received if isinstance(request, Abort)] == [*map(Abort, opened)]
         assert not router.running and not router.ledger.records
-
-    await with_router(Target(lambda frames, context: collect(frames, context, received)), check)
 
 
 # Several targets.
