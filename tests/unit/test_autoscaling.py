@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from orchestrator.cluster.directory import Directory, side_of
 from orchestrator.sessions.routing import TargetView
 from specahead.config.launch import Autoscaling
 from specahead.wire.messages import Report
+from tests.unit.until import until
 
 SLOW = Autoscaling(max_targets=8, kv_use=0.7, wait=5, out_delay=30, in_delay=600)
 
@@ -117,10 +118,14 @@ async def run(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
         await task
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
+async def draining_target(run: Run) -> Stream:
+    """Have the load ask for a second target, and then for one alone; return the second one, which drains."""
+    run.load(80)
+    await until(lambda: "target-2" in run.found)
+    run.load(10)
+    added = run.fleet.streams["target-2"]
+    await until(lambda: added.drained == [True])
+    return added
 
 
 async def test_what_the_load_asks_for_is_placed_with_its_drafts_and_found(run: Run) -> None:
@@ -131,11 +136,7 @@ async def test_what_the_load_asks_for_is_placed_with_its_drafts_and_found(run: R
 
 
 async def test_a_target_that_is_too_many_is_ended_when_its_sessions_are(run: Run) -> None:
-    run.load(80)
-    await until(lambda: "target-2" in run.found)
-    run.load(10)
-    added = run.fleet.streams["target-2"]
-    await until(lambda: added.drained == [True])
+    added = await draining_target(run)
     await asyncio.sleep(0.2)
     assert "target-2" in run.fleet.names, "a session runs on it"
     added.say(sessions=0)
@@ -164,20 +165,12 @@ async def test_a_target_is_ended_when_it_has_been_quiet_for_three_beats_in_a_row
 
 
 async def test_a_target_that_drains_stays_if_the_load_comes_back(run: Run) -> None:
-    run.load(80)
-    await until(lambda: "target-2" in run.found)
-    run.load(10)
-    added = run.fleet.streams["target-2"]
-    await until(lambda: added.drained == [True])
+    added = await draining_target(run)
     run.load(90)
     await until(lambda: added.drained == [True, False])
     assert run.fleet.names[:4] == ["target-1", "draft-1", "target-2", "draft-2"]
 
 
 async def test_a_target_that_is_lost_while_it_drains_is_ended(run: Run) -> None:
-    run.load(80)
-    await until(lambda: "target-2" in run.found)
-    run.load(10)
-    await until(lambda: run.fleet.streams["target-2"].drained == [True])
-    run.fleet.streams["target-2"].connected = False
+    (await draining_target(run)).connected = False
     await until(lambda: run.fleet.names == ["target-1", "draft-1"])

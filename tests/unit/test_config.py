@@ -390,12 +390,6 @@ def test_one_message_names_source_setting_value_and_range() -> None:
         resolve(SPECAHEAD_JOIN="maybe")
 
 
-def test_command_lines_open_without_torch() -> None:
-    program = "import sys, specahead.config; print({'torch', 'ray', 'grpc', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "set()\n", done.stderr
-
-
 SCALES_TO_4 = ("--autoscaling", '{"max_targets": 4}')
 
 

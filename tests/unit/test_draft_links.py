@@ -12,6 +12,7 @@ from orchestrator.cluster.service_status import Lines, keep_drafts_informed
 from protos import control_pb2, control_pb2_grpc
 from specahead.wire.access import PeerAccess
 from specahead.wire.server import RunningServer, start_server
+from tests.unit.until import until
 
 
 class Kept:
@@ -66,9 +67,7 @@ async def running(draft: Draft, access: PeerAccess) -> AsyncIterator[RunningServ
 
 
 async def until_told(draft: Draft, targets: list[str]) -> None:
-    async with asyncio.timeout(10):
-        while not draft.told or draft.told[-1] != targets:
-            await asyncio.sleep(0.01)
+    await until(lambda: draft.told[-1:] == [targets])
 
 
 async def test_drafts_are_told_of_targets_that_come_go_and_move_and_again_where_they_start_anew(

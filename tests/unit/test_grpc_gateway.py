@@ -21,6 +21,7 @@ from specahead.wire.access import OPEN, Guard
 from specahead.wire.server import start_server
 from tests.client import make_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
+from tests.unit.until import until
 
 
 @pytest.fixture
@@ -57,8 +58,7 @@ async def test_a_keys_limits_hold_as_over_http(router: ScriptedRouter) -> None:
     async with running(router, Guard(Callers([Key("alice", digest_of("k"), requests=1)]).admit)) as stub:
         first = stub.Generate(make_request("The sea", max_tokens=4), metadata=metadata)
         reading = asyncio.create_task(_gather(first))
-        while router.running < 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: router.running == 1)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Generate(make_request("The sea"), metadata=metadata).read()
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -78,8 +78,7 @@ async def test_a_request_is_aborted_with_its_own_key_alone(router: ScriptedRoute
     async with running(router, Guard(keys.admit)) as stub:
         call = stub.Generate(make_request("The sea", n=2, request_id="hers"), metadata=alice)
         reading = asyncio.create_task(call.read())
-        while router.running < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: router.running == 2)
         for request_id in "hers", "hers-0":
             with pytest.raises(grpc.aio.AioRpcError, match="no request 'hers") as refused:
                 await stub.Abort(inference_pb2.AbortRequest(request_id=request_id), metadata=bob)
@@ -118,30 +117,19 @@ def test_a_request_has_the_fields_of_http() -> None:
     }
 
 
-async def test_an_abort_ends_no_request_whose_id_goes_on_with_a_number(stub: Any, router: ScriptedRouter) -> None:
+async def test_an_abort_ends_all_choices_and_no_request_whose_id_goes_on_with_a_number(
+    stub: Any, router: ScriptedRouter
+) -> None:
     router.gate.clear()
     asked = [make_request("The sea", request_id="job", n=2), make_request("The sea", request_id="job-7")]
     calls = [stub.Generate(request) for request in asked]
-    while router.running < 3:
-        await asyncio.sleep(0.01)
+    await until(lambda: router.running == 3)
     await stub.Abort(inference_pb2.AbortRequest(request_id="job"))
     assert router.aborted == ["job-0", "job-1"]
     await stub.Abort(inference_pb2.AbortRequest(request_id="job-7"))
     assert router.aborted == ["job-0", "job-1", "job-7"]
     for call in calls:
         call.cancel()
-
-
-async def test_an_abort_ends_all_choices(stub: Any, router: ScriptedRouter) -> None:
-    router.gate.clear()
-    call = stub.Generate(make_request("The sea", n=2, request_id="both"))
-    reading = asyncio.create_task(call.read())
-    while router.running < 2:
-        await asyncio.sleep(0.01)
-    await stub.Abort(inference_pb2.AbortRequest(request_id="both"))
-    assert router.aborted == ["both-0", "both-1"]
-    call.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
 
 
 @pytest.mark.parametrize(("fields", "reason"), [({"n": 0}, "n: "), ({"temperature": 3.0}, "temperature: ")])

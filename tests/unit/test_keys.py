@@ -1,7 +1,7 @@
 """API keys: how they are made and read, who a caller is, and what limits do."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from specahead.config import SettingsError
 from specahead.config.access import ClientAccess
 from specahead.wire.errors import ResourceExhausted, Unauthenticated
 from tests.unit.clock import Clock
+from tests.unit.until import until
 
 
 @pytest.fixture(autouse=True)
@@ -113,13 +114,6 @@ def test_tokens_a_minute() -> None:
 
 
 # A file that changes
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    """Wait until something is so, ten seconds at most."""
-    async with asyncio.timeout(10):
-        while not reached():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

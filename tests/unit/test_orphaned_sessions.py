@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from specahead.wire.messages import At, Commit, Exactness, FinishReason, Open
 from target_service.orphaned_sessions import SessionRecord, StreamRecords
 from tests.unit.clock import Clock
 from tests.unit.test_target_streams import PROMPT, target_at
+from tests.unit.until import until
 
 SAMPLED = Sampling(temperature=1.0, seed=5)
 
@@ -57,12 +58,6 @@ async def two_gateways(**settings: Any) -> AsyncIterator[tuple[Gateway, Gateway]
         first, second = [await Gateway(address).start() for _ in range(2)]
         yield first, second
         await second.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def some_of(gateway: Gateway, wanted: Record, tokens: int) -> list[int]:

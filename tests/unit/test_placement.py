@@ -9,6 +9,7 @@ from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.placement import addresses_in, keep_found, placed_services
 from specahead.wire.errors import ClusterError
 from tests.launch_settings import launch_settings
+from tests.unit.until import until
 
 
 async def test_services_of_another_launch_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,22 +26,14 @@ async def test_services_of_another_launch_are_followed(monkeypatch: pytest.Monke
             raise ConnectionError("no Ray")
         return dict(there)
 
-    def known() -> dict[str, str]:
-        return addresses_in(directories)
-
-    async def until_known() -> None:
-        async with asyncio.timeout(10):
-            while known() != there:
-                await asyncio.sleep(0.005)
-
     following = asyncio.create_task(keep_found(look, directories))
-    await until_known()
+    await until(lambda: addresses_in(directories) == there)
     assert directories["draft"].addresses == {"draft": "b:1"}
     there |= {"target-1": "a:9", "target-2": "d:1"}
-    await until_known()
+    await until(lambda: addresses_in(directories) == there)
     failing = 3
     del there["target-1"]
-    await until_known()
+    await until(lambda: addresses_in(directories) == there)
     assert failing == 0
     following.cancel()
 

@@ -18,6 +18,7 @@ from specahead.wire.access import PeerAccess
 from specahead.wire.errors import InvalidArgument, ResourceExhausted, ServiceError, Unavailable
 from specahead.wire.messages import Abort, At, Beat, Closed, Commit, Exactness, FinishReason, Open, Report
 from specahead.wire.server import start_server
+from tests.unit.until import until
 
 Serve = Callable[[AsyncIterator[Any], grpc.aio.ServicerContext], Awaitable[None]]
 
@@ -75,12 +76,6 @@ async def routing_to(*targets: Target, **settings: Any) -> AsyncIterator[Router]
         async with asyncio.timeout(20), router.connected_to_targets():
             await until(lambda: [stream.connected for stream in router.targets.values()] == [True] * len(targets))
             yield router
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def tokens_of(router: Router, name: str) -> list[int]:
