@@ -126,7 +126,8 @@ def test_the_fused_decoder_names_what_it_does_not_do(config: Any, feature: str) 
 
 
 def test_every_family_is_tested() -> None:
-    assert {CONFIGS[name]().model_type for name in FUSED} == set(FAMILIES)
+    own_file = {"minicpm"}  # transformers has no class of it
+    assert {CONFIGS[name]().model_type for name in FUSED} == set(FAMILIES) - own_file
 
 
 @pytest.mark.parametrize(
