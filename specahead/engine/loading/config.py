@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from specahead.engine.model.families import FAMILIES, block_rule, head_dim, sliding_window
+from specahead.engine.model.families import FAMILIES, block_rule, head_dim, sliding_window, unbuilt_feature
 from specahead.engine.model.quantization import storage_of
 
 # Keys that the config.json of every family must have.
@@ -31,22 +31,32 @@ class FamilyConfig(PreTrainedConfig):  # type: ignore[misc]
 def load_config(model: str) -> Any:
     """Return the transformers config in a folder or of a Hugging Face id; code from the hub is never run.
 
-    Raises NotImplementedError for a checkpoint whose quantization is not built, and what transformers raises.
+    Raises NotImplementedError for a checkpoint whose quantization is not built, or one of a family without a class in
+    transformers that needs more than is built, and what transformers raises.
     """
     values, _ = PreTrainedConfig.get_config_dict(model)
     family = FAMILIES.get(values.get("model_type", ""))
     if family is not None and family.defaults:
-        values = {**family.defaults, **values}
+        return _config_without_class(model, {**family.defaults, **values})
     if is_complete(values):
         return FamilyConfig.from_dict(values, name_or_path=model)
-    if family is not None and family.defaults:
+    if values.get("quantization_config"):
+        storage_of(PreTrainedConfig.from_dict(values, name_or_path=model))
+    return AutoConfig.from_pretrained(model, trust_remote_code=False)
+
+
+def _config_without_class(model: str, values: dict[str, Any]) -> Any:
+    """Return the config of a model whose family has no class in transformers, so that nothing else can run it."""
+    if not is_complete(values):
         raise NotImplementedError(
             f"{model}: models of type {values['model_type']} are built without quantization, with the rotary "
             f"embeddings {', '.join(_rotary_kinds(values))}, and with all sizes in config.json"
         )
-    if values.get("quantization_config"):
-        storage_of(PreTrainedConfig.from_dict(values, name_or_path=model))
-    return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    config = FamilyConfig.from_dict(values, name_or_path=model)
+    feature = unbuilt_feature(config)
+    if feature is not None:
+        raise NotImplementedError(f"{model}: a {values['model_type']} with {feature} is not built")
+    return config
 
 
 def is_complete(values: Mapping[str, Any]) -> bool:
