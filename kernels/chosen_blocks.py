@@ -28,7 +28,8 @@ COARSE_STRIDE, COARSE_WINDOW = 4, 8  # pages, of coarse windows
 LEAST_DENSE = COARSE_WINDOW * STRIDE  # a sequence of fewer tokens has no coarse window
 
 _TILE = 64  # pages, coarse windows or blocks that a program takes at once
-_BLOCKS_OF_PROGRAM = 256
+# Blocks that a program scores. It finds the logsumexp of all windows first, so of many rows it takes a whole one.
+_FEW_ROWS, _OF_FEW, _OF_MANY = 128, 256, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ def _score_in_triton(
         DIM=dim,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
     )
-    _scores_kernel[(count * kv_heads, -(-blocks // _BLOCKS_OF_PROGRAM))](
+    of_program = _OF_FEW if count * kv_heads < _FEW_ROWS else _OF_MANY
+    _scores_kernel[(count * kv_heads, -(-blocks // of_program))](
         products,
         seen,
         scores,
@@ -158,7 +160,7 @@ def _score_in_triton(
         BLOCK=rule.block_size,
         FIRST=rule.first,
         LOCAL=rule.local,
-        BLOCKS=_BLOCKS_OF_PROGRAM,
+        BLOCKS=of_program,
         WINDOWS=power_of_two(rule.block_size // STRIDE + 1),
         num_warps=8,
     )

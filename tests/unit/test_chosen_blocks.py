@@ -16,8 +16,11 @@ SEEN, LENGTHS = [0, 100, 640, 333, 797], [0, 104, 644, 333, 800]  # no query, a 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (6, 2, 32), (16, 1, 16)])
-def test_both_backends_choose_the_same_blocks(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "few"), [(4, 2, 16, 128), (6, 2, 32, 0), (16, 1, 16, 128)])
+def test_both_backends_choose_the_same_blocks(
+    heads: int, kv_heads: int, dim: int, few: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specahead.kernels.chosen_blocks._FEW_ROWS", few)
     random = torch.Generator().manual_seed(heads)
     means = torch.randn(300, kv_heads, dim, generator=random).to(DEVICE, dtype)
     queries = (2 * torch.randn(5, heads, dim, generator=random)).to(DEVICE, dtype)
