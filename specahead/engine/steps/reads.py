@@ -58,6 +58,7 @@ def chosen_reads(
 
 
 def _choosing_parts(rule: BlockRule, kv_heads: int, shape: PassShape, given: dict[str, Tensor]) -> list[ChosenPart]:
+    """Cut a pass into parts: one where first tokens choose for others, else each of few enough tokens."""
     starts, lengths, tables = given["query_starts"], given["lengths"], given["block_tables"]
     if shape.choosers is Choosers.NONE:
         return []
