@@ -36,6 +36,7 @@ from specahead.lab.evaluation.shared_choice import SharingRow, logits_of, measur
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, PROMPT, LENGTH = 3, 300, 340
 AT = range(LENGTH)
+FLIPS = 0.0 if DEVICE == "cpu" else 0.02  # share of tokens that may choose other blocks, since a GPU sums otherwise
 SPARSE = {
     **{"kernel_size": 32, "kernel_stride": 16, "init_blocks": 1, "block_size": 32},
     **{"window_size": 64, "topk": 4, "use_nope": False, "dense_len": 160},
@@ -204,7 +205,7 @@ def wanted(tiny: Tiny) -> Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("dtype", "off", "share"), [(torch.float32, 1e-3, 0.0), (torch.bfloat16, 0.1, 0.05)])
+@pytest.mark.parametrize(("dtype", "off", "share"), [(torch.float32, 1e-3, FLIPS), (torch.bfloat16, 0.1, 0.05)])
 def test_logits_equal_the_reference(tiny: Tiny, wanted: Tensor, dtype: torch.dtype, off: float, share: float) -> None:
     """Of prompts in parts of any size, and of tokens one by one, across the length from which on blocks are chosen.
 
@@ -220,7 +221,7 @@ def test_logits_of_tokens_that_share_a_choice_equal_the_reference(tiny: Tiny, wa
     assert isinstance(loaded.decoder, Decoder) and loaded.decoder.block_rule is not None
     with torch.inference_mode():
         got = logits_of(loaded, loaded.decoder.block_rule, torch.tensor(text(), device=DEVICE), 4).cpu()
-    torch.testing.assert_close(got, shared, rtol=1e-3, atol=1e-3)
+    assert ((got - shared).abs().amax(1) > 1e-3).float().mean() <= FLIPS
     is_off = (wanted - shared).abs().amax(1) > 0.05
     assert not is_off[: SPARSE["dense_len"]].any() and is_off[SPARSE["dense_len"] :].float().mean() > 0.1
 
