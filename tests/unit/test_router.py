@@ -35,15 +35,23 @@ class Target(control_pb2_grpc.TargetControlServicer):
         if self.scripts:
             await self.scripts.pop(0)(request_iterator, context)
             return
-        await say(context, Beat())
-        async for frame in request_iterator:
-            request = convert.serve_request_from_pb(frame)
-            if isinstance(request, Open):
-                await say(context, last_commit(request))
+        async for request in opened(request_iterator, context):
+            await say(context, last_commit(request))
 
 
 async def say(context: grpc.aio.ServicerContext, event: Commit | Closed | Report | Beat) -> None:
     await context.write(convert.served_events_to_pb([event]))
+
+
+async def opened(
+    frames: AsyncIterator[Any], context: grpc.aio.ServicerContext, first: Report | None = None
+) -> AsyncIterator[Open]:
+    """Say the first word of a stream, and yield what it opens."""
+    await say(context, first or Beat())
+    async for frame in frames:
+        request = convert.serve_request_from_pb(frame)
+        if isinstance(request, Open):
+            yield request
 
 
 def last_commit(request: Open) -> Commit:
@@ -141,13 +149,10 @@ def serve_with(answer: Callable[[Open], list[Commit | Closed]]) -> Serve:
     """Return a stream that answers the first Open by these events, and ends."""
 
     async def serve(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        await say(context, Beat())
-        async for frame in frames:
-            request = convert.serve_request_from_pb(frame)
-            if isinstance(request, Open):
-                for event in answer(request):
-                    await say(context, event)
-                return
+        async for request in opened(frames, context):
+            for event in answer(request):
+                await say(context, event)
+            return
 
     return serve
 
@@ -290,13 +295,8 @@ async def test_what_kills_one_target_after_the_other_is_given_up_at_the_third() 
 
 async def full(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
     """Refuse each session, as a target does whose queue has filled up since its last report."""
-    await say(context, Beat())
-    async for frame in frames:
-        request = convert.serve_request_from_pb(frame)
-        if isinstance(request, Open):
-            await say(
-                context, Closed(request.session, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "the queue is full")
-            )
+    async for request in opened(frames, context):
+        await say(context, Closed(request.session, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "the queue is full"))
 
 
 async def test_a_session_for_which_one_target_has_no_place_goes_to_another() -> None:
@@ -374,12 +374,9 @@ async def test_a_target_that_drains_takes_no_new_sessions_and_finishes_those_it_
                 await say(context, await says.get())
 
         reporting = asyncio.create_task(report())
-        await say(context, Beat())
-        async for frame in frames:
-            request = convert.serve_request_from_pb(frame)
-            if isinstance(request, Open):
-                await going_on.wait()
-                await say(context, last_commit(request))
+        async for request in opened(frames, context):
+            await going_on.wait()
+            await say(context, last_commit(request))
         reporting.cancel()
 
     async with routing_to(Target(slow), Target()) as router:
@@ -420,12 +417,9 @@ async def test_two_orchestrators_use_the_same_names_on_one_target() -> None:
     names: list[str] = []
 
     async def note(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        await say(context, Beat())
-        async for frame in frames:
-            request = convert.serve_request_from_pb(frame)
-            if isinstance(request, Open):
-                names.append(request.session)
-                await say(context, last_commit(request))
+        async for request in opened(frames, context):
+            names.append(request.session)
+            await say(context, last_commit(request))
 
     async with serving(Target(note, note)) as directory:
         routers = [Router(directory, PeerAccess(), 30) for _ in range(2)]
@@ -440,12 +434,9 @@ def reporting(report: Report, received: list[Any]) -> Serve:
     """Return a stream that says this at its start and notes what it is asked for."""
 
     async def serve(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        await say(context, report)
-        async for frame in frames:
-            request = convert.serve_request_from_pb(frame)
-            if isinstance(request, Open):
-                received.append(request)
-                await say(context, last_commit(request))
+        async for request in opened(frames, context, report):
+            received.append(request)
+            await say(context, last_commit(request))
 
     return serve
 
