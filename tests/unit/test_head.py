@@ -253,6 +253,8 @@ def test_what_is_not_built_is_refused_by_name(target: tuple[Path, Any], tmp_path
     apart = Config(target=target_settings(**how | {"placement": "apart"}), draft=target_settings(**how).own_draft)
     with pytest.raises(SettingsError, match="placement 'apart'"):
         with_choice(apart, Machine(0))
+    alone = replace(apart, target=replace(apart.target, placement="auto"))
+    assert with_choice(alone, Machine(0))[1].together
 
 
 def test_the_head_of_a_benchmark_is_one(tmp_path: Path) -> None:
