@@ -71,6 +71,7 @@ class Admission:
             session.kv.target = self.kv_of_target(name)
             if session.kv.target is None:  # its End is here already
                 return
+        # A head's KV depends on the first token as well, in which texts that go on alike hardly ever differ.
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session
         self.sessions.append(session)
