@@ -103,7 +103,7 @@ class Verifier:
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         reads_by_memory = (self._drafting is not None or settings.most_held > 0) and plan.group_size > 0
         if reads_by_memory or plan.uses_means:
-            runner.kv.keep_group_means(plan.group_size)
+            runner.kv.keep_group_means(plan.group_size, variance_limit=plan.variance_limit)
 
     def warm_up(self) -> None:
         """Prepare the runner for the steps of plain, exact and approximate sessions."""

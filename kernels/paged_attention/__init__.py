@@ -11,7 +11,7 @@ device; `weights` turns what the kernel leaves into the softmax weights of block
 
 from torch import Tensor
 
-from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans, check_batch
+from specahead.kernels.paged_attention.inputs import VARIANCE_LIMIT, Batch, BlockLists, GroupMeans, check_batch
 from specahead.kernels.paged_attention.launch import attend_in_triton, takes_heads
 from specahead.kernels.paged_attention.reference import (
     attend_in_torch,
@@ -27,7 +27,7 @@ from specahead.kernels.paged_attention.work import LEAST_ROWS, MAX_ROWS, Tuning,
 __all__ = [
     "LEAST_ROWS",
     "MAX_ROWS",
-    "MAX_VARIANCE_TERM",
+    "VARIANCE_LIMIT",
     "Batch",
     "BlockLists",
     "GroupMeans",

@@ -7,8 +7,7 @@ from torch import Tensor
 from specahead.kernels.kv_scales import EIGHT_BITS, KVScales
 
 MOST_BEYOND = 128  # tokens after a sequence's end whose blocks may be listed, for later passes
-# The second-order term overshoots for keys that are far from normal; beyond this (a factor of e²) it is cut.
-MAX_VARIANCE_TERM = 2.0
+VARIANCE_LIMIT = 2.0  # unless `GroupMeans` are given another
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class GroupMeans:
     k, v: [slots, kv_heads, head_dim] means; k_variance: the same shape, of each key dimension within the group
     tables: [sequences, max_groups] int32, slot of each group from the first token on
     counts: [sequences] int32, groups that have a mean; they end before the first query
+    variance_limit: the most that the variance of a group's keys adds to a score, where its term of second order
+        overshoots: keys may be far from normal
     """
 
     k: Tensor
@@ -45,6 +46,7 @@ class GroupMeans:
     tables: Tensor
     counts: Tensor
     group_size: int
+    variance_limit: float = VARIANCE_LIMIT
 
 
 @dataclass(frozen=True)

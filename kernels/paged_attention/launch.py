@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.backends import overlapping_launch, power_of_two
-from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, MOST_BEYOND, Batch, BlockLists, GroupMeans
+from specahead.kernels.paged_attention.inputs import MOST_BEYOND, VARIANCE_LIMIT, Batch, BlockLists, GroupMeans
 from specahead.kernels.paged_attention.kernel import merge_kernel, partial_attention_kernel
 from specahead.kernels.paged_attention.work import GROUP_TILE, LEAST_ROWS, Tuning, Work, plan_work, row_tiles_of
 
@@ -170,7 +170,7 @@ def _cut(
         "MEANS": means is not None,
         "EMIT": emit_block_size > 0,
         "BRANCHED": batch.visible is not None,
-        "MAX_VARIANCE": MAX_VARIANCE_TERM,
+        "MAX_VARIANCE": VARIANCE_LIMIT if means is None else means.variance_limit,
         "PRECISION": "ieee" if batch.queries.dtype == torch.float32 else "tf32",
     }
 

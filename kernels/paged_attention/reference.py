@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specahead.kernels.kv_scales import as_bytes, keys_of_pages, values_by_token, values_of_pages
-from specahead.kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans
+from specahead.kernels.paged_attention.inputs import Batch, BlockLists, GroupMeans
 
 
 def attend_in_torch(
@@ -108,12 +108,15 @@ def _listed(
 
 @dataclass(frozen=True)
 class StandIns:
-    """Stand-ins of one sequence: means and variances [kv_heads, groups, dim], unread tokens [kv_heads, groups]."""
+    """Stand-ins of one sequence: means and variances [kv_heads, groups, dim], unread tokens [kv_heads, groups]; the
+    limit is that of `GroupMeans`.
+    """
 
     k: Tensor
     v: Tensor
     k_variance: Tensor
     unread: Tensor
+    variance_limit: float
 
 
 def _stand_ins(batch: Batch, means: GroupMeans, sequence: int, blocks: BlockLists, listed: Tensor) -> StandIns:
@@ -131,7 +134,7 @@ def _stand_ins(batch: Batch, means: GroupMeans, sequence: int, blocks: BlockList
         of_keys, of_values = batch.scales.scales[..., None, None]
         k, variance = k * of_keys, variance * of_keys**2
         v = v * of_values + batch.scales.centers[1, :, None]
-    return StandIns(k, v, variance, unread)
+    return StandIns(k, v, variance, unread, means.variance_limit)
 
 
 def gather_pages(pages: Tensor, physical: Tensor) -> Tensor:
@@ -210,7 +213,7 @@ def _probabilities(
     scores = (packed @ keys.mT).float() * scale
     if groups is not None:
         q = packed.float() * scale
-        spread = ((q * q) @ groups.k_variance.mT / 2).clamp(max=MAX_VARIANCE_TERM)
+        spread = ((q * q) @ groups.k_variance.mT / 2).clamp(max=groups.variance_limit)
         mean_scores = q @ groups.k.mT + spread + groups.unread.clamp(min=1).log()[:, None]
         scores = torch.cat([scores, mean_scores], -1)
         mask = torch.cat([mask, (groups.unread > 0)[:, None].expand(-1, mask.shape[1], -1)], -1)

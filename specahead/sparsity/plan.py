@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 METHOD = "ahead"  # the only one; older plans name it, and their hashes cover its name
 LEAST_TOKENS = 1024  # `Plan.least_tokens` of served plans
 LEAST_DIVERGENCE, DIVERGENCES = 0.1, 4  # `Plan.max_divergence`, at least; as many times as calibration has found
@@ -46,6 +46,9 @@ class Plan:
     block_size: int = 16
     # Tokens of a group, whose means stand in for its unread blocks; 0: none do.
     group_size: int = 512
+    # The most that the variance of a group's keys adds to its score. Pairs that are calibrated have less, since keys of
+    # larger models are far from normal.
+    variance_limit: float = 2.0
     # Blocks at a sequence's beginning, and before its committed end, that are always read.
     sink_blocks: int = 1
     window_blocks: int = 4
@@ -75,6 +78,7 @@ class Plan:
         self._check(
             group == 0 or (group % 16 == 0 and group % size == 0), f"group_size {group}: whole blocks and pages"
         )
+        self._check(0 <= self.variance_limit < 100, f"variance_limit {self.variance_limit} lies outside [0, 100)")
         self._check(self.sink_blocks >= 0 and self.window_blocks >= 1, "sink_blocks >= 0 and window_blocks >= 1")
         self._check(0 <= self.announced_share <= 1 and 0 <= self.memory_decay < 1, "announced_share or memory_decay")
         self._check(self.stickiness >= 1, f"stickiness {self.stickiness} lies below 1")

@@ -11,7 +11,6 @@ from specahead.kernels.backends import Backend
 from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_by_token, values_to_pages
 from specahead.kernels.kv_write import write_kv
 from specahead.kernels.paged_attention import (
-    MAX_VARIANCE_TERM,
     Batch,
     BlockLists,
     GroupMeans,
@@ -173,7 +172,7 @@ def reference_by_token(case: Case, block_size: int, means: GroupMeans | None = N
                         centers = case.scales.centers[:, kv_head].double().numpy()
                         k, v, var = k * of_keys + centers[0], v * of_values + centers[1], var * of_keys**2
                     if unread:
-                        spread = min(MAX_VARIANCE_TERM, SCALE**2 * float(q**2 @ var) / 2)
+                        spread = min(means.variance_limit, SCALE**2 * float(q**2 @ var) / 2)
                         scores.append(k @ q * SCALE + spread + np.log(unread))
                         vectors.append(v)
                 if scores:
@@ -256,7 +255,7 @@ def group_means(case: Case, group_size: int) -> GroupMeans:
         )
         k[at], v[at] = torch.from_numpy(keys.mean(1)).float(), torch.from_numpy(values.mean(1)).float()
         variance[at] = torch.from_numpy(keys.var(1)).float()
-    return GroupMeans(k, v, variance, tables, torch.tensor(counts, dtype=torch.int32), group_size)
+    return GroupMeans(k, v, variance, tables, torch.tensor(counts, dtype=torch.int32), group_size, 0.7)
 
 
 def sizes(case: Case) -> list[int]:

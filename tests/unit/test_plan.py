@@ -119,8 +119,8 @@ def test_the_acceptance_that_calibration_found_is_the_prior(stated: object, acce
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"version": 3}, "version 3, this program reads 4; calibrate again"),
-        ({"version": 5}, "version 5"),
+        ({"version": 3}, "version 3, this program reads 5; calibrate again"),
+        ({"version": 6}, "version 6"),
         ({"least_tokens": -1}, "least_tokens"),
         ({"budget": 0.0}, "budget"),
         ({"budget": 1.01}, "budget"),
@@ -138,6 +138,7 @@ def test_the_acceptance_that_calibration_found_is_the_prior(stated: object, acce
         ({"blends": None}, "plan.json"),
         ({"blends": []}, "blends"),
         ({"group_size": 40}, "group_size"),
+        ({"variance_limit": -0.1}, "variance_limit"),
         ({"memory_decay": 1.0}, "memory_decay"),
         ({"dense_layers": [4]}, "dense layers"),
         ({"colour": "blue"}, "expected the keys"),

@@ -26,6 +26,7 @@ from specahead.engine.parallel.commands import Command
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.kv_scales import EIGHT_BITS, KVScales, as_bytes
 from specahead.kernels.kv_write import page_addresses
+from specahead.kernels.paged_attention import VARIANCE_LIMIT
 
 
 class KVCache:
@@ -159,16 +160,18 @@ class KVCache:
 
     # Group means.
 
-    def keep_group_means(self, group_size: int, slots: int | None = None) -> None:
+    def keep_group_means(
+        self, group_size: int, slots: int | None = None, variance_limit: float = VARIANCE_LIMIT
+    ) -> None:
         """Allocate means of groups of `group_size` tokens, for sequences that are read sparsely.
 
         slots: groups of all sequences; None: as many as the pages have, which is too few if sequences share pages.
-        No sequence may hold means when this is called.
+        variance_limit: as `GroupMeans` has it, to three places. No sequence may hold means when this is called.
         """
         if slots is None:
             slots = self.pool.num_pages * PAGE_SIZE // group_size
-        self.ranks.followers.tell(Command.KEEP_MEANS, [group_size, slots])
-        self.means = GroupMeanPool(self.k_pages, group_size, slots)
+        self.ranks.followers.tell(Command.KEEP_MEANS, [group_size, slots, round(1000 * variance_limit)])
+        self.means = GroupMeanPool(self.k_pages, group_size, slots, variance_limit)
 
     def extend_group_means(self, sequences: list[SequenceKV], lengths: Sequence[int] | None = None) -> GroupMeanPool:
         """Make the missing means of complete groups; raise ValueError if `keep_group_means` was not called.

@@ -19,12 +19,13 @@ class GroupMeanPool:
     committed, and freed with its sequence.
     """
 
-    def __init__(self, k_pages: list[Tensor], group_size: int, slots: int) -> None:
+    def __init__(self, k_pages: list[Tensor], group_size: int, slots: int, variance_limit: float) -> None:
+        """variance_limit: as `GroupMeans` has it."""
         if group_size < 1 or group_size % PAGE_SIZE:
             raise ValueError(f"groups of {group_size} tokens are no whole pages of {PAGE_SIZE}")
         _, kv_heads, _, head_dim = k_pages[0].shape
         shape, device = (len(k_pages), slots, kv_heads, head_dim), k_pages[0].device
-        self.group_size = group_size
+        self.group_size, self.variance_limit = group_size, variance_limit
         self.k, self.v, self.k_variance = (kv_zeros(shape, torch.float32, device) for _ in range(3))
         self.free = list(range(slots - 1, -1, -1))
 
@@ -59,7 +60,7 @@ class GroupMeanPool:
     def over(self, tables: Tensor, counts: Tensor) -> list[GroupMeans]:
         """Return the means of each layer, as tables [sequences, max_groups] and counts [sequences] list them."""
         return [
-            GroupMeans(*layer, tables, counts, self.group_size)
+            GroupMeans(*layer, tables, counts, self.group_size, self.variance_limit)
             for layer in zip(self.k, self.v, self.k_variance, strict=True)
         ]
 

@@ -45,7 +45,8 @@ def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Co
             assert kv.means is not None
             kv.make_means(pages, torch.tensor(given[1 : 1 + groups]).to(kv.device), kv.means)
         case Command.KEEP_MEANS:
-            kv.keep_group_means(*given)
+            group_size, slots, thousandths = given
+            kv.keep_group_means(group_size, slots, thousandths / 1000)
         case Command.KEEP_MEMORIES:
             runner.keep_memories(*given)
         case Command.CLEAR_MEMORY:

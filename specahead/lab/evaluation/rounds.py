@@ -241,10 +241,10 @@ def _compare(runs: list[_Run], outputs: list[SequenceOutput], rows: int) -> None
 def _run_variants(
     target: ModelRunner, case: Case, prompt: SequenceKV, drafted: DraftedCase, variants: list[Variant]
 ) -> list[VariantSums]:
-    """Run variants of one γ, block size and group size side by side."""
-    group_size = variants[0].plan.group_size
+    """Run variants of one γ, block size, group size and limit of variances side by side."""
+    group_size, limit = variants[0].plan.group_size, variants[0].plan.variance_limit
     if group_size:
-        target.kv.keep_group_means(group_size, len(variants) * (len(case.tokens) // group_size))
+        target.kv.keep_group_means(group_size, len(variants) * (len(case.tokens) // group_size), limit)
     runs = [_Run(target, prompt, variant) for variant in variants]
     try:
         for round_, (first, last) in enumerate(rounds_of(case, variants[0].gamma)):

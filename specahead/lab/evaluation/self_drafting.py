@@ -77,7 +77,7 @@ def run_study(
     cases = perplexity_cases(texts, load_tokenizer(target), context, context, passages)
     runner = load_runner(target, resolve_dtype("auto", device, target), device, 2 * total + PAGE_SIZE, in_eight_bits)
     if plan.group_size:
-        runner.kv.keep_group_means(plan.group_size)
+        runner.kv.keep_group_means(plan.group_size, variance_limit=plan.variance_limit)
     rows: list[SelfRow] = []
     for share in shares:
         drafting = SelfDrafting(replace(plan, budget=share, least_tokens=0), gamma)

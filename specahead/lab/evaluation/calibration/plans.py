@@ -27,6 +27,7 @@ def to_plan(
         least_tokens=settings.least_tokens,
         block_size=settings.block_size,
         group_size=settings.group_size,
+        variance_limit=settings.variance_limit,
         sink_blocks=settings.sink_blocks,
         window_blocks=settings.window_blocks,
         dense_layers=settings.dense_layers,

@@ -23,6 +23,7 @@ class CalibrationSettings:
     queries: int = 5
     block_size: int = 16
     group_size: int = 512
+    variance_limit: float = 0.5
     budget: float = 0.1
     least_tokens: int = LEAST_TOKENS
     sink_blocks: int = 1
