@@ -15,10 +15,11 @@ from specahead.config.garbage import no_garbage_collected
 from specahead.engine.staging import Buffers
 
 MOST_UNPREPARED = 64  # graphs of one runner, captured because a request came first; the least recently used is dropped
-SHORT_UNPREPARED = 8  # the same, where the GPU's memory is short
-# Bytes of a GPU that stay free of graphs that no request has asked for yet. A step over 8,192 tokens of a prompt takes
-# more than one GiB for a time, and what requests ask for first takes as much: graphs, memories of what was read.
-LEAST_FREE = 4 << 30
+SHORT_UNPREPARED = 24  # the same, where the GPU's memory is short
+# Bytes of a GPU that stay free: of graphs that requests ask for, since a step over 8,192 tokens of a prompt takes more
+# than one GiB for a time; and of graphs that no request has asked for yet, twice as many.
+LEAST_FREE = 2 << 30
+LEAST_FREE_BEFORE = 2 * LEAST_FREE
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Graphs:
         later captures.
         """
         unprepared = [shape for shape in self.by_shape if shape not in self._prepared]
-        most = SHORT_UNPREPARED if len(unprepared) > SHORT_UNPREPARED and is_memory_short() else MOST_UNPREPARED
+        most = SHORT_UNPREPARED if len(unprepared) > SHORT_UNPREPARED and is_free_below(LEAST_FREE) else MOST_UNPREPARED
         for shape in unprepared[:-most]:
             log.debug("dropped the least recently used CUDA graph: %s", shape)
             del self.by_shape[shape]
@@ -116,9 +117,9 @@ class Graphs:
         return graph
 
 
-def is_memory_short() -> bool:
-    """Return whether the present GPU has less free memory than is kept from graphs that no request has asked for."""
-    return torch.cuda.mem_get_info()[0] < LEAST_FREE
+def is_free_below(least: int) -> bool:
+    """Return whether less than so many bytes of the present GPU's memory are free."""
+    return torch.cuda.mem_get_info()[0] < least
 
 
 @contextlib.contextmanager
