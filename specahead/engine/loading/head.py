@@ -30,14 +30,8 @@ def load_head(model: str, target: LoadedModel, places: int, load_format: str = "
     Raises NotImplementedError for a head or a target that is not built, naming the reason; ValueError for weights that
     do not fit the config or the target.
     """
-    config, decoder, device = load_config(model), target.decoder, str(target.device)
-    unbuilt = unbuilt_in_head(config, on_gpu=device != "cpu")
-    if unbuilt is not None:
-        raise NotImplementedError(f"{model}: heads are not built with {unbuilt}: give another --draft, or none")
-    if not isinstance(decoder, Decoder):
-        raise NotImplementedError(
-            f"{model}: heads are built for targets that the fused decoder runs: give another --draft, or none"
-        )
+    config, device = load_config(model), str(target.device)
+    decoder = _check_built(model, config, target)
     layers, hidden = layers_read(config, decoder.num_layers), decoder.embedding.shape[1]
     shapes = head_shapes(config, len(layers) * hidden) | {EMBEDDING: (config.vocab_size, config.hidden_size)}
     tensors = _random(config, shapes) if load_format == "dummy" else _read(model, device, shapes)
@@ -87,6 +81,18 @@ def load_head(model: str, target: LoadedModel, places: int, load_format: str = "
         read_shape(config), vocab_size=of_target.vocab_size, max_position_embeddings=of_target.max_position_embeddings
     )
     return LoadedModel(head, of_head, target.dtype, target.device), StateTap(layers, take("fc.weight"), head.states)
+
+
+def _check_built(model: str, config: Any, target: LoadedModel) -> Decoder:
+    """Return the target's decoder; raise NotImplementedError for a head or a target that is not built."""
+    unbuilt = unbuilt_in_head(config, on_gpu=str(target.device) != "cpu")
+    if unbuilt is not None:
+        raise NotImplementedError(f"{model}: heads are not built with {unbuilt}: give another --draft, or none")
+    if not isinstance(target.decoder, Decoder):
+        raise NotImplementedError(
+            f"{model}: heads are built for targets that the fused decoder runs: give another --draft, or none"
+        )
+    return target.decoder
 
 
 Weights = Mapping[str, Callable[[], Tensor]]  # what reads or makes each weight, by name
