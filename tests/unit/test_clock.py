@@ -1,6 +1,5 @@
 """The line that shows how long something takes, and what is printed above it, at a terminal and elsewhere."""
 
-import fcntl
 import os
 import pty
 import re
@@ -11,7 +10,9 @@ import termios
 from tests.stack import ROOT
 
 PROGRAM = """
-import logging, sys, time
+import fcntl, logging, os, sys, termios, time
+if os.isatty(1):
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 from specahead.config import clock
 clock._DELAY = clock._BEAT = 0.1
 logging.basicConfig(format="%(message)s")
@@ -29,8 +30,7 @@ def test_at_a_terminal_what_is_printed_stands_above_the_time() -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     command = [sys.executable, "-c", PROGRAM]
-    own = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)}
-    with subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, **own) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, start_new_session=True) as process:
         os.close(theirs)
         shown = b""
         while True:

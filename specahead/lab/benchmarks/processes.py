@@ -1,7 +1,6 @@
 """The real processes that a benchmark runs: services and client endpoints, stopped in order at the end."""
 
 import contextlib
-import ctypes
 import itertools
 import os
 import re
@@ -16,8 +15,14 @@ from typing import NamedTuple
 
 _STOP_SECONDS = 15.0  # for all processes of a benchmark together
 _START_SECONDS = 300.0
-_LIBC = ctypes.CDLL(None)  # loaded before there is anything to fork
-_PR_SET_PDEATHSIG = 1  # of prctl, Linux
+# Has the kernel kill this process when the thread that started it has ended (PR_SET_PDEATHSIG of Linux), and becomes
+# `python -m` with the arguments. It isn't Popen's `preexec_fn`, because that forks: gRPC's handlers of forks abort the
+# child now and then.
+_END_WITH_PARENT = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
+"""
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -55,13 +60,13 @@ def children() -> Iterator[Start]:
                 if gpu is not None:
                     environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
                 # In a session of its own: Ctrl-C is for this process, which stops the others in order.
+                module = ["-I", "-c", _END_WITH_PARENT] if sys.platform == "linux" else ["-m"]
                 process = subprocess.Popen(
-                    [sys.executable, "-m", *command],
+                    [sys.executable, *module, *command],
                     stdout=stdout,
                     text=True,
                     env=environment,
                     start_new_session=True,
-                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 )
                 processes.callback(stop_in_time, process)
                 return process
@@ -69,11 +74,6 @@ def children() -> Iterator[Start]:
             yield start
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this process, a new one, when the thread that started it has ended."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def start_endpoints(start: Start, *flags: str, seconds: float = _START_SECONDS) -> str:
