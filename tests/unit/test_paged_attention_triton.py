@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specahead.kernels.kv_scales import KVScales
+from specahead.kernels.kv_scales import KVScales, values_by_token
 from specahead.kernels.paged_attention import (
     Batch,
     BlockLists,
@@ -170,15 +170,23 @@ def test_bfloat16_queries_of_8_bit_keys(dim: int, block_size: int) -> None:
     """From 32 dimensions on in two terms of 8 bits. The interpreter cuts numbers off to bfloat16, by 2^-7 at most."""
     case = in_eight_bits(ragged(11, 4, [5, 5, 1, 5], dim=dim))
     case = replace(case, queries=case.queries.bfloat16())
+    atol = 4e-3
+    if DEVICE == "cuda" and dim >= 32:
+        # Hopper's tensor cores add 32 products of 8-bit numbers at once to a sum, and cut each of these off after 13
+        # bits of the largest: an output may differ by 33 * 2^-13 of the largest value. Each tile of keys has such a sum
+        # of its own, so that more keys add no more to this.
+        assert case.scales is not None
+        largest = values_by_token(case.v_pages).float().abs().amax((0, 2, 3)) * case.scales.scales[1]
+        atol += 33 * 2**-13 * float(largest.max())
     if not block_size:
         wanted, _ = reference_by_token(every_block(case, 16), 16)
-        torch.testing.assert_close(in_triton(case).float(), wanted, atol=4e-3, rtol=2**-7)
+        torch.testing.assert_close(in_triton(case).float(), wanted, atol=atol, rtol=2**-7)
         return
     case = in_blocks(case, block_size, 11)
     exact, blocks = replace(case, queries=case.queries.float()), case.packed_lists(block_size)
     wanted, wanted_weights = paged_attention_with_read_weights(exact.batch, blocks)
     got, weights = in_triton(case, blocks, kernel=paged_attention_with_read_weights)
-    torch.testing.assert_close(got.float(), wanted, atol=4e-3, rtol=2**-7)
+    torch.testing.assert_close(got.float(), wanted, atol=atol, rtol=2**-7)
     torch.testing.assert_close(weights, wanted_weights, atol=1e-3, rtol=1e-3)
 
 
