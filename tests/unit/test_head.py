@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draft_service.drafter import Drafter
 from orchestrator.cluster.choice import Machine, with_choice
@@ -23,11 +25,14 @@ from specahead.engine.loading.head import load_head
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.opening import open_model
 from specahead.engine.loading.runner import make_runner
+from specahead.engine.model.head import StateTap
 from specahead.engine.model.head_config import count_head_parameters, is_head, layers_read, unbuilt_in_head
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import RoundRequest, RoundSettings
+from specahead.kernels import compiling
+from specahead.kernels.linear import linear
 from specahead.lab.benchmarks.serving.deployment import write_model
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.sparsity.plan import uniform_plan
@@ -228,6 +233,23 @@ def test_approximate_reads_what_the_target_remembers(target: tuple[Path, Any], t
     assert len(service.texts[name]) == 160 and service.proposed
     assert first == 1 and max(others) < 0.7
     assert service.verifier.counters["rounds_chained_to_steps"] > 5
+
+
+def test_a_pass_that_only_compiles_launches_what_leaves_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    tap, rows = StateTap(LAYERS, torch.ones(8, 24), torch.zeros(17, 8)), list[int]()
+
+    def noted_linear(x: Tensor, *weight: Any) -> Tensor:
+        rows.append(len(x))
+        return linear(x, *weight)
+
+    def launch() -> None:
+        observe = tap.observer(torch.arange(4))
+        for layer in (0, CONFIG.num_hidden_layers - 1):
+            observe(layer, torch.ones(4, 8))
+
+    monkeypatch.setattr("specahead.engine.model.head.linear", noted_linear)
+    compiling._trace(launch, {}, FakeTensorMode(allow_non_fake_inputs=True))
+    assert rows == [4] and not tap.states.any()
 
 
 def test_what_is_not_built_is_refused_by_name(target: tuple[Path, Any], tmp_path: Path) -> None:

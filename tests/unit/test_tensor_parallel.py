@@ -465,7 +465,7 @@ def test_small_sums_are_the_same_on_all_ranks() -> None:
 
 def test_shapes_are_told_as_numbers() -> None:
     """Every field has another value than by default, so one that is not told would show."""
-    read = ReadShape(32, 5, (0, 3), 0.9, weighs=True, fetches=True)
+    read = ReadShape(32, 5, (0, 3), 0.9, weighs=True, fetches=True, reports=True)
     judge = JudgeShape(64, 3, draws_own=True, alternatives=2)
     shape = PassShape(
         *(4, 20, 5, 100, 7),

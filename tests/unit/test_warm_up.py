@@ -6,7 +6,7 @@ Without a GPU a stand-in for graphs runs the launches one by one, in the shapes 
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -20,14 +20,15 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
+from specahead.engine.parallel.ranks import Ranks
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted
 from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.staging import Buffers
 from specahead.engine.steps import warm_up
-from specahead.engine.steps.graphs import LEAST_FREE, Captured, Graphs
+from specahead.engine.steps.graphs import LEAST_FREE, Captured, Graphs, free_memory
 from specahead.engine.steps.grouping import StepLimits, step_shape
-from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import JudgeShape, PassShape
 from specahead.wire.messages import At, Begin, DraftEvent, End, Proposals, Verdict
@@ -118,6 +119,35 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
         for kv in kvs:
             runner.kv.release(kv)
     assert set(runner._passes.graphs.by_shape) == shapes
+
+
+@pytest.mark.usefixtures("captures")
+def test_captured_steps_leave_logits_in_one_memory_and_no_lists() -> None:
+    runner = runner_of(models.TARGET)
+    reader = screening_reader(bundled_plan(), 0.1, report_blocks=False)
+    reader.read(None, 100, 105)  # everything, to be weighed
+    reader.finish(SequenceOutput())
+    read = replace(reader.read(None, 100, 105), group_means=False)
+
+    def run(queries: int, count: int, read: SparseRead | None = None) -> list[SequenceOutput]:
+        kvs = [SequenceKV() for _ in range(count)]
+        for index, kv in enumerate(kvs):
+            runner.forward([SequenceInput(kv, list(range(99 + index)))])
+        outputs = runner.forward([SequenceInput(kv, [4] * queries, "all", read) for kv in kvs])
+        for kv in kvs:
+            runner.kv.release(kv)
+        return outputs
+
+    first, _, again = [run(*step) for step in ((GAMMA + 1, 2), (1, 1), (GAMMA + 1, 2))]
+    for one, other in zip(first, again, strict=True):
+        assert one.logits is not None and other.logits is not None
+        torch.testing.assert_close(one.logits, other.logits)
+    assert run(GAMMA + 1, 1, read)[0].blocks is None
+    assert run(GAMMA + 1, 1, replace(read, report_blocks=True))[0].blocks is not None
+    steps = {shape: captured.buffers.tensors for shape, captured in runner._passes.graphs.by_shape.items()}
+    assert len(steps) == 4
+    assert len({tensors["logits"].untyped_storage().data_ptr() for tensors in steps.values()}) == 1
+    assert ["all_lists" in tensors for tensors in steps.values()].count(True) == 1
 
 
 @pytest.mark.parametrize("vocab", [40, 2000, 150_000])
@@ -247,3 +277,22 @@ def test_graphs_that_requests_asked_for_are_few_where_memory_is_short(
     graphs.of(100 - kept, lambda: cast(Buffers, None), lambda buffers: None)  # used now, and so not the next to go
     graphs.of(100, lambda: cast(Buffers, None), lambda buffers: None)
     assert list(graphs.by_shape) == [0, 1, 2, *range(102 - kept, 100), 100 - kept, 100]
+
+
+def test_what_torch_keeps_for_later_tensors_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [LEAST_FREE]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[-1], 1 << 40))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(1 << 39))
+    assert free_memory() == 1 << 39
+
+
+def test_ranks_keep_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a rank with much memory, too: it would else replay a sum that the others capture."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
+    monkeypatch.setattr(Ranks, "least", lambda self, number: min(number, LEAST_FREE - 1))
+    graphs = Graphs(True, Ranks(1, 2))
+    monkeypatch.setattr(graphs, "_capture", lambda captured: None)
+    for shape in range(40):
+        graphs.of(shape, lambda: cast(Buffers, None), lambda buffers: None)
+    assert list(graphs.by_shape) == list(range(16, 40))

@@ -32,7 +32,7 @@ def make_buffers(
 
     The pass adds to the tensors: logits [logits rows, vocab]; where it shares out budgets, all_lists [sparse layers,
     sequences, kv_heads, blocks] int32 and all_counts [sparse layers, sequences, kv_heads] int32, of the KV heads of all
-    ranks; and lists and counts, the same of this rank's heads.
+    ranks; and lists and counts, the same of this rank's heads. A step keeps lists only if the host is to see them.
     """
     layout = _rows_layout(shape.sequences, shape.rows, shape.pages) | _logits_layout(shape, logits_rows)
     if reads_states:

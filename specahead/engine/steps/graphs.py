@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from specahead.config.garbage import no_garbage_collected
+from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.engine.staging import Buffers
 
 MOST_UNPREPARED = 64  # graphs of one runner, captured because a request came first; the least recently used is dropped
@@ -48,14 +49,15 @@ class Graphs:
     Prepared graphs stay. A graph that was captured because a request came first may be evicted: at most MOST_UNPREPARED
     of these stay, and SHORT_UNPREPARED where memory is short, so that no client can fill the GPU with graphs. Two
     runners cannot share a Graphs, because a memory pool cannot be used again once its last graph is gone.
-    captures: whether to capture. If not, nothing is kept, and launches run one by one.
+    captures: whether to capture. If not, nothing is kept, and launches run one by one. ranks: that capture the same
+    graphs, in the same order.
     """
 
     made: ClassVar[int] = 0
     """Graphs that this process has captured. Each capture holds up everything else on the device."""
 
-    def __init__(self, captures: bool) -> None:
-        self.captures = captures
+    def __init__(self, captures: bool, ranks: Ranks = ALONE) -> None:
+        self.captures, self._ranks = captures, ranks
         self.by_shape: OrderedDict[Hashable, Captured] = OrderedDict()  # the least recently used first
         self._prepared: set[Hashable] = set()
         self._pool = torch.cuda.graph_pool_handle() if captures else None
@@ -94,11 +96,13 @@ class Graphs:
         """Drop the least recently used unprepared graphs beyond those that may stay.
 
         None of them is running, since the capture just before this has waited for the device. Their memory serves
-        later captures.
+        later captures. All ranks drop the same ones: no rank captures a sum that another one only replays.
         """
         unprepared = [shape for shape in self.by_shape if shape not in self._prepared]
-        most = SHORT_UNPREPARED if len(unprepared) > SHORT_UNPREPARED and is_free_below(LEAST_FREE) else MOST_UNPREPARED
-        for shape in unprepared[:-most]:
+        if len(unprepared) <= SHORT_UNPREPARED:
+            return
+        is_short = self._ranks.least(free_memory()) < LEAST_FREE
+        for shape in unprepared[: -(SHORT_UNPREPARED if is_short else MOST_UNPREPARED)]:
             log.debug("dropped the least recently used CUDA graph: %s", shape)
             del self.by_shape[shape]
 
@@ -117,9 +121,14 @@ class Graphs:
         return graph
 
 
-def is_free_below(least: int) -> bool:
-    """Return whether less than so many bytes of the present GPU's memory are free."""
-    return torch.cuda.mem_get_info()[0] < least
+def free_memory() -> int:
+    """Return how many bytes of the present GPU's memory are free.
+
+    Where they are few, torch first gives back what it has kept for later tensors, which counts as taken.
+    """
+    if torch.cuda.mem_get_info()[0] < LEAST_FREE_BEFORE:
+        torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 @contextlib.contextmanager

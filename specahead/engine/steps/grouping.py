@@ -174,7 +174,11 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits
         return shape
     weighs = read.drafts or all(item.read and item.read.budget.everything for item in inputs)
     shape = shape.reading(
-        block_size=read.block_size, dense_layers=read.dense_layers, decay=read.budget.memory.decay, weighs=weighs
+        block_size=read.block_size,
+        dense_layers=read.dense_layers,
+        decay=read.budget.memory.decay,
+        weighs=weighs,
+        reports=any(item.read.report_blocks for item in inputs if item.read),
     )
     if read.group_means:
         if kv.means is None:

@@ -59,11 +59,12 @@ class PassRunner:
         self._decoder, self._kv, self._limits, self._drafting, self._tap = decoder, kv, limits, drafting, tap
         self._followers = kv.ranks.followers
         self.memories = memories
-        self.graphs = Graphs(captures)
+        self.graphs = Graphs(captures, kv.ranks)
         dim, dtype = kv.k_pages[0].shape[3], kv.dtype
         self.attention: Backend = default_backend(kv.device) if takes_heads(dim) else "torch"
         self._cudnn = cudnn_attends(dim, dtype, kv.device)
         self.chain = DeviceChain.make(1, kv.device)
+        self._logits: Tensor | None = None  # where captured steps leave their logits
         self._room: Tensor | None = None  # for the parts that cuDNN reads a prompt in
         self._prompt_graphs: PromptGraphs | None = None
         self._unfinished: torch.cuda.Event | None = None  # comes when the last part of a prompt has run
@@ -73,8 +74,8 @@ class PassRunner:
         if self.graphs.captures and (prepared or shape not in self.graphs.by_shape):
             # Before this rank begins: NCCL may need all ranks while a sum is captured.
             self._followers.tell(Command.CAPTURE, (prepared, *encode(shape)))
-        make_buffers, launch = partial(self._make_buffers, shape, None), partial(self._launch, shape)
-        return self.graphs.of(shape, make_buffers, launch, prepared)
+        launch = self._launch_sharing_logits if self.graphs.captures else self._launch
+        return self.graphs.of(shape, partial(self._make_buffers, shape, None), partial(launch, shape), prepared)
 
     def launches_of(self, shape: PassShape) -> Callable[[], None]:
         """Return a function that launches the step of a shape once, in buffers of its own."""
@@ -83,6 +84,24 @@ class PassRunner:
     def _launch(self, shape: PassShape, buffers: Buffers) -> None:
         how: dict[str, Any] = {"drafting": self._drafting, "chain": self.chain, "tap": self._tap}
         run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
+        if not shape.read.reports:  # so that later captures take their memory
+            for name in ("all_lists", "all_counts", "lists", "counts"):
+                buffers.tensors.pop(name, None)
+
+    def _launch_sharing_logits(self, shape: PassShape, buffers: Buffers) -> None:
+        """Launch a step that leaves its logits, 125 MiB for 64 sessions, in memory which all captured steps share.
+
+        One memory does, since the host reads a step's logits before it launches another step, and reads none of a step
+        that another one follows in the device chain.
+        """
+        self._launch(shape, buffers)
+        logits = buffers.tensors.get("logits")
+        if logits is None:  # the step only drafts
+            return
+        if self._logits is None or len(self._logits) < logits.numel():
+            self._logits = logits.view(-1)
+        else:
+            buffers.tensors["logits"] = self._logits[: logits.numel()].view(logits.shape).copy_(logits)
 
     def run_fetching(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
         """Run the step of a shape that fetches. Return None if the GPU has no room for all listed pages: the step

@@ -34,6 +34,8 @@ class ReadShape:
     """Whether the pass reads everything, and the budget's memory takes up what that weighs (SparseRead.drafts)."""
     fetches: bool = False
     """Whether block tables name pages of the backing store, and listed pages are fetched first."""
+    reports: bool = False
+    """Whether the host looks at the lists once the pass has run (SparseRead.report_blocks)."""
 
     @property
     def is_sparse(self) -> bool:

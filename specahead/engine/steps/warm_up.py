@@ -13,7 +13,7 @@ from tqdm import tqdm
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted, judge_by_rules, launches_of_rules
-from specahead.engine.steps.graphs import LEAST_FREE_BEFORE, Graphs, is_free_below, tell_captures
+from specahead.engine.steps.graphs import LEAST_FREE_BEFORE, Graphs, free_memory, tell_captures
 from specahead.engine.steps.grouping import StepLimits
 from specahead.engine.steps.inputs import SequenceInput, SparseRead
 from specahead.engine.steps.pass_runner import PassRunner
@@ -45,7 +45,7 @@ class WarmUp:
 
     def more(self, device: torch.device) -> None:
         """Capture one more kind of step; none any more where the GPU's memory is short."""
-        if device.type == "cuda" and is_free_below(LEAST_FREE_BEFORE):
+        if device.type == "cuda" and free_memory() < LEAST_FREE_BEFORE:
             log.warning(
                 "no more CUDA graphs are captured before requests: the GPU's memory is short",
                 extra={"kinds_of_steps": len(self.later), "least_free_gib": LEAST_FREE_BEFORE / 2**30},
