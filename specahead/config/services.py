@@ -248,11 +248,6 @@ class TargetSettings(_OwnOfTarget):
                 f"tensor_parallel_size {count} is not built with host_kv_memory: each rank would need tiers of its "
                 "own; leave one of them out"
             )
-        if self.kv_cache_dtype != "auto":
-            raise SettingsError(
-                f"tensor_parallel_size {count} is not built with kv_cache_dtype {self.kv_cache_dtype}: each rank would "
-                "need the scales of its own heads; leave one of them out"
-            )
 
     def _check_hold(self, hold: int) -> None:
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""

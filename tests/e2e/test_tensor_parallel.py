@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from protos import inference_pb2
+from specahead.config import TargetSettings
 from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.kv_scales import measure_kv_scales
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.steps.inputs import SequenceInput
+from specahead.engine.steps.model_runner import ModelRunner
 from specahead.models import TARGET
 from tests.books import read_passages
 from tests.client import APPROXIMATE, generate, make_request, read_by_rounds, wait_for
@@ -115,20 +118,34 @@ def test_ranks_end_with_the_target(gateway: Stack, services: Services) -> None:
     wait_for(lambda: has_ended(rank), 5, "the rank has ended")
 
 
+def check_greedy(runner: ModelRunner, prompt: list[int], found: list[int]) -> None:
+    """Each token is the likeliest after those before it, but where rounding to 8 bits decides between two."""
+    assert len(found) == NEW_TOKENS
+    (output,) = runner.forward([SequenceInput(SequenceKV(), prompt + found, "all")])
+    assert output.logits is not None
+    logits = output.logits[len(prompt) - 1 : -1]
+    assert float((logits.amax(1) - logits[range(len(found)), found]).max()) < 0.05
+
+
 def test_a_draft_in_the_first_rank_and_a_killed_rank(
-    launch: Callable[..., Stack], prompts: list[list[int]], expected: list[list[int]]
+    launch: Callable[..., Stack], prompts: list[list[int]], tokenizer: Any
 ) -> None:
-    """Ray starts both ranks anew, and streams resume on them."""
-    stack = launch(*ON_CPU, "--tensor-parallel-size", "2", "--placement", "together", "--kv-tokens", "4000")
+    """With KV in 8 bits. Ray starts both ranks anew, and streams resume on them."""
+    flags = "--placement", "together", "--kv-tokens", "4000", "--kv-cache-dtype", "fp8"
+    stack = launch(*ON_CPU, "--tensor-parallel-size", "2", *flags)
+    loaded = load_model(str(TARGET), torch.float32, "cpu")
+    runner = make_runner(loaded, 8192, kv_scales=measure_kv_scales(loaded, tokenizer, TargetSettings().max_context))
     found, accepted = ask(stack, prompts, 4)
-    assert found == expected and accepted > 0
+    for prompt, answer in zip(prompts, found, strict=True):
+        check_greedy(runner, prompt, answer)
+    assert accepted > 0
     rank, tokens = rank_of(stack.target_pid), list[int]()
     request = make_request(prompts[-1], temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for response in stack.stub().Generate(request):
         if not tokens:
             os.kill(rank, signal.SIGKILL)
         tokens += response.token_ids
-    assert tokens == expected[-1]
+    check_greedy(runner, prompts[-1], tokens)
     assert stack.stop() == 0
     wait_for(lambda: has_ended(rank), 5, "the rank has ended")
 

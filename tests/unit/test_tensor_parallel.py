@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -247,19 +248,45 @@ def test_a_mixture_of_experts_over_two_ranks(tmp_path: Path) -> None:
         torch.testing.assert_close(two, one, atol=2e-3, rtol=1e-3)
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
-def runners(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    """The bundled target in this process alone, and over two ranks."""
-    settings = replace(SETTINGS, device=request.param)
+DEVICES = ["cpu", pytest.param("cuda", marks=TWO_GPUS)]
+Both = tuple[ModelRunner, ModelRunner]
+
+
+@contextmanager
+def open_both_ways(settings: TargetSettings) -> Iterator[Both]:
+    """The model in this process alone, and over two ranks. A process belongs to one group of ranks at a time."""
     processes = RankProcesses(settings)
     alone, split = open_model(replace(settings, tensor_parallel_size=1)).runner, opened(processes, settings).runner
     assert isinstance(alone, ModelRunner)
     assert isinstance(split, ModelRunner)
-    for runner in (alone, split):
-        runner.keep_memories(8)
-        runner.kv.keep_group_means(PLAN.group_size)
-    yield alone, split
-    processes.stop()
+    try:
+        for runner in (alone, split):
+            runner.keep_memories(8)
+            runner.kv.keep_group_means(PLAN.group_size)
+        yield alone, split
+    finally:
+        processes.stop()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_with_kv_in_eight_bits_ranks_have_the_scales_of_their_heads(device: str) -> None:
+    """Logits and blocks are those of one rank, but for sums over ranks that round to the next 8-bit number."""
+    with open_both_ways(replace(SETTINGS, device=device, kv_cache_dtype="fp8")) as runners:
+        alone, split = (runner.kv for runner in runners)
+        assert alone.scales is not None
+        assert split.scales is not None
+        own = split.ranks.own(alone.kv_heads)
+        assert torch.equal(split.scales.scales, alone.scales.scales[:, :, own])
+        torch.testing.assert_close(split.scales.centers, alone.scales.centers[:, :, own], atol=1e-4, rtol=1e-4)
+        check_logits(runners, 0.02)
+        check_one_budget(runners)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def runners(request: pytest.FixtureRequest) -> Iterator[Both]:
+    """The bundled target in this process alone, and over two ranks."""
+    with open_both_ways(replace(SETTINGS, device=request.param)) as both:
+        yield both
 
 
 def read_prompt(runner: ModelRunner, prompt: list[int]) -> SequenceKV:
@@ -269,7 +296,11 @@ def read_prompt(runner: ModelRunner, prompt: list[int]) -> SequenceKV:
     return kv
 
 
-def test_logits_of_both_are_the_same_up_to_rounding(runners: tuple[ModelRunner, ModelRunner]) -> None:
+def test_logits_of_both_are_the_same_up_to_rounding(runners: Both) -> None:
+    check_logits(runners, 2e-3)
+
+
+def check_logits(runners: Both, near: float) -> None:
     """Of a prompt in parts, of a rollback, and of a sequence that begins with another's pages."""
     found = []
     for runner in runners:
@@ -285,10 +316,14 @@ def test_logits_of_both_are_the_same_up_to_rounding(runners: tuple[ModelRunner, 
         for sequence in (kv, other):
             runner.kv.release(sequence)
     for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(two, one, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(two, one, atol=near, rtol=1e-3)
 
 
-def test_one_budget_is_shared_out_over_the_heads_of_all_ranks(runners: tuple[ModelRunner, ModelRunner]) -> None:
+def test_one_budget_is_shared_out_over_the_heads_of_all_ranks(runners: Both) -> None:
+    check_one_budget(runners)
+
+
+def check_one_budget(runners: Both) -> None:
     """By scores of the sum over ranks, round after round: the same number of blocks, and the same blocks but where two
     scores differ by rounding alone. Means stand in for the others.
     """
@@ -327,7 +362,7 @@ def test_one_budget_is_shared_out_over_the_heads_of_all_ranks(runners: tuple[Mod
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), SAMPLED], ids=["greedy", "sampled"])
-def test_ranks_draft_and_judge_alike(runners: tuple[ModelRunner, ModelRunner], sampling: Sampling) -> None:
+def test_ranks_draft_and_judge_alike(runners: Both, sampling: Sampling) -> None:
     """A session that drafts for itself, in passes of one token whose lists follow from what ranks remember."""
     prompt, said = tokens(600, 5), []
     for runner in runners:
@@ -348,7 +383,7 @@ def test_ranks_draft_and_judge_alike(runners: tuple[ModelRunner, ModelRunner], s
     assert len(said[0]) > len(prompt) + 3
 
 
-def test_pages_are_zeroed_on_all_ranks(runners: tuple[ModelRunner, ModelRunner]) -> None:
+def test_pages_are_zeroed_on_all_ranks(runners: Both) -> None:
     """Keys of zeros weigh all tokens alike, so other values read on one rank would change the logits."""
     found = []
     for runner in runners:
@@ -360,7 +395,7 @@ def test_pages_are_zeroed_on_all_ranks(runners: tuple[ModelRunner, ModelRunner])
     torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=1e-3)
 
 
-def test_steps_follow_one_another_before_the_host_has_seen_them(runners: tuple[ModelRunner, ModelRunner]) -> None:
+def test_steps_follow_one_another_before_the_host_has_seen_them(runners: Both) -> None:
     """Each begins with the token that ranks have found themselves. On GPUs steps are prepared graphs, sums included."""
     said = []
     for runner in runners:

@@ -13,6 +13,7 @@ turns faster than once in those positions averages out.
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from specahead.engine.loading.model import LoadedModel
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.quantization import LEAST_CAPABILITY
+from specahead.engine.parallel.commands import NOBODY
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.kernels.kv_scales import KVScales, scales_for
 from specahead.models import DEMO_TEXT
@@ -38,8 +40,15 @@ CENTERED = 1 / 4  # of the longest context: positions over which keys' centers a
 def measure_kv_scales(loaded: LoadedModel, tokenizer: Any, max_context: int = 0) -> KVScales:
     """Return scales and centers of all layers of a model, the same at each start on one device.
 
-    max_context: in tokens; 0: the longest of the model. Raises ValueError for keys or values that are not finite.
+    Of a model over several ranks all ranks measure at once, and each gets those of its own heads: those that one rank
+    with all heads would get, up to the rounding of sums over ranks.
+    max_context: in tokens; 0: the longest of the model. Raises ValueError, on all ranks, for keys or values that are
+    not finite.
     """
+    decoder = loaded.decoder
+    if isinstance(decoder, Decoder):  # other ranks measure by themselves, and are told of no pass
+        ranks = replace(decoder.ranks, followers=NOBODY)
+        loaded = replace(loaded, decoder=replace(decoder, ranks=ranks))
     vocabulary, longest = loaded.shape.vocab_size, loaded.shape.max_position_embeddings
     tokens = [token for token in tokenizer.encode(_text())[:OF_TEXT] if token < vocabulary]
     tokens += range(0, vocabulary, max(1, vocabulary // OF_VOCABULARY))
@@ -53,7 +62,10 @@ def measure_kv_scales(loaded: LoadedModel, tokenizer: Any, max_context: int = 0)
         centers.append(torch.stack([_center_of_keys(loaded, layer, keys, positions), values.mean(0)]))
         # A difference is at most the largest key and the largest center together, however the key is rotated.
         largest.append(torch.stack([each.abs().amax((0, 2)) for each in (keys, values)]) + centers[-1].abs().amax(2))
-    scales = scales_for(torch.stack(largest))
+    seen = torch.stack(largest)
+    if not runner.kv.ranks.least(int(seen.isfinite().all())):
+        seen.fill_(torch.nan)  # so that ranks whose own heads are finite refuse the model as well
+    scales = scales_for(seen)
     log.info("KV in 8 bits: scales are made", extra={"least": float(scales.min()), "largest": float(scales.max())})
     return KVScales(scales, torch.stack(centers))
 

@@ -84,8 +84,7 @@ def open_model(
     Raises ValueError or NotImplementedError for settings that do not fit each other, the model or the device, and
     what transformers raises for a model that it cannot load.
     """
-    loaded = _load(settings, eight_bit, ranks)
-    meet()
+    loaded = _load(settings, eight_bit, ranks, meet)
     return _open(loaded, ranks.least(loaded.room()))
 
 
@@ -103,8 +102,7 @@ def open_both(
     of the first; this process has the second whole.
     """
     second = _load(beside, of_second)
-    first = _load(settings, eight_bit, ranks)
-    meet()
+    first = _load(settings, eight_bit, ranks, meet)
     beside_it = bytes_of_token(second.model.shape, second.model.dtype, beside.kv_cache_dtype)
     tokens = ranks.least(first.room(beside_it))
     rounds = beside.max_sessions * (2 * beside.widest_round + PAGE_SIZE)
@@ -131,7 +129,10 @@ def open_with_head(
     return opened, replace(_open(beside, tokens + rounds), grammars=opened.grammars)
 
 
-def _load(settings: ModelSettings, eight_bit: EightBit = "none", ranks: Ranks = ALONE) -> _Loaded:
+def _load(
+    settings: ModelSettings, eight_bit: EightBit = "none", ranks: Ranks = ALONE, meet: Callable[[], None] = lambda: None
+) -> _Loaded:
+    """Return a model on its device, without KV yet. The arguments are those of `open_model`."""
     if settings.threads:
         torch.set_num_threads(max(1, settings.threads // ranks.count))
     device = default_device() if settings.device == "auto" else settings.device
@@ -143,8 +144,9 @@ def _load(settings: ModelSettings, eight_bit: EightBit = "none", ranks: Ranks = 
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # a dummy is measured in the shape of its config
         loaded = loaded.with_vocabulary(count_token_ids(tokenizer))
-    kv_scales = measure_kv_scales(loaded, tokenizer, settings.max_context) if settings.kv_cache_dtype == "fp8" else None
     drafting = None if eight_bit == "none" else loaded.decoder.with_eight_bit_weights()
+    meet()
+    kv_scales = measure_kv_scales(loaded, tokenizer, settings.max_context) if settings.kv_cache_dtype == "fp8" else None
     if eight_bit == "all" and drafting is not None:
         loaded, drafting = replace(loaded, decoder=drafting), None
     if device != "cpu":

@@ -1,6 +1,7 @@
 """The processes of the ranks that follow rank 0, which starts and watches them: one unit, which ends as one."""
 
 import atexit
+import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -94,7 +95,8 @@ class RankProcesses:
         """End all ranks; this process can open another model in ranks then."""
         self._stopping = True
         if dist.is_initialized():
-            Followers(self.pipes).tell(Command.LEAVE)
+            with contextlib.suppress(OSError):  # ranks that have ended by themselves
+                Followers(self.pipes).tell(Command.LEAVE)
             leave()
         self._end()
 
