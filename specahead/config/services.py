@@ -77,7 +77,7 @@ class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunS
     threads: int = 0
     """CPU threads of the model; 0: torch's choice."""
     host_kv_memory: float = 0.0
-    """GiB of host memory for the target's KV; 0: the KV lies on the device."""
+    """GiB of host memory for the target's KV, over all its ranks; 0: the KV lies on the device."""
     quantization: Quantization = "none"
     """fp8: linear layers but the head are held in 8 bits; none: as the checkpoint has them."""
     tensor_parallel_size: int = 1
@@ -201,7 +201,8 @@ class _OwnOfTarget(ServiceSettings, group="the target"):
     max_queued: Count = 1024
     """Sessions that may wait for a place; more are refused; 0: every session that cannot run at once is refused."""
     host_kv_memory: Annotated[float, Within(least=0)] = 0.0
-    """GiB of host memory as the backing store of the target's KV, its GPU holds kv_memory of it; 0: none."""
+    """GiB of host memory as the backing store of each target's KV, of which a GPU holds kv_memory; 0: none. The GPUs of
+    a target have equal parts of it."""
     placement: Literal["auto", "together", "apart"] = "auto"
     """together: each target's process runs the draft model as well; apart: draft services do; auto: as suits GPUs,
     weights and KV; apart for a target service by itself."""
@@ -237,17 +238,10 @@ class TargetSettings(_OwnOfTarget):
             )
 
     def _check_ranks(self) -> None:
-        """Raise SettingsError for a number of ranks that no model is split over, and for what is not built with it."""
+        """Raise SettingsError for a number of ranks that no model is split over."""
         count = self.tensor_parallel_size
-        if count == 1:
-            return
         if count & (count - 1):
             raise SettingsError(f"tensor_parallel_size is {count}, expected 1, 2, 4 or 8")
-        if self.host_kv_memory:
-            raise SettingsError(
-                f"tensor_parallel_size {count} is not built with host_kv_memory: each rank would need tiers of its "
-                "own; leave one of them out"
-            )
 
     def _check_hold(self, hold: int) -> None:
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""

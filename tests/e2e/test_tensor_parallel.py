@@ -22,7 +22,7 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.models import TARGET
 from tests.books import read_passages
-from tests.client import APPROXIMATE, generate, make_request, read_by_rounds, wait_for
+from tests.client import APPROXIMATE, generate, make_request, metric, read_by_rounds, wait_for
 from tests.e2e.test_bfloat16 import NEW_TOKENS, ask
 from tests.stack import ROOT, Services, Stack, start_gateway, start_services, start_stack
 
@@ -73,8 +73,9 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def services() -> Iterator[Services]:
-    """A target over two ranks, and a draft service."""
-    services = start_services(*ON_CPU, target_command=COMMAND)
+    """A target over two ranks, whose KV is in host memory where it exceeds the device, and a draft service."""
+    sizes = "--kv-tokens", "1000", "--max-model-len", "1280", "--max-sessions", "8", "--prefill-chunk", "128"
+    services = start_services(*ON_CPU, *sizes, target_command=(*COMMAND, "--host-kv-memory", "0.2"))
     yield services
     services.stop()
 
@@ -92,6 +93,7 @@ def test_greedy_tokens_are_those_of_one_rank(
     """With a draft service, whose proposals are rolled back where they are rejected."""
     tokens, accepted = ask(gateway, prompts, 4)
     assert tokens == expected and accepted > 0
+    assert metric(gateway.http, "service_events_total", service="target", name="kv_offloads") > 0
 
 
 def test_sparse_reading_prefixes_and_grammars(gateway: Stack, prompts: list[list[int]]) -> None:

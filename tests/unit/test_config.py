@@ -233,7 +233,6 @@ def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, expected 1, 2, 4 or 8"),
         ({"tensor_parallel_size": 16}, "tensor_parallel_size is 16, expected a whole number at least 1 and at most 8"),
-        ({"tensor_parallel_size": 2, "host_kv_memory": 4.0}, "2 is not built with host_kv_memory"),
     ],
 )
 def test_what_a_target_over_several_gpus_is_not_built_with(given: dict[str, Any], said: str) -> None:

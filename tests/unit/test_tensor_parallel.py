@@ -19,6 +19,7 @@ from torch import Tensor
 from specahead import models
 from specahead.config import TargetSettings
 from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading.checkpoint import Checkpoint, find_files
 from specahead.engine.loading.config import load_config
 from specahead.engine.loading.fused import experts_apart, read_decoder
@@ -269,17 +270,33 @@ def open_both_ways(settings: TargetSettings) -> Iterator[Both]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_with_kv_in_eight_bits_ranks_have_the_scales_of_their_heads(device: str) -> None:
-    """Logits and blocks are those of one rank, but for sums over ranks that round to the next 8-bit number."""
-    with open_both_ways(replace(SETTINGS, device=device, kv_cache_dtype="fp8")) as runners:
+def test_kv_in_eight_bits_and_in_tiers(device: str) -> None:
+    """Ranks have the scales of their heads. The host holds what the GPUs have no room for: pages leave on all ranks at
+    once, and each fetches those that its heads list. Where one of them has no room, the pass is void on both.
+    """
+    settings = replace(SETTINGS, device=device, kv_cache_dtype="fp8", kv_tokens=480, host_kv_memory=0.04)
+    with open_both_ways(settings) as runners:
         alone, split = (runner.kv for runner in runners)
+        assert isinstance(alone, TieredKV)
+        assert isinstance(split, TieredKV)
         assert alone.scales is not None
         assert split.scales is not None
         own = split.ranks.own(alone.kv_heads)
         assert torch.equal(split.scales.scales, alone.scales.scales[:, :, own])
         torch.testing.assert_close(split.scales.centers, alone.scales.centers[:, :, own], atol=1e-4, rtol=1e-4)
-        check_logits(runners, 0.02)
+        check_logits(runners, 0.02)  # a sum over ranks may round to the next 8-bit number
         check_one_budget(runners)
+        one, two = drafted_both_ways(runners, Sampling(0.0), 0.15)
+        assert one == two
+        assert not split.counters.overflow_pages
+        one, two = drafted_both_ways(runners, Sampling(0.0), 0.3)
+        assert one[: len(two)] == two
+        assert split.counters.overflow_pages > 0
+        for count in (lambda kv: kv.stored_pages, lambda kv: kv.offloads, lambda kv: kv.stages):
+            assert count(alone.counters) == count(split.counters) > 0
+        for kv in (alone, split):
+            assert kv.counters.fetched_pages > 0
+            kv.check_integrity()
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -363,11 +380,18 @@ def check_one_budget(runners: Both) -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), SAMPLED], ids=["greedy", "sampled"])
 def test_ranks_draft_and_judge_alike(runners: Both, sampling: Sampling) -> None:
-    """A session that drafts for itself, in passes of one token whose lists follow from what ranks remember."""
+    one, two = drafted_both_ways(runners, sampling, 0.3)
+    assert one == two
+
+
+def drafted_both_ways(runners: Both, sampling: Sampling, budget: float) -> tuple[list[int], list[int]]:
+    """The tokens of a session that drafts for itself, in passes of one token whose lists follow from what ranks
+    remember, by one rank and by two.
+    """
     prompt, said = tokens(600, 5), []
     for runner in runners:
         kv, found = read_prompt(runner, prompt[:-1]), list(prompt)
-        drafting = SelfDrafting(replace(PLAN, budget=0.3), GAMMA)
+        drafting = SelfDrafting(replace(PLAN, budget=budget), GAMMA)
         memory = drafting.new_memory()
         for drafted in (0, GAMMA, GAMMA):
             judged = Drafted([0] * drafted, [], sampling, len(found), committed=found)
@@ -379,8 +403,8 @@ def test_ranks_draft_and_judge_alike(runners: Both, sampling: Sampling) -> None:
             runner.kv.truncate(kv, len(found) - 1)
         said.append(found)
         runner.kv.release(kv)
-    assert said[0] == said[1]
     assert len(said[0]) > len(prompt) + 3
+    return said[0], said[1]
 
 
 def test_pages_are_zeroed_on_all_ranks(runners: Both) -> None:

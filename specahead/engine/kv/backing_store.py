@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specahead.engine.kv.tier_memory import PROGRAMS, Pages, run_beside, side_stream
-from specahead.kernels.backends import Backend
+from specahead.engine.kv.tier_memory import PROGRAMS, TierMemory, run_beside, side_stream
+from specahead.engine.parallel.commands import Command
 from specahead.kernels.kv_gather import gather_blocks
 from specahead.kernels.kv_scales import as_bytes
 
@@ -22,14 +22,10 @@ class BackingStore:
     keep the order in which they came. `holds` says which pages the store has, bool [pages].
     """
 
-    def __init__(
-        self, on_gpu: list[Pages], stored: list[Pages], pages: int, device: torch.device, backend: Backend
-    ) -> None:
-        """on_gpu, stored: each layer's pages on the GPU and in the store, to which they are copied."""
-        self.holds = np.zeros(pages, bool)
-        self._layers = list(zip(on_gpu, stored, strict=True))
-        self._device, self._backend = device, backend
-        self._stream = side_stream(device)
+    def __init__(self, memory: TierMemory) -> None:
+        self.holds = np.zeros(len(memory.stored[0][0]), bool)
+        self._memory, self._layers = memory, list(zip(memory.on_gpu, memory.stored, strict=True))
+        self._stream = side_stream(memory.device)
         self._waiting: dict[int, bool] = {}  # by page, whether it is read densely
         self._copying: dict[int, bool] = {}
         # The pages of each copy, and the event of its end; None where copying returns when it is done.
@@ -71,13 +67,17 @@ class BackingStore:
             return 0
         self._copying |= self._waiting
         self._waiting.clear()
-        parts = gpu_page_of[pages].tolist(), pages, [len(pages)]
-        lists = [torch.tensor(part, dtype=torch.int32).to(self._device) for part in parts]
+        self.copy(pages, gpu_page_of[pages].tolist())
+        return len(pages)
+
+    def copy(self, pages: list[int], gpu_pages: list[int]) -> None:
+        """Start to copy pages from where they lie on the GPU, on all ranks."""
+        self._memory.followers.tell(Command.STORE_PAGES, [*pages, *gpu_pages])
+        lists = [self._memory.list_of(part) for part in (gpu_pages, pages, [len(pages)])]
         self._copies.append((pages, run_beside(self._stream, lambda: self._copy_layers(*lists))))
         if self._stream is not None:
             for tensor in lists:
                 tensor.record_stream(self._stream)
-        return len(pages)
 
     def _copy_layers(self, gpu_pages: Tensor, pages: Tensor, count: Tensor) -> None:
         for source, destination in self._layers:
@@ -88,20 +88,28 @@ class BackingStore:
                 pages,
                 count,
                 PROGRAMS,
-                self._backend,
+                self._memory.backend,
             )
 
     def take_up_copies(self, wait: bool) -> None:
         """Note which copies have ended. wait: have the device, not the host, wait for the others."""
         copies = self._copies
         while copies and (wait or (done := copies[0][1]) is None or done.query()):
-            pages, done = copies.popleft()
-            if done is not None:
-                torch.cuda.current_stream().wait_event(done)
-            for page in pages:
+            for page in self.end_copy():
                 dense = self._copying.pop(page)
                 self.holds[page] = True
                 (self._movable_dense if dense else self._movable)[page] = None
+
+    def end_copy(self) -> list[int]:
+        """Have the device wait for the end of the oldest copy, on all ranks, and return its pages.
+
+        Another rank's may take longer than this one's.
+        """
+        self._memory.followers.tell(Command.END_COPY)
+        pages, done = self._copies.popleft()
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)
+        return pages
 
     def take_movable(self) -> list[int]:
         """Return the pages that may leave the GPU and are not read densely; each is returned once."""

@@ -103,9 +103,15 @@ class KVCache:
         """Return a layer's scales, if pages are in 8 bits."""
         return None if self.scales is None else self.scales.layer(layer)
 
-    def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
-        """Make the means of groups from their pages, int32 [groups, pages of a group], in `slots` of the pool."""
-        make_means(self.k_pages, self.v_pages, pages, slots, pool)
+    def make_means(self, pages: np.ndarray, slots: list[int]) -> None:
+        """Make the means of groups from their pages, int32 [groups, pages of a group], in `slots` of `means`."""
+        self.make_means_of(pages, slots)
+
+    def make_means_of(self, gpu_pages: np.ndarray, slots: list[int]) -> None:
+        """Do as `make_means`, on all ranks. gpu_pages: indices in `k_pages` and `v_pages`."""
+        assert self.means is not None
+        self.ranks.followers.tell(Command.MAKE_MEANS, [gpu_pages.shape[1], *slots, *gpu_pages.flatten().tolist()])
+        make_means(self.k_pages, self.v_pages, gpu_pages, slots, self.means)
 
     # Reading sequences that are not resident.
 
@@ -141,6 +147,10 @@ class KVCache:
 
         Each part must be read before the next is taken. Raises ValueError for a sequence that does not fit alone.
         """
+        return iter([self.stage_pages([sequence.table() for sequence in sequences])])
+
+    def stage_pages(self, tables: list[np.ndarray]) -> StagedReads:
+        """Bring the pages of sequences, int32 [pages] each, together on the GPU, as `stage` does."""
         raise NotImplementedError(f"{type(self).__name__}: every sequence lies on the GPU, nothing is staged")
 
     # Checks and counters.
@@ -181,18 +191,8 @@ class KVCache:
         if self.means is None:
             raise ValueError("no room for group means was made: call keep_group_means first")
         for sequence, length in zip(sequences, lengths or [each.length for each in sequences], strict=True):
-            before = len(sequence.groups)
             self.means.extend(sequence, length, self.make_means)
-            self._tell_means(sequence, before)
         return self.means
-
-    def _tell_means(self, sequence: SequenceKV, before: int) -> None:
-        """Have other ranks make the means of their heads that a sequence has got here, after those that it had."""
-        assert self.means is not None
-        slots, of_group = sequence.groups[before:], self.means.group_size // PAGE_SIZE
-        if slots:
-            pages = sequence.table()[before * of_group : len(sequence.groups) * of_group]
-            self.ranks.followers.tell(Command.MAKE_MEANS, [of_group, *slots, *pages.tolist()])
 
     # Sequences.
 

@@ -19,10 +19,8 @@ class FetchPlan:
     lines: Tensor
     """[layers, sequences, kv_heads, width * pages of a block] int32, the cache lines of the listed pages, which are
     filled when `wait` has returned for the layer."""
-    overflow: Tensor
-    """[] int32, listed pages that found no cache line. If there are any, the pass is void."""
-    missed: Tensor
-    """[sequences] int32, listed blocks that were not wholly in cache lines before."""
+    tallies: Tensor
+    """[3 + sequences] int32: the other four, so that ranks add them up at once."""
     transfers: Transfers
     """The pages that are copied from the backing store."""
     done: Tensor
@@ -30,6 +28,26 @@ class FetchPlan:
     backend: Backend
     ended: torch.cuda.Event | None = None
     """The end of all copies; None on a CPU."""
+
+    @property
+    def listed(self) -> Tensor:
+        """[1] int32, listed blocks of all layers and KV heads."""
+        return self.tallies[0:1]
+
+    @property
+    def fetched(self) -> Tensor:
+        """[1] int32, pages that are copied from the backing store."""
+        return self.tallies[1:2]
+
+    @property
+    def overflow(self) -> Tensor:
+        """[1] int32, listed pages that found no cache line. If there are any, the pass is void."""
+        return self.tallies[2:3]
+
+    @property
+    def missed(self) -> Tensor:
+        """[sequences] int32, listed blocks that were not wholly in cache lines before."""
+        return self.tallies[3:]
 
     def wait(self, index: int) -> None:
         """Have the current stream wait until this layer's pages are there; to be called once for each layer."""
@@ -55,9 +73,9 @@ def request_listed(
     transfers = request_blocks(memory.tables, listed, round, memory.backend)
     # Line 0 where there is none, since attention may look there.
     lines = find_block_lines(memory.tables, listed, memory.backend, absent=0)
-    overflow = transfers.overflow.sum(dtype=torch.int32)
+    sums = [part.sum(dtype=torch.int32).view(1) for part in (counts, transfers.counts, transfers.overflow)]
     done = torch.zeros(len(lists), dtype=torch.int32, device=memory.device)
-    return FetchPlan(lines, overflow, missed, transfers, done, memory.backend)
+    return FetchPlan(lines, torch.cat([*sums, missed]), transfers, done, memory.backend)
 
 
 def start_copies(memory: TierMemory, plan: FetchPlan) -> FetchPlan:

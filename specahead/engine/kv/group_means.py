@@ -29,9 +29,7 @@ class GroupMeanPool:
         self.k, self.v, self.k_variance = (kv_zeros(shape, torch.float32, device) for _ in range(3))
         self.free = list(range(slots - 1, -1, -1))
 
-    def extend(
-        self, sequence: SequenceKV, length: int, make: Callable[[np.ndarray, Tensor, "GroupMeanPool"], None]
-    ) -> None:
+    def extend(self, sequence: SequenceKV, length: int, make: Callable[[np.ndarray, list[int]], None]) -> None:
         """Make the missing means of groups within the first `length` tokens, by `make` (KVCache.make_means)."""
         first, count = len(sequence.groups), self._missing(sequence, length)
         if not count:
@@ -41,7 +39,7 @@ class GroupMeanPool:
         slots = [self.free.pop() for _ in range(count)]
         per_group = self.group_size // PAGE_SIZE
         pages = sequence.table()[first * per_group : (first + count) * per_group].reshape(-1, per_group)
-        make(pages, send(torch.tensor(slots), self.k.device), self)
+        make(pages, slots)
         sequence.groups += slots
 
     def missing(self, sequence: SequenceKV) -> int:
@@ -69,7 +67,7 @@ def make_means(
     k_pages: list[Tensor],
     v_pages: list[Tensor],
     pages: np.ndarray,
-    slots: Tensor,
+    slots: list[int],
     pool: GroupMeanPool,
     first_layer: int = 0,
 ) -> None:
@@ -77,16 +75,16 @@ def make_means(
 
     k_pages, v_pages: of each layer [pages, kv_heads, PAGE_SIZE, head_dim].
     pages: int32 [groups, pages of a group], indices in these.
-    slots: [groups] int64, where the means go in the pool.
+    slots: of each group, where its means go in the pool.
     """
-    layers = slice(first_layer, first_layer + len(k_pages))
+    layers, device = slice(first_layer, first_layer + len(k_pages)), pool.k.device
     make_group_means(
         k_pages,
         v_pages,
-        send(torch.from_numpy(pages.astype(np.int64)), slots.device),
-        slots,
+        send(torch.from_numpy(pages.astype(np.int64)), device),
+        send(torch.tensor(slots), device),
         pool.k[layers],
         pool.v[layers],
         pool.k_variance[layers],
-        default_backend(slots.device),
+        default_backend(device),
     )

@@ -5,33 +5,37 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.group_means import GroupMeanPool, make_means
-from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
+from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.kv.tier_memory import TierCounters, TierMemory, bring_rows, rows_of, run_beside
+from specahead.engine.parallel.ranks import Ranks
 
 
 class StagedReads:
     """Whole sequences, brought together from the GPU and the backing store: always possible, seldom fast.
 
     Pages from the backing store come while the layer before runs, on a side stream; pages in cache lines when the
-    layer's own KV has been written. `tables` has the block table of each sequence in the pass, int32 [pages].
+    layer's own KV has been written. Each rank brings its own heads.
+
+    pages: those of each sequence, int32 [pages].
+    tables: the block table of each sequence in the pass, int32 [pages].
     """
 
-    def __init__(self, memory: TierMemory, sequences: list[SequenceKV], counters: TierCounters) -> None:
-        """Raises ValueError if the sequences have more pages than there is room for."""
-        pages = np.concatenate([sequence.table() for sequence in sequences])
-        if len(pages) > memory.staged_pages:
-            raise ValueError(f"{len(pages)} pages to bring together, there is room for {memory.staged_pages}")
-        ends = np.cumsum([len(sequence.pages) for sequence in sequences])
-        self.tables = [
-            np.arange(end - len(sequence.pages), end, dtype=np.int32)
-            for sequence, end in zip(sequences, ends, strict=True)
-        ]
-        self._memory, self._counters = memory, counters
-        self._wanted = rows_of(pages, memory.kv_heads, memory.device)
+    def __init__(self, memory: TierMemory, pages: list[np.ndarray], counters: TierCounters, ranks: Ranks) -> None:
+        """Raises ValueError if there are more pages than there is room for."""
+        together = np.concatenate(pages)
+        if len(together) > memory.staged_pages:
+            raise ValueError(f"{len(together)} pages to bring together, there is room for {memory.staged_pages}")
+        self.pages = pages
+        ends = np.cumsum([len(each) for each in pages])
+        self.tables = [np.arange(end - len(each), end, dtype=np.int32) for each, end in zip(pages, ends, strict=True)]
+        self._memory, self._counters, self._ranks = memory, counters, ranks
+        self._wanted = rows_of(together, memory.kv_heads, memory.device)
+        if memory.link is not None:  # which may still bring a last layer that no token reads
+            self._wanted.record_stream(memory.link)
         self._lines: dict[int, Tensor] = {}
-        self._missed = torch.zeros(len(sequences), dtype=torch.int64, device=memory.device)  # rows
-        counts = torch.tensor([len(sequence.pages) * memory.kv_heads for sequence in sequences])
-        self._owner = torch.arange(len(sequences)).repeat_interleave(counts).to(memory.device)
+        self._missed = torch.zeros(len(pages), dtype=torch.int64, device=memory.device)  # rows, on all ranks
+        counts = torch.tensor([len(each) * memory.kv_heads for each in pages])
+        self._owner = torch.arange(len(pages)).repeat_interleave(counts).to(memory.device)
         self._arrived: dict[int, torch.cuda.Event | None] = {}
         counters.stages += 1
 
@@ -58,6 +62,8 @@ class StagedReads:
         memory = self._memory
         self._lines[layer] = lines = memory.tables.line_of[layer][self._wanted.long()]
         self._missed.index_add_(0, self._owner, (lines < 0).long())
+        if layer + 1 == len(memory.on_gpu):
+            self._ranks.sum(self._missed)
 
         def bring() -> None:
             bring_rows(memory, layer, layer % 2, self._wanted.masked_fill(lines >= 0, -1), stored=True)
@@ -68,11 +74,11 @@ class StagedReads:
 
 
 def make_staged_means(
-    memory: TierMemory, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool, counters: TierCounters
+    memory: TierMemory, pages: np.ndarray, slots: list[int], pool: GroupMeanPool, counters: TierCounters, ranks: Ranks
 ) -> None:
-    """Make the means of groups, layer by layer, from pages that are brought together.
+    """Make the means of groups, layer by layer, from pages that are brought together; all ranks do so at once.
 
-    pages: int32 [groups, pages of a group]; slots: [groups] int64, where the means go in the pool.
+    pages: int32 [groups, pages of a group]; slots: of each group, where its means go in the pool.
     """
     at_once = max(1, memory.staged_pages // pages.shape[1])  # groups
     missed = torch.zeros((), dtype=torch.int64, device=memory.device)
@@ -87,4 +93,4 @@ def make_staged_means(
             missed += (lines < 0).sum()
             keys, values = memory.staging[0]
             make_means([keys], [values], staged, slots[first : first + at_once], pool, layer)
-    counters.staged_pages += int(missed)
+    counters.staged_pages += int(ranks.sum(missed))

@@ -2,6 +2,10 @@
 
 The residency tables have a row for each layer. A *row* of the pages is a page of one KV head; its number is page *
 kv_heads + head, and on the GPU it lies in the cache line GPU page * kv_heads + head.
+
+Of a model over several ranks each has such a memory for its own KV heads. Which pages have GPU pages, are stored, or
+are left to the clock is the same on all: rank 0 decides and tells the others. Which rows the clock keeps in which lines
+is each rank's own matter, since it follows from what the rank's own heads list.
 """
 
 from collections.abc import Callable
@@ -11,10 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specahead.engine.parallel.commands import Command, Followers
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.kv_gather import LayerCopies, gather_blocks, layer_copies
 from specahead.kernels.kv_scales import as_bytes
-from specahead.kernels.residency import ResidencyTables, empty_tables
+from specahead.kernels.residency import (
+    ResidencyTables,
+    clear_tables,
+    drop_pages,
+    empty_tables,
+    mark_stored,
+    pin_gpu_pages,
+)
 
 # Programs that fetch: enough to fill the host's link. Attention leaves room for no more beside it
 # (specahead.kernels.paged_attention.LEFT_FREE).
@@ -40,10 +52,13 @@ class TierMemory:
     link: torch.cuda.Stream | None
     """The stream that copies from the backing store beside the model; None on a CPU."""
     kv_heads: int
+    """Of this rank."""
     backend: Backend
+    followers: Followers
+    """The ranks that do with their memory what this one does."""
 
     @staticmethod
-    def make(on_gpu: list[Pages], stored: list[Pages], staged_pages: int) -> "TierMemory":
+    def make(on_gpu: list[Pages], stored: list[Pages], staged_pages: int, followers: Followers) -> "TierMemory":
         """Return memory with empty tables and room to stage `staged_pages` pages."""
         (like, values), all_pages = on_gpu[0], stored[0][0]
         gpu_pages, kv_heads, device = len(like), like.shape[1], like.device
@@ -59,6 +74,7 @@ class TierMemory:
             link=side_stream(device),
             kv_heads=kv_heads,
             backend=default_backend(device),
+            followers=followers,
         )
 
     @property
@@ -69,6 +85,34 @@ class TierMemory:
     def staged_pages(self) -> int:
         """How many pages can be brought together."""
         return self.staging[0][0].shape[0]
+
+    # The tables, on all ranks.
+
+    def clear_tables(self) -> None:
+        """Have no row lie in any line. In place: captured steps hold the tables."""
+        self.followers.tell(Command.CLEAR_TABLES)
+        clear_tables(self.tables)
+
+    def pin_pages(self, pages: list[int], gpu_pages: list[int], round: int) -> None:
+        """Enter that pages lie in these GPU pages, which the round of this number writes."""
+        if pages:
+            self.followers.tell(Command.PIN_PAGES, [round, *pages, *gpu_pages])
+            listed = self.list_of(pages), self.list_of(gpu_pages), self.list_of([round])
+            pin_gpu_pages(self.tables, *listed, self.kv_heads, self.backend)
+
+    def leave_to_clock(self, pages: list[int]) -> None:
+        """Leave the lines of pages to the clock, since the store has them."""
+        self.followers.tell(Command.LEAVE_TO_CLOCK, pages)
+        mark_stored(self.tables, self.list_of(pages), self.kv_heads, self.backend)
+
+    def drop_pages(self, pages: list[int]) -> None:
+        """Free the lines of pages that no sequence holds any more."""
+        self.followers.tell(Command.DROP_PAGES, pages)
+        drop_pages(self.tables, self.list_of(pages), self.kv_heads, self.backend)
+
+    def list_of(self, numbers: list[int]) -> Tensor:
+        """Return numbers as the kernels take them, int32 on the device."""
+        return torch.tensor(numbers, dtype=torch.int32).to(self.device)
 
 
 @dataclass

@@ -26,13 +26,13 @@ from specahead.engine.kv.backing_store import BackingStore
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import FetchPlan, request_listed, start_copies
 from specahead.engine.kv.gpu_pages import GpuPages
-from specahead.engine.kv.group_means import GroupMeanPool, make_means
 from specahead.engine.kv.host_memory import host_zeros
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from specahead.engine.kv.staged import StagedReads, make_staged_means
 from specahead.engine.kv.tier_memory import Pages, TierCounters, TierMemory
+from specahead.engine.parallel.commands import Command
+from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.kv_scales import KVScales
-from specahead.kernels.residency import clear_tables, drop_pages, mark_stored, pin_gpu_pages
 
 COPIED_AT_ONCE = 64  # full pages that one copy takes to the store; fewer if GPU pages are short
 # Once the offload is active, the clock gets at least 1 / CLOCK_SHARE of the GPU pages, where that is possible.
@@ -58,11 +58,12 @@ class TieredKV(KVCache):
         longest: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        ranks: Ranks = ALONE,
         scales: KVScales | None = None,
     ) -> None:
         """gpu_pages: how many pages lie on the GPU at once. pages: how many the backing store has.
 
-        longest: the most tokens of a sequence; staged reads have room for them. scales: as for KVCache.
+        longest: the most tokens of a sequence; staged reads have room for them. ranks, scales: as for KVCache.
         Raises ValueError for sizes that do not fit, MemoryError if the host has no room.
         """
         device = torch.device(device)
@@ -73,13 +74,13 @@ class TieredKV(KVCache):
             )
         if not 0 < gpu_pages <= pages:
             raise ValueError(f"{gpu_pages} GPU pages for {pages} pages in the backing store: expected 1 to {pages}")
-        super().__init__(num_layers, kv_heads, head_dim, pages, dtype, device, gpu_pages, scales=scales)
+        super().__init__(num_layers, kv_heads, head_dim, pages, dtype, device, gpu_pages, ranks, scales)
         self._freed: list[int] = []
         self.pool.freed = self._freed
         stored = self._make_store(num_layers, (pages, kv_heads, PAGE_SIZE, head_dim), self.k_pages[0].dtype)
         on_gpu = [self.layer_pages(layer) for layer in range(num_layers)]
-        self.memory = TierMemory.make(on_gpu, stored, pages_for(longest))
-        self.store = BackingStore(self.memory.on_gpu, stored, pages, device, self.memory.backend)
+        self.memory = TierMemory.make(on_gpu, stored, pages_for(longest), ranks.followers)
+        self.store = BackingStore(self.memory)
         self.resident = GpuPages(gpu_pages, pages)
         self.counters = TierCounters()
         self.offload_active = False
@@ -93,7 +94,7 @@ class TieredKV(KVCache):
     @property
     def totals(self) -> dict[str, float]:
         page_bytes = 2 * self.k_pages[0][0, 0].nbytes
-        values = self.counters.values(page_bytes, self.num_layers * self.kv_heads)
+        values = self.counters.values(page_bytes, self.num_layers * self.all_kv_heads)
         return {f"kv_{name}": value for name, value in values.items()}
 
     @property
@@ -142,7 +143,7 @@ class TieredKV(KVCache):
         freed = list(dict.fromkeys(self._freed))
         self._freed.clear()
         if self.offload_active:
-            drop_pages(self.memory.tables, self._list(freed), self.kv_heads, self.memory.backend)
+            self.memory.drop_pages(freed)
         self._away -= int((self.store.holds[freed] & (self.resident.of[freed] < 0)).sum())
         self.store.forget(freed)
         self.resident.take_back(freed)
@@ -187,7 +188,7 @@ class TieredKV(KVCache):
         return new, reads_stored
 
     def _activate_offload(self) -> None:
-        clear_tables(self.memory.tables)  # in place: captured steps hold them
+        self.memory.clear_tables()
         self.offload_active = True
         self.counters.offloads += 1
         self._pin(np.flatnonzero(self.resident.of >= 0).tolist())
@@ -202,18 +203,13 @@ class TieredKV(KVCache):
             leaving += self.store.take_movable()
         leaving += self.store.take_movable_dense(floor - self.resident.free - len(leaving))
         if leaving:
-            mark_stored(self.memory.tables, self._list(leaving), self.kv_heads, self.memory.backend)
+            self.memory.leave_to_clock(leaving)
             self.resident.take_back(leaving)
             self._away += len(leaving)
 
     def _pin(self, pages: list[int]) -> None:
         """Enter in the tables that these pages lie in their GPU pages."""
-        if pages:
-            listed = (self._list(pages), self._list(self.resident.of[pages].tolist()), self._list([self._round]))
-            pin_gpu_pages(self.memory.tables, *listed, self.kv_heads, self.memory.backend)
-
-    def _list(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).to(self.device)
+        self.memory.pin_pages(pages, self.resident.of[pages].tolist(), self._round)
 
     # Reading KV that is not on the GPU.
 
@@ -224,7 +220,9 @@ class TieredKV(KVCache):
     def fetch_plan(
         self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
     ) -> FetchPlan | None:
-        return start_copies(self.memory, request_listed(self.memory, lists, counts, block_size, page_tables, round))
+        plan = start_copies(self.memory, request_listed(self.memory, lists, counts, block_size, page_tables, round))
+        self.ranks.sum(plan.tallies)  # a pass that is void on one rank is void on all
+        return plan
 
     def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
         overflow = int(results["overflow"][0])
@@ -246,16 +244,25 @@ class TieredKV(KVCache):
             parts[-1].append(sequence)
             room -= len(sequence.pages)
         for part in parts:
-            yield StagedReads(self.memory, part, self.counters)
+            yield self.stage_pages([sequence.table() for sequence in part])
+
+    def stage_pages(self, tables: list[np.ndarray]) -> StagedReads:
+        return StagedReads(self.memory, tables, self.counters, self.ranks)
 
     # Group means.
 
-    def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
+    def make_means(self, pages: np.ndarray, slots: list[int]) -> None:
         gpu_pages = self.resident.of[pages]
         if (gpu_pages >= 0).all():
-            make_means(self.k_pages, self.v_pages, gpu_pages, slots, pool)
+            self.make_means_of(gpu_pages, slots)
         else:
-            make_staged_means(self.memory, pages, slots, pool, self.counters)
+            self.make_staged_means(pages, slots)
+
+    def make_staged_means(self, pages: np.ndarray, slots: list[int]) -> None:
+        """Do as `make_means`, on all ranks, from pages that are brought together."""
+        assert self.means is not None
+        self.ranks.followers.tell(Command.MAKE_STAGED_MEANS, [pages.shape[1], *slots, *pages.flatten().tolist()])
+        make_staged_means(self.memory, pages, slots, self.means, self.counters, self.ranks)
 
     # Checks, and sequences.
 

@@ -122,8 +122,12 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
 
 
 def backing_store_tokens(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return how many tokens of KV the backing store in host memory holds; 0 if there is none."""
-    return int(settings.host_kv_memory * 2**30 / bytes_of_token(shape, dtype, settings.kv_cache_dtype))
+    """Return how many tokens of KV the backing store in host memory holds; 0 if there is none.
+
+    shape: of one rank, each of which has an equal part of that memory.
+    """
+    part = settings.host_kv_memory * 2**30 / settings.tensor_parallel_size
+    return int(part / bytes_of_token(shape, dtype, settings.kv_cache_dtype))
 
 
 def context_of(settings: ModelSettings, shape: ModelShape) -> int:

@@ -160,7 +160,8 @@ def _open(loaded: _Loaded, tokens: int, tap: StateTap | None = None) -> OpenedMo
     tap: takes the states of its tokens.
     """
     settings, shape = loaded.settings, loaded.model.shape
-    backing, context = backing_store_tokens(settings, shape, loaded.model.dtype), context_of(settings, shape)
+    of_rank = shape.of_rank(settings.tensor_parallel_size)
+    backing, context = backing_store_tokens(settings, of_rank, loaded.model.dtype), context_of(settings, shape)
     if settings.host_kv_memory and backing < max(context, tokens):
         raise ValueError(
             f"{settings.model}: KV for {backing} tokens fits on the host, the backing store of all of it; a context "

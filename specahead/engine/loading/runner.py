@@ -42,7 +42,5 @@ def _make_kv(
     pages, chooses = pages_for(kv_tokens), loaded.decoder.block_rule is not None
     if not backing_tokens:
         return KVCache(*of_model, pages, *of_weights, ranks=ranks, scales=scales, page_means=chooses)
-    if not ranks.is_alone:
-        raise NotImplementedError("--host-kv-memory is not built with --tensor-parallel-size: leave one of them out")
     backing = backing_tokens // PAGE_SIZE
-    return TieredKV(*of_model, min(pages, backing), backing, longest, *of_weights, scales)
+    return TieredKV(*of_model, min(pages, backing), backing, longest, *of_weights, ranks, scales)

@@ -26,7 +26,8 @@ class Command(IntEnum):
     STEP = 0
     """Run the step of a shape. Numbers: the shape."""
     EXACT = 1
-    """Run a pass of its exact size. Numbers: rows that give logits, the shape; then its inputs."""
+    """Run a pass of its exact size. Numbers: rows that give logits; how many sequences are brought together for it, the
+    number of pages of each, all their pages; the shape. Then its inputs."""
     CAPTURE = 2
     """Make the step of a shape ready. Numbers: whether it is to stay (1 or 0), the shape."""
     PLAN_PROMPT = 3
@@ -34,7 +35,7 @@ class Command(IntEnum):
     CAPTURE_PROMPT = 4
     """Capture the layers of passes over prompts. Numbers: how many tokens."""
     MAKE_MEANS = 5
-    """Make the means of groups. Numbers: pages of a group, the slots of the means, the pages of all groups."""
+    """Make the means of groups. Numbers: pages of a group, the slots of the means, the GPU pages of all groups."""
     KEEP_MEANS = 6
     """Make room for group means. Numbers: tokens of a group, slots."""
     KEEP_MEMORIES = 7
@@ -47,6 +48,23 @@ class Command(IntEnum):
     """Replace the last step's verdicts. Numbers: three of each sequence."""
     LEAVE = 11
     """Leave the group of ranks, as rank 0 does, and end."""
+
+    # KV in tiers.
+    CLEAR_TABLES = 12
+    """Have no page lie in a cache line."""
+    PIN_PAGES = 13
+    """Enter where pages lie that a round writes. Numbers: the round, the pages, their GPU pages."""
+    LEAVE_TO_CLOCK = 14
+    """Leave the cache lines of stored pages to the clock. Numbers: the pages."""
+    DROP_PAGES = 15
+    """Free the cache lines of pages. Numbers: the pages."""
+    STORE_PAGES = 16
+    """Start to copy pages to the backing store. Numbers: the pages, their GPU pages."""
+    END_COPY = 17
+    """Have the device wait for the oldest such copy."""
+    MAKE_STAGED_MEANS = 18
+    """Make the means of groups whose pages are brought together. Numbers: pages of a group, the slots of the means, the
+    pages of all groups."""
 
 
 class Followers:
@@ -69,13 +87,19 @@ class Followers:
                 if inputs is not None:
                     connection.send_bytes(inputs.data)
 
-    def tell_pass(self, shape: PassShape, inputs: np.ndarray, logits_rows: int | None) -> None:
-        """Have a pass run on every rank. logits_rows: as PassRunner makes its buffers; None: a step."""
+    def tell_step(self, shape: PassShape) -> None:
+        """Have the step of a shape run on every rank."""
         if self._connections:
-            if logits_rows is None:
-                self.tell(Command.STEP, encode(shape))
-            else:
-                self.tell(Command.EXACT, (logits_rows, *encode(shape)), inputs)
+            self.tell(Command.STEP, encode(shape))
+
+    def tell_exact(self, shape: PassShape, inputs: np.ndarray, logits_rows: int, pages: Sequence[np.ndarray]) -> None:
+        """Have a pass of its exact size run on every rank.
+
+        logits_rows: rows that give logits. pages: of each sequence that is brought together for it, int32 [pages].
+        """
+        if self._connections:
+            numbers = [logits_rows, len(pages), *map(len, pages), *(page for each in pages for page in each.tolist())]
+            self.tell(Command.EXACT, [*numbers, *encode(shape)], inputs)
 
 
 NOBODY = Followers()

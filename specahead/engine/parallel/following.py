@@ -1,10 +1,12 @@
 """A rank that follows rank 0: it runs the passes that it is told of, on its own pages, until rank 0 is gone."""
 
+from itertools import pairwise
 from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
 
+from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.parallel.commands import Command, decode
 from specahead.engine.parallel.ranks import leave
 from specahead.engine.steps.model_runner import ModelRunner
@@ -31,7 +33,10 @@ def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Co
         case Command.STEP:
             passes.step_of(decode(given)).run()
         case Command.EXACT:
-            passes.follow_exact(decode(given[1:]), given[0], commands.recv_bytes_into)
+            logits_rows, sequences = given[:2]
+            ends = 2 + sequences + np.cumsum([0, *given[2 : 2 + sequences]])
+            pages = [numbers[start:end].astype(np.int32) for start, end in pairwise(ends)]
+            passes.follow_exact(decode(given[ends[-1] :]), logits_rows, pages, commands.recv_bytes_into)
         case Command.CAPTURE:
             passes.step_of(decode(given[1:]), prepared=bool(given[0]))
         case Command.PLAN_PROMPT:
@@ -39,11 +44,7 @@ def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Co
         case Command.CAPTURE_PROMPT:
             passes.capture_prompt(*given)
         case Command.MAKE_MEANS:
-            of_group = given[0]
-            groups = (len(given) - 1) // (1 + of_group)
-            pages = numbers[1 + groups :].astype(np.int32).reshape(groups, of_group)
-            assert kv.means is not None
-            kv.make_means(pages, torch.tensor(given[1 : 1 + groups]).to(kv.device), kv.means)
+            kv.make_means_of(*_pages_and_slots(numbers))
         case Command.KEEP_MEANS:
             group_size, slots, thousandths = given
             kv.keep_group_means(group_size, slots, thousandths / 1000)
@@ -55,3 +56,37 @@ def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Co
             kv.zero_pages(numbers)
         case Command.IMPOSE:
             passes.chain.impose([(given[i], given[i + 1], given[i + 2]) for i in range(0, len(given), 3)])
+        case _:
+            assert isinstance(kv, TieredKV)
+            _do_in_tiers(kv, command, numbers)
+
+
+def _do_in_tiers(kv: TieredKV, command: Command, numbers: np.ndarray) -> None:
+    given, memory = numbers.tolist(), kv.memory
+    match command:
+        case Command.CLEAR_TABLES:
+            memory.clear_tables()
+        case Command.PIN_PAGES:
+            memory.pin_pages(*_halves(given[1:]), given[0])
+        case Command.LEAVE_TO_CLOCK:
+            memory.leave_to_clock(given)
+        case Command.DROP_PAGES:
+            memory.drop_pages(given)
+        case Command.STORE_PAGES:
+            kv.store.copy(*_halves(given))
+        case Command.END_COPY:
+            kv.store.end_copy()
+        case Command.MAKE_STAGED_MEANS:
+            kv.make_staged_means(*_pages_and_slots(numbers))
+
+
+def _halves(numbers: list[int]) -> tuple[list[int], list[int]]:
+    half = len(numbers) // 2
+    return numbers[:half], numbers[half:]
+
+
+def _pages_and_slots(numbers: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Return the pages of groups, int32 [groups, pages of a group], and the slots of their means."""
+    of_group = int(numbers[0])
+    groups = (len(numbers) - 1) // (1 + of_group)
+    return numbers[1 + groups :].astype(np.int32).reshape(groups, of_group), numbers[1 : 1 + groups].tolist()

@@ -146,10 +146,10 @@ def _attention_of(
 
 def _leave_fetched(buffers: Buffers, fetched: FetchPlan) -> None:
     """Write how much was listed and fetched to the results, and whether the GPU had room for it."""
-    given, results = buffers.tensors, buffers.results.device
-    results["listed"].copy_(given["counts"].sum())
+    results = buffers.results.device
+    results["listed"].copy_(fetched.listed)
     results["overflow"].copy_(fetched.overflow)
-    results["fetched"].copy_(fetched.transfers.counts.sum())
+    results["fetched"].copy_(fetched.fetched)
     results["missed"].copy_(fetched.missed)
 
 

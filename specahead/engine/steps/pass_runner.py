@@ -11,9 +11,9 @@ from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.kv.staged import StagedReads
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.head import DraftHead, StateTap
-from specahead.engine.model.layer_attention import LayerPages
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.parallel.commands import Command, encode
 from specahead.engine.staging import Buffers
@@ -109,7 +109,7 @@ class PassRunner:
         """
         step = self.step_of(shape)
         self._lay_out(step.buffers, shape, inputs, [item.kv.table() for item in inputs])
-        step.run()
+        self._run_step(step, shape)
         compare(step.buffers, shape, inputs)
         results = step.buffers.results.fetch()
         if not self._kv.count_step(results, shape.read.block_size):
@@ -119,9 +119,13 @@ class PassRunner:
     def start_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
         """Launch the step of a shape. The returned function waits for it; call it before the shape runs again."""
         step = self.step_of(shape)
-        self._lay_out(step.buffers, shape, inputs, None)
-        step.run()
+        self._lay_out(step.buffers, shape, inputs)
+        self._run_step(step, shape)
         return self._started(step.buffers, shape, inputs)
+
+    def _run_step(self, step: Captured, shape: PassShape) -> None:
+        self._followers.tell_step(shape)
+        step.run()
 
     def _started(self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> StepUnderWay:
         results, compared = buffers.results, compare(buffers, shape, inputs)
@@ -138,8 +142,8 @@ class PassRunner:
     def launch_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
         """Launch the step of a shape whose inputs are all judged, and advance the lengths of their KV at once."""
         step = self.step_of(shape)
-        self._lay_out(step.buffers, shape, inputs, None)
-        step.run()
+        self._lay_out(step.buffers, shape, inputs)
+        self._run_step(step, shape)
         results = step.buffers.results
         done = results.send_back()
         for item in inputs:
@@ -147,41 +151,43 @@ class PassRunner:
         return lambda: read_results(results.wait(done), inputs)
 
     def start_exact(
-        self,
-        inputs: list[SequenceInput],
-        shape: PassShape,
-        tables: list[np.ndarray] | None = None,
-        layer_pages: LayerPages | None = None,
+        self, inputs: list[SequenceInput], shape: PassShape, staged: StagedReads | None = None
     ) -> StepUnderWay:
         """Launch a pass of its exact size, without a graph. The returned function waits for it.
 
-        tables, layer_pages: the sequences' block tables and the pages that these name, if not the KV's own pages.
+        staged: the sequences that are brought together for it; None: they are read from the KV's own pages.
         """
         logits_rows = sum(item.logits_rows for item in inputs)
         buffers = self._make_buffers(shape, logits_rows)
-        self._lay_out(buffers, shape, inputs, tables, logits_rows)
-        self._run_exact(buffers, shape, layer_pages)
+        tables, pages = (None, []) if staged is None else (staged.tables, staged.pages)
+        self._lay_out(buffers, shape, inputs, tables)
+        self._followers.tell_exact(shape, buffers.inputs.flat, logits_rows, pages)
+        self._run_exact(buffers, shape, staged)
         gives_nothing = not any(item.logits_rows or item.read or item.drafted for item in inputs)
         if gives_nothing and self._kv.device.type == "cuda" and not self._kv.offloads:
             self._wait_for_the_one_before()
             return lambda: read_outputs(buffers, shape, inputs, self._kv, {})
         return self._started(buffers, shape, inputs)
 
-    def _run_exact(self, buffers: Buffers, shape: PassShape, layer_pages: LayerPages | None = None) -> None:
+    def _run_exact(self, buffers: Buffers, shape: PassShape, staged: StagedReads | None) -> None:
+        layer_pages = None if staged is None else staged.layer
         how: dict[str, Any] = {"layer_pages": layer_pages, "drafting": self._drafting, "tap": self._tap}
         if self._is_read_by_cudnn(shape):
             how |= {"prompts": self._plan_prompts(buffers), "graphs": None if shape.light else self._prompt_graphs}
         run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
 
-    def follow_exact(self, shape: PassShape, logits_rows: int, receive: Callable[[np.ndarray], object]) -> None:
+    def follow_exact(
+        self, shape: PassShape, logits_rows: int, pages: list[np.ndarray], receive: Callable[[np.ndarray], object]
+    ) -> None:
         """Launch a pass of its exact size that rank 0 has laid out, on a rank that follows it.
 
-        logits_rows: rows that give logits. receive: writes the inputs that rank 0 sends to an array.
+        logits_rows: rows that give logits. pages: of each sequence, int32 [pages], where they are brought together;
+        else empty. receive: writes the inputs that rank 0 sends to an array.
         """
         buffers = self._make_buffers(shape, logits_rows)
         receive(buffers.inputs.flat)
         buffers.inputs.send()
-        self._run_exact(buffers, shape)
+        self._run_exact(buffers, shape, self._kv.stage_pages(pages) if pages else None)
 
     def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:
         memory = None
@@ -192,12 +198,7 @@ class PassRunner:
         return make_buffers(shape, self._kv, memory, logits_rows, isinstance(self._decoder, DraftHead))
 
     def _lay_out(
-        self,
-        buffers: Buffers,
-        shape: PassShape,
-        inputs: list[SequenceInput],
-        tables: list[np.ndarray] | None,
-        logits_rows: int | None = None,
+        self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None = None
     ) -> None:
         if shape.read.groups:
             # Sequences that are always read densely need no means, and there is no room for theirs.
@@ -205,7 +206,6 @@ class PassRunner:
             self._kv.extend_group_means([item.kv for item in sparse], [item.first_position for item in sparse])
         indices = [self._index_of(item.read.budget.memory) for item in inputs if item.read]
         lay_out_pass(buffers.inputs, shape, inputs, indices, self._kv, tables)
-        self._followers.tell_pass(shape, buffers.inputs.flat, logits_rows)
 
     def _index_of(self, memory: ReadMemory) -> int:
         is_new = memory.index is None

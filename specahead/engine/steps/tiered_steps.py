@@ -92,7 +92,7 @@ class TieredSteps:
         remaining = iter(inputs)
         for staged in self._kv.stage([item.kv for item in inputs]):
             part = list(itertools.islice(remaining, len(staged.tables)))
-            brought = self._passes.start_exact(part, shape_of(part), staged.tables, staged.layer)()
+            brought = self._passes.start_exact(part, shape_of(part), staged)()
             for output, tokens in zip(brought, staged.count_fetched(), strict=True):
                 output.tokens_fetched = tokens
             outputs += brought

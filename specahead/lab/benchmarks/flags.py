@@ -8,7 +8,7 @@ from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
 
 HELD = *QUANTIZATIONS, "fp8-blocks", "int4"  # the last two as checkpoints come, with a scale for 128 inputs
 # Of specahead.lab.benchmarks.shapes, which loads torch.
-SHAPES_HELP = "8b, 1b, 0.5b, 30b-a3b, minicpm4-8b, tiny, or a model's folder or id"
+SHAPES_HELP = "70b, 8b, 1b, 0.5b, 30b-a3b, minicpm4-8b, tiny, or a model's folder or id"
 
 
 def add_stack_flags(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +123,8 @@ def add_experts_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_ranks_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench ranks` takes."""
-    parser.add_argument("--shape", default="8b", choices=["8b", "1b", "30b-a3b", "tiny"])
+    parser.add_argument("--shape", default="8b", choices=["70b", "8b", "1b", "30b-a3b", "tiny"])
+    _add_quantization(parser)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="GPUs of the target")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="sessions of a step")
     parser.add_argument("--contexts", type=int, nargs="+", default=[10240, 32768], metavar="N", help="their tokens")

@@ -67,6 +67,8 @@ def run(flags: argparse.Namespace) -> None:
                 max_context=context + 512,
                 kv_tokens=batch * (context + 512),
                 tensor_parallel_size=count,
+                quantization=flags.quantization,
+                kv_cache_dtype=flags.kv_cache_dtype,
             )
             # In a process of its own, since a process meets others in symmetric memory only once (small_sums.py).
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
@@ -157,7 +159,7 @@ def _graph_milliseconds(runner: ModelRunner, repeats: int) -> float:
     assert isinstance(shape, PassShape)
     began = time.perf_counter()
     for _ in range(repeats):
-        runner.kv.ranks.followers.tell_pass(shape, step.buffers.inputs.flat, None)
+        runner.kv.ranks.followers.tell_step(shape)
         step.run()
     _wait(runner)
     return 1e3 * (time.perf_counter() - began) / repeats
