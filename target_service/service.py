@@ -54,11 +54,13 @@ def open_models(settings: TargetSettings, group_size: int) -> OpenedPair:
     NotImplementedError for a head with what is not built with one.
     """
     planned, eight_bit = replace(settings, group_size=group_size), _eight_bit(settings)
-    if drafts_by_head(settings):
+    has_head = drafts_by_head(settings)
+    if has_head:
         _check_head(settings)
-        return open_with_head(planned, settings.own_draft, eight_bit)
 
     def open_part(ranks: Ranks, meet: Callable[[], None]) -> OpenedPair:
+        if has_head:
+            return open_with_head(planned, settings.own_draft, eight_bit, ranks, meet)
         if not settings.draft_in_target:
             return open_model(planned, eight_bit, ranks, meet), None
         of_draft: EightBit = "all" if settings.speculation.draft_quantization == "fp8" else "none"
@@ -77,7 +79,6 @@ def drafts_by_head(settings: TargetSettings) -> bool:
 def _check_head(settings: TargetSettings) -> None:
     """Raise NotImplementedError for settings that are not built with a head."""
     refused = {
-        f"--tensor-parallel-size {settings.tensor_parallel_size}": settings.tensor_parallel_size > 1,
         "a target that chooses blocks by itself": load_shape(settings.model).chooses_blocks,
         "a speculation with draft_quantization fp8": settings.speculation.draft_quantization == "fp8",
     }

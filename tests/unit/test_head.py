@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -21,12 +22,13 @@ from specahead import LLM, SamplingParams, models
 from specahead.config import Config, SettingsError
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from specahead.engine.loading.config import load_config
-from specahead.engine.loading.head import load_head
+from specahead.engine.loading.head import load_head, with_states
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.opening import open_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.head import StateTap
 from specahead.engine.model.head_config import count_head_parameters, is_head, layers_read, unbuilt_in_head
+from specahead.engine.parallel.processes import RankProcesses
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
@@ -62,13 +64,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         model.lm_head.weight[[token for token in range(CONFIG.vocab_size) if token not in (1, 3)]] *= 0.01
         model.lm_head.weight[3] = -model.lm_head.weight[1]
     model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(models.TARGET / name, folder)
     return folder, model
 
 
 def made_pair(target: Path, head: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelRunner, ModelRunner]:
     """Return the runner of a target and that of its head."""
     loaded = load_model(str(target), dtype, DEVICE)
-    of_head, tap = load_head(str(head), loaded, pages_for(TOKENS) * PAGE_SIZE)
+    of_head, tap = with_states(*load_head(str(head), loaded), pages_for(TOKENS) * PAGE_SIZE)
     how: dict[str, Any] = {"max_context": 200, "step_queries": GAMMA + 1}
     return make_runner(loaded, TOKENS, tap=tap, **how), make_runner(of_head, TOKENS, **how)
 
@@ -115,16 +119,27 @@ def test_a_round_is_that_of_the_checkpoint(
 
 
 class Service:
-    """A target and its head, step by step. What the head has proposed is in `proposed`: a session, where, and what."""
+    """A target and its head, step by step. What the head has proposed is in `proposed`: a session, where, and what.
 
-    def __init__(self, target: Path, head: Path, hooks: Hooks = NO_HOOKS, **settings: Any) -> None:
-        runner, drafting = made_pair(target, head)
+    opens: opens both as services do.
+    """
+
+    def __init__(self, target: Path, head: Path, hooks: Hooks = NO_HOOKS, opens: bool = False, **settings: Any) -> None:
         self.proposed: list[tuple[str, int, list[int]]] = []
         self.texts: dict[str, list[int]] = {}
         self.commits: list[m.Commit] = []
         plan = uniform_plan(8, 2, 1, 1, block_size=PAGE_SIZE, least_tokens=32, group_size=0, budget=0.3)
-        given = {"max_context": 200, "prefill_chunk": 32} | settings
+        given = {
+            "max_context": 200,
+            "prefill_chunk": 32,
+            "kv_tokens": TOKENS,
+            "dtype": "float32",
+            "device": DEVICE,
+        } | settings
         common = target_settings(model=str(target), draft=str(head), placement="together", plan="p", **given)
+        runner, drafting = (
+            (each.runner for each in open_models(common, 0) if each) if opens else made_pair(target, head)
+        )
         self.verifier = Verifier(runner, plan, common, replace(hooks, on_draft_event=self._note))
         self.drafter = Drafter(drafting, plan, common.own_draft)
         self.steps = StepsByTurns(self.verifier, self.drafter)
@@ -164,11 +179,34 @@ class Service:
                 assert (chosen > logits.amax(1) - 0.01).all(), (name, base)
 
 
-@pytest.mark.parametrize("imposed", [False, True])
-def test_greedy_texts_and_proposals_at_any_verdict(target: tuple[Path, Any], tmp_path: Path, imposed: bool) -> None:
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends the ranks that `open_models` starts: a process belongs to one group of ranks at a time."""
+    started: list[RankProcesses] = []
+
+    def start(*given: Any) -> RankProcesses:
+        started.append(RankProcesses(*given))
+        return started[-1]
+
+    monkeypatch.setattr("target_service.service.RankProcesses", start)
+    yield
+    for each in started:
+        each.stop()
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    ("imposed", "ranks"), [(False, 1), (True, 1), (False, 2)], ids=["own verdicts", "imposed verdicts", "two ranks"]
+)
+def test_greedy_texts_and_proposals_at_any_verdict(
+    target: tuple[Path, Any], tmp_path: Path, imposed: bool, ranks: int
+) -> None:
     """Rounds follow steps that accept all, some, none or an alternative; a text begins as an earlier one."""
+    if DEVICE == "cuda" and ranks > torch.cuda.device_count():
+        pytest.skip("needs more than one GPU")
     weights = save_head(tmp_path / "head", CONFIG, own=2)
-    service = Service(target[0], tmp_path / "head", Hooks(judge=ImposedVerdicts(0.7)) if imposed else NO_HOOKS)
+    hooks = Hooks(judge=ImposedVerdicts(0.7)) if imposed else NO_HOOKS
+    service = Service(target[0], tmp_path / "head", hooks, opens=ranks > 1, tensor_parallel_size=ranks)
     if imposed:  # else steps would keep alternatives by verdicts of their own
         service.verifier.runner.alternatives_beside = lambda gamma: 0  # type: ignore[method-assign]
     texts = texts_of(70, 2, 5, 33)
@@ -264,14 +302,12 @@ def test_what_is_not_built_is_refused_by_name(target: tuple[Path, Any], tmp_path
     ):
         save_head(tmp_path / str(name), CONFIG, **config)
         with pytest.raises(NotImplementedError, match=f"heads are not built with .*{reason}"):
-            load_head(str(tmp_path / str(name)), loaded, 16)
+            load_head(str(tmp_path / str(name)), loaded)
     save_head(tmp_path / "wide", CONFIG, own=3)
     save_head(tmp_path / "layers", CONFIG, eagle_aux_hidden_state_layer_ids=[1, 4, 8])
     with pytest.raises(ValueError, match=r"layers \(1, 4, 8\): expected rising numbers below 8"):
-        load_head(str(tmp_path / "layers"), loaded, 16)
+        load_head(str(tmp_path / "layers"), loaded)
     how = {"model": str(target[0]), "draft": str(tmp_path / "wide"), "placement": "together", "plan": "p"}
-    with pytest.raises(NotImplementedError, match="--tensor-parallel-size 2"):
-        open_models(target_settings(**how, tensor_parallel_size=2), 0)
     with pytest.raises(NotImplementedError, match="draft_quantization fp8"):
         open_models(target_settings(**how, draft_quantization="fp8"), 0)
     with pytest.raises(NotImplementedError, match="--placement together"):

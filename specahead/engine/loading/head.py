@@ -21,11 +21,11 @@ from specahead.kernels.linear import LinearWeight
 _UNUSED = "t2d", "rotary_emb.inv_freq"  # t2d says what d2t says
 
 
-def load_head(model: str, target: LoadedModel, places: int, load_format: str = "auto") -> tuple[LoadedModel, StateTap]:
+def load_head(model: str, target: LoadedModel, load_format: str = "auto") -> tuple[LoadedModel, StateTap]:
     """Return the head in a folder or of a Hugging Face id, and what takes the states that it reads from its target.
 
-    It lies on the target's device in the target's dtype and drafts the target's tokens, by the target's embedding where
-    its checkpoint has none. places: of tokens, in the target's pages.
+    It lies whole on the target's device, in the target's dtype. It drafts the target's tokens, by the target's
+    embedding where its checkpoint has none. It has no room for states yet (`with_states`).
     load_format: "auto", or "dummy" for random weights, for measurements.
     Raises NotImplementedError for a head or a target that is not built, naming the reason; ValueError for weights that
     do not fit the config or the target.
@@ -75,12 +75,19 @@ def load_head(model: str, target: LoadedModel, places: int, load_format: str = "
         hidden_norm=take(f"{LAYER}hidden_norm.weight"),
         own_ids=ids[known],
         vocab_size=of_target.vocab_size,
-        states=torch.zeros(places + 1, config.hidden_size, dtype=target.dtype, device=device),
+        states=torch.empty(0, config.hidden_size, dtype=target.dtype, device=device),
     )
     of_head = replace(
         read_shape(config), vocab_size=of_target.vocab_size, max_position_embeddings=of_target.max_position_embeddings
     )
     return LoadedModel(head, of_head, target.dtype, target.device), StateTap(layers, take("fc.weight"), head.states)
+
+
+def with_states(head: LoadedModel, tap: StateTap, places: int) -> tuple[LoadedModel, StateTap]:
+    """Return what `load_head` gave, with room for the states of the tokens at all places of the target's pages."""
+    decoder, states = head.decoder, tap.states.new_zeros(places + 1, tap.states.shape[1])
+    assert isinstance(decoder, DraftHead)
+    return replace(head, decoder=replace(decoder, states=states)), replace(tap, states=states)
 
 
 def _check_built(model: str, config: Any, target: LoadedModel) -> Decoder:
