@@ -45,24 +45,29 @@ from target_service.service import open_models
 from target_service.verifier import Verifier
 from tests.settings import draft_settings, target_settings
 from tests.unit.eagle import PlainHead, save_head
+from tests.unit.late_device import run_late
 from tests.unit.tiny_models import save_tiny, sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, TOKENS = 4, 2048
-CONFIG = transformers.LlamaConfig(**sizes(4, 2, head_dim=16) | {"num_hidden_layers": 8})
+CONFIG = transformers.LlamaConfig(**sizes(4, 2, head_dim=16, hidden_size=64) | {"num_hidden_layers": 8})
 LAYERS = 2, 4, 5
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A target's folder, and the same as transformers has it. What it says is of two tokens, the first of a head's, so
-    that many are accepted by chance, and alternatives to others.
+    """A target's folder, and the same as transformers has it. It mostly says one of two tokens, the first of a head's,
+    so that many are accepted by chance, and alternatives to others. Its weights are the same everywhere, and leave no
+    near-ties in the texts of these tests.
     """
     folder = tmp_path_factory.mktemp("target") / "model"
-    model = save_tiny(CONFIG, folder)
+    model, random = save_tiny(CONFIG, folder), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        model.lm_head.weight[[token for token in range(CONFIG.vocab_size) if token not in (1, 3)]] *= 0.01
-        model.lm_head.weight[3] = -model.lm_head.weight[1]
+        for _, weight in sorted(model.named_parameters()):
+            weight.copy_(0.2 * torch.randn(weight.shape, generator=random) + (weight.dim() == 1))
+        likely = model.lm_head.weight[1].clone()
+        model.lm_head.weight *= 0.01
+        model.lm_head.weight[1], model.lm_head.weight[3] = likely, -likely
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(models.TARGET / name, folder)
@@ -100,7 +105,7 @@ def test_a_round_is_that_of_the_checkpoint(
     drafting.prepare_rounds(RoundSettings(GAMMA, 64, PAGE_SIZE, alternatives=2, runs_last=False, reads_states=True))
     plain = PlainHead(weights, deepcopy(target[1]).to(dtype), layers)
     texts, requests, random = texts_of(45, 3, 120), list[RoundRequest](), np.random.default_rng(3)
-    for text, pending in zip(texts, (1, 2, 5), strict=True):
+    for text, pending in zip(texts, (1, 2, 8), strict=True):
         kv = SequenceKV(target=SequenceKV())
         assert kv.target is not None
         for start in range(0, len(text) - 1, 32):
@@ -108,7 +113,7 @@ def test_a_round_is_that_of_the_checkpoint(
         for start in range(1, len(text) - pending, 48):
             drafting.forward([SequenceInput(kv, text[start : min(start + 48, len(text) - pending)])])
         requests.append(RoundRequest(kv, text[-pending:], 1.0, 1.0, random.random(GAMMA), None))
-    tolerance = 0.05 if dtype is torch.bfloat16 else 1e-4 if DEVICE == "cpu" else 2e-3
+    tolerance = 0.15 if dtype is torch.bfloat16 else 1e-4 if DEVICE == "cpu" else 2e-3
     for text, output in zip(texts, drafting.draft_rounds(requests), strict=True):
         (drafted,) = output.branches
         logits = plain.logits(text, drafted.tokens)
@@ -194,16 +199,26 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         each.stop()
 
 
+WITHOUT_GPU = pytest.mark.skipif(DEVICE == "cuda", reason="it stands in for a GPU")
+TWO_GPUS = pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs more than one GPU")
+
+
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
-    ("imposed", "ranks"), [(False, 1), (True, 1), (False, 2)], ids=["own verdicts", "imposed verdicts", "two ranks"]
+    ("imposed", "ranks", "late"),
+    [
+        pytest.param(False, 1, False, id="own verdicts"),
+        pytest.param(True, 1, False, id="imposed verdicts"),
+        pytest.param(False, 1, True, id="own verdicts, late", marks=WITHOUT_GPU),
+        pytest.param(True, 1, True, id="imposed verdicts, late", marks=WITHOUT_GPU),
+        pytest.param(False, 2, False, id="two ranks", marks=TWO_GPUS),
+    ],
 )
 def test_greedy_texts_and_proposals_at_any_verdict(
-    target: tuple[Path, Any], tmp_path: Path, imposed: bool, ranks: int
+    target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imposed: bool, ranks: int, late: bool
 ) -> None:
     """Rounds follow steps that accept all, some, none or an alternative; a text begins as an earlier one."""
-    if DEVICE == "cuda" and ranks > torch.cuda.device_count():
-        pytest.skip("needs more than one GPU")
+    device = run_late(monkeypatch) if late else None
     weights = save_head(tmp_path / "head", CONFIG, own=2)
     hooks = Hooks(judge=ImposedVerdicts(0.7)) if imposed else NO_HOOKS
     service = Service(target[0], tmp_path / "head", hooks, opens=ranks > 1, tensor_parallel_size=ranks)
@@ -212,22 +227,21 @@ def test_greedy_texts_and_proposals_at_any_verdict(
     texts = texts_of(70, 2, 5, 33)
     names = [service.open(text, 30, Sampling(0.0, seed=index)) for index, text in enumerate(texts)]
     service.run()
-    names.append(service.open([*service.texts[names[0]][:-3], 1, 2, 3], 30))
+    texts.append([*service.texts[names[0]][:-3], 1, 2, 3])
+    names.append(service.open(texts[-1], 30))
     service.open([7], 3)  # too short for a head
     service.run()
     assert len(service.texts["s5"]) == 4
     service.check_proposals(PlainHead(weights, target[1], LAYERS))
     counters = service.verifier.counters
     assert counters["rounds_chained_to_steps"] > 5
+    assert device is None or device.replayed > 40
     if not imposed:
-        assert counters["accepted_alternatives"] > 3
-        for name, text in zip(names, texts, strict=False):
+        assert counters["accepted_alternatives"] > 10
+        for name, text in zip(names, texts, strict=True):
             with torch.inference_mode():
                 logits = target[1](torch.tensor([service.texts[name][:-1]])).logits[0, len(text) - 1 :]
-            said = torch.tensor(service.texts[name][len(text) :])
-            assert len(said) == 30
-            least = logits.amax(1) - (1e-4 if DEVICE == "cpu" else 0.01)  # products are rounded otherwise on a GPU
-            assert (logits.gather(1, said[:, None])[:, 0] >= least).all(), name
+            assert service.texts[name][len(text) :] == logits.argmax(1).tolist()
 
 
 def test_sampled_texts_follow_the_targets_distribution(target: tuple[Path, Any], tmp_path: Path) -> None:

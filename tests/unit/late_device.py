@@ -1,0 +1,110 @@
+"""Captured steps on a CPU that runs them as late as a GPU may: once the host waits for what they give.
+
+So a test without a GPU finds what only graphs show: shapes with room for sequences and tokens that are not there,
+inputs that the host overwrites before they were read, and launches that take up what earlier ones leave on the device.
+Kernels are torch's. What a graph would freeze, as numbers of Python, is not found.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specahead.engine.staging import Staging
+from specahead.engine.steps.device_chain import DeviceChain
+from specahead.engine.steps.graphs import Captured, Graphs
+from specahead.engine.steps.model_runner import ModelRunner
+from specahead.engine.steps.pass_runner import PassRunner
+
+
+class LateDevice:
+    """A stream of launches."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._ended = 0
+        self._runs = False
+        self.replayed = 0
+        """Graphs that ran."""
+
+    def launch(self, run: Callable[[], object]) -> None:
+        """Run a launch after all before it; at once if it is part of one that runs."""
+        if self._runs:
+            run()
+        else:
+            self._waiting.append(run)
+
+    def run_until(self, count: int) -> None:
+        """Run all launches but those after the first `count` that there ever were."""
+        self._runs = True
+        with torch.inference_mode():
+            while self._ended < count:
+                self._waiting.popleft()()
+                self._ended += 1
+        self._runs = False
+
+    @property
+    def launched(self) -> int:
+        """How many launches there were."""
+        return self._ended + len(self._waiting)
+
+    def replay(self, captured: Captured) -> None:
+        """Run a graph: it copies inputs and results as `Graphs` has it."""
+        self.replayed += 1
+        captured.buffers.inputs.copy_in()
+        captured.launch()
+        captured.buffers.results.copy_out()
+
+
+def run_late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    """Have all runners that a test makes from now on run on a late device, and capture their steps and rounds."""
+    device = LateDevice()
+
+    class Event:
+        def record(self) -> None:
+            self._count = device.launched
+
+        def synchronize(self) -> None:
+            device.run_until(self._count)
+
+    class Graph:
+        def __init__(self, captured: Captured) -> None:
+            self._captured = captured
+
+        def replay(self) -> None:
+            device.launch(lambda: device.replay(self._captured))
+
+    def capture(_: Graphs, captured: Captured) -> Graph:
+        captured.buffers.inputs.in_graph = captured.buffers.results.in_graph = True
+        return Graph(captured)
+
+    make_staging, make_runner = Staging.__init__, ModelRunner.__init__
+
+    def init_staging(staging: Staging, *given: Any) -> None:
+        make_staging(staging, *given)
+        staging._device, staging._sent = torch.zeros_like(staging._host), Event()  # type: ignore[assignment]
+        for name, tensor in staging.device.items():
+            start = tensor.data_ptr() - staging._host.data_ptr()
+            part = staging._device[start : start + tensor.nbytes]
+            staging.device[name] = part.view(tensor.dtype).view(tensor.shape)
+
+    def init_runner(runner: ModelRunner, *given: Any, **how: Any) -> None:
+        make_runner(runner, *given, **how)
+        runner._captures = runner._joins = runner.chains_steps = True
+        runner.passes.graphs = Graphs(captures=True)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Graphs, "_capture", capture)
+    monkeypatch.setattr(Staging, "__init__", init_staging)
+    monkeypatch.setattr(ModelRunner, "__init__", init_runner)
+    late = (Staging, "copy_in"), (Staging, "copy_out"), (PassRunner, "_run_exact"), (DeviceChain, "impose")
+    for owner, name in late:
+        monkeypatch.setattr(owner, name, _launching(getattr(owner, name), device))
+    return device
+
+
+def _launching(method: Callable[..., object], device: LateDevice) -> Callable[..., None]:
+    return lambda *given: device.launch(lambda: method(*given))
