@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specahead.cli.main import main
+from specahead.config.speculation import KVCacheDtype
 from specahead.kernels.chosen_blocks import BlockRule
 from specahead.lab.benchmarks import experts
 from specahead.lab.benchmarks.flags import HELD
@@ -32,10 +33,12 @@ def test_each_step_and_round_that_is_measured_can_be_run(how: dict[str, Any], mo
     assert all(row.milliseconds == 2 and row.floor > 0 for row in rows)
 
 
-def test_steps_of_a_model_that_chooses_blocks_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_steps_of_a_model_that_chooses_blocks_can_be_run(kv: KVCacheDtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specahead.lab.benchmarks.step.graph_milliseconds", run_once)
+    shape = Shape(2, 128, 8, 2, 16, 128, 300, block_rule=BlockRule(32, 6, 1, 2, 160))
     with torch.inference_mode():
-        bench = Bench(Shape(2, 128, 8, 2, 16, 128, 300, block_rule=BlockRule(32, 6, 1, 2, 160)), 1e9, 2, 512, "cpu", 2)
+        bench = Bench(shape, 1e9, 2, 512, "cpu", 2, kv_cache_dtype=kv)
         rows = choosing_rows(bench, 2, 512)
     assert [row.rival for row in rows] == [None, None, None, 2]
     assert rows[3].floor < rows[2].floor

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.chosen_blocks import BlockRule, choose_blocks, plan_choice
+from specahead.kernels.kv_scales import EIGHT_BITS, KVScales
 from specahead.kernels.page_means import write_page_means
 
 pytest.importorskip("triton")
@@ -48,12 +49,17 @@ def test_a_choice_reads_the_first_blocks_the_last_ones_and_the_weightiest() -> N
     assert blocks.lists[0, 0, : blocks.counts[0, 0]].tolist() == [0, 1, 5, 8, 9, 10, 11]
 
 
+@pytest.mark.parametrize("eight_bit", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_mean_of_a_page_is_written_once_it_is_full(backend: str) -> None:
+def test_the_mean_of_a_page_is_written_once_it_is_full(backend: str, eight_bit: bool) -> None:
     random = torch.Generator().manual_seed(1)
     pages: Tensor = torch.randn(6, 2, 16, 24, generator=random).to(DEVICE)
+    scales = KVScales(torch.tensor([[0.25, 2.0], [1.0, 1.0]]).to(DEVICE), torch.zeros(2, 2, 24, device=DEVICE))
+    if eight_bit:
+        pages = pages.to(EIGHT_BITS)
+    read = pages.float() * (scales.scales[0, :, None, None] if eight_bit else 1.0)
     means = torch.full((6, 2, 24), 7.0, device=DEVICE)
     slots = torch.tensor([4 * 16 + 14, 4 * 16 + 15, 2 * 16, -1, 16 + 15], device=DEVICE)
-    write_page_means(pages, means, slots, backend)  # type: ignore[arg-type]
-    torch.testing.assert_close(means[[4, 1]], pages[[4, 1]].mean(2))
+    write_page_means(pages, means, slots, backend, scales if eight_bit else None)  # type: ignore[arg-type]
+    torch.testing.assert_close(means[[4, 1]], read[[4, 1]].mean(2))
     assert bool((means[[0, 2, 3, 5]] == 7).all())

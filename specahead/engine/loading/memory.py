@@ -161,8 +161,8 @@ def bytes_of_token(shape: ModelShape, dtype: torch.dtype, kv_cache_dtype: KVCach
     dtype: the model's.
     """
     size = EIGHT_BITS.itemsize if kv_cache_dtype == "fp8" else dtype.itemsize
-    keys = shape.num_layers * shape.num_kv_heads * shape.head_dim * size
-    return 2 * keys + (keys // PAGE_SIZE if shape.chooses_blocks else 0)
+    keys = shape.num_layers * shape.num_kv_heads * shape.head_dim
+    return 2 * keys * size + (keys * dtype.itemsize // PAGE_SIZE if shape.chooses_blocks else 0)
 
 
 def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> float:

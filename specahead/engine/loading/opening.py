@@ -215,10 +215,9 @@ def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) ->
     held, ranks = storage_of(config, settings.quantization), settings.tensor_parallel_size
     check_ranks(settings.model, config, device, ranks)
     shape = read_shape(config)
-    beside = {"host_kv_memory": settings.host_kv_memory, "kv_cache_dtype fp8": settings.kv_cache_dtype == "fp8"}
-    for setting in (name for name, given in beside.items() if given and shape.chooses_blocks):
+    if settings.host_kv_memory and shape.chooses_blocks:
         raise NotImplementedError(
-            f"{settings.model}: {setting} is not built for a model that chooses blocks by itself: leave it out"
+            f"{settings.model}: host_kv_memory is not built for a model that chooses blocks by itself: leave it out"
         )
     if settings.kv_cache_dtype == "fp8":
         check_eight_bit_kv(settings.model, device)

@@ -157,7 +157,8 @@ class LayerAttention:
 
     def __call__(self, layer: int, queries: Tensor) -> Tensor:
         if self.chosen is not None:
-            write_page_means(self.pages(layer)[0], self.chosen.means[layer], self.chosen.slots, self.backend)
+            means, scales = self.chosen.means[layer], self._scales(layer)
+            write_page_means(self.pages(layer)[0], means, self.chosen.slots, self.backend, scales)
         if layer == self.unread:
             return queries
         if self.chosen is not None and self.chosen.parts:
@@ -169,8 +170,10 @@ class LayerAttention:
         rows = rows or self.rows
         keys, values = self.pages(layer)
         of_rows = rows.tables, rows.lengths, rows.starts, self.heads.scale, rows.most, rows.visible
-        scales = self.heads.kv_scales
-        return Batch(queries, keys, values, *of_rows, None if scales is None else scales.layer(layer))
+        return Batch(queries, keys, values, *of_rows, self._scales(layer))
+
+    def _scales(self, layer: int) -> KVScales | None:
+        return None if self.heads.kv_scales is None else self.heads.kv_scales.layer(layer)
 
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         batch, weights = self._batch(layer, queries), self.weights
