@@ -1,5 +1,6 @@
 """How likely proposed tokens are to be accepted, learnt from a prior."""
 
+import math
 from collections.abc import Sequence
 
 OF_DRAFT = 0.6  # a draft model's token, before anything is known of the pair
@@ -52,6 +53,14 @@ class Acceptance:
         """Let the next rounds count as much as the first ones did, since the chances may have changed."""
         self.chances = [max(RETRIED, chance) for chance in self.chances]
         self.judged = [0] * len(self.judged)
+
+    def standard_error(self, gamma: int) -> float:
+        """Return how uncertain the expected tokens of a round are that proposes `gamma`, as a share of them."""
+        mean, squares, reached = 0.0, 0.0, 1.0
+        for token in range(gamma + 1):
+            mean, squares = mean + reached, squares + (2 * token + 1) * reached
+            reached *= self.chances[min(token, len(self.chances) - 1)]
+        return math.sqrt(max(0.0, squares - mean**2) / (self.judged[0] + self._prior_rounds)) / mean
 
     def tokens(self, gamma: int, alternatives: int = 0, right: float = 0.0) -> float:
         """Return the expected tokens of a round that proposes `gamma`, the target's own included.

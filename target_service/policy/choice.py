@@ -30,6 +30,8 @@ TOKEN_COST = 0.06  # of a plain round: what a proposed token has to bring for a 
 POOLED_NEWEST, POOLED_ROUNDS = 1 / 64, 16  # weight of a round in the acceptance of all, for one session and for many
 HELD_NEWEST, HELD_PRIOR = 1 / 512, 16  # weight of a judged held token; the number of them that the prior counts as
 SESSION_PRIOR = 6  # rounds that the acceptance of all counts as in a session that begins
+RETRIED_PRIOR = 16  # rounds that it counts as where proposing is tried again
+DOUBTED = 1.5  # standard errors by which rounds may bring more tokens than expected before proposing ends
 TRIED = 6  # rounds of each session that a plan is tried for
 TRIAL_LIMIT = 8  # times TRIED rounds of each session, after which a trial ends in any case
 USUAL_NEWEST = 1 / 64  # weight of the newest step in the usual load
@@ -185,12 +187,12 @@ class Policy:
 
     def pause_if_useless(self, pace: Pace, proposed: int, committed: int, cost: float = 0.0) -> None:
         """Have a session pause by itself whose proposals are hardly ever accepted. Where those of all sessions are, all
-        go without together.
+        go without together. One that reads announced blocks goes on: without them it would read everything.
 
         cost: plain rounds that proposing takes; 0: as assumed.
         """
         pace.trial = max(0, pace.trial - 1)
-        if pace.trial:
+        if pace.trial or (pace.next_round.sparse and self.options.adaptive):
             return
         gained, least = pace.acceptance.tokens(proposed) - 1, cost or TOKEN_COST * proposed
         if gained >= least:
@@ -223,6 +225,8 @@ class Policy:
             if min(trial.left, trial.limit) > 0 and trial.bucket == load.bucket:
                 return
             self._saved = (self._saved or 0.0) + min(0.0, trial.lost)
+            if not self._present.gamma:  # proposing goes on until it is known not to pay: a trial says little of that
+                self._present = trial.plan
             self._trial, self._since = None, sessions + DECIDED_EVERY
         elif self._saved is not None:
             self._saved += TRIAL_SHARE * seconds
@@ -239,10 +243,13 @@ class Policy:
         best = max(rates, key=rates.__getitem__)
         present = self._present if self._present in rates else best
         margin = (MARGIN if best.gamma else PLAIN_MARGIN) + at.uncertainty(kinds_of(present, load)[-1])
+        if best.gamma:
+            self._in_vain = 0
+        else:
+            margin += DOUBTED * self.acceptance.standard_error(present.gamma)
         if rates[best] > rates[present] * (1 + margin):
             present = best
         if self._present != present:
-            self._in_vain = 0 if present.gamma else self._in_vain
             self._held_in_vain = 0 if present.held else self._held_in_vain
             self.counters["drafting_pauses"] += bool(self._present.gamma) and not present.gamma
         changes, self._present = present != self._present, present
@@ -339,7 +346,7 @@ class Policy:
             lost = self._lost(again, rates, at)
             if lost * min(2**self._in_vain, LONGEST_WAIT) <= self._saved:
                 self._in_vain, self._saved = self._in_vain + 1, 0.0
-                self.acceptance.doubt()
+                self.acceptance = self.acceptance.copy(min(RETRIED_PRIOR, self.acceptance.judged[0]))
                 self._begin_trial(again, at.load, rates[present], lost)
         elif not present.held and self._dense >= HELD_WAIT * min(2**self._held_in_vain, LONGEST_WAIT):
             self._dense, self._held_in_vain = 0.0, self._held_in_vain + 1

@@ -213,12 +213,15 @@ def test_no_fixed_plan_is_much_faster_whatever_comes_and_goes(proposer: Proposer
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("proposer", "loads"), [(Proposer.DRAFT, 400), (Proposer.SELF, 100)])
+@pytest.mark.parametrize(("proposer", "loads"), [(Proposer.DRAFT, 500), (Proposer.SELF, 100)])
 def test_over_many_loads_the_policy_is_as_fast_as_the_best_fixed_plan(proposer: Proposer, loads: int) -> None:
     compared = [compare(1000 + seed, proposer) for seed in range(loads)]
     whole, late = ([each[part] for each in compared] for part in (0, 1))
-    print(f"{proposer.name}: {min(whole):.3f} at least, {sum(whole) / loads:.3f} on average; {min(late):.3f} later on")
-    assert min(whole) >= 0.96 and sum(late) / loads >= 0.99
+    print(
+        f"{proposer.name}: {min(whole):.3f} at least, {sum(whole) / loads:.3f} on average; after {SETTLED} s "
+        f"{min(late):.3f}, {sum(late) / loads:.3f}; {sum(each >= 0.99 for each in late)} of {loads} above 0.99"
+    )
+    assert min(whole) >= 0.97 and sum(late) / loads >= 0.99
 
 
 def alone(
@@ -258,6 +261,43 @@ def test_the_first_request_is_served_as_the_thousandth() -> None:
 def test_a_draft_that_is_of_no_use_costs_next_to_nothing(sessions: int) -> None:
     made = alone(0.005, sessions=sessions)
     assert gain(made, 1.0) > 0.9 and gain(made, 10.0) > 0.985
+
+
+def test_few_rounds_without_luck_do_not_end_proposing() -> None:
+    """A round with a proposed token takes 1.45 times as long as a plain one."""
+    made = alone(0.6)
+    policy, load = made.policy, made.load
+    policy.acceptance = Acceptance([0.5], judged=6)
+    for accepted in (0, 0, 0, 1, 0, 0, 1, 0):
+        policy.acceptance.note(1, accepted)
+    plan = policy.options.plans(load)[1]
+    assert plan.gamma == 1
+    for _ in range(20):
+        policy.costs.note(kinds_of(plan, load)[0], load, 0.0145, 1)
+        policy.costs.note(PLAIN_KIND, load, 0.0100, 1)
+    policy.options, policy._present = replace(policy.options, gammas=(1,)), plan
+    policy.choose(load)
+    assert policy.choice.plan == plan
+    for _ in range(200):
+        policy.acceptance.note(1, 0)
+    policy.choose(load)
+    assert policy.choice.plan == PLAIN
+
+
+@given(st.floats(0, 1), st.integers(1, 100))
+def test_the_standard_error_of_one_token_is_a_coins(chance: float, judged: int) -> None:
+    error = Acceptance([chance], judged=judged, prior_rounds=0).standard_error(1)
+    assert error == pytest.approx((chance * (1 - chance) / judged) ** 0.5 / (1 + chance), abs=1e-6)
+
+
+def test_useless_proposals_go_on_where_their_announcements_save_reading() -> None:
+    """Beside sessions that are drafted for anyway. One that paused would read everything, and all wait for it."""
+    made = alone(0.8, sessions=2, context=64_000)
+    for _ in range(2):
+        made.add(Client(64_000, 0.005, 1e9, announces=True))
+    made.run(2.0)
+    assert share(made, lambda plan: plan.sparse, since=1.0) > 0.95
+    assert not any(each.pace.pause.lasts(int(each.tokens)) for each in made.clients)
 
 
 def test_a_draft_that_is_far_too_slow_costs_a_hundredth_at_most() -> None:
