@@ -130,9 +130,8 @@ def open_with_head(
     of the head's bytes, less two sums a pass, would save 1.0 ms of a round, less than a tenth. For that all ranks would
     have to follow the head's prompts, rounds and grammars.
     """
-    loaded = _load(settings, eight_bit, ranks)
+    loaded = _load(settings, eight_bit, ranks, meet)
     drafting, tap = load_head(head.model, loaded.model, head.load_format)
-    meet()
     a_token = bytes_of_token(drafting.shape, drafting.dtype) + tap.states.shape[1] * tap.states.itemsize
     tokens = ranks.least(loaded.room(a_token))
     drafting, tap = with_states(drafting, tap, pages_for(tokens) * PAGE_SIZE)
