@@ -123,7 +123,8 @@ def reference(
         q, k = (each * cosines + rotate_half(each) * sines for each in (q, k))
         if scales is not None:
             of = scales.layer(layer)
-            k, v = (each(x.transpose(0, 1), of).transpose(0, 1) for each, x in ((keys_to_pages, k), (values_to_pages, v)))
+            in_pages = keys_to_pages(k.transpose(0, 1), of), values_to_pages(v.transpose(0, 1), of)
+            k, v = (each.transpose(0, 1) for each in in_pages)
             k, v = keys_of_pages(k, of, torch.float32) + of.centers[0, :, None], values_of_pages(v, of, torch.float32)
         x = attend(q, k, v, chooser).transpose(0, 1).flatten(1)
         added = CONFIG["scale_depth"] / math.sqrt(layers)
