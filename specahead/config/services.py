@@ -230,18 +230,13 @@ class TargetSettings(_OwnOfTarget):
             raise SettingsError(f"speculation: lookup is not built with draft {self.draft}: leave one of them out")
         if self.draft_in_target and not self.has_draft:
             raise SettingsError(f"placement is 'together': draft is {self.draft!r}, expected a model's id or folder")
-        self._check_ranks()
+        if self.tensor_parallel_size & (self.tensor_parallel_size - 1):
+            raise SettingsError(f"tensor_parallel_size is {self.tensor_parallel_size}, expected 1, 2, 4 or 8")
         if self.draft_in_target and self.host_kv_memory:
             raise SettingsError(
                 "placement 'together' is not built with host_kv_memory: the draft's KV would have to lie in tiers as "
                 "well; leave one of them out"
             )
-
-    def _check_ranks(self) -> None:
-        """Raise SettingsError for a number of ranks that no model is split over."""
-        count = self.tensor_parallel_size
-        if count & (count - 1):
-            raise SettingsError(f"tensor_parallel_size is {count}, expected 1, 2, 4 or 8")
 
     def _check_hold(self, hold: int) -> None:
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""

@@ -235,7 +235,7 @@ def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
         ({"tensor_parallel_size": 16}, "tensor_parallel_size is 16, expected a whole number at least 1 and at most 8"),
     ],
 )
-def test_what_a_target_over_several_gpus_is_not_built_with(given: dict[str, Any], said: str) -> None:
+def test_numbers_of_gpus_that_no_target_is_split_over(given: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         target_settings(**given)
 

@@ -242,6 +242,8 @@ def test_memory_has_room_for_as_many_more_tokens() -> None:
     assert rooms[1] == pytest.approx(2 * rooms[0], abs=2)
     stores = [backing_store_tokens(replace(each, host_kv_memory=1.0), shape, torch.bfloat16) for each in (plain, held)]
     assert stores[1] == pytest.approx(2 * stores[0], abs=2)
+    over_two = replace(plain, host_kv_memory=1.0, tensor_parallel_size=2)
+    assert backing_store_tokens(over_two, shape.of_rank(2), torch.bfloat16) == stores[0]
 
 
 def test_a_backing_store_holds_8_bits_too() -> None:

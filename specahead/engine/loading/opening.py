@@ -157,7 +157,7 @@ def _load(
     if settings.load_format != "dummy":  # a dummy is measured in the shape of its config
         loaded = loaded.with_vocabulary(count_token_ids(tokenizer))
     drafting = None if eight_bit == "none" else loaded.decoder.with_eight_bit_weights()
-    meet()
+    meet()  # the scales are made by a pass, which is of all ranks
     kv_scales = measure_kv_scales(loaded, tokenizer, settings.max_context) if settings.kv_cache_dtype == "fp8" else None
     if eight_bit == "all" and drafting is not None:
         loaded, drafting = replace(loaded, decoder=drafting), None
