@@ -244,6 +244,22 @@ def test_greedy_texts_and_proposals_at_any_verdict(
             assert service.texts[name][len(text) :] == logits.argmax(1).tolist()
 
 
+@pytest.mark.usefixtures("processes")
+@pytest.mark.skipif(DEVICE == "cuda", reason="the order of sums decides between two 8-bit numbers, and they over texts")
+def test_over_two_ranks_with_kv_in_eight_bits_texts_are_those_of_one(target: tuple[Path, Any], tmp_path: Path) -> None:
+    """Ranks make scales together before rank 0 opens the head."""
+    save_head(tmp_path / "head", CONFIG, own=2)
+    found = []
+    for ranks in (1, 2):
+        how: dict[str, Any] = {"tensor_parallel_size": ranks, "kv_cache_dtype": "fp8"}
+        service = Service(target[0], tmp_path / "head", opens=True, **how)
+        service.open(*texts_of(70), 30)
+        service.run()
+        found.append((service.texts, service.proposed))
+    assert found[0] == found[1]
+    assert found[0][1]
+
+
 def test_sampled_texts_follow_the_targets_distribution(target: tuple[Path, Any], tmp_path: Path) -> None:
     """Two tokens after the first one, which are drafted, of many texts with one prompt."""
     save_head(tmp_path / "head", CONFIG, own=2)
