@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 OF_TEXT = 1024  # tokens that are read of the bundled text
 OF_VOCABULARY = 1024  # tokens, evenly spread over the vocabulary, that are read after it: of all scripts and kinds
+OF_PASS = 512  # tokens that are read at once: on a CPU all at once take 1.4 times as long
 CENTERED = 1 / 4  # of the longest context: positions over which keys' centers are means
 
 
@@ -54,7 +55,8 @@ def measure_kv_scales(loaded: LoadedModel, tokenizer: Any, max_context: int = 0)
     tokens += range(0, vocabulary, max(1, vocabulary // OF_VOCABULARY))
     tokens = tokens[: min(OF_TEXT + OF_VOCABULARY, longest)]
     runner, sequence = make_runner(loaded, len(tokens) + PAGE_SIZE, enforce_eager=True), SequenceKV()
-    runner.forward([SequenceInput(sequence, tokens)])
+    for start in range(0, len(tokens), OF_PASS):
+        runner.forward([SequenceInput(sequence, tokens[start : start + OF_PASS])])
     positions = max(1, min(longest, int(CENTERED * (max_context or longest))))
     centers, largest = [], []
     for layer in range(runner.kv.num_layers):
