@@ -148,9 +148,11 @@ def start_services(
     `flags` go to both; `dial` may put something between draft and target. drafted: whether there is a draft; else the
     target proposes nothing.
     """
-    shared = ("--plan", sparse_plan_file(), "--kv-tokens", "40000", "--port", "0", *_stating_gamma(flags))
+    sizes = ("--plan", sparse_plan_file(), "--kv-tokens", "40000", "--port", "0")
+    shared = (*sizes, *_stating_gamma(flags))
+    of_target = (*sizes, *flags) if "--speculation" in target_command else shared
     target, target_address = start_service(
-        *target_command, "--model", str(TARGET), *shared, *(() if drafted else ("--draft", "none"))
+        *target_command, "--model", str(TARGET), *of_target, *(() if drafted else ("--draft", "none"))
     )
     if not drafted:
         return Services(target_address, "", [target])
