@@ -71,11 +71,12 @@ def joined(device: str) -> Iterator[Place]:
             dist.destroy_process_group()
 
 
-def new_optimiser(pair: Pair, settings: Settings, place: Place) -> torch.optim.AdamW:
-    matrices = [p for p in pair.parameters() if p.ndim > 1]
-    norms = [p for p in pair.parameters() if p.ndim <= 1]
+def new_optimiser(model: torch.nn.Module, fused: bool) -> torch.optim.AdamW:
+    """Its learning rate is set in each step."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    norms = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=place.cuda)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=fused)
 
 
 def average_gradients(pair: Pair, place: Place) -> None:
@@ -198,13 +199,13 @@ def new_pair(settings: Settings, tokenizer: Tokenizer, place: Place) -> Pair:
 def fit(pair: Pair, text: TrainingText, settings: Settings, place: Place) -> Progress:
     # Compiled for each phase's shape alone. On a CPU compiling takes longer than the small runs meant for it.
     forward = torch.compile(pair, dynamic=False) if place.cuda else pair
-    optimiser = new_optimiser(pair, settings, place)
+    optimiser = new_optimiser(pair, place.cuda)
     clock, step, seen, records = Clock(settings.seconds, place), 0, 0, []
     for number, phase in enumerate(phases(settings)):
         seed = (settings.seed, place.rank, number)
         with closing(text.batches(seed, phase.rows, phase.seq, pin=place.cuda)) as batches:
             while (share := clock.share(step)) < phase.until:
-                lr = learning_rate(settings, step, share)
+                lr = learning_rate(settings.lr, settings.warmup, step, share)
                 x, y = (ids.to(place.device, non_blocking=True) for ids in next(batches))
                 losses = Losses(*forward(x, y))
                 update(pair, optimiser, losses, lr, place)

@@ -59,10 +59,10 @@ def phases(settings: Settings) -> tuple[Phase, Phase]:
     )
 
 
-def learning_rate(settings: Settings, step: int, share: float) -> float:
-    """Linear warm-up by steps, times a cosine over the time's share that ends at 2 % of the peak."""
-    warm = min(1.0, (step + 1) / settings.warmup)
-    return settings.lr * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
+def learning_rate(peak: float, warmup: int, step: int, share: float) -> float:
+    """Linear warm-up over so many steps, times a cosine over the run's share that ends at 2 % of the peak."""
+    warm = min(1.0, (step + 1) / warmup)
+    return peak * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 def settings_from(argv: Sequence[str] | None) -> Settings:

@@ -9,7 +9,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import RoundSettings
 from specahead.kernels.kv_scales import KVScales, keys_of_pages, keys_to_pages, values_of_pages, values_to_pages
-from specahead.lab.evaluation.shared_choice import SharingRow, logits_of, measure, to_text
+from specahead.lab.evaluation.shared_choice import Reader, SharingRow, logits_of, measure, to_text
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, PROMPT, LENGTH = 3, 300, 340
@@ -258,10 +258,13 @@ def first_of(position: int) -> int:
 def test_what_sharing_changes_is_measured_against_a_choice_of_each_token(tiny: Tiny) -> None:
     loaded = load_model(tiny.folder, torch.float32, DEVICE)
     assert isinstance(loaded.decoder, Decoder) and loaded.decoder.block_rule is not None
-    dense, own, shared = measure(loaded, loaded.decoder.block_rule, [text(240)], [0, 1, 4])
-    assert own == SharingRow(1, own.nats, pytest.approx(0, abs=1e-6), 1.0)
+    rule = loaded.decoder.block_rule
+    reader = Reader("tiny", partial(logits_of, loaded, rule), rule.dense_below, str(rule), None)
+    dense, own, shared = measure([reader], [text(240), text(241)[1:]], [0, 1, 4])
+    assert own == SharingRow("tiny", 1, own.nats, 0, 0, pytest.approx(0, abs=1e-6), 1.0)
+    assert shared.more == pytest.approx(shared.nats - own.nats) and shared.error > 0
     assert dense.variation > 0.001 < shared.variation and len({dense.nats, own.nats, shared.nats}) == 3
-    assert to_text([dense, own, shared]).splitlines()[3].startswith("the first of 4")
+    assert to_text([dense, own, shared]).splitlines()[3].startswith("tiny   the first of 4")
 
 
 def generate(runner: ModelRunner, proposals: list[list[int]], count: int) -> tuple[list[int], list[int]]:

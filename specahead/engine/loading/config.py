@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from specahead.engine.model.families import FAMILIES, block_rule, head_dim, sliding_window, unbuilt_feature
 from specahead.engine.model.quantization import storage_of
+from specahead.models import NATIVE_SPARSE
 
 # Keys that the config.json of every family must have.
 _REQUIRED = (
@@ -35,6 +36,10 @@ def load_config(model: str) -> Any:
     transformers that needs more than is built, and what transformers raises.
     """
     values, _ = PreTrainedConfig.get_config_dict(model)
+    if values.get("model_type") == NATIVE_SPARSE:
+        raise NotImplementedError(
+            f"{model}: serving native sparse attention (NSA) is not built; specahead evaluate sharing measures it"
+        )
     family = FAMILIES.get(values.get("model_type", ""))
     if family is not None and family.defaults:
         return _config_without_class(model, {**family.defaults, **values})

@@ -100,7 +100,9 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
 
 def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `evaluate sharing` takes. How blocks are chosen is asked for a model that does not by itself."""
-    parser.add_argument("--model", default=str(models.TARGET), help="folder or Hugging Face id (default: the bundled)")
+    parser.add_argument(
+        "--model", nargs="+", default=[str(models.TARGET)], help="folders or Hugging Face ids (default: the bundled)"
+    )
     parser.add_argument("--text", nargs="+", metavar="FILE", default=[str(models.DEMO_TEXT)])
     parser.add_argument("--context", type=int, default=2048, help="tokens of a passage")
     parser.add_argument("--passages", type=int, default=1, help="of each text")
@@ -111,6 +113,12 @@ def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local", type=int, default=2, help="blocks before its own, and its own")
     parser.add_argument("--dense-below", type=int, default=1024, help="tokens up to which all is read")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--intensity",
+        action="store_true",
+        help="print what verifying --shared tokens reads and computes instead, by sizes",
+    )
 
 
 def _typed(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> str:

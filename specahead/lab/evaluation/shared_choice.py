@@ -1,13 +1,18 @@
 """`specahead evaluate sharing`: what it changes that tokens read the blocks which the first one among them chooses.
 
 MatX's table of cross-entropies by the number of drafted tokens ("Speculative Decoding with Blockwise Sparse Attention",
-2025), in small: each text is read once for each number. A model that does not choose blocks by itself is made to, by
-its own queries and without training, as in that article's ablation c.
+2025), in small: each text is read once for each number. Models that were trained to share a choice are those of
+specahead.models.train_native_sparse. A model that does not choose blocks by itself is made to, by its own queries and
+without training, as in that article's ablation c.
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,20 +28,42 @@ from specahead.engine.sampling.divergence import divergence
 from specahead.engine.steps.reads import CHOOSING_AT_ONCE, heads_of
 from specahead.kernels.backends import default_backend
 from specahead.kernels.chosen_blocks import BlockRule, plan_choice
+from specahead.lab.evaluation import verification_intensity
 from specahead.lab.evaluation.cases import perplexity_cases, read_texts
 from specahead.lab.evaluation.report import align
+from specahead.models.native_sparse import is_native_sparse, load_native_sparse
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A model that reads texts whose tokens share choices of blocks."""
+
+    name: str
+    logits: Callable[[Tensor, int], Tensor]
+    """Of a text [tokens] int64 and how many tokens share a choice (0: it reads everything): [tokens, vocab] float32."""
+    start: int
+    """Tokens before this one read everything before them in any case."""
+    about: str
+    """How it chooses."""
+    tokenizer: Any
+    """Of transformers."""
 
 
 @dataclass(frozen=True)
 class SharingRow:
     """How a model does if so many tokens share a choice."""
 
+    model: str
     shared: int
     """Tokens that share a choice of blocks; 1: each chooses for itself; 0: everything is read."""
     nats: float
     """Cross-entropy of a token, in nats."""
+    more: float
+    """Nats above those of the first model where each token chooses for itself."""
+    error: float | None
+    """Standard error of `more`, over passages in pairs; None if there is one passage."""
     variation: float
-    """Mean total variation from the distributions of tokens that choose each for itself."""
+    """Mean total variation from the distributions of the same model's tokens that choose each for itself."""
     same: float
     """Share of tokens whose likeliest next token is the same as there."""
 
@@ -44,42 +71,78 @@ class SharingRow:
 def run(flags: argparse.Namespace) -> None:
     """Measure, and print a table.
 
-    Raises ValueError for numbers that do not fit, NotImplementedError for a model that the fused decoder does not run.
+    Raises ValueError for numbers that do not fit and for models of different tokenizers, NotImplementedError for models
+    that the fused decoder does not run.
     """
+    if flags.intensity:
+        verification_intensity.run(flags)
+        return
     odd = [count for count in flags.shared if count < 0 or (count and CHOOSING_AT_ONCE % count)]
     if odd:
         raise ValueError(f"--shared {odd[0]}: give 0, or a divisor of {CHOOSING_AT_ONCE}")
-    device = default_device()
-    dtype = resolve_dtype(flags.dtype, device, flags.model)
-    loaded, tokenizer = load_model(flags.model, dtype, device), load_tokenizer(flags.model)
+    readers = [open_reader(model, flags) for model in flags.model]
+    texts, tokens = read_texts(flags.text), list[list[int]]()
+    for reader in readers:
+        if flags.context < reader.start + 2:
+            raise ValueError(f"--context {flags.context}: everything is read below {reader.start} tokens; give more")
+        cases = perplexity_cases(texts, reader.tokenizer, flags.context, 0, flags.passages)
+        if tokens and tokens != [case.tokens for case in cases]:
+            raise ValueError(f"--model {reader.name}: its tokenizer differs from that of {readers[0].name}")
+        tokens = [case.tokens for case in cases]
+    rows = measure(readers, tokens, flags.shared)
+    if flags.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+        return
+    for reader in readers:
+        print(f"{reader.name}: {reader.about}, everything is read below {reader.start} tokens")
+    print(f"{len(tokens)} passages of {flags.context} tokens")
+    print(to_text(rows))
+
+
+def open_reader(model: str, flags: argparse.Namespace) -> Reader:
+    """Return a model of the flags. Raises NotImplementedError for one that cannot be made to choose blocks."""
+    device, name = default_device(), Path(model).name
+    if is_native_sparse(model):
+        sparse, tokenizer = load_native_sparse(model, device)
+        read, reach = (lambda tokens, shared: sparse(tokens[None], shared)[0]), sparse.rule.reach
+        return Reader(name, read, reach, f"{sparse.rule}", tokenizer)
+    loaded = load_model(model, resolve_dtype(flags.dtype, device, model), device)
     if not isinstance(loaded.decoder, Decoder):
-        raise NotImplementedError(f"{flags.model}: choosing blocks is built for the fused decoder")
-    rule = loaded.decoder.block_rule or BlockRule(
-        flags.block_size, flags.top, flags.first, flags.local, flags.dense_below
-    )
-    if flags.context < rule.dense_below + 2:
-        raise ValueError(f"--context {flags.context}: everything is read below {rule.dense_below} tokens; give more")
-    cases = perplexity_cases(read_texts(flags.text), tokenizer, flags.context, 0, flags.passages)
-    print(f"{rule}, {len(cases)} passages of {flags.context} tokens, from {rule.dense_below} on")
-    print(to_text(measure(loaded, rule, [case.tokens for case in cases], flags.shared)))
+        raise NotImplementedError(f"{model}: choosing blocks is built for the fused decoder")
+    asked = BlockRule(flags.block_size, flags.top, flags.first, flags.local, flags.dense_below)
+    rule = loaded.decoder.block_rule or asked
+    return Reader(name, partial(logits_of, loaded, rule), rule.dense_below, f"{rule}", load_tokenizer(model))
 
 
 @torch.inference_mode()
-def measure(loaded: LoadedModel, rule: BlockRule, texts: list[list[int]], shared: Sequence[int]) -> list[SharingRow]:
-    """Return a row for each number of tokens that share a choice, over the tokens that choose.
+def measure(readers: Sequence[Reader], texts: Sequence[list[int]], shared: Sequence[int]) -> list[SharingRow]:
+    """Return a row for each model and number of tokens that share a choice, over the tokens that choose.
 
     shared: these numbers, each dividing CHOOSING_AT_ONCE; 0: everything is read.
     """
-    sums = torch.zeros(len(shared), 3, dtype=torch.float64)
-    for text in tqdm(texts, desc="reading texts", leave=False, disable=None):
-        tokens = torch.tensor(text, device=loaded.device)
-        scored, own = slice(rule.dense_below, len(text) - 1), logits_of(loaded, rule, tokens, 1)
-        for index, count in enumerate(shared):
-            logits = own if count == 1 else logits_of(loaded, rule, tokens, count)
-            nats = torch.nn.functional.cross_entropy(logits[scored], tokens[rule.dense_below + 1 :])
-            apart = divergence(logits[scored], own[scored])[:, [0, 2]].mean(0)
-            sums[index] += torch.cat((nats[None], apart)).double().cpu() / len(texts)
-    return [SharingRow(count, *numbers) for count, numbers in zip(shared, sums.tolist(), strict=True)]
+    start, device = max(reader.start for reader in readers), default_device()
+    figures = torch.zeros(len(readers), len(shared), len(texts), 3, dtype=torch.float64)
+    first_own = torch.zeros(len(texts), dtype=torch.float64)
+    for at, text in enumerate(tqdm(texts, desc="reading texts", leave=False, disable=None)):
+        tokens = torch.tensor(text, device=device)
+        scored, following = slice(start, len(text) - 1), tokens[start + 1 :]
+        for index, reader in enumerate(readers):
+            own = reader.logits(tokens, 1)[scored]
+            if index == 0:
+                first_own[at] = torch.nn.functional.cross_entropy(own, following)
+            for column, count in enumerate(shared):
+                logits = own if count == 1 else reader.logits(tokens, count)[scored]
+                nats = torch.nn.functional.cross_entropy(logits, following)
+                apart = divergence(logits, own)[:, [0, 2]].mean(0)
+                figures[index, column, at] = torch.cat((nats[None], apart)).double().cpu()
+    more = figures[..., 0] - first_own
+    rows = []
+    for i, reader in enumerate(readers):
+        for j, count in enumerate(shared):
+            nats, variation, same = figures[i, j].mean(0).tolist()
+            error = more[i, j].std().item() / len(texts) ** 0.5 if len(texts) > 1 else None
+            rows.append(SharingRow(reader.name, count, nats, more[i, j].mean().item(), error, variation, same))
+    return rows
 
 
 def logits_of(loaded: LoadedModel, rule: BlockRule, tokens: Tensor, shared: int) -> Tensor:
@@ -116,14 +179,12 @@ def _parts(rule: BlockRule, kv_heads: int, table: Tensor, positions: Tensor, sha
 def to_text(rows: list[SharingRow]) -> str:
     """Return the rows as a table."""
     names = {0: "none, all is read", 1: "each token"}
-    head = ["choice of", "cross-entropy", "total variation", "same likeliest"]
+    head = ["model", "choice of", "cross-entropy", "more", "± standard error", "total variation", "same likeliest"]
     cells = [
         [
-            names.get(row.shared, f"the first of {row.shared}"),
-            f"{row.nats:.4f}",
-            f"{row.variation:.4f}",
-            f"{row.same:.4f}",
+            *(row.model, names.get(row.shared, f"the first of {row.shared}"), f"{row.nats:.4f}", f"{row.more:+.4f}"),
+            *("" if row.error is None else f"{row.error:.4f}", f"{row.variation:.4f}", f"{row.same:.4f}"),
         ]
         for row in rows
     ]
-    return align([head, *cells], left=1)
+    return align([head, *cells], left=2)

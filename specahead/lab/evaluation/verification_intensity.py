@@ -1,0 +1,83 @@
+"""`specahead evaluate sharing --intensity`: what verifying drafted tokens reads and computes, from sizes alone.
+
+Table 1 and figure 1 of MatX's "Speculative Decoding with Blockwise Sparse Attention" (2025). In native sparse attention
+(arXiv 2502.11089) the best case is that all tokens of a round read the blocks which the first one selects, the worst
+that no two of them select the same block. As in figure 1, batches are so large that reading the weights costs nothing.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from specahead.lab.evaluation.report import align
+
+CONTEXTS = (8192, 16384, 32768, 65536)  # tokens, those of table 1
+
+
+@dataclass(frozen=True)
+class NativeSparseSizes:
+    """Sizes of a model in 16 bits; the defaults are those of MatX's figure and of the model in NSA's paper."""
+
+    active_parameters: float = 3e9
+    layers: int = 30
+    heads: int = 64
+    kv_heads: int = 4
+    key_dim: int = 192
+    value_dim: int = 128
+    stride: int = 16
+    """Tokens from one compressed key to the next."""
+    selected: int = 16 * 64
+    """Tokens of the blocks that a token selects."""
+    window: int = 512
+    """Tokens of the sliding window."""
+
+
+@dataclass(frozen=True)
+class IntensityRow:
+    """What verifying a round's tokens takes where they share a selection, and where their selections lie apart."""
+
+    context: int
+    """Tokens before those that are verified."""
+    tokens: int
+    """Tokens that are verified: the drafted ones, and one more."""
+    keys_shared: int
+    """Keys that are read for each KV head."""
+    keys_apart: int
+    flops_shared: float
+    """Floating-point operations for each byte of KV."""
+    flops_apart: float
+
+
+def intensity(sizes: NativeSparseSizes, context: int, tokens: int) -> IntensityRow:
+    """Return the row of a context and a number of verified tokens.
+
+    A token takes two operations for each active parameter, and two for each element of the keys and values that its
+    query heads attend to, whoever selected them.
+    """
+    beside = context // sizes.stride + sizes.window
+    shared, apart = beside + sizes.selected, beside + min(tokens * sizes.selected, context)
+    of_layers = sizes.layers * (sizes.key_dim + sizes.value_dim)
+    flops = tokens * 2 * (sizes.active_parameters + of_layers * sizes.heads * shared)
+    key_bytes = 2 * of_layers * sizes.kv_heads
+    return IntensityRow(context, tokens, shared, apart, flops / (shared * key_bytes), flops / (apart * key_bytes))
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Print the rows of all contexts and of the numbers of tokens in --shared."""
+    counts = [count for count in flags.shared if count]
+    rows = [intensity(NativeSparseSizes(), context, count) for context in CONTEXTS for count in counts]
+    print(json.dumps([asdict(row) for row in rows], indent=1) if flags.json else to_text(rows))
+
+
+def to_text(rows: Sequence[IntensityRow]) -> str:
+    """Return the rows as a table."""
+    head = ["context", "k", "keys, shared", "apart", "FLOP a byte, shared", "apart", "ratio"]
+    cells = [
+        [
+            *(f"{row.context:,}", f"{row.tokens - 1}", f"{row.keys_shared:,}", f"{row.keys_apart:,}"),
+            *(f"{row.flops_shared:.0f}", f"{row.flops_apart:.0f}", f"{row.flops_shared / row.flops_apart:.2f}"),
+        ]
+        for row in rows
+    ]
+    return align([head, *cells], left=0)
