@@ -127,7 +127,7 @@ async def run(
     has_head = drafts_by_head(settings)
     if not plan.is_calibrated and settings.has_draft and not chooses_blocks and not has_head:
         log.warning(UNCALIBRATED)
-    if plan.dense_layers and settings.host_kv_memory:
+    if plan.dense_layers and settings.host_kv_memory and not chooses_blocks:
         log.warning("the plan reads layers wholly: with --host-kv-memory each step brings whole sequences to the GPU")
     log.info("loading the model", extra={"model": settings.model})
     opened, beside = parts.open_models(settings, plan.group_size)

@@ -39,6 +39,10 @@ class ResidencyTables(NamedTuple):
     def lines(self) -> int:
         return self.page_in.shape[1]
 
+    def of_row(self, row: int) -> "ResidencyTables":
+        """Return the tables of one row, which are views."""
+        return ResidencyTables(*(each[row : row + 1] for each in self))
+
 
 @dataclass(frozen=True)
 class ListedBlocks:

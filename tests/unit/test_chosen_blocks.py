@@ -58,8 +58,9 @@ def test_the_mean_of_a_page_is_written_once_it_is_full(backend: str, eight_bit: 
     if eight_bit:
         pages = pages.to(EIGHT_BITS)
     read = pages.float() * (scales.scales[0, :, None, None] if eight_bit else 1.0)
-    means = torch.full((6, 2, 24), 7.0, device=DEVICE)
+    means = torch.full((9, 2, 24), 7.0, device=DEVICE)
     slots = torch.tensor([4 * 16 + 14, 4 * 16 + 15, 2 * 16, -1, 16 + 15], device=DEVICE)
-    write_page_means(pages, means, slots, backend, scales if eight_bit else None)  # type: ignore[arg-type]
-    torch.testing.assert_close(means[[4, 1]], read[[4, 1]].mean(2))
-    assert bool((means[[0, 2, 3, 5]] == 7).all())
+    numbers = torch.tensor([8, 8, 3, -1, 6], device=DEVICE)
+    write_page_means(pages, means, slots, numbers, backend, scales if eight_bit else None)  # type: ignore[arg-type]
+    torch.testing.assert_close(means[[8, 6]], read[[4, 1]].mean(2))
+    assert bool((means[[0, 1, 2, 3, 4, 5, 7]] == 7).all())

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specahead import LLM, SamplingParams, models
 from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading.config import load_config
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
@@ -86,9 +87,15 @@ def text(length: int = LENGTH) -> list[int]:
     return torch.randint(97, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def runner_of(tiny: Tiny, dtype: torch.dtype = torch.float32, **how: Any) -> ModelRunner:
+def runner_of(tiny: Tiny, dtype: torch.dtype = torch.float32, tokens: int = 2400, **how: Any) -> ModelRunner:
+    """tokens: that fit on the device."""
     how = {"max_context": 600, "step_queries": GAMMA + 1, **how}
-    return make_runner(load_model(tiny.folder, dtype, DEVICE), 2400, **how)
+    return make_runner(load_model(tiny.folder, dtype, DEVICE), tokens, **how)
+
+
+def some_scales(device: str = DEVICE) -> KVScales:
+    centers = torch.randn(2, 2, 2, 16, generator=torch.Generator().manual_seed(1))
+    return KVScales(torch.tensor([2.0**-4, 2.0**-5], device=device).repeat(2, 2, 1), centers.to(device))
 
 
 # The reference.
@@ -229,13 +236,8 @@ def test_logits_equal_the_reference(tiny: Tiny, wanted: Tensor, dtype: torch.dty
 @torch.inference_mode()
 def test_logits_over_kv_in_8_bits_equal_the_reference(tiny: Tiny, wanted: Tensor) -> None:
     """Blocks are chosen by keys in 8 bits. Where a number rounds otherwise, later tokens differ a little."""
-    random = torch.Generator().manual_seed(1)
-    scales = KVScales(
-        torch.tensor([2.0**-4, 2.0**-5]).expand(2, 2, 2).contiguous(), torch.randn(2, 2, 2, 16, generator=random)
-    )
-    rounded = reference(tiny, text(), scales=scales)
-    of_device = KVScales(scales.scales.to(DEVICE), scales.centers.to(DEVICE))
-    got = read(runner_of(tiny, kv_scales=of_device), SequenceKV(), cut(text(), [7, 150, 1, 33, 120]))
+    rounded = reference(tiny, text(), scales=some_scales("cpu"))
+    got = read(runner_of(tiny, kv_scales=some_scales()), SequenceKV(), cut(text(), [7, 150, 1, 33, 120]))
     assert ((got - rounded).abs().amax(1) > 0.05).float().mean() <= 0.02
     assert ((wanted - rounded).abs().amax(1) > 0.05).float().mean() > 0.5
 
@@ -335,20 +337,72 @@ def test_rounds_share_the_choice_of_their_first_token(tiny: Tiny, plainly: list[
 
 @torch.inference_mode()
 def test_several_sequences_run_in_one_step_and_share_prefixes(tiny: Tiny) -> None:
-    """One is so short that it reads everything, one reuses the pages of another, with their mean keys."""
-    runner, prompt = runner_of(tiny), text()[:PROMPT]
-    first, second, short = SequenceKV(), SequenceKV(), SequenceKV()
-    read(runner, first, [prompt])
-    runner.kv.index_prefix(first, prompt)
-    other = [*prompt[:250], *text()[-40:]]
-    known = runner.kv.reuse_prefix(second, other)
-    assert known == 240
-    runner.forward([SequenceInput(second, other[known:-1]), SequenceInput(short, prompt[:150])])
-    texts = [*prompt, 5], other, prompt[:151]
-    inputs = [SequenceInput(kv, tokens[-1:], "all") for kv, tokens in zip((first, second, short), texts, strict=True)]
-    for output, tokens in zip(runner.forward(inputs), texts, strict=True):
-        assert output.logits is not None
-        torch.testing.assert_close(output.logits[-1].float().cpu(), reference(tiny, tokens)[-1], rtol=1e-3, atol=1e-3)
+    """One is so short that it reads everything, one reuses the pages of another, with their mean keys. Over tiers the
+    GPU has room for 480 of the 507 tokens.
+    """
+    prompt = text()[:PROMPT]
+    texts = [*prompt, 5], [*prompt[:250], *text()[-40:]], prompt[:151]
+    wanted = [reference(tiny, tokens)[-1] for tokens in texts]
+    for runner in (runner_of(tiny), runner_of(tiny, tokens=480, backing_tokens=2400)):
+        first, second, short = SequenceKV(), SequenceKV(), SequenceKV()
+        read(runner, first, [prompt])
+        runner.kv.index_prefix(first, prompt)
+        known = runner.kv.reuse_prefix(second, texts[1])
+        assert known == 240
+        runner.forward([SequenceInput(second, texts[1][known:-1]), SequenceInput(short, prompt[:150])])
+        each = zip((first, second, short), texts, strict=True)
+        inputs = [SequenceInput(kv, tokens[-1:], "all") for kv, tokens in each]
+        for output, logits in zip(runner.forward(inputs), wanted, strict=True):
+            assert output.logits is not None
+            torch.testing.assert_close(output.logits[-1].float().cpu(), logits, rtol=1e-3, atol=1e-3)
+    assert isinstance(runner.kv, TieredKV)
+    assert runner.kv.counters.fetched_pages > 0
+
+
+# Over tiers.
+
+
+def rounds_of_three(runner: ModelRunner) -> list[Tensor]:
+    """Return the verdicts of rounds of three sequences, and logits of single tokens between them.
+
+    Some tokens of each round are rolled back, whatever its verdict.
+    """
+    sequences, lengths = [SequenceKV(dense=True) for _ in range(3)], (340, 300, 140)
+    for start in range(0, max(lengths), 64):
+        parts = [text()[i : i + length][start : start + 64] for i, length in enumerate(lengths)]
+        runner.forward([SequenceInput(kv, part) for kv, part in zip(sequences, parts, strict=True) if part])
+    given = []
+    for turn in range(8):
+        inputs = []
+        for i, kv in enumerate(sequences):
+            tokens = text()[20 * turn + 5 * i :][: 1 if turn % 2 else GAMMA + 1]
+            drafted = None if turn % 2 else Drafted(tokens[1:], [], Sampling(0.0), kv.length + 1)
+            inputs.append(SequenceInput(kv, tokens, "all", drafted=drafted))
+        for i, (kv, output) in enumerate(zip(sequences, runner.forward(inputs), strict=True)):
+            given.append(torch.as_tensor(output.verdict if turn % 2 == 0 else output.logits))
+            runner.kv.truncate(kv, kv.length - (0 if turn % 2 else (turn + i) % 3))
+        if isinstance(runner.kv, TieredKV):
+            runner.kv.check_integrity()
+    return given
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("tokens", "shares", "eight_bit"), [(700, True, False), (700, True, True), (480, True, False), (480, False, False)]
+)
+def test_rounds_over_tiers_equal_those_without(tiny: Tiny, tokens: int, shares: bool, eight_bit: bool) -> None:
+    """Of 780 tokens, 700 or 480 fit on the GPU. What runs in parts, for want of room, multiplies fewer rows at a time;
+    all else is the same bit by bit.
+    """
+    how: dict[str, Any] = {"shares_choice": shares, "kv_scales": some_scales() if eight_bit else None}
+    plain, tiered = rounds_of_three(runner_of(tiny, **how)), runner_of(tiny, tokens=tokens, backing_tokens=2400, **how)
+    off = 0.0 if tokens == 700 and DEVICE == "cpu" else 0.02 if eight_bit else 1e-4  # prompts run in parts, too
+    for wanted, got in zip(plain, rounds_of_three(tiered), strict=True):
+        torch.testing.assert_close(got, wanted, atol=off, rtol=off)
+    assert isinstance(tiered.kv, TieredKV)
+    counters = tiered.kv.counters
+    assert (counters.hit_pages > counters.fetched_pages > 0) == shares
+    assert (counters.overflow_pages > 0) == (tokens == 480 and shares)
 
 
 # Served.
@@ -375,10 +429,24 @@ def test_it_is_served_with_a_draft_and_without(tmp_path: Path) -> None:
     assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answers[0].token_ids == answers[1].token_ids
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [({"draft": "self"}, "draft self"), ({"budget": 0.1}, "budget"), ({"host_kv_memory": 0.1}, "host_kv_memory")],
-)
+def test_it_is_served_over_tiers(tmp_path: Path) -> None:
+    """The GPU has room for 400 of 612 tokens."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(models.TARGET / name, tmp_path)
+    tiny = save(tmp_path, CONFIG | {"vocab_size": 4096})
+    prompts = [[token + shift for token in text(300)] for shift in (100, 200)]
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    how = {"max_model_len": 400, "max_sessions": 2, "prefill_chunk": 64, "dtype": "float32", "device": "cpu"}
+    with LLM(tiny.folder, draft="none", kv_tokens=400, host_kv_memory=0.01, **how) as llm:
+        answers = llm.generate(prompts, sampling)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = reference(tiny, [*prompt, *answer.token_ids[:-1]])
+        assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answer.token_ids
+        figures = answer.speculation.figures
+        assert 0 < figures.kv_tokens_fetched < figures.kv_tokens_total / 5
+
+
+@pytest.mark.parametrize(("given", "named"), [({"draft": "self"}, "draft self"), ({"budget": 0.1}, "budget")])
 def test_settings_that_choose_what_it_reads_are_refused_by_name(tiny: Tiny, given: dict[str, Any], named: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{named} is not built for a model that chooses blocks by itself"):
         LLM(tiny.folder, **{"draft": "none", **given})

@@ -190,6 +190,26 @@ def test_nothing_is_listed(backend: str) -> None:
     assert all(torch.equal(a, b) for a, b in pairs(tables, empty_tables(2, 6, 1, DEVICE)))
 
 
+@both
+def test_rows_that_request_one_by_one_get_the_same(backend: str) -> None:
+    """As layers do that choose their blocks; their tables begin anywhere."""
+    random = torch.Generator().manual_seed(1)
+    together, apart = empty_tables(3, 30, 13, DEVICE), empty_tables(3, 30, 13, DEVICE)
+    page_tables = torch.arange(15, dtype=torch.int32).to(DEVICE).view(3, 5)[:2]
+    for turn in range(3):
+        lists = torch.stack([torch.randperm(5, generator=random)[:3] for _ in range(12)]).int().to(DEVICE)
+        listed = lists.view(3, 2, 2, 3), ints([[[3, 1], [2, 3]]] * 3)
+        done = request_blocks(together, ListedBlocks(*listed, page_tables, 2, 1), ints([turn]), backend)
+        for row in range(3):
+            of_row = (each[row : row + 1] for each in listed)
+            alone = request_blocks(apart.of_row(row), ListedBlocks(*of_row, page_tables, 2, 1), ints([turn]), backend)
+            count = int(alone.counts)
+            assert (count, int(alone.overflow)) == (int(done.counts[row]), int(done.overflow[row]))
+            assert torch.equal(alone.pages[0, :count], done.pages[row, :count])
+    assert all(torch.equal(a, b) for a, b in pairs(together, apart))
+    assert int(together.hand.max()) > 0
+
+
 # The kernels against the reference
 
 

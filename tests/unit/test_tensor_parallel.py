@@ -48,6 +48,7 @@ from tests.books import random_tokens as tokens
 from tests.plans import bundled_plan
 from tests.settings import target_settings
 from tests.unit.quantized_forms import BLOCKS, by_block
+from tests.unit.test_minicpm import CONFIG, save
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
@@ -235,18 +236,38 @@ def test_a_mixture_of_experts_over_two_ranks(tmp_path: Path) -> None:
     shutil.copytree(models.TARGET, model, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = SIZES | MIXTURE | {"vocab_size": 4096, "attention_bias": False, "initializer_range": 0.2}
     transformers.Qwen3MoeConfig(**sizes).save_pretrained(model)
-    settings = replace(SETTINGS, model=str(model), draft="none", load_format="dummy", kv_tokens=512, max_context=200)
+    check_logits_of_two_ranks(replace(SETTINGS, model=str(model), draft="none", load_format="dummy"), (70, 1))
+
+
+def test_a_model_that_chooses_blocks_over_two_ranks(tmp_path: Path) -> None:
+    """From 160 tokens on each rank chooses for its own KV heads; the GPUs have room for 320 of 342 tokens."""
+    model = tmp_path / "model"
+    shutil.copytree(models.TARGET, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    save(model, CONFIG | {"vocab_size": 4096})
+    tiered = replace(SETTINGS, model=str(model), draft="none", kv_tokens=320, host_kv_memory=0.001)
+    totals = check_logits_of_two_ranks(tiered, (200, 100, 1, 40, 1))
+    assert totals["kv_fetched_pages"] > 0
+
+
+def check_logits_of_two_ranks(settings: TargetSettings, counts: tuple[int, ...]) -> dict[str, float]:
+    """Compare the logits of inputs of these numbers of tokens, after one another, with those of one rank without tiers.
+
+    Returns the counters of tiers over two ranks.
+    """
+    settings = replace(settings, max_context=400)
     processes, found = RankProcesses(settings), []
-    alone, split = open_model(replace(settings, tensor_parallel_size=1)).runner, opened(processes, settings).runner
+    alone = open_model(replace(settings, tensor_parallel_size=1, kv_tokens=512, host_kv_memory=0.0)).runner
+    split = opened(processes, settings).runner
     for runner in (alone, split):
         kv = SequenceKV()
-        outputs = [runner.forward([SequenceInput(kv, tokens(count, count), "all")])[0] for count in (70, 1)]
+        outputs = [runner.forward([SequenceInput(kv, tokens(count, count), "all")])[0] for count in counts]
         found.append([output.logits for output in outputs])
     processes.stop()
     for one, two in zip(*found, strict=True):
         assert one is not None
         assert one.std() > 0.1
         torch.testing.assert_close(two, one, atol=2e-3, rtol=1e-3)
+    return split.kv.totals
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=TWO_GPUS)]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specahead.engine.kv.fetch import FetchPlan
+from specahead.engine.kv.fetch import ChosenFetches, FetchPlan
 from specahead.engine.kv.group_means import GroupMeanPool, make_means
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zeros, pages_for
 from specahead.engine.kv.pool import PagePool
@@ -37,8 +37,8 @@ class KVCache:
     scales: those of all layers, if pages are in 8 bits (specahead.kernels.kv_scales); else None.
     dtype: of keys and values before they are written, and of queries.
     addresses: of the pages, [2, layers] int64 on the device.
-    page_means: of each layer [pages, kv_heads, head_dim], the mean key of each full page (kernels.page_means), for a
-        model that chooses blocks by itself; else None.
+    page_means: of each layer [pages, kv_heads, head_dim], the mean key of each full page (kernels.page_means), by page
+        number, for a model that chooses blocks by itself; else None.
     ranks: that run the model together; the pages hold the KV heads of this one, and page numbers are rank 0's.
     pool: of page numbers, which block tables name.
     """
@@ -66,7 +66,7 @@ class KVCache:
         of_values = (PAGE_SIZE, head_dim) if scales is None else (head_dim, PAGE_SIZE)
         self.k_pages = [kv_zeros((*pages, PAGE_SIZE, head_dim), held, device) for _ in range(num_layers)]
         self.v_pages = [kv_zeros((*pages, *of_values), held, device) for _ in range(num_layers)]
-        of_means = (*pages, head_dim)
+        of_means = num_pages, kv_heads, head_dim
         self.page_means = [kv_zeros(of_means, dtype, device) for _ in range(num_layers)] if page_means else None
         self.dtype, self.scales = dtype, scales
         self.addresses = page_addresses(self.k_pages, self.v_pages).to(device)
@@ -135,10 +135,18 @@ class KVCache:
         """
         return None
 
-    def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
+    def fetch_chosen(self, page_tables: Tensor, round: Tensor) -> ChosenFetches | None:
+        """Return what fetches the blocks that each layer of a step chooses; None if all KV always lies on the GPU.
+
+        The arguments are those of specahead.engine.kv.fetch.ChosenFetches.
+        """
+        return None
+
+    def count_step(self, results: Mapping[str, np.ndarray]) -> bool:
         """Count the pages that a step fetched; return whether all listed pages found room. If not, the step is void.
 
-        results: `listed`, `fetched`, `overflow` [1] and `missed` [sequences] int32 (engine.kv.fetch.FetchPlan).
+        results: numbers of pages, int32: `listed`, `fetched` and `overflow`, which found no room, [1]; `missed`, of
+        listed blocks that were not wholly there before, [sequences].
         """
         return True
 
@@ -287,7 +295,7 @@ class KVCache:
     def zero_pages(self, places: np.ndarray) -> None:
         """Zero pages in `k_pages` and `v_pages`, by their indices there."""
         index = torch.from_numpy(places).long().to(self.device)
-        for tensor in (*self.k_pages, *self.v_pages, *(self.page_means or ())):
+        for tensor in (*self.k_pages, *self.v_pages):
             as_bytes(tensor).index_fill_(0, index, 0)
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:

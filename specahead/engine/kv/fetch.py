@@ -1,6 +1,11 @@
-"""How a sparse pass reads KV in tiers: it requests the pages that it lists, and each layer waits for its own."""
+"""How a sparse pass reads KV in tiers: it requests the pages that it lists, and each layer waits for its own.
 
-from dataclasses import dataclass
+A model that chooses blocks by itself knows the lists of a layer only when it comes to the layer. What the last round
+chose is still in cache lines then, unless others needed the lines since.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,21 +13,34 @@ from torch import Tensor
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.kv.tier_memory import PROGRAMS, TierMemory, run_beside
 from specahead.kernels.backends import Backend
-from specahead.kernels.kv_gather import gather_layers, wait_for_layer
+from specahead.kernels.kv_gather import gather_blocks, gather_layers, wait_for_layer
+from specahead.kernels.paged_attention import BlockLists
 from specahead.kernels.residency import ListedBlocks, Transfers, count_missing_blocks, find_block_lines, request_blocks
 
 
 @dataclass
-class FetchPlan:
-    """The lists of one sparse pass, of all layers. It must be kept until the last layer has waited."""
+class Requested:
+    """Listed pages that have been requested from the residency tables, of all layers of a pass or of one."""
 
     lines: Tensor
     """[layers, sequences, kv_heads, width * pages of a block] int32, the cache lines of the listed pages, which are
-    filled when `wait` has returned for the layer."""
-    tallies: Tensor
-    """[3 + sequences] int32: the other four, so that ranks add them up at once."""
+    filled once the missing ones are copied."""
+    counts: Tensor
+    """[layers, sequences, kv_heads] int32, listed blocks."""
+    block_pages: int
+    """Pages of a block."""
+    missed: Tensor
+    """[sequences] int32, listed blocks that were not wholly in cache lines before."""
     transfers: Transfers
-    """The pages that are copied from the backing store."""
+    """The pages that are copied from the backing store. If some found no cache line, the pass is void."""
+
+
+@dataclass
+class FetchPlan(Requested):
+    """The lists of one sparse pass, of all layers. It must be kept until the last layer has waited."""
+
+    tallies: Tensor
+    """[3 + sequences] int32, as `tally` has them."""
     done: Tensor
     """[layers] int32, how many programs have finished each layer."""
     backend: Backend
@@ -30,24 +48,9 @@ class FetchPlan:
     """The end of all copies; None on a CPU."""
 
     @property
-    def listed(self) -> Tensor:
-        """[1] int32, listed blocks of all layers and KV heads."""
-        return self.tallies[0:1]
-
-    @property
-    def fetched(self) -> Tensor:
-        """[1] int32, pages that are copied from the backing store."""
-        return self.tallies[1:2]
-
-    @property
     def overflow(self) -> Tensor:
         """[1] int32, listed pages that found no cache line. If there are any, the pass is void."""
         return self.tallies[2:3]
-
-    @property
-    def missed(self) -> Tensor:
-        """[sequences] int32, listed blocks that were not wholly in cache lines before."""
-        return self.tallies[3:]
 
     def wait(self, index: int) -> None:
         """Have the current stream wait until this layer's pages are there; to be called once for each layer."""
@@ -57,30 +60,78 @@ class FetchPlan:
 
 
 def request_listed(
-    memory: TierMemory, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
-) -> FetchPlan:
-    """Request all pages that a pass lists; `start_copies` copies those that are missing.
+    memory: TierMemory,
+    lists: Tensor,
+    counts: Tensor,
+    block_size: int,
+    page_tables: Tensor,
+    round: Tensor,
+    layer: int | None = None,
+) -> Requested:
+    """Request all pages that a pass lists, or one layer of it. Launches only: works inside a CUDA graph.
 
     lists: [layers, sequences, kv_heads, width] int32 blocks.
     counts: [layers, sequences, kv_heads] int32.
     block_size: tokens of a block, whole pages.
     page_tables: [sequences, max_pages] int32, page numbers.
     round: [1] int32, the number of this step (KVCache.next_round).
-    Launches only: works inside a CUDA graph.
+    layer: the one that has lists; None: all have.
     """
+    tables = memory.tables if layer is None else memory.tables.of_row(layer)
     listed = ListedBlocks(lists, counts, page_tables, memory.kv_heads, block_size // PAGE_SIZE)
-    missed = count_missing_blocks(memory.tables, listed, memory.backend)
-    transfers = request_blocks(memory.tables, listed, round, memory.backend)
+    missed = count_missing_blocks(tables, listed, memory.backend)
+    transfers = request_blocks(tables, listed, round, memory.backend)
     # Line 0 where there is none, since attention may look there.
-    lines = find_block_lines(memory.tables, listed, memory.backend, absent=0)
-    sums = [part.sum(dtype=torch.int32).view(1) for part in (counts, transfers.counts, transfers.overflow)]
-    done = torch.zeros(len(lists), dtype=torch.int32, device=memory.device)
-    return FetchPlan(lines, torch.cat([*sums, missed]), transfers, done, memory.backend)
+    lines = find_block_lines(tables, listed, memory.backend, absent=0)
+    return Requested(lines, counts, listed.pages_per_block, missed, transfers)
 
 
-def start_copies(memory: TierMemory, plan: FetchPlan) -> FetchPlan:
-    """Copy the missing pages layer by layer, beside the current stream; return the plan. Launches only."""
-    transfers = plan.transfers
-    copying = transfers.pages, transfers.lines, transfers.counts, plan.done, PROGRAMS, memory.backend
-    plan.ended = run_beside(memory.link, lambda: gather_layers(memory.copies, *copying))
-    return plan
+def tally(requests: Sequence[Requested]) -> Tensor:
+    """Count the pages of all requests of a pass, in one tensor so that ranks add them up at once.
+
+    Returns [3 + sequences] int32: pages of listed blocks; pages that are copied; pages that found no cache line; and of
+    each sequence, pages of the listed blocks that were not wholly in cache lines before.
+    """
+    transfers, pages = [each.transfers for each in requests], requests[0].block_pages
+    listed = torch.cat([each.counts.flatten() for each in requests]).sum() * pages
+    copied = torch.cat([each.counts for each in transfers]).sum()
+    overflow = torch.cat([each.overflow for each in transfers]).sum()
+    missed = torch.stack([each.missed for each in requests]).sum(0) * pages
+    return torch.cat([torch.stack([listed, copied, overflow]), missed]).int()
+
+
+def start_copies(memory: TierMemory, requested: Requested) -> FetchPlan:
+    """Copy the missing pages layer by layer, beside the current stream. Launches only."""
+    transfers, done = requested.transfers, torch.zeros(len(requested.lines), dtype=torch.int32, device=memory.device)
+    copying = transfers.pages, transfers.lines, transfers.counts, done, PROGRAMS, memory.backend
+    ended = run_beside(memory.link, lambda: gather_layers(memory.copies, *copying))
+    return FetchPlan(**vars(requested), tallies=tally([requested]), done=done, backend=memory.backend, ended=ended)
+
+
+class ChosenFetches:
+    """Fetches the blocks of a layer once its queries have chosen them. Launches only: works inside a CUDA graph.
+
+    page_tables: [sequences, max_pages] int32, page numbers. round: [1] int32, the number of this step. `requests` has
+    what each layer that has run requested; the step is void if pages of any of them found no cache line.
+    """
+
+    def __init__(self, memory: TierMemory, page_tables: Tensor, round: Tensor) -> None:
+        self.requests: list[Requested] = []
+        self._memory, self._page_tables, self._round = memory, page_tables, round
+
+    def __call__(self, layer: int, blocks: BlockLists) -> BlockLists:
+        """Bring the blocks that a layer reads to cache lines; return them with their lines."""
+        memory, lists, counts = self._memory, blocks.lists[None], blocks.counts[None]
+        requested = request_listed(memory, lists, counts, blocks.block_size, self._page_tables, self._round, layer)
+        copied, copies = requested.transfers, memory.copies
+        gather_blocks(
+            copies.sources[layer],
+            copies.destinations[layer],
+            copied.pages[0],
+            copied.lines[0],
+            copied.counts,
+            4 * PROGRAMS,  # nothing else runs while a layer's pages are awaited
+            memory.backend,
+        )
+        self.requests.append(requested)
+        return replace(blocks, slots=requested.lines[0])

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specahead.engine.kv.backing_store import BackingStore
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.fetch import FetchPlan, request_listed, start_copies
+from specahead.engine.kv.fetch import ChosenFetches, FetchPlan, request_listed, start_copies
 from specahead.engine.kv.gpu_pages import GpuPages
 from specahead.engine.kv.host_memory import host_zeros
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
@@ -60,10 +60,12 @@ class TieredKV(KVCache):
         device: torch.device | str = "cpu",
         ranks: Ranks = ALONE,
         scales: KVScales | None = None,
+        page_means: bool = False,
     ) -> None:
         """gpu_pages: how many pages lie on the GPU at once. pages: how many the backing store has.
 
-        longest: the most tokens of a sequence; staged reads have room for them. ranks, scales: as for KVCache.
+        longest: the most tokens of a sequence; staged reads have room for them. ranks, scales, page_means: as for
+        KVCache; means of all pages lie on the GPU.
         Raises ValueError for sizes that do not fit, MemoryError if the host has no room.
         """
         device = torch.device(device)
@@ -74,7 +76,8 @@ class TieredKV(KVCache):
             )
         if not 0 < gpu_pages <= pages:
             raise ValueError(f"{gpu_pages} GPU pages for {pages} pages in the backing store: expected 1 to {pages}")
-        super().__init__(num_layers, kv_heads, head_dim, pages, dtype, device, gpu_pages, ranks, scales)
+        of_gpu = dtype, device, gpu_pages, ranks, scales, page_means
+        super().__init__(num_layers, kv_heads, head_dim, pages, *of_gpu)
         self._freed: list[int] = []
         self.pool.freed = self._freed
         stored = self._make_store(num_layers, (pages, kv_heads, PAGE_SIZE, head_dim), self.k_pages[0].dtype)
@@ -170,7 +173,8 @@ class TieredKV(KVCache):
 
     def _offer(self, sequence: SequenceKV, count: int) -> None:
         """Offer the first `count` pages of a sequence to the store."""
-        self.store.offer(sequence.table()[sequence.stored : count], sequence.dense)
+        dense = sequence.dense and self.page_means is None  # else it reads the blocks that each layer chooses
+        self.store.offer(sequence.table()[sequence.stored : count], dense)
         sequence.stored = max(sequence.stored, count)
 
     def _copy_to_store(self) -> None:
@@ -224,14 +228,16 @@ class TieredKV(KVCache):
         self.ranks.sum(plan.tallies)  # a pass that is void on one rank is void on all
         return plan
 
-    def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
+    def fetch_chosen(self, page_tables: Tensor, round: Tensor) -> ChosenFetches | None:
+        return ChosenFetches(self.memory, page_tables, round)
+
+    def count_step(self, results: Mapping[str, np.ndarray]) -> bool:
         overflow = int(results["overflow"][0])
         self.counters.fetched_pages += int(results["fetched"][0])
         self.counters.overflow_pages += overflow
         if overflow:
             return False
-        hits = int(results["listed"][0]) - int(results["missed"].sum())
-        self.counters.hit_pages += hits * (block_size // PAGE_SIZE)
+        self.counters.hit_pages += int(results["listed"][0]) - int(results["missed"].sum())
         return True
 
     def stage(self, sequences: list[SequenceKV]) -> Iterator[StagedReads]:

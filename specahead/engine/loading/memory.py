@@ -106,7 +106,7 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
     memory = _device_memory(settings, device)
     if settings.host_kv_memory:
         memory -= _bytes_beside_pages(settings, shape, dtype)
-        a_token = own
+        a_token = _bytes_in_pages(shape, dtype, settings.kv_cache_dtype)
     most = math.ceil(settings.max_sessions * (context + 2 * PAGE_SIZE) / (1 - KEPT_SHARE))
     tokens = min(max(0, int(memory / a_token)), most)
     if device != "cpu":
@@ -127,7 +127,7 @@ def backing_store_tokens(settings: ModelSettings, shape: ModelShape, dtype: torc
     shape: of one rank, each of which has an equal part of that memory.
     """
     part = settings.host_kv_memory * 2**30 / settings.tensor_parallel_size
-    return int(part / bytes_of_token(shape, dtype, settings.kv_cache_dtype))
+    return int(part / _bytes_in_pages(shape, dtype, settings.kv_cache_dtype))
 
 
 def context_of(settings: ModelSettings, shape: ModelShape) -> int:
@@ -160,21 +160,29 @@ def bytes_of_token(shape: ModelShape, dtype: torch.dtype, kv_cache_dtype: KVCach
 
     dtype: the model's.
     """
+    return _bytes_in_pages(shape, dtype, kv_cache_dtype) + _bytes_of_means(shape, dtype)
+
+
+def _bytes_in_pages(shape: ModelShape, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype) -> int:
     size = EIGHT_BITS.itemsize if kv_cache_dtype == "fp8" else dtype.itemsize
-    keys = shape.num_layers * shape.num_kv_heads * shape.head_dim
-    return 2 * keys * size + (keys * dtype.itemsize // PAGE_SIZE if shape.chooses_blocks else 0)
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * size
+
+
+def _bytes_of_means(shape: ModelShape, dtype: torch.dtype) -> int:
+    """Return how many bytes the mean keys of pages take for each token (kernels.page_means)."""
+    return _bytes_in_pages(shape, dtype, "auto") // (2 * PAGE_SIZE) if shape.chooses_blocks else 0
 
 
 def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> float:
     """Return how many bytes KV with a backing store takes on the device beside its GPU pages.
 
     They hold two layers of one sequence, which dense passes bring together; the tables that say where each page lies;
-    and group means.
+    group means; and the mean keys of all pages.
     """
-    of_layer = bytes_of_token(shape, dtype, settings.kv_cache_dtype) / shape.num_layers
+    of_layer = _bytes_in_pages(shape, dtype, settings.kv_cache_dtype) / shape.num_layers
     backing = backing_store_tokens(settings, shape, dtype)
     heads = shape.num_layers * shape.num_kv_heads
     tables = backing / PAGE_SIZE * heads * (4 + 10)  # of a page and, at most, of a cache line
     means = 3 * 4 * backing / settings.group_size * heads * shape.head_dim if settings.group_size else 0.0
     staged = 2 * (context_of(settings, shape) + MAX_OVERHANG) * of_layer
-    return staged + tables + means
+    return staged + tables + means + backing * _bytes_of_means(shape, dtype)

@@ -214,10 +214,6 @@ def _check_settings(settings: ModelSettings, dtype: torch.dtype, device: str) ->
     held, ranks = storage_of(config, settings.quantization), settings.tensor_parallel_size
     check_ranks(settings.model, config, device, ranks)
     shape = read_shape(config)
-    if settings.host_kv_memory and shape.chooses_blocks:
-        raise NotImplementedError(
-            f"{settings.model}: host_kv_memory is not built for a model that chooses blocks by itself: leave it out"
-        )
     if settings.kv_cache_dtype == "fp8":
         check_eight_bit_kv(settings.model, device)
     check_storage(config, held, dtype, device, ranks)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.loading.checkpoint import Checkpoint
-from specahead.engine.model.families import FAMILIES, Shapes, block_rule, head_dim, inner_size, weight_shapes
+from specahead.engine.model.families import FAMILIES, Shapes, head_dim, inner_size, weight_shapes
 from specahead.engine.parallel.ranks import Ranks
 
 _EXPERTS = "experts"
@@ -25,8 +25,6 @@ def unbuilt_in_ranks(config: Any, count: int) -> str | None:
     family = FAMILIES[config.model_type]
     if family.normed == "all heads":
         return "norms over all heads together"
-    if block_rule(config) is not None:
-        return "attention that chooses blocks by itself"
     sizes = {
         "KV heads": config.num_key_value_heads,
         "heads": config.num_attention_heads,

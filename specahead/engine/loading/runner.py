@@ -43,4 +43,4 @@ def _make_kv(
     if not backing_tokens:
         return KVCache(*of_model, pages, *of_weights, ranks=ranks, scales=scales, page_means=chooses)
     backing = backing_tokens // PAGE_SIZE
-    return TieredKV(*of_model, min(pages, backing), backing, longest, *of_weights, ranks, scales)
+    return TieredKV(*of_model, min(pages, backing), backing, longest, *of_weights, ranks, scales, chooses)

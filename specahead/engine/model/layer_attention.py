@@ -97,6 +97,8 @@ class ChosenPart:
     """Which rows of the pass."""
     rows: Rows
     """The sequences whose queries share a choice; where each query chooses for itself, it is a sequence of its own."""
+    numbers: Tensor
+    """[sequences, pages] int32, the number of each page, at which its mean key lies."""
     choosers: Tensor | None
     """[sequences] int64, the row of each sequence that chooses, within the part; None: the only one that it has."""
     choice: Choice
@@ -107,14 +109,21 @@ class ChosenPart:
 class ChosenReads:
     """The reads of a model whose own attention chooses the blocks of each layer."""
 
+    keys: list[Tensor]
+    """Of each layer, the pages that new keys are written to (`KVCache.k_pages`)."""
     means: list[Tensor]
     """Of each layer, the mean keys of full pages (`KVCache.page_means`)."""
     slots: Tensor
     """[rows] int64, where the new keys of the pass lie."""
+    numbers: Tensor
+    """[rows] int64, the number of the page of each new key."""
     parts: list[ChosenPart]
     """They cover the pass; empty: all sequences are so short that everything is read."""
     tuning: Tuning | None = None
     """How attention is cut; None: as is fastest."""
+    found: Callable[[int, BlockLists], BlockLists] | None = None
+    """Called with a layer's number and what it chose, before that is read; returns where that lies. None: in the pages
+    that block tables name."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +166,9 @@ class LayerAttention:
 
     def __call__(self, layer: int, queries: Tensor) -> Tensor:
         if self.chosen is not None:
-            means, scales = self.chosen.means[layer], self._scales(layer)
-            write_page_means(self.pages(layer)[0], means, self.chosen.slots, self.backend, scales)
+            chosen, scales = self.chosen, self._scales(layer)
+            of_layer = chosen.keys[layer], chosen.means[layer]
+            write_page_means(*of_layer, chosen.slots, chosen.numbers, self.backend, scales)
         if layer == self.unread:
             return queries
         if self.chosen is not None and self.chosen.parts:
@@ -166,9 +176,11 @@ class LayerAttention:
         at = None if self.listed is None else self.listed.index.get(layer)
         return self._dense(layer, queries) if at is None else self._listed(layer, at, queries)
 
-    def _batch(self, layer: int, queries: Tensor, rows: Rows | None = None) -> Batch:
+    def _batch(
+        self, layer: int, queries: Tensor, rows: Rows | None = None, pages: tuple[Tensor, Tensor] | None = None
+    ) -> Batch:
         rows = rows or self.rows
-        keys, values = self.pages(layer)
+        keys, values = pages or self.pages(layer)
         of_rows = rows.tables, rows.lengths, rows.starts, self.heads.scale, rows.most, rows.visible
         return Batch(queries, keys, values, *of_rows, self._scales(layer))
 
@@ -207,13 +219,15 @@ class LayerAttention:
         return paged_attention(batch, blocks, means, **how)
 
     def _chosen(self, layer: int, queries: Tensor, chosen: ChosenReads) -> Tensor:
-        outs = []
+        outs, pages = [], self.pages(layer)
         for part in chosen.parts:
             rows, own, scale = part.rows, queries[part.queries], self.heads.scale
             choosing = own if part.choosers is None else own[part.choosers]
-            blocks = choose_blocks(choosing, chosen.means[layer], rows.tables, part.choice, scale, self.backend)
+            blocks = choose_blocks(choosing, chosen.means[layer], part.numbers, part.choice, scale, self.backend)
+            if chosen.found is not None:
+                blocks = chosen.found(layer, blocks)
             work = plan_reads(self.heads, rows, self.backend, chosen.tuning, blocks)
-            outs.append(paged_attention(self._batch(layer, own, rows), blocks, None, self.backend, work))
+            outs.append(paged_attention(self._batch(layer, own, rows, pages), blocks, None, self.backend, work))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

@@ -37,6 +37,10 @@ def make_buffers(
     layout = _rows_layout(shape.sequences, shape.rows, shape.pages) | _logits_layout(shape, logits_rows)
     if reads_states:
         layout["state_slots"] = (shape.rows,), torch.int64
+    if kv.offloads and kv.page_means is not None:
+        # The number of each token's page, and of each page of a sequence: block tables may name other places.
+        layout["numbers"] = (shape.rows,), torch.int64
+        layout["number_tables"] = (shape.sequences, shape.pages), torch.int32
     if shape.read.is_sparse:
         layout |= _budget_layout(shape, kv)
     of_sequence = (shape.sequences,), torch.int32
@@ -139,7 +143,7 @@ def _results_layout(shape: PassShape) -> Layout:
         layout["alternative"] = of_sequence
     if shape.drafts:
         layout["drafted"] = (shape.sequences, shape.drafts), torch.int32
-    if shape.read.fetches:  # as specahead.engine.kv.fetch.FetchPlan has them, summed
+    if shape.read.fetches:  # as KVCache.count_step takes them
         layout |= dict.fromkeys(("listed", "fetched", "overflow"), ((1,), torch.int32))
         layout["missed"] = of_sequence
     return layout

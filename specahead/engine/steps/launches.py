@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.fetch import FetchPlan
+from specahead.engine.kv.fetch import ChosenFetches, FetchPlan, tally
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.head import DraftHead, StateTap
 from specahead.engine.model.layer_attention import BlockMemory, LayerAttention, LayerPages, Rows, plan_reads
@@ -52,7 +52,7 @@ def run_pass(
     if shape.shares_out:
         _share_out(given, shape, kv)
     fetched = None
-    if shape.read.fetches:
+    if shape.read.fetches and shape.read.is_sparse:
         fetched = kv.fetch_plan(
             given["lists"], given["counts"], shape.read.block_size, given["block_tables"], given["round"]
         )
@@ -60,10 +60,11 @@ def run_pass(
         drafted = draft_for_itself(drafting or decoder, kv, shape, given, attention, fetched)
         buffers.results.device["drafted"].copy_(drafted)
     if fetched is not None:
-        _leave_fetched(buffers, fetched)
+        _leave_fetched(buffers, fetched.tallies)
     if shape.drafts_alone:
         return
-    attend = _attention_of(decoder, kv, shape, given, attention, fetched, prompts)
+    chosen = kv.fetch_chosen(given["block_tables"], given["round"]) if shape.fetches_chosen else None
+    attend = _attention_of(decoder, kv, shape, given, attention, fetched, chosen, prompts)
     attend.pages = layer_pages or kv.layer_pages
     logits_rows = given.get("logits_rows")
     if logits_rows is not None and not len(logits_rows) and attend.weights is None:
@@ -76,6 +77,8 @@ def run_pass(
         given["token_ids"], given["positions"], given["slots"], kv.k_pages, kv.v_pages, attend, logits_rows,
         kv_scales=kv.scales, **how,
     )  # fmt: skip
+    if chosen is not None:
+        _leave_fetched(buffers, kv.ranks.sum(tally(chosen.requests)))
     read_weights = attend.weights if isinstance(attend.weights, Tensor) else None
     _leave_results(shape, buffers, read_weights, fetched, kv, chain, tap)
 
@@ -118,6 +121,7 @@ def _attention_of(
     given: dict[str, Tensor],
     attention: Backend,
     fetched: FetchPlan | None,
+    chosen: ChosenFetches | None,
     prompts: PromptReads | None,
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
@@ -127,7 +131,7 @@ def _attention_of(
     tuning = pinned_tuning(heads.dim, heads.group, shape.most_rows, eight_bit) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention, prompts=prompts)
     if decoder.block_rule is not None:
-        attend.chosen = chosen_reads(decoder.block_rule, kv, shape, given, tuning)
+        attend.chosen = chosen_reads(decoder.block_rule, kv, shape, given, chosen, tuning)
         if attend.chosen.parts:
             return attend
     if shape.read.weighs or (prompts is None and (not shape.read.is_sparse or shape.read.dense_layers)):
@@ -144,13 +148,15 @@ def _attention_of(
     return attend
 
 
-def _leave_fetched(buffers: Buffers, fetched: FetchPlan) -> None:
-    """Write how much was listed and fetched to the results, and whether the GPU had room for it."""
+def _leave_fetched(buffers: Buffers, tallies: Tensor) -> None:
+    """Write how many pages were listed and fetched to the results, and how many found no room on the GPU.
+
+    tallies: of all ranks (specahead.engine.kv.fetch.tally).
+    """
     results = buffers.results.device
-    results["listed"].copy_(fetched.listed)
-    results["overflow"].copy_(fetched.overflow)
-    results["fetched"].copy_(fetched.fetched)
-    results["missed"].copy_(fetched.missed)
+    for index, name in enumerate(("listed", "fetched", "overflow")):
+        results[name].copy_(tallies[index : index + 1])
+    results["missed"].copy_(tallies[3:])
 
 
 def _leave_results(

@@ -3,7 +3,7 @@
 import numpy as np
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.pages import SequenceKV, slots_of
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, slots_of
 from specahead.engine.sampling.distributions import USE_ACCEPT, USE_DRAFT, USE_TARGET, uniforms
 from specahead.engine.sampling.judging import lay_out_verdicts
 from specahead.engine.staging import Buffers, Staging
@@ -135,6 +135,10 @@ def lay_out_rows(
         here = slice(row, row + len(tokens))
         host["token_ids"][here], host["positions"][here] = tokens, at
         host["slots"][here] = slots_of(pages, at)
+        if "numbers" in host:
+            numbers = kv.table()
+            host["numbers"][here] = numbers[at // PAGE_SIZE]
+            host["number_tables"][i, : len(numbers)] = numbers
         host["block_tables"][i, : len(pages)] = pages if tables is None else tables[i]
         host["lengths"][i] = start + len(tokens)
         host["query_starts"][i] = row

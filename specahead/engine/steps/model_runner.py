@@ -300,8 +300,7 @@ class ModelRunner(TargetOrDraftRunner):
         elif self.chains_steps and item.drafted and item.read is None and len(item.tokens) == 1:
             turns = 0, 1, 2
         shapes = [replace(shape, turn=turn) for turn in turns]
-        read = shape.read
-        if item.drafted and (shape.drafts or not read.weighs) and self.kv.can_fetch(read.dense_layers, read.block_size):
+        if item.drafted and (shape.drafts or not shape.read.weighs) and self._passes.can_fetch(shape):
             shapes.append(shape.reading(fetches=True))
         return shapes
 

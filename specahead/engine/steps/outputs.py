@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.judging import judge_by_rules
 from specahead.engine.staging import Buffers
@@ -60,7 +61,7 @@ def read_outputs(
     outputs = read_results(results, inputs)
     if shape.read.fetches:
         for output, missed in zip(outputs, results["missed"].tolist(), strict=False):
-            output.tokens_fetched = missed * shape.read.block_size
+            output.tokens_fetched = missed * PAGE_SIZE
     if shape.drafts:
         _take_supports(buffers, shape, inputs)
     if shape.drafts_alone:

@@ -103,6 +103,15 @@ class PassRunner:
         else:
             buffers.tensors["logits"] = self._logits[: logits.numel()].view(logits.shape).copy_(logits)
 
+    def can_fetch(self, shape: PassShape) -> bool:
+        """Return whether a step of a shape can fetch what it reads, where that is not on the GPU.
+
+        Where each token chooses blocks for itself, a sequence is brought to the GPU whole: together they choose most.
+        """
+        if shape.choosers is Choosers.NONE:
+            return self._kv.can_fetch(shape.read.dense_layers, shape.read.block_size)
+        return self._kv.offloads and shape.choosers is Choosers.FIRST
+
     def run_fetching(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
         """Run the step of a shape that fetches. Return None if the GPU has no room for all listed pages: the step
         is then void, and the caller has to run its inputs again.
@@ -112,7 +121,7 @@ class PassRunner:
         self._run_step(step, shape)
         compare(step.buffers, shape, inputs)
         results = step.buffers.results.fetch()
-        if not self._kv.count_step(results, shape.read.block_size):
+        if not self._kv.count_step(results):
             return None
         return read_outputs(step.buffers, shape, inputs, self._kv, results)
 

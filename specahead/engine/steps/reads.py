@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.fetch import FetchPlan
+from specahead.engine.kv.fetch import ChosenFetches, FetchPlan
+from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.layer_attention import ChosenPart, ChosenReads, Heads, ListedReads, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
@@ -49,31 +50,39 @@ def listed_reads(
 
 
 def chosen_reads(
-    rule: BlockRule, kv: KVCache, shape: PassShape, given: dict[str, Tensor], tuning: Tuning | None = None
+    rule: BlockRule,
+    kv: KVCache,
+    shape: PassShape,
+    given: dict[str, Tensor],
+    fetches: ChosenFetches | None = None,
+    tuning: Tuning | None = None,
 ) -> ChosenReads:
     """Return the reads of a model that chooses blocks by itself, as the shape says who chooses."""
     assert kv.page_means is not None
-    parts = _choosing_parts(rule, kv.kv_heads, shape, given)
-    return ChosenReads(kv.page_means, given["slots"], parts, tuning)
+    parts, slots = _choosing_parts(rule, kv.kv_heads, shape, given), given["slots"]
+    numbers = given["numbers"] if "numbers" in given else slots.div(PAGE_SIZE, rounding_mode="floor")
+    return ChosenReads(kv.k_pages, kv.page_means, slots, numbers, parts, tuning, fetches)
 
 
 def _choosing_parts(rule: BlockRule, kv_heads: int, shape: PassShape, given: dict[str, Tensor]) -> list[ChosenPart]:
     """Cut a pass into parts: one where first tokens choose for others, else each of few enough tokens."""
     starts, lengths, tables = given["query_starts"], given["lengths"], given["block_tables"]
+    numbers = given.get("number_tables", tables)
     if shape.choosers is Choosers.NONE:
         return []
     if shape.choosers is Choosers.FIRST:
         rows = Rows(starts, lengths, tables, shape.queries)
         seen = (lengths - starts.diff() + 1).clamp(max=lengths)
         choice = plan_choice(rule, seen, lengths, kv_heads, shape.queries)
-        return [ChosenPart(slice(None), rows, starts[:-1].clamp(max=shape.rows - 1).long(), choice)]
+        return [ChosenPart(slice(None), rows, numbers, starts[:-1].clamp(max=shape.rows - 1).long(), choice)]
     row = torch.arange(shape.rows + 1, dtype=torch.int32, device=starts.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), row[:-1], right=True).clamp(max=shape.sequences - 1)
     seen = (given["positions"] + 1).where(given["slots"] >= 0, 0).int()
     parts = []
     for first in range(0, shape.rows, CHOOSING_AT_ONCE):
         here = slice(first, min(shape.rows, first + CHOOSING_AT_ONCE))
-        own = seen[here]
-        rows = Rows(row[: len(own) + 1], own, tables[sequence[here]], 1)
-        parts.append(ChosenPart(here, rows, None, plan_choice(rule, own, own, kv_heads, 1)))
+        own, of_rows = seen[here], tables[sequence[here]]
+        rows = Rows(row[: len(own) + 1], own, of_rows, 1)
+        numbered = of_rows if numbers is tables else numbers[sequence[here]]
+        parts.append(ChosenPart(here, rows, numbered, None, plan_choice(rule, own, own, kv_heads, 1)))
     return parts

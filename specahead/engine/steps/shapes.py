@@ -33,7 +33,8 @@ class ReadShape:
     weighs: bool = False
     """Whether the pass reads everything, and the budget's memory takes up what that weighs (SparseRead.drafts)."""
     fetches: bool = False
-    """Whether block tables name pages of the backing store, and listed pages are fetched first."""
+    """Whether block tables name pages of the backing store, and listed pages, or those that a layer's own attention
+    chooses, are fetched before they are read."""
     reports: bool = False
     """Whether the host looks at the lists once the pass has run (SparseRead.report_blocks)."""
 
@@ -97,6 +98,11 @@ class PassShape:
     def alternatives(self) -> int:
         """Alternatives of one sequence, at most."""
         return self.judge.alternatives if self.judge else 0
+
+    @property
+    def fetches_chosen(self) -> bool:
+        """Whether the blocks that each layer chooses by itself are fetched before it reads them."""
+        return self.read.fetches and self.choosers is not Choosers.NONE
 
     @property
     def shares_out(self) -> bool:

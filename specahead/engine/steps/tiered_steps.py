@@ -41,7 +41,7 @@ class TieredSteps:
             for output, tokens in zip(outputs, fetched, strict=True):
                 output.tokens_fetched += tokens
             return outputs
-        if self._can_fetch(shape):
+        if self._passes.can_fetch(shape):
             fetching = self._passes.run_fetching(inputs, shape.reading(fetches=True))
             if fetching is not None:
                 return fetching
@@ -71,7 +71,7 @@ class TieredSteps:
         shape = shape_of(inputs)
         if not shape.drafts:
             return [0] * len(inputs)
-        if self._can_fetch(shape):
+        if self._passes.can_fetch(shape):
             drafted = self._passes.run_fetching(inputs, shape.reading(fetches=True))
             if drafted is not None:
                 return [output.tokens_fetched for output in drafted]
@@ -82,9 +82,6 @@ class TieredSteps:
             assert item.drafted is not None
             del item.tokens[1:], item.drafted.tokens[:]
         return [0] * len(inputs)
-
-    def _can_fetch(self, shape: PassShape) -> bool:
-        return self._kv.can_fetch(shape.read.dense_layers, shape.read.block_size)
 
     def _run_staged(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[SequenceOutput]:
         """Run inputs over whole sequences that are staged on the GPU, in as few passes as there is room for."""

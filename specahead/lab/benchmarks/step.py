@@ -6,13 +6,15 @@ Weights are random, and so is the selection of the imposed share of KV, since on
 import argparse
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from specahead.config.speculation import KVCacheDtype
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.kv.tier_memory import Pages
+from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.staging import Buffers
 from specahead.engine.steps.announcing import Announcer
@@ -22,10 +24,19 @@ from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.round_launches import run_round
 from specahead.engine.steps.shapes import Choosers, JudgeShape, PassShape, ReadShape, RoundShape
 from specahead.kernels.backends import default_backend
+from specahead.kernels.residency import drop_pages
 from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
 from specahead.lab.benchmarks.shapes import GROUP, Shape, random_decoder, random_scales, read_shape_of
 
+Cache = TypeVar("Cache", bound=KVCache)
 BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as of a calibrated plan
+
+
+class _OneStore(TieredKV):
+    """KV in tiers whose layers share a backing store, since contents do not matter."""
+
+    def _make_store(self, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pages]:
+        return super()._make_store(1, shape, dtype) * layers
 
 
 class Bench:
@@ -47,13 +58,9 @@ class Bench:
         self.attention = default_backend(self.device)
         pages = batch * (longest // PAGE_SIZE)
         of_shape = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-        scales, chooses = (
-            random_scales(shape, device) if kv_cache_dtype == "fp8" else None,
-            shape.block_rule is not None,
-        )
-        self.kv = KVCache(*of_shape, pages, torch.bfloat16, device, scales=scales, page_means=chooses)
-        for part in (*self.kv.k_pages, *self.kv.v_pages, *(self.kv.page_means or ())):
-            part.copy_(torch.randn_like(part, dtype=torch.bfloat16))  # what is all alike, selections break by order
+        how: dict[str, Any] = {"page_means": shape.block_rule is not None}
+        how["scales"] = random_scales(shape, device) if kv_cache_dtype == "fp8" else None
+        self.kv = _filled(KVCache(*of_shape, pages, torch.bfloat16, device, **how))
 
     def kv_bytes(self, batch: int, context: int, share: float = 1.0) -> float:
         """Return the bytes of a share of the KV."""
@@ -85,6 +92,32 @@ class Bench:
         read = self.kv_bytes(batch, context, share) + self.kv_bytes(batch, context) / (2 * PAGE_SIZE)
         what = "each choosing blocks" if choosers is Choosers.EACH else "the first choosing blocks for all"
         return self._measure(f"{queries} queries, {what}, {batch} x {context}", shape, buffers, read)
+
+    def fetching(self, batch: int, context: int, queries: int, dropped: float) -> TimedRow:
+        """Time the verification where the first token chooses for all, over tiers whose GPU pages hold half of the KV.
+
+        dropped: share of the pages, chosen or not, that have left the GPU since the step before.
+        """
+        pages, of_kv = context // PAGE_SIZE, (self.kv.num_layers, self.kv.kv_heads, self.kv.k_pages[0].shape[3])
+        sizes = batch * pages // 2, batch * pages, PAGE_SIZE
+        kv = _filled(_OneStore(*of_kv, *sizes, self.kv.dtype, self.device, scales=self.kv.scales, page_means=True))
+        shape = PassShape(batch, batch * queries, queries, pages, choosers=Choosers.FIRST, read=ReadShape(fetches=True))
+        buffers = self._buffers(shape, context, kv=kv)
+        given, leaving = buffers.tensors, torch.zeros(int(dropped * sizes[1]), dtype=torch.int32, device=self.device)
+
+        def run() -> None:
+            drop_pages(kv.memory.tables, leaving.random_(sizes[1]), kv.kv_heads, kv.memory.backend)
+            given["round"] += 1
+            run_pass(self.decoder, kv, shape, buffers, self.attention)
+
+        ms = graph_milliseconds(run, self.repeats)
+        fetched, listed = (int(buffers.results.device[name]) for name in ("fetched", "listed"))
+        what = (
+            f"{queries} queries, the first choosing blocks for all, {fetched / listed:.0%} fetched, {batch} x {context}"
+        )
+        return TimedRow(
+            what, ms, self.floor(listed * self.kv_bytes(1, PAGE_SIZE) / of_kv[0] / of_kv[1], [shape.rows]), None
+        )
 
     def served(self, batch: int, context: int, queries: int, share: float) -> TimedRow:
         """Time a verification of `approximate` sessions: the step shares `share` of all blocks out over layers and
@@ -127,10 +160,12 @@ class Bench:
             given[name].fill_(value)
         return self._measure(what, shape, buffers, read, queries if drafts else 1)
 
-    def _buffers(self, shape: PassShape, context: int, memory: torch.Tensor | None = None) -> Buffers:
-        """Sequences that end at `context`, their pages in random order."""
+    def _buffers(
+        self, shape: PassShape, context: int, memory: torch.Tensor | None = None, kv: KVCache | None = None
+    ) -> Buffers:
+        """Sequences that end at `context`, their pages in random order. kv: in tiers; None: the bench's own."""
         batch, queries, pages = shape.sequences, shape.queries, shape.pages
-        buffers = make_buffers(shape, self.kv, memory)
+        buffers = make_buffers(shape, kv or self.kv, memory)
         given = buffers.tensors
         given["lengths"].fill_(context)
         given["query_starts"].copy_(torch.arange(batch + 1) * queries)
@@ -140,6 +175,11 @@ class Bench:
         given["positions"].copy_(positions.flatten())
         slots = tables.gather(1, positions // PAGE_SIZE) * PAGE_SIZE + positions % PAGE_SIZE
         given["slots"].copy_(slots.flatten())
+        if kv is not None:
+            given["numbers"].copy_(slots.flatten() // PAGE_SIZE)
+            given["number_tables"].copy_(tables)
+            given["slots"] %= len(kv.k_pages[0]) * PAGE_SIZE
+            given["token_ids"].random_(self.shape.vocab_size)
         return buffers
 
     def _measure(self, what: str, shape: PassShape, buffers: Buffers, kv_bytes: float, passes: int = 1) -> TimedRow:
@@ -184,6 +224,13 @@ class Bench:
         return TimedRow(name, ms, self.floor(read, [batch * branches] * (gamma + 1)), None)
 
 
+def _filled(kv: Cache) -> Cache:
+    """Return KV with random numbers in it: what is all alike, selections break by order."""
+    for part in (*kv.k_pages, *kv.v_pages, *(kv.page_means or ())):
+        part.copy_(torch.randn_like(part, dtype=torch.bfloat16))
+    return kv
+
+
 def target_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
     """Measure the steps of a target; the sparse one is set against the dense one."""
     dense = bench.step(batch, context, 5)
@@ -198,6 +245,7 @@ def choosing_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
     each = bench.choosing(batch, context, 4, Choosers.EACH)
     shared = bench.choosing(batch, context, 4, Choosers.FIRST).against(each.milliseconds)
     rows = [bench.choosing(batch, context, 1, Choosers.FIRST), bench.step(batch, context, 4), each, shared]
+    rows += [bench.fetching(batch, context, 4, dropped).against(shared.milliseconds) for dropped in (0.0, 0.2)]
     return [row.named("target: ") for row in rows]
 
 
@@ -242,7 +290,8 @@ def run(flags: argparse.Namespace) -> None:
     note = (
         "rival: of the target's sparse steps our dense step of the same run, of a shared choice of blocks a choice of "
     )
-    note += "each query. Random weights, imposed selection; a model that chooses blocks does so by them"
+    note += "each query, and of one whose blocks are fetched from host memory the same on the GPU. Random weights, "
+    note += "imposed selection; a model that chooses blocks does so by them"
     print(report(head, table, note))
     if flags.json:
         head.write(flags.json, table)

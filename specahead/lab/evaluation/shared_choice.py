@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.pages import pages_for
+from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.engine.model.decoder import Decoder
@@ -159,7 +159,8 @@ def logits_of(loaded: LoadedModel, rule: BlockRule, tokens: Tensor, shared: int)
     attend = LayerAttention(
         heads_of(decoder, kv), Rows(ends, ends[1:], table, length), kv.layer_pages, default_backend(loaded.device)
     )
-    attend.chosen = ChosenReads(kv.page_means, at, _parts(rule, shape.num_kv_heads, table, at, shared))
+    parts = _parts(rule, shape.num_kv_heads, table, at, shared)
+    attend.chosen = ChosenReads(kv.k_pages, kv.page_means, at, at // PAGE_SIZE, parts)
     return decoder.run(tokens, at, at, kv.k_pages, kv.v_pages, attend).float()
 
 
@@ -172,7 +173,7 @@ def _parts(rule: BlockRule, kv_heads: int, table: Tensor, positions: Tensor, sha
         stops = torch.cat((starts[1:], last)).int()
         rows = Rows(torch.cat((starts, last)).int() - first, stops, table.expand(len(starts), -1).contiguous(), shared)
         choice = plan_choice(rule, starts.int() + 1, stops, kv_heads, shared)
-        parts.append(ChosenPart(slice(first, first + len(here)), rows, starts - first, choice))
+        parts.append(ChosenPart(slice(first, first + len(here)), rows, rows.tables, starts - first, choice))
     return parts
 
 
