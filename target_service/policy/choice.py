@@ -249,10 +249,11 @@ class Policy:
             margin += DOUBTED * self.acceptance.standard_error(present.gamma)
         if rates[best] > rates[present] * (1 + margin):
             present = best
-        if self._present != present:
+        before, self._present = self.choice.plan, present  # a plan that was only tried since does not count
+        changes = present != before
+        if changes:
             self._held_in_vain = 0 if present.held else self._held_in_vain
-            self.counters["drafting_pauses"] += bool(self._present.gamma) and not present.gamma
-        changes, self._present = present != self._present, present
+            self.counters["drafting_pauses"] += bool(before.gamma) and not present.gamma
         others = {plan: rate for plan, rate in rates.items() if plan != present}
         second = max(others, key=others.__getitem__, default=None)
         self.choice = Choice(

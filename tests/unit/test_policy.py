@@ -284,6 +284,26 @@ def test_few_rounds_without_luck_do_not_end_proposing() -> None:
     assert policy.choice.plan == PLAIN
 
 
+def test_a_trial_in_vain_is_no_pause() -> None:
+    """Its plan is compared with plain rounds as if it were the present one, and only a choice makes it that."""
+    policy, load = machine(1).policy, Load(1, 2000)
+    tried = policy.options.plans(load)[-1]
+    for kind, seconds in ((kinds_of(tried, load)[0], 0.05), (PLAIN_KIND, 0.01)):
+        for _ in range(20):
+            policy.costs.note(kind, load, seconds, 1)
+    policy.acceptance = Acceptance([0.3] * 4, judged=99)
+    policy.choose(load)
+    assert policy.plan == PLAIN
+    policy.counters.clear()
+    for now, rate in ((1.0, 1e9), (2.0, 0.0)):  # the tried plan turns out slower than plain rounds, then much faster
+        policy._held_in_vain = 3
+        policy._begin_trial(tried := replace(tried, held=8), load, 100.0, 0.0)
+        policy._rates = lambda at, rate=rate: {PLAIN: rate, tried: 1.0}  # type: ignore[misc]
+        policy.note_step(Ended(now, 1, 1, replace(load, tokens=9000)))  # of another bucket
+        assert policy.plan == (PLAIN if rate else tried) and policy._held_in_vain == (3 if rate else 0)
+    assert policy.counters == {"drafting_probes": 2, "drafting_pauses": 0}
+
+
 @given(st.floats(0, 1), st.integers(1, 100))
 def test_the_standard_error_of_one_token_is_a_coins(chance: float, judged: int) -> None:
     error = Acceptance([chance], judged=judged, prior_rounds=0).standard_error(1)
