@@ -23,6 +23,7 @@ from specahead.engine.loading.model import load_model, resolve_dtype
 from specahead.engine.loading.opening import EightBit, open_model
 from specahead.engine.loading.tokenizer import load_generation_config, load_tokenizer
 from specahead.engine.model.decoder import Decoder
+from specahead.engine.parallel.ranks import Ranks
 from specahead.engine.steps.model_runner import MAX_OVERHANG, ModelRunner
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
@@ -43,6 +44,14 @@ def test_memory_is_turned_into_tokens_but_no_more_than_all_sessions_need() -> No
 def test_memory_for_less_than_one_context_is_refused() -> None:
     with pytest.raises(ValueError, match=r"KV for 5\d\d tokens fits, a context has 1000.*lower max_context"):
         room(replace(SETTINGS, kv_memory=550 * A_TOKEN / 2**30))
+
+
+def test_memory_for_less_than_one_context_on_one_rank_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else that rank alone would end, and the others with it, without a word of what to change."""
+    monkeypatch.setattr(Ranks, "least", lambda self, number: min(number, 550))
+    settings = replace(SETTINGS, kv_memory=1500 * A_TOKEN / 2**30, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="KV for 550 tokens fits, a context has 1000"):
+        open_model(settings, ranks=Ranks(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """Tensor parallelism: the parts of a model that ranks hold, and the passes that they run together."""
 
+import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -568,6 +572,20 @@ def test_ranks_take_neighbouring_gpus() -> None:
     if torch.cuda.device_count() < 8:
         with pytest.raises(ValueError, match="--tensor-parallel-size 8 takes as many GPUs from cuda on"):
             RankProcesses(replace(SETTINGS, device="cuda", tensor_parallel_size=8))
+
+
+def test_a_rank_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One that could not open its part after all ranks had met, of memory that it alone lacks, say."""
+    (ours, theirs), (ended, other) = Pipe(), Pipe()
+    theirs.send_bytes(b"MemoryError: the host has no room")
+    other.close()
+    processes = object.__new__(RankProcesses)
+    process = SimpleNamespace(sentinel=ended, join=lambda: None, pid=7, exitcode=1)
+    vars(processes).update(_processes=[process], pipes=[ours], _count=2, _stopping=False)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    processes._watch()
+    assert caplog.records[-1].reason == "MemoryError: the host has no room"  # type: ignore[attr-defined]
 
 
 def test_a_rank_that_cannot_load_is_named() -> None:

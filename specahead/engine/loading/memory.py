@@ -17,6 +17,7 @@ from specahead.engine.loading.config import ModelShape
 from specahead.engine.model.families import count_parameters
 from specahead.engine.model.head_config import count_head_parameters, is_head
 from specahead.engine.model.quantization import Storage
+from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.engine.steps.model_runner import MAX_OVERHANG
 from specahead.kernels.kv_scales import EIGHT_BITS
 
@@ -90,11 +91,14 @@ def _check_fits(model: str, asked: Mapping[str, float], weights: int, device: st
         raise ValueError(f"{model}: asked for {sizes}{beside}, and {where} {free / 2**30:.1f} GiB free: ask for less")
 
 
-def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str, beside: int = 0) -> int:
+def room_for_kv(
+    settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str, beside: int = 0, ranks: Ranks = ALONE
+) -> int:
     """Return how many tokens of KV to allocate on the device, once the weights are loaded; log it for a GPU.
 
-    beside: bytes that each token takes besides, in another model that shares the memory.
-    Raises ValueError if not even one sequence of max_context fits.
+    beside: bytes that each token takes besides, in another model that shares the memory. ranks: that run the model
+    together, and call this at once. Where `settings` leave the number open, all get that of the rank with the least.
+    Raises ValueError, on all ranks, if not even one sequence of max_context fits.
     """
     if settings.kv_tokens:
         return settings.kv_tokens
@@ -108,7 +112,7 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
         memory -= _bytes_beside_pages(settings, shape, dtype)
         a_token = _bytes_in_pages(shape, dtype, settings.kv_cache_dtype)
     most = math.ceil(settings.max_sessions * (context + 2 * PAGE_SIZE) / (1 - KEPT_SHARE))
-    tokens = min(max(0, int(memory / a_token)), most)
+    tokens = ranks.least(min(max(0, int(memory / a_token)), most))
     if device != "cpu":
         weights = torch.cuda.memory_allocated(device)
         sizes = {"weights_gib": weights / 2**30, "kv_gib": tokens * a_token / 2**30, "kv_tokens": tokens}

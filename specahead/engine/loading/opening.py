@@ -69,11 +69,12 @@ class _Loaded:
     device: str
 
     def room(self, beside: int = 0) -> int:
-        """Return how many tokens of KV to allocate, as `room_for_kv` does; all weights must be loaded."""
+        """Return how many tokens of KV to allocate on each rank, as `room_for_kv` does; all weights must be loaded."""
         if self.device != "cpu":
             torch.cuda.empty_cache()  # memory that loading took for a time becomes room for KV
-        shape = self.model.shape.of_rank(self.model.decoder.ranks.count)
-        return room_for_kv(self.settings, shape, self.model.dtype, self.device, beside)
+        ranks = self.model.decoder.ranks
+        shape = self.model.shape.of_rank(ranks.count)
+        return room_for_kv(self.settings, shape, self.model.dtype, self.device, beside, ranks)
 
 
 def open_model(
@@ -87,7 +88,7 @@ def open_model(
     what transformers raises for a model that it cannot load.
     """
     loaded = _load(settings, eight_bit, ranks, meet)
-    return _open(loaded, ranks.least(loaded.room()))
+    return _open(loaded, loaded.room())
 
 
 def open_both(
@@ -106,7 +107,7 @@ def open_both(
     second = _load(beside, of_second)
     first = _load(settings, eight_bit, ranks, meet)
     beside_it = bytes_of_token(second.model.shape, second.model.dtype, beside.kv_cache_dtype)
-    tokens = ranks.least(first.room(beside_it))
+    tokens = first.room(beside_it)
     rounds = beside.max_sessions * (2 * beside.widest_round + PAGE_SIZE)
     return _open(first, tokens), _open(second, beside.kv_tokens or tokens + rounds)
 
@@ -133,7 +134,7 @@ def open_with_head(
     loaded = _load(settings, eight_bit, ranks, meet)
     drafting, tap = load_head(head.model, loaded.model, head.load_format)
     a_token = bytes_of_token(drafting.shape, drafting.dtype) + tap.states.shape[1] * tap.states.itemsize
-    tokens = ranks.least(loaded.room(a_token))
+    tokens = loaded.room(a_token)
     drafting, tap = with_states(drafting, tap, pages_for(tokens) * PAGE_SIZE)
     beside = replace(loaded, settings=head, model=drafting, drafting=None, kv_scales=None)
     rounds = head.max_sessions * (2 * head.widest_round + PAGE_SIZE)

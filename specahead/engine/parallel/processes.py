@@ -115,23 +115,31 @@ class RankProcesses:
         ended = wait([process.sentinel for process in self._processes])
         if self._stopping:
             return
-        for rank, process in enumerate(self._processes, 1):
+        for rank, (pipe, process) in enumerate(zip(self.pipes, self._processes, strict=True), 1):
             if process.sentinel in ended:
                 process.join()
                 log.critical(
                     "rank %d of the %d that run the model together has ended, so this process ends",
                     *(rank, self._count),
-                    extra={"rank_pid": process.pid, "status": process.exitcode},
+                    extra={"rank_pid": process.pid, "status": process.exitcode, "reason": _last_words(pipe)},
                 )
         logging.shutdown()
         os._exit(LOST_RANK)
+
+
+def _last_words(pipe: Connection) -> str:
+    """Return why a rank ended that could not open its part; empty for one that has said nothing."""
+    with contextlib.suppress(EOFError, OSError):
+        if pipe.poll():
+            return pipe.recv_bytes().decode()
+    return ""
 
 
 def run_rank(settings: ModelSettings, eight_bit: EightBit, rank: int, port: int, pipe: Connection) -> None:
     """Load a rank's part of the model, and follow rank 0. This is the process of a rank.
 
     port: of rank 0's store. pipe: brings commands from rank 0; says to it first that the part is loaded, by no words,
-    or why it is not.
+    or why it is not, and then why it cannot be opened beside the others, if it cannot.
     """
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: rank 0 ends, and this process with it
