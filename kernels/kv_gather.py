@@ -53,7 +53,7 @@ def gather_blocks(
             destination.index_copy_(0, places, rows.to(destination.device))
         return
     tensors = *sources, *destinations
-    # Launches that are only compiled have tensors without memory.
+    # A launch that only compiles has fake tensors, which are never pinned.
     assert compiles_only() or all(t.device == source_rows.device or not t.numel() or t.is_pinned() for t in tensors)
     how = _row_layout(tensors)
     if source_rows.numel() and how["WORDS"]:

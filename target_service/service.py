@@ -50,8 +50,8 @@ OpenedPair = tuple[OpenedModel, OpenedModel | None]
 def open_models(settings: TargetSettings, group_size: int) -> OpenedPair:
     """Open the target's model, and the draft's if it runs in this process.
 
-    group_size: of the plan. Raises OSError, or the loader's own error, for a model that cannot be loaded;
-    NotImplementedError for a head with what is not built with one.
+    group_size: of the plan. Raises OSError, or the loader's own error, for a model that cannot be loaded, and
+    NotImplementedError for a head beside a target or settings that are not built with heads.
     """
     planned, eight_bit = replace(settings, group_size=group_size), _eight_bit(settings)
     has_head = drafts_by_head(settings)

@@ -40,7 +40,7 @@ class ResidencyTables(NamedTuple):
         return self.page_in.shape[1]
 
     def of_row(self, row: int) -> "ResidencyTables":
-        """Return the tables of one row, which are views."""
+        """Return views of the tables of one row."""
         return ResidencyTables(*(each[row : row + 1] for each in self))
 
 

@@ -77,7 +77,7 @@ class ModelSettings(_SpeculationSettings, _MemorySettings, _LimitSettings, _RunS
     threads: int = 0
     """CPU threads of the model; 0: torch's choice."""
     host_kv_memory: float = 0.0
-    """GiB of host memory for the target's KV, over all its ranks; 0: the KV lies on the device."""
+    """GiB of host memory for the target's KV, of which each rank has an equal part; 0: the KV lies on the device."""
     quantization: Quantization = "none"
     """fp8: linear layers but the head are held in 8 bits; none: as the checkpoint has them."""
     tensor_parallel_size: int = 1
@@ -201,8 +201,8 @@ class _OwnOfTarget(ServiceSettings, group="the target"):
     max_queued: Count = 1024
     """Sessions that may wait for a place; more are refused; 0: every session that cannot run at once is refused."""
     host_kv_memory: Annotated[float, Within(least=0)] = 0.0
-    """GiB of host memory as the backing store of each target's KV, of which a GPU holds kv_memory; 0: none. The GPUs of
-    a target have equal parts of it."""
+    """GiB of host memory that holds each target's KV; its GPUs share it equally and hold kv_memory of KV each; 0: all
+    KV lies on the GPUs."""
     placement: Literal["auto", "together", "apart"] = "auto"
     """together: each target's process runs the draft model as well; apart: draft services do; auto: as suits GPUs,
     weights and KV; apart for a target service by itself."""

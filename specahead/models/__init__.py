@@ -8,4 +8,4 @@ TARGET = _HERE / "tiny-target"
 DRAFT = _HERE / "tiny-draft"
 PLAN = _HERE / "tiny-plan.json"
 DEMO_TEXT = _HERE / "demo_text.txt"  # the opening of "The Wonderful Wizard of Oz", in the public domain
-NATIVE_SPARSE = "native_sparse"  # the model type of native_sparse.py, which is trained and measured, never served
+NATIVE_SPARSE = "native_sparse"  # model_type in the config.json of native_sparse.py; such models are never served

@@ -1,22 +1,21 @@
-"""A Llama whose attention is native sparse attention (NSA, arXiv 2502.11089), in which runs of tokens can share blocks.
+"""A Llama with native sparse attention (NSA, arXiv 2502.11089), in which several tokens in a row can share a selection.
 
-Each layer attends in three ways, each with its own keys and values, and weighs their outputs by gates (equation 5):
+Each layer attends in three branches with keys and values of their own, and sums their outputs by gates (equation 5):
 
-    compressed   one learned key and value for each full block of the past (equation 7)
-    selected     the tokens of those blocks whose compressed keys the query's group weighs most (equations 8 to 12)
+    compressed   one learned key and value for each full block of earlier tokens (equation 7)
+    selected     the tokens of the blocks whose compressed keys get most weight from the query's group (8 to 12)
     window       the newest tokens
 
-Blocks of compression are those of selection, where equation 9 leaves the scores as they are. `shared` tokens in a row
-read the blocks that the first one of them selects, and learn to: this is what MatX's "Speculative Decoding with
-Blockwise Sparse Attention" (2025) proposes, whose k drafted tokens are shared - 1.
+Compression and selection use the same blocks, so equation 9 leaves the scores unchanged. In a run of `shared` tokens
+all tokens read the blocks that the first one selects, in training as well. MatX's "Speculative Decoding with Blockwise
+Sparse Attention" (2025) proposes this for the k + 1 tokens of a round; `shared` is its k + 1.
 
-What is not read is masked, so that no speed can be measured here. The services do not run these models.
+The attention masks what a query does not read, so its speed says nothing. No service runs these models.
 """
 
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,53 +23,52 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from specahead.models import NATIVE_SPARSE
-from specahead.models.pair import Shape, llama
 
 BRANCHES = 3  # compressed, selected, window
+START_GATES = -2.0, 1.5, -2.0  # biases of a model that starts from a dense one: gates of 0.12, 0.82 and 0.12
 _WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 
 
 @dataclass(frozen=True)
 class SparseRule:
-    """What a query reads."""
+    """Which tokens a query reads."""
 
     block_size: int = 16
     """Tokens of a block."""
     top: int = 8
-    """Blocks that a query selects, the following ones among them."""
+    """Blocks that a query selects, `first` and `local` included."""
     first: int = 1
-    """Blocks at the beginning that it reads in any case."""
+    """Blocks at the beginning of the text that every query selects."""
     local: int = 2
-    """Newest blocks that it reads in any case; its own is the last of them."""
+    """Newest blocks that every query selects; its own block is the last of them."""
     window: int = 64
-    """Newest tokens that the window holds, the query's own among them."""
+    """Newest tokens that the window holds, the query's own included."""
 
     def __post_init__(self) -> None:
         if self.local < 1 or self.top < self.first + self.local:
-            raise ValueError(f"{self}: local must be 1 or more, and top at least first + local")
+            raise ValueError(f"{self}: expected local of at least 1, and top of at least first + local")
 
     @classmethod
     def parse(cls, text: str) -> "SparseRule":
-        """From "block_size,top,first,local,window"."""
-        block_size, top, first, local, window = map(int, text.split(","))
-        return cls(block_size, top, first, local, window)
+        """Read "block_size,top,first,local,window"."""
+        return cls(*map(int, text.split(",")))
 
     @property
-    def reach(self) -> int:
-        """Tokens up to which every block is selected."""
+    def dense_below(self) -> int:
+        """Tokens of the longest text of which every block is selected."""
         return self.top * self.block_size
 
 
 class Compression(nn.Module):
-    """One vector for each block: weighted by place, then mapped (equation 7). It begins as the mean."""
+    """Maps each full block to one vector: a weighted sum over its tokens, then a linear map. It begins as the mean."""
 
     def __init__(self, block_size: int, dim: int) -> None:
         super().__init__()
-        self.places = nn.Parameter(torch.zeros(block_size, dim))
+        self.positions = nn.Parameter(torch.zeros(block_size, dim))
         self.weights = nn.Parameter(torch.full((block_size,), 1 / block_size))
         self.map = nn.Linear(dim, dim, bias=False)
         nn.init.eye_(self.map.weight)
@@ -78,31 +76,32 @@ class Compression(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return [rows, heads, full blocks, dim] for x [rows, heads, tokens, dim]."""
         size = len(self.weights)
-        blocks = x[:, :, : x.shape[2] // size * size].unflatten(2, (-1, size)) + self.places
+        blocks = x[:, :, : x.shape[2] // size * size].unflatten(2, (-1, size)) + self.positions
         return self.map(torch.einsum("rhbsd,s->rhbd", blocks, self.weights.to(blocks.dtype)))
 
 
 class NativeSparseAttention(nn.Module):
-    """Stands where LlamaAttention does."""
+    """Replaces LlamaAttention."""
 
-    def __init__(self, shape: Shape, rule: SparseRule) -> None:
+    def __init__(self, config: LlamaConfig, rule: SparseRule) -> None:
         super().__init__()
-        self.rule, self.heads, self.kv_heads, self.dim = rule, shape.heads, shape.kv_heads, shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, BRANCHES * shape.kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, BRANCHES * shape.kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
-        self.gates = nn.Linear(shape.hidden, BRANCHES * shape.heads)
-        self.compress_keys = Compression(rule.block_size, shape.head_dim)
-        self.compress_values = Compression(rule.block_size, shape.head_dim)
+        self.rule, self.dim, hidden = rule, config.head_dim, config.hidden_size
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(hidden, self.heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(hidden, BRANCHES * self.kv_heads * self.dim, bias=False)
+        self.v_proj = nn.Linear(hidden, BRANCHES * self.kv_heads * self.dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.dim, hidden, bias=False)
+        self.gates = nn.Linear(hidden, BRANCHES * self.heads)
+        self.compress_keys = Compression(rule.block_size, self.dim)
+        self.compress_values = Compression(rule.block_size, self.dim)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], shared: int, **_: Any
     ) -> tuple[Tensor, None]:
-        """Return the output [rows, tokens, hidden] and no weights.
+        """Return the output [rows, tokens, hidden], and None in place of weights.
 
         hidden_states: [rows, tokens, hidden]. position_embeddings: cosines and sines, each [1, tokens, head_dim].
-        shared: tokens in a row that read the blocks which the first one selects; 0: all blocks are selected.
+        shared: tokens of a run, which read the blocks that its first token selects; 0: every query selects all blocks.
         """
         rows, tokens, _hidden = hidden_states.shape
 
@@ -113,21 +112,24 @@ class NativeSparseAttention(nn.Module):
         queries, keys = apply_rotary_pos_emb(heads(self.q_proj(hidden_states)), keys, *position_embeddings)
         (kc, ks, kw), (vc, vs, vw) = keys.chunk(BRANCHES, 1), values.chunk(BRANCHES, 1)
         compressed, weights = self._attend_compressed(queries, self.compress_keys(kc), self.compress_values(vc))
-        rule, run = (self.rule, shared) if shared else (replace(self.rule, top=tokens), 1)
-        selection = select_blocks(weights.detach(), tokens, rule, run)
-        chosen = read_by(selection, tokens, rule, run).repeat_interleave(self.heads // self.kv_heads, 1)
-        selected = F.scaled_dot_product_attention(queries, ks, vs, attn_mask=chosen, enable_gqa=True)
-        outputs = compressed, selected, self._attend_window(queries, kw, vw)
+        position = torch.arange(tokens, device=queries.device)
+        back = position[:, None] - position
+        selection = back >= 0
+        if shared:
+            of_kv_heads = selection_mask(weights.detach(), self.rule, shared)
+            selection = of_kv_heads.repeat_interleave(self.heads // self.kv_heads, 1)
+        selected = F.scaled_dot_product_attention(queries, ks, vs, attn_mask=selection, enable_gqa=True)
+        near = (back >= 0) & (back < self.rule.window)
+        window = F.scaled_dot_product_attention(queries, kw, vw, attn_mask=near, enable_gqa=True)
         gates = self.gates(hidden_states).sigmoid().view(rows, tokens, BRANCHES, self.heads).permute(2, 0, 3, 1)
-        mixed = sum(gate[..., None] * output for gate, output in zip(gates, outputs, strict=True))
-        assert isinstance(mixed, Tensor)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2)), None
+        outputs = torch.stack((compressed, selected, window))
+        return self.o_proj((gates[..., None] * outputs).sum(0).transpose(1, 2).flatten(2)), None
 
     def _attend_compressed(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output [rows, heads, tokens, dim], and the weights of blocks [rows, kv heads, tokens, blocks].
 
-        The weights of a KV head are those of all its query heads (equation 10): they select together.
-        A query sees the blocks that end at it or before it; where none has ended, it reads nothing.
+        The query heads of a KV head select together, so its weights are the sum over them (equation 10).
+        A query reads the blocks that end at it or before it. If no block has ended, its output is zero.
         """
         grouped = queries.unflatten(1, (self.kv_heads, -1))
         last = torch.arange(1, keys.shape[2] + 1, device=keys.device) * self.rule.block_size - 1
@@ -137,100 +139,77 @@ class NativeSparseAttention(nn.Module):
         output = torch.einsum("rhgtb,rhbd->rhgtd", weights.to(values.dtype), values)
         return output.flatten(1, 2), weights.sum(2)
 
-    def _attend_window(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the output [rows, heads, tokens, dim]: chunks as long as a window read themselves and those before."""
-        size, tokens, group = self.rule.window, queries.shape[2], self.heads // self.kv_heads
-        missing = -tokens % size
-        chunks = F.pad(queries, (0, 0, 0, missing)).flatten(0, 1).unflatten(1, (-1, size))
-        padded = (F.pad(x, (0, 0, size, missing)).repeat_interleave(group, 1).flatten(0, 1) for x in (keys, values))
-        keys, values = (x.unfold(1, 2 * size, size).transpose(2, 3) for x in padded)
-        within, chunk = torch.arange(2 * size, device=keys.device), torch.arange(chunks.shape[1], device=keys.device)
-        back, is_token = within[size:, None] - within, chunk[:, None, None] * size + within >= size
-        read = (back >= 0) & (back < size) & is_token  # the first chunk is padded in front
-        output = F.scaled_dot_product_attention(chunks, keys, values, attn_mask=read)
-        return output.flatten(1, 2)[:, :tokens].unflatten(0, (-1, self.heads))
 
+def selection_mask(weights: Tensor, rule: SparseRule, shared: int) -> Tensor:
+    """Return which tokens each query reads, [rows, kv heads, tokens, tokens] bool.
 
-def select_blocks(weights: Tensor, tokens: int, rule: SparseRule, shared: int) -> Tensor:
-    """Return the blocks that the first token of each run selects, [rows, kv heads, runs, blocks] bool.
-
-    weights: [rows, kv heads, tokens, full blocks] float. shared: tokens of a run.
+    weights: [rows, kv heads, tokens, full blocks] float32, those that each query gives to compressed keys.
+    shared: tokens of a run, which read the blocks that its first token selects.
     """
-    scores = F.pad(weights[:, :, ::shared].float(), (0, -(-tokens // rule.block_size) - weights.shape[-1]))
+    tokens, size = weights.shape[2], rule.block_size
+    scores = F.pad(weights[:, :, ::shared], (0, -(-tokens // size) - weights.shape[-1]))
     block = torch.arange(scores.shape[-1], device=weights.device)
-    own = torch.arange(0, tokens, shared, device=weights.device)[:, None] // rule.block_size
-    kept = (block < rule.first) | (block > own - rule.local)
-    scores = scores.masked_fill(kept, torch.inf).masked_fill(block > own, -1.0)
+    own = torch.arange(0, tokens, shared, device=weights.device)[:, None] // size
+    always = (block < rule.first) | (block > own - rule.local)
+    scores = scores.masked_fill(always, torch.inf).masked_fill(block > own, -1.0)
     best = scores.topk(min(rule.top, scores.shape[-1]), -1).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
-
-
-def read_by(selection: Tensor, tokens: int, rule: SparseRule, shared: int) -> Tensor:
-    """Return whether a query reads a token: those of its run's blocks, but for later ones.
-
-    selection: as `select_blocks` returns it. Returns [rows, kv heads, queries, tokens] bool.
-    """
-    of_queries = selection.repeat_interleave(shared, 2)[:, :, :tokens]
-    return of_queries.repeat_interleave(rule.block_size, 3)[..., :tokens].tril()
+    selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
+    of_queries = selected.repeat_interleave(shared, 2)[:, :, :tokens]
+    return of_queries.repeat_interleave(size, 3)[..., :tokens].tril()
 
 
 class NativeSparseLlama(nn.Module):
-    """A Llama with NativeSparseAttention in all layers."""
+    """A Llama with NativeSparseAttention in all layers, with random weights at first."""
 
-    def __init__(self, shape: Shape, rule: SparseRule, vocab: int, end_of_text: int) -> None:
+    def __init__(self, config: LlamaConfig, rule: SparseRule) -> None:
         super().__init__()
-        self.shape, self.rule = shape, rule
-        self.llama = llama(shape, vocab, end_of_text)
+        self.rule, self.llama = rule, LlamaForCausalLM(config)
         for layer in self.llama.model.layers:
-            layer.self_attn = NativeSparseAttention(shape, rule)
+            layer.self_attn = NativeSparseAttention(config, rule)
 
     def forward(self, ids: Tensor, shared: int) -> Tensor:
-        """Return logits [rows, tokens, vocab] for ids [rows, tokens] int64. shared: as NativeSparseAttention has it."""
-        logits: Tensor = self.llama(ids, shared=shared).logits
+        """Return logits [rows, tokens, vocab] for ids [rows, tokens] int64. shared: as for NativeSparseAttention."""
+        logits: Tensor = self.llama(ids, shared=shared, use_cache=False).logits
         return logits
 
-    def attentions(self) -> Sequence[NativeSparseAttention]:
-        return [layer.self_attn for layer in self.llama.model.layers]
-
-    def start_from(self, dense: LlamaForCausalLM) -> None:
-        """Take the weights of a Llama of the same shape; each branch gets its keys and values, and selection the lead.
-
-        Raises ValueError for a model of another shape.
-        """
+    @classmethod
+    def from_dense(cls, dense: LlamaForCausalLM, rule: SparseRule) -> "NativeSparseLlama":
+        """Return a model with the weights of a Llama. Each branch gets the Llama's keys and values; see START_GATES."""
+        model = cls(dense.config, rule)
         weights = dict(dense.state_dict())
         for name in list(weights):
             if name.endswith(("k_proj.weight", "v_proj.weight")):
                 weights[name] = weights[name].repeat(BRANCHES, 1)
-        try:
-            missing, _ = self.llama.load_state_dict(weights, strict=False)
-        except RuntimeError as error:
-            raise ValueError(f"weights to start from do not fit {self.shape}: {error}") from None
-        assert all("compress" in name or "gates" in name for name in missing)
-        for attention in self.attentions():
-            nn.init.zeros_(attention.gates.weight)
-            with torch.no_grad():  # sigmoids of 0.12, 0.82 and 0.12
-                attention.gates.bias.copy_(torch.tensor([-2.0, 1.5, -2.0]).repeat_interleave(self.shape.heads))
+        model.llama.load_state_dict(weights, strict=False)  # a Llama has neither compression nor gates
+        model.open_gates(START_GATES)
+        return model
+
+    @torch.no_grad()
+    def open_gates(self, biases: tuple[float, float, float]) -> None:
+        """Set the gates of all heads and tokens to the sigmoids of three numbers, one for each branch."""
+        for layer in self.llama.model.layers:
+            gates = layer.self_attn.gates
+            nn.init.zeros_(gates.weight)
+            gates.bias.copy_(torch.tensor(biases).repeat_interleave(len(gates.bias) // BRANCHES))
 
     def save(self, folder: Path, tokenizer: Path) -> None:
-        """Write weights, sizes and a copy of the tokenizer.json, which `load_native_sparse` reads."""
+        """Write the weights, the config, and a copy of a tokenizer.json to a folder, for `load_native_sparse`."""
         folder.mkdir(parents=True, exist_ok=True)
-        config = self.llama.config
-        sizes = {"vocab": config.vocab_size, "end_of_text": config.eos_token_id}
-        said = {"model_type": NATIVE_SPARSE, "shape": asdict(self.shape), "rule": asdict(self.rule), **sizes}
-        (folder / _CONFIG).write_text(json.dumps(said, indent=1), encoding="utf-8")
+        config = {"model_type": NATIVE_SPARSE, "rule": asdict(self.rule), "llama": self.llama.config.to_dict()}
+        (folder / _CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
         save_model(self.llama, str(folder / _WEIGHTS))
         shutil.copyfile(tokenizer, folder / _TOKENIZER)
 
 
 def is_native_sparse(folder: str) -> bool:
-    """Return whether a folder holds what NativeSparseLlama.save writes."""
+    """Return whether NativeSparseLlama.save wrote a folder."""
     config = Path(folder) / _CONFIG
     return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == NATIVE_SPARSE
 
 
 def load_native_sparse(folder: str, device: str) -> tuple[NativeSparseLlama, PreTrainedTokenizerFast]:
     """Return a saved model in float32, and its tokenizer."""
-    said = json.loads((Path(folder) / _CONFIG).read_text(encoding="utf-8"))
-    model = NativeSparseLlama(Shape(**said["shape"]), SparseRule(**said["rule"]), said["vocab"], said["end_of_text"])
+    config = json.loads((Path(folder) / _CONFIG).read_text(encoding="utf-8"))
+    model = NativeSparseLlama(LlamaConfig.from_dict(config["llama"]), SparseRule(**config["rule"]))
     load_model(model.llama, Path(folder) / _WEIGHTS)
     return model.eval().to(device), PreTrainedTokenizerFast(tokenizer_file=str(Path(folder) / _TOKENIZER))

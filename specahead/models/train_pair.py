@@ -72,7 +72,7 @@ def joined(device: str) -> Iterator[Place]:
 
 
 def new_optimiser(model: torch.nn.Module, fused: bool) -> torch.optim.AdamW:
-    """Its learning rate is set in each step."""
+    """Return an optimiser, whose learning rate `take_step` sets."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
@@ -94,7 +94,12 @@ def average_gradients(pair: Pair, place: Place) -> None:
 def update(pair: Pair, optimiser: torch.optim.Optimizer, losses: Losses, lr: float, place: Place) -> None:
     losses.total.backward()
     average_gradients(pair, place)
-    for model in (pair.target, pair.draft):  # apart, so that one's spike does not shrink the other's step
+    take_step([pair.target, pair.draft], optimiser, lr)
+
+
+def take_step(models: Sequence[torch.nn.Module], optimiser: torch.optim.Optimizer, lr: float) -> None:
+    """Take a step by the gradients of all models, and clear them."""
+    for model in models:  # apart, so that one's spike does not shrink the other's step
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for group in optimiser.param_groups:
         group["lr"] = lr

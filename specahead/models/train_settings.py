@@ -60,7 +60,10 @@ def phases(settings: Settings) -> tuple[Phase, Phase]:
 
 
 def learning_rate(peak: float, warmup: int, step: int, share: float) -> float:
-    """Linear warm-up over so many steps, times a cosine over the run's share that ends at 2 % of the peak."""
+    """Return the learning rate of a step: linear warm-up, times half a cosine that ends at 2 % of the peak.
+
+    warmup: in steps. share: the part of the run that is over, 0 to 1.
+    """
     warm = min(1.0, (step + 1) / warmup)
     return peak * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
 

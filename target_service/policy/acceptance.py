@@ -55,7 +55,7 @@ class Acceptance:
         self.judged = [0] * len(self.judged)
 
     def standard_error(self, gamma: int) -> float:
-        """Return how uncertain the expected tokens of a round are that proposes `gamma`, as a share of them."""
+        """Return the relative standard error of `tokens(gamma)`, by the number of rounds that were judged."""
         mean, squares, reached = 0.0, 0.0, 1.0
         for token in range(gamma + 1):
             mean, squares = mean + reached, squares + (2 * token + 1) * reached

@@ -30,8 +30,8 @@ TOKEN_COST = 0.06  # of a plain round: what a proposed token has to bring for a 
 POOLED_NEWEST, POOLED_ROUNDS = 1 / 64, 16  # weight of a round in the acceptance of all, for one session and for many
 HELD_NEWEST, HELD_PRIOR = 1 / 512, 16  # weight of a judged held token; the number of them that the prior counts as
 SESSION_PRIOR = 6  # rounds that the acceptance of all counts as in a session that begins
-RETRIED_PRIOR = 16  # rounds that it counts as where proposing is tried again
-DOUBTED = 1.5  # standard errors by which rounds may bring more tokens than expected before proposing ends
+RETRIED_PRIOR = 16  # judged rounds, at most, that the acceptance of all counts as when proposing is tried again
+BENEFIT_OF_DOUBT = 1.5  # standard errors of the expected tokens by which plain rounds must win before proposing ends
 TRIED = 6  # rounds of each session that a plan is tried for
 TRIAL_LIMIT = 8  # times TRIED rounds of each session, after which a trial ends in any case
 USUAL_NEWEST = 1 / 64  # weight of the newest step in the usual load
@@ -186,10 +186,11 @@ class Policy:
             self._right.note(1, int(right))
 
     def pause_if_useless(self, pace: Pace, proposed: int, committed: int, cost: float = 0.0) -> None:
-        """Have a session pause by itself whose proposals are hardly ever accepted. Where those of all sessions are, all
-        go without together. One that reads announced blocks goes on: without them it would read everything.
+        """Have a session pause if its own proposals are hardly ever accepted.
 
-        cost: plain rounds that proposing takes; 0: as assumed.
+        If those of all sessions are, the policy ends proposing for all of them instead. A session that reads announced
+        blocks does not pause, since it would read everything without them.
+        cost: the time that proposing takes, in plain rounds; 0: TOKEN_COST for each proposed token.
         """
         pace.trial = max(0, pace.trial - 1)
         if pace.trial or (pace.next_round.sparse and self.options.adaptive):
@@ -225,7 +226,7 @@ class Policy:
             if min(trial.left, trial.limit) > 0 and trial.bucket == load.bucket:
                 return
             self._saved = (self._saved or 0.0) + min(0.0, trial.lost)
-            if not self._present.gamma:  # proposing goes on until it is known not to pay: a trial says little of that
+            if not self._present.gamma:  # a trial is too short to show that proposing does not pay
                 self._present = trial.plan
             self._trial, self._since = None, sessions + DECIDED_EVERY
         elif self._saved is not None:
@@ -246,7 +247,7 @@ class Policy:
         if best.gamma:
             self._in_vain = 0
         else:
-            margin += DOUBTED * self.acceptance.standard_error(present.gamma)
+            margin += BENEFIT_OF_DOUBT * self.acceptance.standard_error(present.gamma)
         if rates[best] > rates[present] * (1 + margin):
             present = best
         before, self._present = self.choice.plan, present  # a plan that was only tried since does not count

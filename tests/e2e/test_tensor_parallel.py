@@ -73,7 +73,7 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def services() -> Iterator[Services]:
-    """A target over two ranks, whose KV is in host memory where it exceeds the device, and a draft service."""
+    """A target over two ranks, with more KV in host memory than on the device, and a draft service."""
     sizes = "--kv-tokens", "1000", "--max-model-len", "1280", "--max-sessions", "8", "--prefill-chunk", "128"
     services = start_services(*ON_CPU, *sizes, target_command=(*COMMAND, "--host-kv-memory", "0.2"))
     yield services
@@ -121,10 +121,10 @@ def test_ranks_end_with_the_target(gateway: Stack, services: Services) -> None:
 
 
 def check_greedy(runner: ModelRunner, prompt: list[int], found: list[int]) -> None:
-    """Each token is the likeliest after those before it, but where rounding to 8 bits decides between two.
+    """Check that each token is the likeliest one, up to what rounding to 8 bits decides.
 
-    Sums in another order round keys and values otherwise: a prompt that is read in other parts has logits that differ
-    by up to 0.3, on one rank as well.
+    Sums in another order change how keys and values are rounded. So a prompt that is read in other parts has logits
+    that differ by up to 0.3, on one rank as well.
     """
     assert len(found) == NEW_TOKENS
     (output,) = runner.forward([SequenceInput(SequenceKV(), prompt + found, "all")])

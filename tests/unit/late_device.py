@@ -1,8 +1,8 @@
-"""Captured steps on a CPU that runs them as late as a GPU may: once the host waits for what they give.
+"""A stand-in for a GPU, on which captured steps run as late as possible: when the host waits for their results.
 
-So a test without a GPU finds what only graphs show: shapes with room for sequences and tokens that are not there,
-inputs that the host overwrites before they were read, and launches that take up what earlier ones leave on the device.
-Kernels are torch's. What a graph would freeze, as numbers of Python, is not found.
+With it a test without a GPU finds faults that otherwise only graphs show: of shapes with room for more sequences and
+tokens than there are, of inputs that the host overwrites too early, and of launches that read what earlier launches
+leave on the device. It runs the torch kernels. It does not find Python numbers that a graph would freeze.
 """
 
 from collections import deque
@@ -30,14 +30,14 @@ class LateDevice:
         """Graphs that ran."""
 
     def launch(self, run: Callable[[], object]) -> None:
-        """Run a launch after all before it; at once if it is part of one that runs."""
+        """Queue a launch. A launch within a running one runs at once, as part of it."""
         if self._runs:
             run()
         else:
             self._waiting.append(run)
 
     def run_until(self, count: int) -> None:
-        """Run all launches but those after the first `count` that there ever were."""
+        """Run launches in order until `count` have ended since the device was made."""
         self._runs = True
         with torch.inference_mode():
             while self._ended < count:
@@ -47,11 +47,11 @@ class LateDevice:
 
     @property
     def launched(self) -> int:
-        """How many launches there were."""
+        """Launches since the device was made, whether or not they have run."""
         return self._ended + len(self._waiting)
 
     def replay(self, captured: Captured) -> None:
-        """Run a graph: it copies inputs and results as `Graphs` has it."""
+        """Run a graph, which also copies its inputs and results."""
         self.replayed += 1
         captured.buffers.inputs.copy_in()
         captured.launch()
@@ -59,7 +59,7 @@ class LateDevice:
 
 
 def run_late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-    """Have all runners that a test makes from now on run on a late device, and capture their steps and rounds."""
+    """Have all runners that the test makes later capture their steps and rounds, and run them on a late device."""
     device = LateDevice()
 
     class Event:

@@ -56,9 +56,10 @@ LAYERS = 2, 4, 5
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A target's folder, and the same as transformers has it. It mostly says one of two tokens, the first of a head's,
-    so that many are accepted by chance, and alternatives to others. Its weights are the same everywhere, and leave no
-    near-ties in the texts of these tests.
+    """A target's folder, and its model of transformers.
+
+    It mostly generates one of two tokens, the first ones of a head's vocabulary, so that chance accepts many proposals
+    and alternatives. Its weights do not depend on the version of transformers, and cause no near-ties in these tests.
     """
     folder = tmp_path_factory.mktemp("target") / "model"
     model, random = save_tiny(CONFIG, folder), torch.Generator().manual_seed(0)
@@ -124,9 +125,9 @@ def test_a_round_is_that_of_the_checkpoint(
 
 
 class Service:
-    """A target and its head, step by step. What the head has proposed is in `proposed`: a session, where, and what.
+    """A target and its head, which run step by step.
 
-    opens: opens both as services do.
+    proposed: the head's proposals, each with its session and its position. opens: whether to open both as services do.
     """
 
     def __init__(self, target: Path, head: Path, hooks: Hooks = NO_HOOKS, opens: bool = False, **settings: Any) -> None:
@@ -186,7 +187,7 @@ class Service:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ends the ranks that `open_models` starts: a process belongs to one group of ranks at a time."""
+    """Ends the ranks that `open_models` starts, since a process can be in only one group of ranks at a time."""
     started: list[RankProcesses] = []
 
     def start(*given: Any) -> RankProcesses:
@@ -199,7 +200,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         each.stop()
 
 
-WITHOUT_GPU = pytest.mark.skipif(DEVICE == "cuda", reason="it stands in for a GPU")
+WITHOUT_GPU = pytest.mark.skipif(DEVICE == "cuda", reason="a late device stands in for a GPU")
 TWO_GPUS = pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs more than one GPU")
 
 
@@ -245,11 +246,11 @@ def test_greedy_texts_and_proposals_at_any_verdict(
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.skipif(DEVICE == "cuda", reason="two ranks on one GPU")
+@pytest.mark.skipif(DEVICE == "cuda", reason="it would run two ranks on one GPU")
 def test_ranks_whose_kv_is_in_8_bits_make_scales_before_a_head_is_opened(
     target: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """Ranks have to have joined by then. Texts may differ from those of one rank, where two tokens are as likely."""
+    """The ranks must have joined by then. The texts of one rank may differ where two tokens are about as likely."""
     save_head(tmp_path / "head", CONFIG, own=2)
     service = Service(target[0], tmp_path / "head", opens=True, tensor_parallel_size=2, kv_cache_dtype="fp8")
     (prompt,) = texts_of(70)

@@ -88,7 +88,7 @@ def text(length: int = LENGTH) -> list[int]:
 
 
 def runner_of(tiny: Tiny, dtype: torch.dtype = torch.float32, tokens: int = 2400, **how: Any) -> ModelRunner:
-    """tokens: that fit on the device."""
+    """tokens: for how many the device has room."""
     how = {"max_context": 600, "step_queries": GAMMA + 1, **how}
     return make_runner(load_model(tiny.folder, dtype, DEVICE), tokens, **how)
 
@@ -235,7 +235,7 @@ def test_logits_equal_the_reference(tiny: Tiny, wanted: Tensor, dtype: torch.dty
 
 @torch.inference_mode()
 def test_logits_over_kv_in_8_bits_equal_the_reference(tiny: Tiny, wanted: Tensor) -> None:
-    """Blocks are chosen by keys in 8 bits. Where a number rounds otherwise, later tokens differ a little."""
+    """Blocks are chosen by keys in 8 bits. A number that rounds differently changes later tokens a little."""
     rounded = reference(tiny, text(), scales=some_scales("cpu"))
     got = read(runner_of(tiny, kv_scales=some_scales()), SequenceKV(), cut(text(), [7, 150, 1, 33, 120]))
     assert ((got - rounded).abs().amax(1) > 0.05).float().mean() <= 0.02
@@ -264,7 +264,7 @@ def test_what_sharing_changes_is_measured_against_a_choice_of_each_token(tiny: T
     reader = Reader("tiny", partial(logits_of, loaded, rule), rule.dense_below, str(rule), None)
     dense, own, shared = measure([reader], [text(240), text(241)[1:]], [0, 1, 4])
     assert own == SharingRow("tiny", 1, own.nats, 0, 0, pytest.approx(0, abs=1e-6), 1.0)
-    assert shared.more == pytest.approx(shared.nats - own.nats) and shared.error > 0
+    assert shared.increase == pytest.approx(shared.nats - own.nats) and shared.standard_error > 0
     assert dense.variation > 0.001 < shared.variation and len({dense.nats, own.nats, shared.nats}) == 3
     assert to_text([dense, own, shared]).splitlines()[3].startswith("tiny   the first of 4")
 
@@ -337,8 +337,8 @@ def test_rounds_share_the_choice_of_their_first_token(tiny: Tiny, plainly: list[
 
 @torch.inference_mode()
 def test_several_sequences_run_in_one_step_and_share_prefixes(tiny: Tiny) -> None:
-    """One is so short that it reads everything, one reuses the pages of another, with their mean keys. Over tiers the
-    GPU has room for 480 of the 507 tokens.
+    """One sequence is so short that it reads everything. One reuses the pages and mean keys of another. In tiers the GPU
+    has room for 480 of the 507 tokens.
     """
     prompt = text()[:PROMPT]
     texts = [*prompt, 5], [*prompt[:250], *text()[-40:]], prompt[:151]
@@ -363,9 +363,9 @@ def test_several_sequences_run_in_one_step_and_share_prefixes(tiny: Tiny) -> Non
 
 
 def rounds_of_three(runner: ModelRunner) -> list[Tensor]:
-    """Return the verdicts of rounds of three sequences, and logits of single tokens between them.
+    """Return the verdicts of rounds of three sequences, and the logits of single tokens between the rounds.
 
-    Some tokens of each round are rolled back, whatever its verdict.
+    Each round rolls back up to two tokens, whatever its verdict.
     """
     sequences, lengths = [SequenceKV(dense=True) for _ in range(3)], (340, 300, 140)
     for start in range(0, max(lengths), 64):
@@ -391,8 +391,8 @@ def rounds_of_three(runner: ModelRunner) -> list[Tensor]:
     ("tokens", "shares", "eight_bit"), [(700, True, False), (700, True, True), (480, True, False), (480, False, False)]
 )
 def test_rounds_over_tiers_equal_those_without(tiny: Tiny, tokens: int, shares: bool, eight_bit: bool) -> None:
-    """Of 780 tokens, 700 or 480 fit on the GPU. What runs in parts, for want of room, multiplies fewer rows at a time;
-    all else is the same bit by bit.
+    """Of 780 tokens, 700 or 480 fit on the GPU. A pass that lacks room runs in parts, which multiply fewer rows at once
+    and so round differently. All others give the same bits.
     """
     how: dict[str, Any] = {"shares_choice": shares, "kv_scales": some_scales() if eight_bit else None}
     plain, tiered = rounds_of_three(runner_of(tiny, **how)), runner_of(tiny, tokens=tokens, backing_tokens=2400, **how)

@@ -14,12 +14,11 @@ from specahead.engine.loading.config import load_config
 from specahead.lab.evaluation.verification_intensity import NativeSparseSizes, intensity
 from specahead.models import DRAFT
 from specahead.models.native_sparse import Compression, NativeSparseAttention, NativeSparseLlama, SparseRule
-from specahead.models.pair import Shape
+from specahead.models.pair import Shape, llama
 from specahead.models.train_native_sparse import settings_from, train
-from specahead.models.train_settings import DRAFT_SHAPE
 
 RULE = SparseRule(block_size=4, top=4, first=1, local=2, window=6)
-SHAPE = Shape(32, 2, 4, 2, 48, head_dim=8)
+CONFIG = llama(Shape(32, 2, 4, 2, 48, head_dim=8), 97, 0).config
 LENGTH = 45
 
 
@@ -32,7 +31,7 @@ def attended(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tenso
 def compressed(module: Compression, x: Tensor) -> Tensor:
     """Return a vector for each full block; x: [tokens, dim]."""
     blocks = [x[i : i + RULE.block_size] for i in range(0, len(x) - RULE.block_size + 1, RULE.block_size)]
-    vectors = [module.map(((block + module.places) * module.weights[:, None]).sum(0)) for block in blocks]
+    vectors = [module.map(((block + module.positions) * module.weights[:, None]).sum(0)) for block in blocks]
     return torch.stack(vectors) if vectors else x[:0]
 
 
@@ -74,21 +73,21 @@ def attend_by_loops(layer: NativeSparseAttention, x: Tensor, shared: int) -> tup
 @pytest.fixture
 def layer() -> NativeSparseAttention:
     torch.manual_seed(3)
-    made = NativeSparseAttention(SHAPE, RULE)
+    made = NativeSparseAttention(CONFIG, RULE)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     return made
 
 
 def unrotated(length: int) -> tuple[Tensor, Tensor]:
-    return torch.ones(1, length, SHAPE.head_dim), torch.zeros(1, length, SHAPE.head_dim)
+    return torch.ones(1, length, CONFIG.head_dim), torch.zeros(1, length, CONFIG.head_dim)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("shared", [0, 1, 2, 3, 4, 7])
 def test_attention_equals_loops_over_tokens(layer: NativeSparseAttention, shared: int) -> None:
     """Runs of 3 and 7 tokens reach over the ends of blocks."""
-    x = torch.randn(2, LENGTH, SHAPE.hidden)
+    x = torch.randn(2, LENGTH, CONFIG.hidden_size)
     got, _ = layer(x, unrotated(LENGTH), shared)
     for row, of_row in zip(x, got, strict=True):
         wanted, read = attend_by_loops(layer, row, shared)
@@ -102,7 +101,7 @@ def test_attention_equals_loops_over_tokens(layer: NativeSparseAttention, shared
 @pytest.mark.parametrize("shared", [0, 1, 4, 7])
 def test_later_tokens_change_nothing(shared: int) -> None:
     torch.manual_seed(0)
-    model = NativeSparseLlama(SHAPE, RULE, 97, 0).eval()
+    model = NativeSparseLlama(CONFIG, RULE).eval()
     ids = torch.randint(97, (1, LENGTH))
     changed = ids.clone()
     changed[:, 30:] = (changed[:, 30:] + 1) % 97
@@ -115,14 +114,10 @@ def test_later_tokens_change_nothing(shared: int) -> None:
 def test_a_model_starts_from_a_dense_one() -> None:
     """With the gate of the selected branch open alone and all blocks selected, it is that model."""
     dense = LlamaForCausalLM.from_pretrained(DRAFT, dtype=torch.float32).eval()
-    model = NativeSparseLlama(DRAFT_SHAPE, SparseRule(), dense.config.vocab_size, 0).eval()
-    model.start_from(dense)
-    for attention in model.attentions():
-        attention.gates.bias.copy_(torch.tensor([-50.0, 50.0, -50.0]).repeat_interleave(DRAFT_SHAPE.heads))
+    model = NativeSparseLlama.from_dense(dense, SparseRule()).eval()
+    model.open_gates((-50.0, 50.0, -50.0))
     ids = torch.randint(4096, (1, 100))
     torch.testing.assert_close(model(ids, 0), dense(ids).logits, atol=1e-3, rtol=1e-3)
-    with pytest.raises(ValueError, match="do not fit"):
-        NativeSparseLlama(SHAPE, RULE, dense.config.vocab_size, 0).start_from(dense)
 
 
 def test_training_lowers_the_loss_and_its_models_are_measured(
@@ -132,7 +127,7 @@ def test_training_lowers_the_loss_and_its_models_are_measured(
     rng, text = random.Random(0), tmp_path / "text.txt"
     names = "Alice", "Bertram", "Clara", "Edmund", "Dorothy", "Ferdinand"
     text.write_text(" ".join(f"{rng.choice(names)} gave it to {rng.choice(names)}." for _ in range(2000)))
-    sizes = "--random --shape 32,2,4,2,48,8 --rule 4,4,1,2,6 --shared 1 4"
+    sizes = "--shape 32,2,4,2,48,8 --rule 4,4,1,2,6 --shared 1 4"
     length = "--steps 20 --rows 2 --seq 256 --lr 1e-2 --warmup 1"
     train(settings_from(["--text", str(text), "--out", str(tmp_path), *sizes.split(), *length.split()]))
     folders = [str(tmp_path / f"shared-{shared}") for shared in (1, 4)]
@@ -142,9 +137,10 @@ def test_training_lowers_the_loss_and_its_models_are_measured(
     command = ["evaluate", "sharing", "--text", str(text), "--context", "128", "--passages", "3", "--json", "--model"]
     main([*command, *folders, "--shared", "1", "4"])
     own, free, trained, after = json.loads(capsys.readouterr().out)
-    assert (own["model"], own["shared"], own["more"], own["same"]) == ("shared-1", 1, 0, 1)
-    assert free["variation"] > 0 and free["more"] == pytest.approx(free["nats"] - own["nats"]) and free["error"] > 0
-    assert (trained["model"], after["shared"]) == ("shared-4", 4) and trained["more"] != 0
+    assert (own["model"], own["shared"], own["increase"], own["same"]) == ("shared-1", 1, 0, 1)
+    assert free["increase"] == pytest.approx(free["nats"] - own["nats"])
+    assert free["variation"] > 0 and free["standard_error"] > 0
+    assert (trained["model"], after["shared"]) == ("shared-4", 4) and trained["increase"] != 0
     with pytest.raises(NotImplementedError, match="native sparse attention"):
         load_config(folders[0])
 

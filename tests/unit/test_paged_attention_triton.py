@@ -172,9 +172,9 @@ def test_bfloat16_queries_of_8_bit_keys(dim: int, block_size: int) -> None:
     case = replace(case, queries=case.queries.bfloat16())
     atol = 4e-3
     if DEVICE == "cuda" and dim >= 32:
-        # Hopper's tensor cores add 32 products of 8-bit numbers at once to a sum, and cut each of these off after 13
-        # bits of the largest: an output may differ by 33 * 2^-13 of the largest value. Each tile of keys has such a sum
-        # of its own, so that more keys add no more to this.
+        # Hopper's tensor cores add 32 products of 8-bit numbers to a sum at once. They keep 13 bits of each number,
+        # counted from the largest one, so an output may be off by 33 * 2^-13 of the largest value. More keys do not
+        # increase this, since each tile of keys has a sum of its own.
         assert case.scales is not None
         largest = values_by_token(case.v_pages).float().abs().amax((0, 2, 3)) * case.scales.scales[1]
         atol += 33 * 2**-13 * float(largest.max())

@@ -263,8 +263,8 @@ def test_a_draft_that_is_of_no_use_costs_next_to_nothing(sessions: int) -> None:
     assert gain(made, 1.0) > 0.9 and gain(made, 10.0) > 0.985
 
 
-def test_few_rounds_without_luck_do_not_end_proposing() -> None:
-    """A round with a proposed token takes 1.45 times as long as a plain one."""
+def test_a_few_unlucky_rounds_do_not_end_proposing() -> None:
+    """A round with a proposed token takes 1.45 times as long as a plain one. After 200 more unlucky rounds it ends."""
     made = alone(0.6)
     policy, load = made.policy, made.load
     policy.acceptance = Acceptance([0.5], judged=6)
@@ -305,13 +305,13 @@ def test_a_trial_in_vain_is_no_pause() -> None:
 
 
 @given(st.floats(0, 1), st.integers(1, 100))
-def test_the_standard_error_of_one_token_is_a_coins(chance: float, judged: int) -> None:
+def test_the_standard_error_of_one_token_is_that_of_a_coin(chance: float, judged: int) -> None:
     error = Acceptance([chance], judged=judged, prior_rounds=0).standard_error(1)
     assert error == pytest.approx((chance * (1 - chance) / judged) ** 0.5 / (1 + chance), abs=1e-6)
 
 
 def test_useless_proposals_go_on_where_their_announcements_save_reading() -> None:
-    """Beside sessions that are drafted for anyway. One that paused would read everything, and all wait for it."""
+    """A session that paused would read everything, and the others, which draft anyway, would wait for it."""
     made = alone(0.8, sessions=2, context=64_000)
     for _ in range(2):
         made.add(Client(64_000, 0.005, 1e9, announces=True))

@@ -192,7 +192,7 @@ def test_nothing_is_listed(backend: str) -> None:
 
 @both
 def test_rows_that_request_one_by_one_get_the_same(backend: str) -> None:
-    """As layers do that choose their blocks; their tables begin anywhere."""
+    """Layers that choose their blocks request them one by one. `together` has the same requests in one launch."""
     random = torch.Generator().manual_seed(1)
     together, apart = empty_tables(3, 30, 13, DEVICE), empty_tables(3, 30, 13, DEVICE)
     page_tables = torch.arange(15, dtype=torch.int32).to(DEVICE).view(3, 5)[:2]

@@ -254,9 +254,9 @@ def test_a_model_that_chooses_blocks_over_two_ranks(tmp_path: Path) -> None:
 
 
 def check_logits_of_two_ranks(settings: TargetSettings, counts: tuple[int, ...]) -> dict[str, float]:
-    """Compare the logits of inputs of these numbers of tokens, after one another, with those of one rank without tiers.
+    """Check that two ranks give the logits of one rank without tiers, for inputs of `counts` tokens in a row.
 
-    Returns the counters of tiers over two ranks.
+    Returns the counters of the KV over two ranks.
     """
     settings = replace(settings, max_context=400)
     processes, found = RankProcesses(settings), []
@@ -275,12 +275,12 @@ def check_logits_of_two_ranks(settings: TargetSettings, counts: tuple[int, ...])
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=TWO_GPUS)]
-Both = tuple[ModelRunner, ModelRunner]
+Both = tuple[ModelRunner, ModelRunner]  # in this process alone, and over two ranks
 
 
 @contextmanager
 def open_both_ways(settings: TargetSettings) -> Iterator[Both]:
-    """The model in this process alone, and over two ranks. A process belongs to one group of ranks at a time."""
+    """Yield a model's runner in this process alone, and one over two ranks. Only one group of ranks can be open."""
     processes = RankProcesses(settings)
     alone, split = open_model(replace(settings, tensor_parallel_size=1)).runner, opened(processes, settings).runner
     assert isinstance(alone, ModelRunner)
@@ -296,8 +296,8 @@ def open_both_ways(settings: TargetSettings) -> Iterator[Both]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_kv_in_eight_bits_and_in_tiers(device: str) -> None:
-    """Ranks have the scales of their heads. The host holds what the GPUs have no room for: pages leave on all ranks at
-    once, and each fetches those that its heads list. Where one of them has no room, the pass is void on both.
+    """Ranks have the scales of their own heads. Pages leave all GPUs at once, and each rank fetches those that its own
+    heads list. If one rank has no room, the pass is void on both.
     """
     settings = replace(SETTINGS, device=device, kv_cache_dtype="fp8", kv_tokens=480, host_kv_memory=0.04)
     with open_both_ways(settings) as runners:
@@ -344,7 +344,7 @@ def test_logits_of_both_are_the_same_up_to_rounding(runners: Both) -> None:
 
 
 def check_logits(runners: Both, near: float) -> None:
-    """Of a prompt in parts, of a rollback, and of a sequence that begins with another's pages."""
+    """Compare logits of a prompt in parts, after a rollback, and of a sequence that begins with another's pages."""
     found = []
     for runner in runners:
         prompt = tokens(500, 1)
@@ -367,8 +367,10 @@ def test_one_budget_is_shared_out_over_the_heads_of_all_ranks(runners: Both) -> 
 
 
 def check_one_budget(runners: Both) -> None:
-    """By scores of the sum over ranks, round after round: the same number of blocks, and the same blocks but where two
-    scores differ by rounding alone. Means stand in for the others.
+    """Check that one rank and two share a budget out to the same blocks in each round.
+
+    Scores are sums over ranks, so blocks may differ where two scores differ by rounding alone; their number may not.
+    Means stand in for the other blocks.
     """
     chosen: list[list[Tensor]] = []
     counts: list[list[int | None]] = []
@@ -411,8 +413,8 @@ def test_ranks_draft_and_judge_alike(runners: Both, sampling: Sampling) -> None:
 
 
 def drafted_both_ways(runners: Both, sampling: Sampling, budget: float) -> tuple[list[int], list[int]]:
-    """The tokens of a session that drafts for itself, in passes of one token whose lists follow from what ranks
-    remember, by one rank and by two.
+    """Return the tokens of a session that drafts for itself, by one rank and by two. Its lists come from remembered
+    weights.
     """
     prompt, said = tokens(600, 5), []
     for runner in runners:

@@ -287,7 +287,7 @@ def test_what_torch_keeps_for_later_tensors_counts_as_free(monkeypatch: pytest.M
 
 
 def test_ranks_keep_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a rank with much memory, too: it would else replay a sum that the others capture."""
+    """A rank with much memory drops graphs as well; otherwise it would replay a sum that the others capture."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
     monkeypatch.setattr(Ranks, "least", lambda self, number: min(number, LEAST_FREE - 1))

@@ -71,7 +71,7 @@ class BackingStore:
         return len(pages)
 
     def copy(self, pages: list[int], gpu_pages: list[int]) -> None:
-        """Start to copy pages from where they lie on the GPU, on all ranks."""
+        """Start to copy pages to the store, on all ranks. gpu_pages: the GPU page in which each of them lies."""
         self._memory.followers.tell(Command.STORE_PAGES, [*pages, *gpu_pages])
         lists = [self._memory.list_of(part) for part in (gpu_pages, pages, [len(pages)])]
         self._copies.append((pages, run_beside(self._stream, lambda: self._copy_layers(*lists))))
@@ -101,9 +101,9 @@ class BackingStore:
                 (self._movable_dense if dense else self._movable)[page] = None
 
     def end_copy(self) -> list[int]:
-        """Have the device wait for the end of the oldest copy, on all ranks, and return its pages.
+        """Have the device wait for the end of the oldest copy, and return its pages.
 
-        Another rank's may take longer than this one's.
+        All ranks wait for their own copies, since another rank's may take longer than this one's.
         """
         self._memory.followers.tell(Command.END_COPY)
         pages, done = self._copies.popleft()

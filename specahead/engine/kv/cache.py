@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specahead.engine.kv.fetch import ChosenFetches, FetchPlan
+from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan
 from specahead.engine.kv.group_means import GroupMeanPool, make_means
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zeros, pages_for
 from specahead.engine.kv.pool import PagePool
@@ -37,8 +37,8 @@ class KVCache:
     scales: those of all layers, if pages are in 8 bits (specahead.kernels.kv_scales); else None.
     dtype: of keys and values before they are written, and of queries.
     addresses: of the pages, [2, layers] int64 on the device.
-    page_means: of each layer [pages, kv_heads, head_dim], the mean key of each full page (kernels.page_means), by page
-        number, for a model that chooses blocks by itself; else None.
+    page_means: for a model that chooses blocks by itself, of each layer [page numbers, kv_heads, head_dim], the mean
+        key of each full page (kernels.page_means); else None.
     ranks: that run the model together; the pages hold the KV heads of this one, and page numbers are rank 0's.
     pool: of page numbers, which block tables name.
     """
@@ -104,11 +104,14 @@ class KVCache:
         return None if self.scales is None else self.scales.layer(layer)
 
     def make_means(self, pages: np.ndarray, slots: list[int]) -> None:
-        """Make the means of groups from their pages, int32 [groups, pages of a group], in `slots` of `means`."""
-        self.make_means_of(pages, slots)
+        """Make the means of groups and write them to `slots` of `means`. pages: int32 [groups, pages of a group]."""
+        self.make_means_on_gpu(pages, slots)
 
-    def make_means_of(self, gpu_pages: np.ndarray, slots: list[int]) -> None:
-        """Do as `make_means`, on all ranks. gpu_pages: indices in `k_pages` and `v_pages`."""
+    def make_means_on_gpu(self, gpu_pages: np.ndarray, slots: list[int]) -> None:
+        """Make the means of groups, on all ranks, from pages on the GPU.
+
+        gpu_pages: int32 [groups, pages of a group], indices in `k_pages` and `v_pages`. slots: as for `make_means`.
+        """
         assert self.means is not None
         self.ranks.followers.tell(Command.MAKE_MEANS, [gpu_pages.shape[1], *slots, *gpu_pages.flatten().tolist()])
         make_means(self.k_pages, self.v_pages, gpu_pages, slots, self.means)
@@ -135,18 +138,18 @@ class KVCache:
         """
         return None
 
-    def fetch_chosen(self, page_tables: Tensor, round: Tensor) -> ChosenFetches | None:
-        """Return what fetches the blocks that each layer of a step chooses; None if all KV always lies on the GPU.
+    def chosen_fetcher(self, page_tables: Tensor, round: Tensor) -> ChosenFetcher | None:
+        """Return the fetcher of the blocks that the layers of a step choose; None if all KV always lies on the GPU.
 
-        The arguments are those of specahead.engine.kv.fetch.ChosenFetches.
+        The arguments are those of specahead.engine.kv.fetch.ChosenFetcher.
         """
         return None
 
     def count_step(self, results: Mapping[str, np.ndarray]) -> bool:
         """Count the pages that a step fetched; return whether all listed pages found room. If not, the step is void.
 
-        results: numbers of pages, int32: `listed`, `fetched` and `overflow`, which found no room, [1]; `missed`, of
-        listed blocks that were not wholly there before, [sequences].
+        results: counts of pages, int32. `listed`, `fetched` and `overflow` (pages without room) are [1]; `missed` is
+        [sequences], the pages of listed blocks that were not wholly on the GPU before.
         """
         return True
 
@@ -158,7 +161,7 @@ class KVCache:
         return iter([self.stage_pages([sequence.table() for sequence in sequences])])
 
     def stage_pages(self, tables: list[np.ndarray]) -> StagedReads:
-        """Bring the pages of sequences, int32 [pages] each, together on the GPU, as `stage` does."""
+        """Bring whole sequences together on the GPU, as `stage` does. tables: the pages of each, int32 [pages]."""
         raise NotImplementedError(f"{type(self).__name__}: every sequence lies on the GPU, nothing is staged")
 
     # Checks and counters.

@@ -1,7 +1,7 @@
 """How a sparse pass reads KV in tiers: it requests the pages that it lists, and each layer waits for its own.
 
-A model that chooses blocks by itself knows the lists of a layer only when it comes to the layer. What the last round
-chose is still in cache lines then, unless others needed the lines since.
+A model that chooses blocks by itself knows what a layer reads only when that layer runs, so each layer fetches for
+itself. Blocks that the last round chose are usually still in cache lines.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from specahead.kernels.residency import ListedBlocks, Transfers, count_missing_b
 
 
 @dataclass
-class Requested:
-    """Listed pages that have been requested from the residency tables, of all layers of a pass or of one."""
+class RequestedPages:
+    """The listed pages of all layers of a pass, or of one layer, after the residency tables gave them lines."""
 
     lines: Tensor
     """[layers, sequences, kv_heads, width * pages of a block] int32, the cache lines of the listed pages, which are
@@ -32,15 +32,15 @@ class Requested:
     missed: Tensor
     """[sequences] int32, listed blocks that were not wholly in cache lines before."""
     transfers: Transfers
-    """The pages that are copied from the backing store. If some found no cache line, the pass is void."""
+    """The pages to copy from the backing store. If pages find no cache line, the pass is void."""
 
 
 @dataclass
-class FetchPlan(Requested):
+class FetchPlan(RequestedPages):
     """The lists of one sparse pass, of all layers. It must be kept until the last layer has waited."""
 
-    tallies: Tensor
-    """[3 + sequences] int32, as `tally` has them."""
+    page_counts: Tensor
+    """[3 + sequences] int32, as `count_fetches` returns them."""
     done: Tensor
     """[layers] int32, how many programs have finished each layer."""
     backend: Backend
@@ -50,7 +50,7 @@ class FetchPlan(Requested):
     @property
     def overflow(self) -> Tensor:
         """[1] int32, listed pages that found no cache line. If there are any, the pass is void."""
-        return self.tallies[2:3]
+        return self.page_counts[2:3]
 
     def wait(self, index: int) -> None:
         """Have the current stream wait until this layer's pages are there; to be called once for each layer."""
@@ -67,15 +67,15 @@ def request_listed(
     page_tables: Tensor,
     round: Tensor,
     layer: int | None = None,
-) -> Requested:
-    """Request all pages that a pass lists, or one layer of it. Launches only: works inside a CUDA graph.
+) -> RequestedPages:
+    """Request all pages that a pass, or one of its layers, lists. It only launches, so it works inside a CUDA graph.
 
     lists: [layers, sequences, kv_heads, width] int32 blocks.
     counts: [layers, sequences, kv_heads] int32.
     block_size: tokens of a block, whole pages.
     page_tables: [sequences, max_pages] int32, page numbers.
     round: [1] int32, the number of this step (KVCache.next_round).
-    layer: the one that has lists; None: all have.
+    layer: the only layer that the lists are of; None: they are of all layers.
     """
     tables = memory.tables if layer is None else memory.tables.of_row(layer)
     listed = ListedBlocks(lists, counts, page_tables, memory.kv_heads, block_size // PAGE_SIZE)
@@ -83,14 +83,14 @@ def request_listed(
     transfers = request_blocks(tables, listed, round, memory.backend)
     # Line 0 where there is none, since attention may look there.
     lines = find_block_lines(tables, listed, memory.backend, absent=0)
-    return Requested(lines, counts, listed.pages_per_block, missed, transfers)
+    return RequestedPages(lines, counts, listed.pages_per_block, missed, transfers)
 
 
-def tally(requests: Sequence[Requested]) -> Tensor:
-    """Count the pages of all requests of a pass, in one tensor so that ranks add them up at once.
+def count_fetches(requests: Sequence[RequestedPages]) -> Tensor:
+    """Count the pages of all requests of a pass, in one tensor, so that one sum over ranks is enough.
 
-    Returns [3 + sequences] int32: pages of listed blocks; pages that are copied; pages that found no cache line; and of
-    each sequence, pages of the listed blocks that were not wholly in cache lines before.
+    Returns [3 + sequences] int32: the pages of listed blocks, the pages to copy, and the pages without a cache line;
+    then, for each sequence, the pages of listed blocks that were not wholly in cache lines before.
     """
     transfers, pages = [each.transfers for each in requests], requests[0].block_pages
     listed = torch.cat([each.counts.flatten() for each in requests]).sum() * pages
@@ -100,27 +100,29 @@ def tally(requests: Sequence[Requested]) -> Tensor:
     return torch.cat([torch.stack([listed, copied, overflow]), missed]).int()
 
 
-def start_copies(memory: TierMemory, requested: Requested) -> FetchPlan:
-    """Copy the missing pages layer by layer, beside the current stream. Launches only."""
+def start_copies(memory: TierMemory, requested: RequestedPages) -> FetchPlan:
+    """Start to copy the missing pages layer by layer, on a stream beside the current one. It only launches."""
     transfers, done = requested.transfers, torch.zeros(len(requested.lines), dtype=torch.int32, device=memory.device)
     copying = transfers.pages, transfers.lines, transfers.counts, done, PROGRAMS, memory.backend
     ended = run_beside(memory.link, lambda: gather_layers(memory.copies, *copying))
-    return FetchPlan(**vars(requested), tallies=tally([requested]), done=done, backend=memory.backend, ended=ended)
+    counted = count_fetches([requested])
+    return FetchPlan(**vars(requested), page_counts=counted, done=done, backend=memory.backend, ended=ended)
 
 
-class ChosenFetches:
-    """Fetches the blocks of a layer once its queries have chosen them. Launches only: works inside a CUDA graph.
+class ChosenFetcher:
+    """Fetches the blocks of each layer after its queries have chosen them. It only launches, for CUDA graphs.
 
-    page_tables: [sequences, max_pages] int32, page numbers. round: [1] int32, the number of this step. `requests` has
-    what each layer that has run requested; the step is void if pages of any of them found no cache line.
+    page_tables: [sequences, max_pages] int32, page numbers.
+    round: [1] int32, the number of this step.
+    requests: those of all layers that have run. The step is void if pages of any of them found no cache line.
     """
 
     def __init__(self, memory: TierMemory, page_tables: Tensor, round: Tensor) -> None:
-        self.requests: list[Requested] = []
+        self.requests: list[RequestedPages] = []
         self._memory, self._page_tables, self._round = memory, page_tables, round
 
     def __call__(self, layer: int, blocks: BlockLists) -> BlockLists:
-        """Bring the blocks that a layer reads to cache lines; return them with their lines."""
+        """Bring the blocks that a layer has chosen to cache lines; return them with the lines as `slots`."""
         memory, lists, counts = self._memory, blocks.lists[None], blocks.counts[None]
         requested = request_listed(memory, lists, counts, blocks.block_size, self._page_tables, self._round, layer)
         copied, copies = requested.transfers, memory.copies

@@ -75,7 +75,7 @@ def make_means(
 
     k_pages, v_pages: of each layer [pages, kv_heads, PAGE_SIZE, head_dim].
     pages: int32 [groups, pages of a group], indices in these.
-    slots: of each group, where its means go in the pool.
+    slots: the slot of each group's means in the pool.
     """
     layers, device = slice(first_layer, first_layer + len(k_pages)), pool.k.device
     make_group_means(

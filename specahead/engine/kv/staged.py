@@ -16,8 +16,8 @@ class StagedReads:
     Pages from the backing store come while the layer before runs, on a side stream; pages in cache lines when the
     layer's own KV has been written. Each rank brings its own heads.
 
-    pages: those of each sequence, int32 [pages].
-    tables: the block table of each sequence in the pass, int32 [pages].
+    pages: the page numbers of each sequence, int32 [pages].
+    tables: the block table of each sequence in the staged pages, int32 [pages].
     """
 
     def __init__(self, memory: TierMemory, pages: list[np.ndarray], counters: TierCounters, ranks: Ranks) -> None:
@@ -30,7 +30,7 @@ class StagedReads:
         self.tables = [np.arange(end - len(each), end, dtype=np.int32) for each, end in zip(pages, ends, strict=True)]
         self._memory, self._counters, self._ranks = memory, counters, ranks
         self._wanted = rows_of(together, memory.kv_heads, memory.device)
-        if memory.link is not None:  # which may still bring a last layer that no token reads
+        if memory.link is not None:  # it may still copy the last layer, if no token reads that layer
             self._wanted.record_stream(memory.link)
         self._lines: dict[int, Tensor] = {}
         self._missed = torch.zeros(len(pages), dtype=torch.int64, device=memory.device)  # rows, on all ranks
@@ -76,9 +76,9 @@ class StagedReads:
 def make_staged_means(
     memory: TierMemory, pages: np.ndarray, slots: list[int], pool: GroupMeanPool, counters: TierCounters, ranks: Ranks
 ) -> None:
-    """Make the means of groups, layer by layer, from pages that are brought together; all ranks do so at once.
+    """Make the means of groups, layer by layer, from pages that are brought together. All ranks run this together.
 
-    pages: int32 [groups, pages of a group]; slots: of each group, where its means go in the pool.
+    pages: int32 [groups, pages of a group]. slots: the slot of each group's means in the pool.
     """
     at_once = max(1, memory.staged_pages // pages.shape[1])  # groups
     missed = torch.zeros((), dtype=torch.int64, device=memory.device)

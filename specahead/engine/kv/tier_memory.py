@@ -3,9 +3,9 @@
 The residency tables have a row for each layer. A *row* of the pages is a page of one KV head; its number is page *
 kv_heads + head, and on the GPU it lies in the cache line GPU page * kv_heads + head.
 
-Of a model over several ranks each has such a memory for its own KV heads. Which pages have GPU pages, are stored, or
-are left to the clock is the same on all: rank 0 decides and tells the others. Which rows the clock keeps in which lines
-is each rank's own matter, since it follows from what the rank's own heads list.
+Each rank of a model has such a memory for its own KV heads. Rank 0 decides which pages have GPU pages, are stored, or
+are left to the clock, and tells the other ranks, so these are the same on all. Each rank's clock decides by itself
+which rows it keeps in which lines, since that follows from the blocks that the rank's own heads list.
 """
 
 from collections.abc import Callable
@@ -52,10 +52,10 @@ class TierMemory:
     link: torch.cuda.Stream | None
     """The stream that copies from the backing store beside the model; None on a CPU."""
     kv_heads: int
-    """Of this rank."""
+    """KV heads of this rank."""
     backend: Backend
     followers: Followers
-    """The ranks that do with their memory what this one does."""
+    """The other ranks, which repeat on their memory what this rank does; on ranks but 0, nobody."""
 
     @staticmethod
     def make(on_gpu: list[Pages], stored: list[Pages], staged_pages: int, followers: Followers) -> "TierMemory":
@@ -89,12 +89,12 @@ class TierMemory:
     # The tables, on all ranks.
 
     def clear_tables(self) -> None:
-        """Have no row lie in any line. In place: captured steps hold the tables."""
+        """Empty all cache lines, in place, since captured steps hold the tables."""
         self.followers.tell(Command.CLEAR_TABLES)
         clear_tables(self.tables)
 
     def pin_pages(self, pages: list[int], gpu_pages: list[int], round: int) -> None:
-        """Enter that pages lie in these GPU pages, which the round of this number writes."""
+        """Enter that pages lie in `gpu_pages`, and keep them there. round: the number of the round that writes them."""
         if pages:
             self.followers.tell(Command.PIN_PAGES, [round, *pages, *gpu_pages])
             listed = self.list_of(pages), self.list_of(gpu_pages), self.list_of([round])
@@ -111,7 +111,7 @@ class TierMemory:
         drop_pages(self.tables, self.list_of(pages), self.kv_heads, self.backend)
 
     def list_of(self, numbers: list[int]) -> Tensor:
-        """Return numbers as the kernels take them, int32 on the device."""
+        """Return numbers as a tensor for the kernels, int32 on the device."""
         return torch.tensor(numbers, dtype=torch.int32).to(self.device)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specahead.engine.kv.backing_store import BackingStore
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.fetch import ChosenFetches, FetchPlan, request_listed, start_copies
+from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan, request_listed, start_copies
 from specahead.engine.kv.gpu_pages import GpuPages
 from specahead.engine.kv.host_memory import host_zeros
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
@@ -65,7 +65,7 @@ class TieredKV(KVCache):
         """gpu_pages: how many pages lie on the GPU at once. pages: how many the backing store has.
 
         longest: the most tokens of a sequence; staged reads have room for them. ranks, scales, page_means: as for
-        KVCache; means of all pages lie on the GPU.
+        KVCache. The means of all pages lie on the GPU.
         Raises ValueError for sizes that do not fit, MemoryError if the host has no room.
         """
         device = torch.device(device)
@@ -173,7 +173,7 @@ class TieredKV(KVCache):
 
     def _offer(self, sequence: SequenceKV, count: int) -> None:
         """Offer the first `count` pages of a sequence to the store."""
-        dense = sequence.dense and self.page_means is None  # else it reads the blocks that each layer chooses
+        dense = sequence.dense and self.page_means is None  # models that choose blocks read no long text densely
         self.store.offer(sequence.table()[sequence.stored : count], dense)
         sequence.stored = max(sequence.stored, count)
 
@@ -225,11 +225,11 @@ class TieredKV(KVCache):
         self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
     ) -> FetchPlan | None:
         plan = start_copies(self.memory, request_listed(self.memory, lists, counts, block_size, page_tables, round))
-        self.ranks.sum(plan.tallies)  # a pass that is void on one rank is void on all
+        self.ranks.sum(plan.page_counts)  # a pass that is void on one rank is void on all
         return plan
 
-    def fetch_chosen(self, page_tables: Tensor, round: Tensor) -> ChosenFetches | None:
-        return ChosenFetches(self.memory, page_tables, round)
+    def chosen_fetcher(self, page_tables: Tensor, round: Tensor) -> ChosenFetcher | None:
+        return ChosenFetcher(self.memory, page_tables, round)
 
     def count_step(self, results: Mapping[str, np.ndarray]) -> bool:
         overflow = int(results["overflow"][0])
@@ -260,12 +260,12 @@ class TieredKV(KVCache):
     def make_means(self, pages: np.ndarray, slots: list[int]) -> None:
         gpu_pages = self.resident.of[pages]
         if (gpu_pages >= 0).all():
-            self.make_means_of(gpu_pages, slots)
+            self.make_means_on_gpu(gpu_pages, slots)
         else:
             self.make_staged_means(pages, slots)
 
     def make_staged_means(self, pages: np.ndarray, slots: list[int]) -> None:
-        """Do as `make_means`, on all ranks, from pages that are brought together."""
+        """Make means as `make_means` does, on all ranks, from pages that are first brought together."""
         assert self.means is not None
         self.ranks.followers.tell(Command.MAKE_STAGED_MEANS, [pages.shape[1], *slots, *pages.flatten().tolist()])
         make_staged_means(self.memory, pages, slots, self.means, self.counters, self.ranks)

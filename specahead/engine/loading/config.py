@@ -38,7 +38,7 @@ def load_config(model: str) -> Any:
     values, _ = PreTrainedConfig.get_config_dict(model)
     if values.get("model_type") == NATIVE_SPARSE:
         raise NotImplementedError(
-            f"{model}: serving native sparse attention (NSA) is not built; specahead evaluate sharing measures it"
+            f"{model}: native sparse attention (NSA) is not served; measure the model by specahead evaluate sharing"
         )
     family = FAMILIES.get(values.get("model_type", ""))
     if family is not None and family.defaults:

@@ -22,10 +22,11 @@ _UNUSED = "t2d", "rotary_emb.inv_freq"  # t2d says what d2t says
 
 
 def load_head(model: str, target: LoadedModel, load_format: str = "auto") -> tuple[LoadedModel, StateTap]:
-    """Return the head in a folder or of a Hugging Face id, and what takes the states that it reads from its target.
+    """Return a head, and the tap that takes the states which the head reads from its target.
 
-    It lies whole on the target's device, in the target's dtype. It drafts the target's tokens, by the target's
-    embedding where its checkpoint has none. It has no room for states yet (`with_states`).
+    model: a folder or a Hugging Face id. The whole head lies on the target's device, in the target's dtype. It drafts
+    the target's tokens, and uses the target's embedding if its checkpoint has none. Call `with_states` on the result
+    for room for states.
     load_format: "auto", or "dummy" for random weights, for measurements.
     Raises NotImplementedError for a head or a target that is not built, naming the reason; ValueError for weights that
     do not fit the config or the target.
@@ -36,7 +37,8 @@ def load_head(model: str, target: LoadedModel, load_format: str = "auto") -> tup
     shapes = head_shapes(config, len(layers) * hidden) | {EMBEDDING: (config.vocab_size, config.hidden_size)}
     tensors = _random(config, shapes) if load_format == "dummy" else _read(model, device, shapes)
     if EMBEDDING not in tensors and config.hidden_size != hidden:
-        raise ValueError(f"{model}: it has no embedding, and that of the target is {hidden} wide, not its own size")
+        of_target = f"and that of the target is {hidden} wide"
+        raise ValueError(f"{model}: it has no embedding, {of_target}, expected {config.hidden_size}; give another head")
 
     def take(*names: str) -> Tensor:
         return torch.cat([tensors[name]().to(device, target.dtype) for name in names])
@@ -48,10 +50,8 @@ def load_head(model: str, target: LoadedModel, load_format: str = "auto") -> tup
     of_target = target.shape
     config.max_position_embeddings = max(config.max_position_embeddings, of_target.max_position_embeddings)
     cosines, sines = rotary_table(config, device)
-    ids = torch.arange(shapes["lm_head.weight"][0], device=device)
-    if IDS in tensors:  # differences
-        ids += tensors[IDS]().to(device)
-    known = ids < of_target.vocab_size  # beyond them lies what pads the target's vocabulary
+    ids = _target_ids(tensors, shapes["lm_head.weight"][0], device)
+    known = ids < of_target.vocab_size  # the others pad the target's vocabulary
     head = DraftHead(
         embedding=take(EMBEDDING) if EMBEDDING in tensors else decoder.embedding,
         layers=[
@@ -84,7 +84,7 @@ def load_head(model: str, target: LoadedModel, load_format: str = "auto") -> tup
 
 
 def with_states(head: LoadedModel, tap: StateTap, places: int) -> tuple[LoadedModel, StateTap]:
-    """Return what `load_head` gave, with room for the states of the tokens at all places of the target's pages."""
+    """Return a head and its tap with room for states of all tokens in the target's pages. places: how many tokens."""
     decoder, states = head.decoder, tap.states.new_zeros(places + 1, tap.states.shape[1])
     assert isinstance(decoder, DraftHead)
     return replace(head, decoder=replace(decoder, states=states)), replace(tap, states=states)
@@ -103,6 +103,12 @@ def _check_built(model: str, config: Any, target: LoadedModel) -> Decoder:
 
 
 Weights = Mapping[str, Callable[[], Tensor]]  # what reads or makes each weight, by name
+
+
+def _target_ids(tensors: Weights, count: int, device: str) -> Tensor:
+    """Return the target's id of each of a head's `count` tokens, [count] int64."""
+    ids = torch.arange(count, device=device)
+    return ids + tensors[IDS]().to(device) if IDS in tensors else ids  # a checkpoint has the differences
 
 
 def _read(model: str, device: str, shapes: Shapes) -> Weights:

@@ -34,20 +34,20 @@ log = logging.getLogger(__name__)
 
 OF_TEXT = 1024  # tokens that are read of the bundled text
 OF_VOCABULARY = 1024  # tokens, evenly spread over the vocabulary, that are read after it: of all scripts and kinds
-OF_PASS = 512  # tokens that are read at once: on a CPU all at once take 1.4 times as long
+OF_PASS = 512  # tokens of a pass: on a CPU one pass over all tokens takes 1.4 times as long
 CENTERED = 1 / 4  # of the longest context: positions over which keys' centers are means
 
 
 def measure_kv_scales(loaded: LoadedModel, tokenizer: Any, max_context: int = 0) -> KVScales:
     """Return scales and centers of all layers of a model, the same at each start on one device.
 
-    Of a model over several ranks all ranks measure at once, and each gets those of its own heads: those that one rank
-    with all heads would get, up to the rounding of sums over ranks.
-    max_context: in tokens; 0: the longest of the model. Raises ValueError, on all ranks, for keys or values that are
-    not finite.
+    If several ranks run the model, all of them must call this together. Each gets the scales of its own heads. These
+    equal the scales of a single rank up to the rounding of sums over ranks.
+    max_context: in tokens; 0: the longest of the model. Raises ValueError on all ranks if any key or value is not
+    finite.
     """
     decoder = loaded.decoder
-    if isinstance(decoder, Decoder):  # other ranks measure by themselves, and are told of no pass
+    if isinstance(decoder, Decoder):  # every rank runs the passes by itself, so rank 0 sends none
         ranks = replace(decoder.ranks, followers=NOBODY)
         loaded = replace(loaded, decoder=replace(decoder, ranks=ranks))
     vocabulary, longest = loaded.shape.vocab_size, loaded.shape.max_position_embeddings
@@ -66,7 +66,7 @@ def measure_kv_scales(loaded: LoadedModel, tokenizer: Any, max_context: int = 0)
         largest.append(torch.stack([each.abs().amax((0, 2)) for each in (keys, values)]) + centers[-1].abs().amax(2))
     seen = torch.stack(largest)
     if not runner.kv.ranks.least(int(seen.isfinite().all())):
-        seen.fill_(torch.nan)  # so that ranks whose own heads are finite refuse the model as well
+        seen.fill_(torch.nan)  # so that all ranks refuse the model
     scales = scales_for(seen)
     log.info("KV in 8 bits: scales are made", extra={"least": float(scales.min()), "largest": float(scales.max())})
     return KVScales(scales, torch.stack(centers))

@@ -128,7 +128,7 @@ def room_for_kv(
 def backing_store_tokens(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
     """Return how many tokens of KV the backing store in host memory holds; 0 if there is none.
 
-    shape: of one rank, each of which has an equal part of that memory.
+    shape: that of one rank. Each rank has an equal part of the memory.
     """
     part = settings.host_kv_memory * 2**30 / settings.tensor_parallel_size
     return int(part / _bytes_in_pages(shape, dtype, settings.kv_cache_dtype))
@@ -173,15 +173,15 @@ def _bytes_in_pages(shape: ModelShape, dtype: torch.dtype, kv_cache_dtype: KVCac
 
 
 def _bytes_of_means(shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return how many bytes the mean keys of pages take for each token (kernels.page_means)."""
+    """Return the bytes of a token's share of its page's mean keys (kernels.page_means)."""
     return _bytes_in_pages(shape, dtype, "auto") // (2 * PAGE_SIZE) if shape.chooses_blocks else 0
 
 
 def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> float:
     """Return how many bytes KV with a backing store takes on the device beside its GPU pages.
 
-    They hold two layers of one sequence, which dense passes bring together; the tables that say where each page lies;
-    group means; and the mean keys of all pages.
+    They hold two layers of one sequence, which dense passes bring together, the tables that say where each page lies,
+    the group means, and the mean keys of all pages.
     """
     of_layer = _bytes_in_pages(shape, dtype, settings.kv_cache_dtype) / shape.num_layers
     backing = backing_store_tokens(settings, shape, dtype)

@@ -71,7 +71,7 @@ class _Loaded:
     def room(self, beside: int = 0) -> int:
         """Return how many tokens of KV to allocate on each rank, as `room_for_kv` does; all weights must be loaded."""
         if self.device != "cpu":
-            torch.cuda.empty_cache()  # memory that loading took for a time becomes room for KV
+            torch.cuda.empty_cache()  # memory that only loading needed becomes room for KV
         ranks = self.model.decoder.ranks
         shape = self.model.shape.of_rank(ranks.count)
         return room_for_kv(self.settings, shape, self.model.dtype, self.device, beside, ranks)
@@ -121,15 +121,14 @@ def open_with_head(
 ) -> tuple[OpenedModel, OpenedModel]:
     """Load a model, and a head that drafts on its hidden states, on one device.
 
-    The head has KV for as many tokens as the model, and for its own rounds, in the model's dtype. eight_bit, ranks,
-    meet: as for `open_model`, which says what this raises, beside what `load_head` does.
+    The head has KV in the model's dtype for as many tokens as the model, and for its own rounds. The arguments are
+    those of `open_model`. Raises what `open_model` and `load_head` raise.
 
-    Rank 0 alone has the head, and has it whole. After the sums over ranks it has the whole hidden states, so the head
-    takes part in no sum. Split over two ranks it would be faster, but not by enough. A pass of the head of
-    Llama-3.3-70B reads 1.2e9 weights, 2.4 GB in 16 bits, in 0.58 ms of an H200 (4.15 TB/s), and a round of four tokens
-    takes 2.3 ms. The target's pass takes 8.8 ms over two GPUs in 8 bits, 17 ms in 16 bits, and more with its KV. Half
-    of the head's bytes, less two sums a pass, would save 1.0 ms of a round, less than a tenth. For that all ranks would
-    have to follow the head's prompts, rounds and grammars.
+    Rank 0 has the whole head and the other ranks have none of it: after each sum over ranks, rank 0 has the whole
+    hidden states that a head reads. A head that is split over two ranks would save less than a tenth of a round. By
+    sizes, the head of Llama-3.3-70B drafts four tokens in 2.3 ms on an H200 (2.4 GB a pass at 4.15 TB/s), and half of
+    it in 1.3 ms with its sums; the target's pass takes 8.8 ms or more over two. All ranks would also have to follow the
+    head's prompts, rounds and grammars.
     """
     loaded = _load(settings, eight_bit, ranks, meet)
     drafting, tap = load_head(head.model, loaded.model, head.load_format)
@@ -158,7 +157,7 @@ def _load(
     if settings.load_format != "dummy":  # a dummy is measured in the shape of its config
         loaded = loaded.with_vocabulary(count_token_ids(tokenizer))
     drafting = None if eight_bit == "none" else loaded.decoder.with_eight_bit_weights()
-    meet()  # the scales are made by a pass, which is of all ranks
+    meet()  # all ranks run the passes that measure the scales
     kv_scales = measure_kv_scales(loaded, tokenizer, settings.max_context) if settings.kv_cache_dtype == "fp8" else None
     if eight_bit == "all" and drafting is not None:
         loaded, drafting = replace(loaded, decoder=drafting), None

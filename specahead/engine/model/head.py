@@ -43,7 +43,7 @@ class StateTap:
         """
         inputs = len(self.layers), self.fc.shape[1] // len(self.layers)
         seen = self.states.new_empty(len(slots), *inputs) if room is None else room.view(-1, *inputs)
-        last = 0 if compiles_only() else self.layers[-1]  # a pass that only compiles runs the first layer and the last
+        last = 0 if compiles_only() else self.layers[-1]  # a pass that only compiles runs layer 0 instead
 
         def observe(layer: int, stream: Tensor) -> None:
             if layer in self.layers:

@@ -97,8 +97,8 @@ class ChosenPart:
     """Which rows of the pass."""
     rows: Rows
     """The sequences whose queries share a choice; where each query chooses for itself, it is a sequence of its own."""
-    numbers: Tensor
-    """[sequences, pages] int32, the number of each page, at which its mean key lies."""
+    page_numbers: Tensor
+    """[sequences, pages] int32, the indices of the sequences' pages in `ChosenReads.means`."""
     choosers: Tensor | None
     """[sequences] int64, the row of each sequence that chooses, within the part; None: the only one that it has."""
     choice: Choice
@@ -110,20 +110,20 @@ class ChosenReads:
     """The reads of a model whose own attention chooses the blocks of each layer."""
 
     keys: list[Tensor]
-    """Of each layer, the pages that new keys are written to (`KVCache.k_pages`)."""
+    """The pages of each layer to which new keys are written (`KVCache.k_pages`)."""
     means: list[Tensor]
-    """Of each layer, the mean keys of full pages (`KVCache.page_means`)."""
+    """The mean keys of each layer's full pages (`KVCache.page_means`)."""
     slots: Tensor
     """[rows] int64, where the new keys of the pass lie."""
-    numbers: Tensor
-    """[rows] int64, the number of the page of each new key."""
+    page_numbers: Tensor
+    """[rows] int64, the index in `means` of each new key's page."""
     parts: list[ChosenPart]
     """They cover the pass; empty: all sequences are so short that everything is read."""
     tuning: Tuning | None = None
     """How attention is cut; None: as is fastest."""
-    found: Callable[[int, BlockLists], BlockLists] | None = None
-    """Called with a layer's number and what it chose, before that is read; returns where that lies. None: in the pages
-    that block tables name."""
+    fetch: Callable[[int, BlockLists], BlockLists] | None = None
+    """Takes a layer's number and the blocks that it chose, brings these to the device, and returns them with the slots
+    where they lie. None: all pages are on the device, where block tables say."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class LayerAttention:
         if self.chosen is not None:
             chosen, scales = self.chosen, self._scales(layer)
             of_layer = chosen.keys[layer], chosen.means[layer]
-            write_page_means(*of_layer, chosen.slots, chosen.numbers, self.backend, scales)
+            write_page_means(*of_layer, chosen.slots, chosen.page_numbers, self.backend, scales)
         if layer == self.unread:
             return queries
         if self.chosen is not None and self.chosen.parts:
@@ -223,9 +223,9 @@ class LayerAttention:
         for part in chosen.parts:
             rows, own, scale = part.rows, queries[part.queries], self.heads.scale
             choosing = own if part.choosers is None else own[part.choosers]
-            blocks = choose_blocks(choosing, chosen.means[layer], part.numbers, part.choice, scale, self.backend)
-            if chosen.found is not None:
-                blocks = chosen.found(layer, blocks)
+            blocks = choose_blocks(choosing, chosen.means[layer], part.page_numbers, part.choice, scale, self.backend)
+            if chosen.fetch is not None:
+                blocks = chosen.fetch(layer, blocks)
             work = plan_reads(self.heads, rows, self.backend, chosen.tuning, blocks)
             outs.append(paged_attention(self._batch(layer, own, rows, pages), blocks, None, self.backend, work))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -26,8 +26,8 @@ class Command(IntEnum):
     STEP = 0
     """Run the step of a shape. Numbers: the shape."""
     EXACT = 1
-    """Run a pass of its exact size. Numbers: rows that give logits; how many sequences are brought together for it, the
-    number of pages of each, all their pages; the shape. Then its inputs."""
+    """Run a pass of its exact size. Numbers: the rows that give logits; of sequences that are brought together for the
+    pass, their count, each one's count of pages, and all their pages; the shape. Its inputs follow."""
     CAPTURE = 2
     """Make the step of a shape ready. Numbers: whether it is to stay (1 or 0), the shape."""
     PLAN_PROMPT = 3
@@ -51,9 +51,9 @@ class Command(IntEnum):
 
     # KV in tiers.
     CLEAR_TABLES = 12
-    """Have no page lie in a cache line."""
+    """Empty all cache lines."""
     PIN_PAGES = 13
-    """Enter where pages lie that a round writes. Numbers: the round, the pages, their GPU pages."""
+    """Keep the pages that a round writes in their GPU pages. Numbers: the round, the pages, their GPU pages."""
     LEAVE_TO_CLOCK = 14
     """Leave the cache lines of stored pages to the clock. Numbers: the pages."""
     DROP_PAGES = 15
@@ -61,10 +61,10 @@ class Command(IntEnum):
     STORE_PAGES = 16
     """Start to copy pages to the backing store. Numbers: the pages, their GPU pages."""
     END_COPY = 17
-    """Have the device wait for the oldest such copy."""
+    """Have the device wait for the oldest copy that STORE_PAGES has started."""
     MAKE_STAGED_MEANS = 18
-    """Make the means of groups whose pages are brought together. Numbers: pages of a group, the slots of the means, the
-    pages of all groups."""
+    """Make the means of groups from pages that are first brought together. Numbers: pages of a group, the slots of the
+    means, the pages of all groups."""
 
 
 class Followers:
@@ -95,7 +95,8 @@ class Followers:
     def tell_exact(self, shape: PassShape, inputs: np.ndarray, logits_rows: int, pages: Sequence[np.ndarray]) -> None:
         """Have a pass of its exact size run on every rank.
 
-        logits_rows: rows that give logits. pages: of each sequence that is brought together for it, int32 [pages].
+        logits_rows: how many rows give logits. pages: the pages, int32 [pages], of each sequence that is brought
+        together for the pass.
         """
         if self._connections:
             numbers = [logits_rows, len(pages), *map(len, pages), *(page for each in pages for page in each.tolist())]

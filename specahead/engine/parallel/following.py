@@ -44,7 +44,7 @@ def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Co
         case Command.CAPTURE_PROMPT:
             passes.capture_prompt(*given)
         case Command.MAKE_MEANS:
-            kv.make_means_of(*_pages_and_slots(numbers))
+            kv.make_means_on_gpu(*_pages_and_slots(numbers))
         case Command.KEEP_MEANS:
             group_size, slots, thousandths = given
             kv.keep_group_means(group_size, slots, thousandths / 1000)

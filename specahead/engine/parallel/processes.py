@@ -95,7 +95,7 @@ class RankProcesses:
         """End all ranks; this process can open another model in ranks then."""
         self._stopping = True
         if dist.is_initialized():
-            with contextlib.suppress(OSError):  # ranks that have ended by themselves
+            with contextlib.suppress(OSError):  # of a rank that has already ended
                 Followers(self.pipes).tell(Command.LEAVE)
             leave()
         self._end()

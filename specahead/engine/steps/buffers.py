@@ -32,15 +32,15 @@ def make_buffers(
 
     The pass adds to the tensors: logits [logits rows, vocab]; where it shares out budgets, all_lists [sparse layers,
     sequences, kv_heads, blocks] int32 and all_counts [sparse layers, sequences, kv_heads] int32, of the KV heads of all
-    ranks; and lists and counts, the same of this rank's heads. A step keeps lists only if the host is to see them.
+    ranks; and lists and counts, the same of this rank's heads. A step keeps its lists only if the host reads them.
     """
     layout = _rows_layout(shape.sequences, shape.rows, shape.pages) | _logits_layout(shape, logits_rows)
     if reads_states:
         layout["state_slots"] = (shape.rows,), torch.int64
     if kv.offloads and kv.page_means is not None:
-        # The number of each token's page, and of each page of a sequence: block tables may name other places.
-        layout["numbers"] = (shape.rows,), torch.int64
-        layout["number_tables"] = (shape.sequences, shape.pages), torch.int32
+        # Where mean keys lie. Block tables and slots may name GPU pages, which have other indices.
+        layout["page_numbers"] = (shape.rows,), torch.int64
+        layout["page_number_tables"] = (shape.sequences, shape.pages), torch.int32
     if shape.read.is_sparse:
         layout |= _budget_layout(shape, kv)
     of_sequence = (shape.sequences,), torch.int32
@@ -143,7 +143,7 @@ def _results_layout(shape: PassShape) -> Layout:
         layout["alternative"] = of_sequence
     if shape.drafts:
         layout["drafted"] = (shape.sequences, shape.drafts), torch.int32
-    if shape.read.fetches:  # as KVCache.count_step takes them
+    if shape.read.fetches:  # for KVCache.count_step
         layout |= dict.fromkeys(("listed", "fetched", "overflow"), ((1,), torch.int32))
         layout["missed"] = of_sequence
     return layout

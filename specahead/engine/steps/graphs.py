@@ -49,8 +49,8 @@ class Graphs:
     Prepared graphs stay. A graph that was captured because a request came first may be evicted: at most MOST_UNPREPARED
     of these stay, and SHORT_UNPREPARED where memory is short, so that no client can fill the GPU with graphs. Two
     runners cannot share a Graphs, because a memory pool cannot be used again once its last graph is gone.
-    captures: whether to capture. If not, nothing is kept, and launches run one by one. ranks: that capture the same
-    graphs, in the same order.
+    captures: whether to capture. If not, nothing is kept, and launches run one by one.
+    ranks: those that run the model; all of them capture the same graphs, in the same order.
     """
 
     made: ClassVar[int] = 0
@@ -96,7 +96,7 @@ class Graphs:
         """Drop the least recently used unprepared graphs beyond those that may stay.
 
         None of them is running, since the capture just before this has waited for the device. Their memory serves
-        later captures. All ranks drop the same ones: no rank captures a sum that another one only replays.
+        later captures. All ranks drop the same graphs, since no rank may replay a sum while another one captures it.
         """
         unprepared = [shape for shape in self.by_shape if shape not in self._prepared]
         if len(unprepared) <= SHORT_UNPREPARED:
@@ -124,7 +124,7 @@ class Graphs:
 def free_memory() -> int:
     """Return how many bytes of the present GPU's memory are free.
 
-    Where they are few, torch first gives back what it has kept for later tensors, which counts as taken.
+    Memory that torch keeps for later tensors counts as taken. So torch gives it back first if little is free.
     """
     if torch.cuda.mem_get_info()[0] < LEAST_FREE_BEFORE:
         torch.cuda.empty_cache()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.fetch import ChosenFetches, FetchPlan, tally
+from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan, count_fetches
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.head import DraftHead, StateTap
 from specahead.engine.model.layer_attention import BlockMemory, LayerAttention, LayerPages, Rows, plan_reads
@@ -60,10 +60,10 @@ def run_pass(
         drafted = draft_for_itself(drafting or decoder, kv, shape, given, attention, fetched)
         buffers.results.device["drafted"].copy_(drafted)
     if fetched is not None:
-        _leave_fetched(buffers, fetched.tallies)
+        _write_fetch_counts(buffers, fetched.page_counts)
     if shape.drafts_alone:
         return
-    chosen = kv.fetch_chosen(given["block_tables"], given["round"]) if shape.fetches_chosen else None
+    chosen = kv.chosen_fetcher(given["block_tables"], given["round"]) if shape.fetches_chosen else None
     attend = _attention_of(decoder, kv, shape, given, attention, fetched, chosen, prompts)
     attend.pages = layer_pages or kv.layer_pages
     logits_rows = given.get("logits_rows")
@@ -78,7 +78,7 @@ def run_pass(
         kv_scales=kv.scales, **how,
     )  # fmt: skip
     if chosen is not None:
-        _leave_fetched(buffers, kv.ranks.sum(tally(chosen.requests)))
+        _write_fetch_counts(buffers, kv.ranks.sum(count_fetches(chosen.requests)))
     read_weights = attend.weights if isinstance(attend.weights, Tensor) else None
     _leave_results(shape, buffers, read_weights, fetched, kv, chain, tap)
 
@@ -121,7 +121,7 @@ def _attention_of(
     given: dict[str, Tensor],
     attention: Backend,
     fetched: FetchPlan | None,
-    chosen: ChosenFetches | None,
+    chosen: ChosenFetcher | None,
     prompts: PromptReads | None,
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
@@ -148,15 +148,15 @@ def _attention_of(
     return attend
 
 
-def _leave_fetched(buffers: Buffers, tallies: Tensor) -> None:
-    """Write how many pages were listed and fetched to the results, and how many found no room on the GPU.
+def _write_fetch_counts(buffers: Buffers, page_counts: Tensor) -> None:
+    """Write how many pages were listed, were fetched, and found no room on the GPU to the results.
 
-    tallies: of all ranks (specahead.engine.kv.fetch.tally).
+    page_counts: summed over ranks, [3 + sequences] int32 (specahead.engine.kv.fetch.count_fetches).
     """
     results = buffers.results.device
     for index, name in enumerate(("listed", "fetched", "overflow")):
-        results[name].copy_(tallies[index : index + 1])
-    results["missed"].copy_(tallies[3:])
+        results[name].copy_(page_counts[index : index + 1])
+    results["missed"].copy_(page_counts[3:])
 
 
 def _leave_results(

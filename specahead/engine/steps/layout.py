@@ -135,10 +135,10 @@ def lay_out_rows(
         here = slice(row, row + len(tokens))
         host["token_ids"][here], host["positions"][here] = tokens, at
         host["slots"][here] = slots_of(pages, at)
-        if "numbers" in host:
-            numbers = kv.table()
-            host["numbers"][here] = numbers[at // PAGE_SIZE]
-            host["number_tables"][i, : len(numbers)] = numbers
+        if "page_numbers" in host:
+            page_numbers = kv.table()
+            host["page_numbers"][here] = page_numbers[at // PAGE_SIZE]
+            host["page_number_tables"][i, : len(page_numbers)] = page_numbers
         host["block_tables"][i, : len(pages)] = pages if tables is None else tables[i]
         host["lengths"][i] = start + len(tokens)
         host["query_starts"][i] = row

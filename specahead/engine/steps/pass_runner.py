@@ -64,7 +64,7 @@ class PassRunner:
         self.attention: Backend = default_backend(kv.device) if takes_heads(dim) else "torch"
         self._cudnn = cudnn_attends(dim, dtype, kv.device)
         self.chain = DeviceChain.make(1, kv.device)
-        self._logits: Tensor | None = None  # where captured steps leave their logits
+        self._logits: Tensor | None = None  # shared by all captured steps
         self._room: Tensor | None = None  # for the parts that cuDNN reads a prompt in
         self._prompt_graphs: PromptGraphs | None = None
         self._unfinished: torch.cuda.Event | None = None  # comes when the last part of a prompt has run
@@ -84,15 +84,15 @@ class PassRunner:
     def _launch(self, shape: PassShape, buffers: Buffers) -> None:
         how: dict[str, Any] = {"drafting": self._drafting, "chain": self.chain, "tap": self._tap}
         run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
-        if not shape.read.reports:  # so that later captures take their memory
+        if not shape.read.reports:  # later captures reuse their memory
             for name in ("all_lists", "all_counts", "lists", "counts"):
                 buffers.tensors.pop(name, None)
 
     def _launch_sharing_logits(self, shape: PassShape, buffers: Buffers) -> None:
-        """Launch a step that leaves its logits, 125 MiB for 64 sessions, in memory which all captured steps share.
+        """Launch a step, and keep its logits in memory that all captured steps share: 125 MiB for 64 sessions.
 
-        One memory does, since the host reads a step's logits before it launches another step, and reads none of a step
-        that another one follows in the device chain.
+        The steps can share it because the host reads a step's logits before it launches the next one. If steps follow
+        one another in the device chain, the host reads no logits.
         """
         self._launch(shape, buffers)
         logits = buffers.tensors.get("logits")
@@ -104,9 +104,9 @@ class PassRunner:
             buffers.tensors["logits"] = self._logits[: logits.numel()].view(logits.shape).copy_(logits)
 
     def can_fetch(self, shape: PassShape) -> bool:
-        """Return whether a step of a shape can fetch what it reads, where that is not on the GPU.
+        """Return whether a step of a shape can fetch the pages that it reads. Else whole sequences are staged.
 
-        Where each token chooses blocks for itself, a sequence is brought to the GPU whole: together they choose most.
+        If each token chooses blocks for itself, sequences are staged, since all tokens together choose most blocks.
         """
         if shape.choosers is Choosers.NONE:
             return self._kv.can_fetch(shape.read.dense_layers, shape.read.block_size)
@@ -164,7 +164,7 @@ class PassRunner:
     ) -> StepUnderWay:
         """Launch a pass of its exact size, without a graph. The returned function waits for it.
 
-        staged: the sequences that are brought together for it; None: they are read from the KV's own pages.
+        staged: the inputs' sequences if they are staged; None: the pass reads the KV's own pages.
         """
         logits_rows = sum(item.logits_rows for item in inputs)
         buffers = self._make_buffers(shape, logits_rows)
@@ -190,8 +190,8 @@ class PassRunner:
     ) -> None:
         """Launch a pass of its exact size that rank 0 has laid out, on a rank that follows it.
 
-        logits_rows: rows that give logits. pages: of each sequence, int32 [pages], where they are brought together;
-        else empty. receive: writes the inputs that rank 0 sends to an array.
+        logits_rows: how many rows give logits. pages: the pages of each sequence, int32 [pages], if sequences are
+        staged; else empty. receive: writes the inputs that rank 0 sends to an array.
         """
         buffers = self._make_buffers(shape, logits_rows)
         receive(buffers.inputs.flat)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.fetch import ChosenFetches, FetchPlan
+from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.layer_attention import ChosenPart, ChosenReads, Heads, ListedReads, Rows, plan_reads
@@ -54,20 +54,23 @@ def chosen_reads(
     kv: KVCache,
     shape: PassShape,
     given: dict[str, Tensor],
-    fetches: ChosenFetches | None = None,
+    fetches: ChosenFetcher | None = None,
     tuning: Tuning | None = None,
 ) -> ChosenReads:
-    """Return the reads of a model that chooses blocks by itself, as the shape says who chooses."""
+    """Return the reads of a model that chooses blocks by itself. The shape says which tokens choose.
+
+    given: the tensors of the pass (buffers.py). fetches: of a step that fetches what it reads; else None.
+    """
     assert kv.page_means is not None
     parts, slots = _choosing_parts(rule, kv.kv_heads, shape, given), given["slots"]
-    numbers = given["numbers"] if "numbers" in given else slots.div(PAGE_SIZE, rounding_mode="floor")
+    numbers = given["page_numbers"] if "page_numbers" in given else slots.div(PAGE_SIZE, rounding_mode="floor")
     return ChosenReads(kv.k_pages, kv.page_means, slots, numbers, parts, tuning, fetches)
 
 
 def _choosing_parts(rule: BlockRule, kv_heads: int, shape: PassShape, given: dict[str, Tensor]) -> list[ChosenPart]:
-    """Cut a pass into parts: one where first tokens choose for others, else each of few enough tokens."""
+    """Cut a pass into parts: a single one if first tokens choose for others, else parts of CHOOSING_AT_ONCE tokens."""
     starts, lengths, tables = given["query_starts"], given["lengths"], given["block_tables"]
-    numbers = given.get("number_tables", tables)
+    numbers = given.get("page_number_tables", tables)
     if shape.choosers is Choosers.NONE:
         return []
     if shape.choosers is Choosers.FIRST:
@@ -83,6 +86,6 @@ def _choosing_parts(rule: BlockRule, kv_heads: int, shape: PassShape, given: dic
         here = slice(first, min(shape.rows, first + CHOOSING_AT_ONCE))
         own, of_rows = seen[here], tables[sequence[here]]
         rows = Rows(row[: len(own) + 1], own, of_rows, 1)
-        numbered = of_rows if numbers is tables else numbers[sequence[here]]
-        parts.append(ChosenPart(here, rows, numbered, None, plan_choice(rule, own, own, kv_heads, 1)))
+        numbers_of_rows = of_rows if numbers is tables else numbers[sequence[here]]
+        parts.append(ChosenPart(here, rows, numbers_of_rows, None, plan_choice(rule, own, own, kv_heads, 1)))
     return parts

@@ -33,10 +33,10 @@ class ReadShape:
     weighs: bool = False
     """Whether the pass reads everything, and the budget's memory takes up what that weighs (SparseRead.drafts)."""
     fetches: bool = False
-    """Whether block tables name pages of the backing store, and listed pages, or those that a layer's own attention
-    chooses, are fetched before they are read."""
+    """Whether block tables name pages of the backing store. The pass then fetches listed or chosen pages before it
+    reads them."""
     reports: bool = False
-    """Whether the host looks at the lists once the pass has run (SparseRead.report_blocks)."""
+    """Whether the host reads the lists after the pass (SparseRead.report_blocks)."""
 
     @property
     def is_sparse(self) -> bool:
@@ -101,7 +101,7 @@ class PassShape:
 
     @property
     def fetches_chosen(self) -> bool:
-        """Whether the blocks that each layer chooses by itself are fetched before it reads them."""
+        """Whether each layer fetches the blocks that it has chosen by itself."""
         return self.read.fetches and self.choosers is not Choosers.NONE
 
     @property

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specahead.engine.kv.fetch import FetchPlan, request_listed, tally
+from specahead.engine.kv.fetch import FetchPlan, count_fetches, request_listed
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.kv.tier_memory import PROGRAMS, Pages
 from specahead.engine.kv.tiered import TieredKV
@@ -70,9 +70,15 @@ class HomeKV(TieredKV):
     ) -> FetchPlan | None:
         if not self.on_demand:
             return super().fetch_plan(lists, counts, block_size, page_tables, round)
-        requested, memory = request_listed(self.memory, lists, counts, block_size, page_tables, round), self.memory
-        of_pass = vars(requested) | {"tallies": tally([requested]), "done": counts[:0, 0, 0]}
-        return FetchOnDemand(**of_pass, backend=memory.backend, copies=memory.copies)
+        memory = self.memory
+        requested = request_listed(memory, lists, counts, block_size, page_tables, round)
+        return FetchOnDemand(
+            **vars(requested),
+            page_counts=count_fetches([requested]),
+            done=counts[:0, 0, 0],
+            backend=memory.backend,
+            copies=memory.copies,
+        )
 
 
 @dataclass(frozen=True)

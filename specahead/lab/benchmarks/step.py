@@ -32,8 +32,8 @@ Cache = TypeVar("Cache", bound=KVCache)
 BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as of a calibrated plan
 
 
-class _OneStore(TieredKV):
-    """KV in tiers whose layers share a backing store, since contents do not matter."""
+class _SharedStoreKV(TieredKV):
+    """KV in tiers whose layers share one backing store, to save memory: its contents do not matter for times."""
 
     def _make_store(self, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pages]:
         return super()._make_store(1, shape, dtype) * layers
@@ -94,13 +94,13 @@ class Bench:
         return self._measure(f"{queries} queries, {what}, {batch} x {context}", shape, buffers, read)
 
     def fetching(self, batch: int, context: int, queries: int, dropped: float) -> TimedRow:
-        """Time the verification where the first token chooses for all, over tiers whose GPU pages hold half of the KV.
+        """Time a verification whose first token chooses for all, over tiers with GPU pages for half of the KV.
 
-        dropped: share of the pages, chosen or not, that have left the GPU since the step before.
+        dropped: the share of all pages that leaves the GPU between steps.
         """
         pages, of_kv = context // PAGE_SIZE, (self.kv.num_layers, self.kv.kv_heads, self.kv.k_pages[0].shape[3])
         sizes = batch * pages // 2, batch * pages, PAGE_SIZE
-        kv = _filled(_OneStore(*of_kv, *sizes, self.kv.dtype, self.device, scales=self.kv.scales, page_means=True))
+        kv = _filled(_SharedStoreKV(*of_kv, *sizes, self.kv.dtype, self.device, scales=self.kv.scales, page_means=True))
         shape = PassShape(batch, batch * queries, queries, pages, choosers=Choosers.FIRST, read=ReadShape(fetches=True))
         buffers = self._buffers(shape, context, kv=kv)
         given, leaving = buffers.tensors, torch.zeros(int(dropped * sizes[1]), dtype=torch.int32, device=self.device)
@@ -112,12 +112,9 @@ class Bench:
 
         ms = graph_milliseconds(run, self.repeats)
         fetched, listed = (int(buffers.results.device[name]) for name in ("fetched", "listed"))
-        what = (
-            f"{queries} queries, the first choosing blocks for all, {fetched / listed:.0%} fetched, {batch} x {context}"
-        )
-        return TimedRow(
-            what, ms, self.floor(listed * self.kv_bytes(1, PAGE_SIZE) / of_kv[0] / of_kv[1], [shape.rows]), None
-        )
+        choice = f"the first choosing blocks for all, {fetched / listed:.0%} fetched"
+        floor = self.floor(listed * self.kv_bytes(1, PAGE_SIZE) / of_kv[0] / of_kv[1], [shape.rows])
+        return TimedRow(f"{queries} queries, {choice}, {batch} x {context}", ms, floor, None)
 
     def served(self, batch: int, context: int, queries: int, share: float) -> TimedRow:
         """Time a verification of `approximate` sessions: the step shares `share` of all blocks out over layers and
@@ -163,7 +160,7 @@ class Bench:
     def _buffers(
         self, shape: PassShape, context: int, memory: torch.Tensor | None = None, kv: KVCache | None = None
     ) -> Buffers:
-        """Sequences that end at `context`, their pages in random order. kv: in tiers; None: the bench's own."""
+        """Lay out sequences of `context` tokens, with pages in random order. kv: KV in tiers; None: `self.kv`."""
         batch, queries, pages = shape.sequences, shape.queries, shape.pages
         buffers = make_buffers(shape, kv or self.kv, memory)
         given = buffers.tensors
@@ -176,8 +173,8 @@ class Bench:
         slots = tables.gather(1, positions // PAGE_SIZE) * PAGE_SIZE + positions % PAGE_SIZE
         given["slots"].copy_(slots.flatten())
         if kv is not None:
-            given["numbers"].copy_(slots.flatten() // PAGE_SIZE)
-            given["number_tables"].copy_(tables)
+            given["page_numbers"].copy_(slots.flatten() // PAGE_SIZE)
+            given["page_number_tables"].copy_(tables)
             given["slots"] %= len(kv.k_pages[0]) * PAGE_SIZE
             given["token_ids"].random_(self.shape.vocab_size)
         return buffers
@@ -225,7 +222,7 @@ class Bench:
 
 
 def _filled(kv: Cache) -> Cache:
-    """Return KV with random numbers in it: what is all alike, selections break by order."""
+    """Fill KV with random numbers, and return it. Equal numbers would make selections follow the order of blocks."""
     for part in (*kv.k_pages, *kv.v_pages, *(kv.page_means or ())):
         part.copy_(torch.randn_like(part, dtype=torch.bfloat16))
     return kv
@@ -287,11 +284,9 @@ def run(flags: argparse.Namespace) -> None:
         command += f" --{name} {' '.join(map(str, getattr(flags, name)))}"
     command += f" --quantization {flags.quantization} --kv-cache-dtype {flags.kv_cache_dtype}"
     head = Head.here(command, bandwidth)
-    note = (
-        "rival: of the target's sparse steps our dense step of the same run, of a shared choice of blocks a choice of "
-    )
-    note += "each query, and of one whose blocks are fetched from host memory the same on the GPU. Random weights, "
-    note += "imposed selection; a model that chooses blocks does so by them"
+    note = "rival: for sparse steps our dense step of the same run; for a shared choice of blocks a choice of each "
+    note += "query; for blocks that are fetched from host memory the same step with all KV on the GPU. Weights are "
+    note += "random, and the selection is imposed, unless the model chooses blocks by itself"
     print(report(head, table, note))
     if flags.json:
         head.write(flags.json, table)

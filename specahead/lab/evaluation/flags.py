@@ -99,7 +99,7 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
 
 
 def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare what `evaluate sharing` takes. How blocks are chosen is asked for a model that does not by itself."""
+    """Declare the flags of `evaluate sharing`. Those that say how blocks are chosen are for models without a rule."""
     parser.add_argument(
         "--model", nargs="+", default=[str(models.TARGET)], help="folders or Hugging Face ids (default: the bundled)"
     )
@@ -117,7 +117,7 @@ def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--intensity",
         action="store_true",
-        help="print what verifying --shared tokens reads and computes instead, by sizes",
+        help="measure nothing; print the operations for each byte that verifying --shared tokens reads, from sizes",
     )
 
 

@@ -1,9 +1,9 @@
-"""`specahead evaluate sharing`: what it changes that tokens read the blocks which the first one among them chooses.
+"""`specahead evaluate sharing`: what is lost if several tokens in a row read the blocks that the first one chooses.
 
-MatX's table of cross-entropies by the number of drafted tokens ("Speculative Decoding with Blockwise Sparse Attention",
-2025), in small: each text is read once for each number. Models that were trained to share a choice are those of
-specahead.models.train_native_sparse. A model that does not choose blocks by itself is made to, by its own queries and
-without training, as in that article's ablation c.
+It repeats MatX's table of cross-entropies by the number of drafted tokens ("Speculative Decoding with Blockwise Sparse
+Attention", 2025) with small models; each text is read once for each number. specahead.models.train_native_sparse makes
+models that are trained to share a choice. A model that does not choose blocks by itself is made to choose by its own
+queries, without training, as in ablation c of the article.
 """
 
 import argparse
@@ -40,75 +40,83 @@ class Reader:
 
     name: str
     logits: Callable[[Tensor, int], Tensor]
-    """Of a text [tokens] int64 and how many tokens share a choice (0: it reads everything): [tokens, vocab] float32."""
-    start: int
-    """Tokens before this one read everything before them in any case."""
-    about: str
-    """How it chooses."""
+    """Takes a text [tokens] int64 and the number of tokens that share a choice (0: all is read), and returns the logits
+    [tokens, vocab] float32."""
+    dense_below: int
+    """The first tokens of a text, as many as this, read everything in any case."""
+    rule: str
+    """How the model chooses blocks, in words."""
     tokenizer: Any
-    """Of transformers."""
+    """The tokenizer, of transformers."""
 
 
 @dataclass(frozen=True)
 class SharingRow:
-    """How a model does if so many tokens share a choice."""
+    """How a model predicts text if a number of tokens share a choice."""
 
     model: str
     shared: int
     """Tokens that share a choice of blocks; 1: each chooses for itself; 0: everything is read."""
     nats: float
     """Cross-entropy of a token, in nats."""
-    more: float
-    """Nats above those of the first model where each token chooses for itself."""
-    error: float | None
-    """Standard error of `more`, over passages in pairs; None if there is one passage."""
+    increase: float
+    """Nats above those of the first model, each of whose tokens chooses for itself."""
+    standard_error: float | None
+    """Standard error of `increase` over paired passages; None for a single passage."""
     variation: float
-    """Mean total variation from the distributions of the same model's tokens that choose each for itself."""
+    """Mean total variation from the distributions of the same model when each token chooses for itself."""
     same: float
-    """Share of tokens whose likeliest next token is the same as there."""
+    """Share of tokens with the same likeliest next token as then."""
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Measure, and print a table.
+    """Measure the models of the flags, and print a table or JSON.
 
-    Raises ValueError for numbers that do not fit and for models of different tokenizers, NotImplementedError for models
-    that the fused decoder does not run.
+    Raises ValueError for counts of --shared and for a --context that do not fit, and for models with different
+    tokenizers; NotImplementedError for models that cannot be made to choose blocks.
     """
     if flags.intensity:
         verification_intensity.run(flags)
         return
     odd = [count for count in flags.shared if count < 0 or (count and CHOOSING_AT_ONCE % count)]
     if odd:
-        raise ValueError(f"--shared {odd[0]}: give 0, or a divisor of {CHOOSING_AT_ONCE}")
+        raise ValueError(f"--shared {odd[0]}: expected 0 or a divisor of {CHOOSING_AT_ONCE}")
     readers = [open_reader(model, flags) for model in flags.model]
     texts, tokens = read_texts(flags.text), list[list[int]]()
     for reader in readers:
-        if flags.context < reader.start + 2:
-            raise ValueError(f"--context {flags.context}: everything is read below {reader.start} tokens; give more")
+        if flags.context < reader.dense_below + 2:
+            least, of = reader.dense_below + 2, f"{reader.name} reads everything below {reader.dense_below} tokens"
+            raise ValueError(f"--context {flags.context}: {of}; give a context of at least {least}")
         cases = perplexity_cases(texts, reader.tokenizer, flags.context, 0, flags.passages)
         if tokens and tokens != [case.tokens for case in cases]:
-            raise ValueError(f"--model {reader.name}: its tokenizer differs from that of {readers[0].name}")
+            raise ValueError(f"--model {reader.name}: expected the same tokenizer as that of {readers[0].name}")
         tokens = [case.tokens for case in cases]
     rows = measure(readers, tokens, flags.shared)
     if flags.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
     for reader in readers:
-        print(f"{reader.name}: {reader.about}, everything is read below {reader.start} tokens")
+        print(f"{reader.name}: {reader.rule}; everything is read below {reader.dense_below} tokens")
     print(f"{len(tokens)} passages of {flags.context} tokens")
     print(to_text(rows))
 
 
 def open_reader(model: str, flags: argparse.Namespace) -> Reader:
-    """Return a model of the flags. Raises NotImplementedError for one that cannot be made to choose blocks."""
+    """Load a model, and have it choose blocks by its own rule or by that of the flags.
+
+    Raises NotImplementedError for a model that cannot be made to choose blocks.
+    """
     device, name = default_device(), Path(model).name
     if is_native_sparse(model):
         sparse, tokenizer = load_native_sparse(model, device)
-        read, reach = (lambda tokens, shared: sparse(tokens[None], shared)[0]), sparse.rule.reach
-        return Reader(name, read, reach, f"{sparse.rule}", tokenizer)
+        of = sparse.rule
+        return Reader(name, lambda tokens, shared: sparse(tokens[None], shared)[0], of.dense_below, f"{of}", tokenizer)
     loaded = load_model(model, resolve_dtype(flags.dtype, device, model), device)
     if not isinstance(loaded.decoder, Decoder):
-        raise NotImplementedError(f"{model}: choosing blocks is built for the fused decoder")
+        raise NotImplementedError(
+            f"{model}: only models that the fused decoder runs can be made to choose blocks; give one that needs no "
+            "--enforce-eager"
+        )
     asked = BlockRule(flags.block_size, flags.top, flags.first, flags.local, flags.dense_below)
     rule = loaded.decoder.block_rule or asked
     return Reader(name, partial(logits_of, loaded, rule), rule.dense_below, f"{rule}", load_tokenizer(model))
@@ -116,11 +124,12 @@ def open_reader(model: str, flags: argparse.Namespace) -> Reader:
 
 @torch.inference_mode()
 def measure(readers: Sequence[Reader], texts: Sequence[list[int]], shared: Sequence[int]) -> list[SharingRow]:
-    """Return a row for each model and number of tokens that share a choice, over the tokens that choose.
+    """Return a row for each model and each number of tokens that share a choice.
 
-    shared: these numbers, each dividing CHOOSING_AT_ONCE; 0: everything is read.
+    texts: token ids, each text longer than any `dense_below`. Only tokens from there on are scored.
+    shared: the numbers, each 0 (all is read) or a divisor of CHOOSING_AT_ONCE.
     """
-    start, device = max(reader.start for reader in readers), default_device()
+    start, device = max(reader.dense_below for reader in readers), default_device()
     figures = torch.zeros(len(readers), len(shared), len(texts), 3, dtype=torch.float64)
     first_own = torch.zeros(len(texts), dtype=torch.float64)
     for at, text in enumerate(tqdm(texts, desc="reading texts", leave=False, disable=None)):
@@ -135,20 +144,21 @@ def measure(readers: Sequence[Reader], texts: Sequence[list[int]], shared: Seque
                 nats = torch.nn.functional.cross_entropy(logits, following)
                 apart = divergence(logits, own)[:, [0, 2]].mean(0)
                 figures[index, column, at] = torch.cat((nats[None], apart)).double().cpu()
-    more = figures[..., 0] - first_own
+    increase = figures[..., 0] - first_own
     rows = []
     for i, reader in enumerate(readers):
         for j, count in enumerate(shared):
             nats, variation, same = figures[i, j].mean(0).tolist()
-            error = more[i, j].std().item() / len(texts) ** 0.5 if len(texts) > 1 else None
-            rows.append(SharingRow(reader.name, count, nats, more[i, j].mean().item(), error, variation, same))
+            more, paired = increase[i, j].mean().item(), len(texts) > 1
+            error = increase[i, j].std().item() / len(texts) ** 0.5 if paired else None
+            rows.append(SharingRow(reader.name, count, nats, more, error, variation, same))
     return rows
 
 
 def logits_of(loaded: LoadedModel, rule: BlockRule, tokens: Tensor, shared: int) -> Tensor:
-    """Return the logits of a text [tokens, vocab] float32. shared: tokens that share a choice; 0: it reads everything.
+    """Return the logits of a text, [tokens, vocab] float32.
 
-    tokens: [tokens] int64 on the model's device.
+    tokens: [tokens] int64 on the model's device. shared: how many tokens share a choice; 0: all is read.
     """
     decoder, shape, length = loaded.decoder, loaded.shape, len(tokens)
     sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim, pages_for(length)
@@ -165,7 +175,7 @@ def logits_of(loaded: LoadedModel, rule: BlockRule, tokens: Tensor, shared: int)
 
 
 def _parts(rule: BlockRule, kv_heads: int, table: Tensor, positions: Tensor, shared: int) -> list[ChosenPart]:
-    """Return the parts of a text in which so many tokens after one another share a choice; none for 0."""
+    """Cut a text into parts in which `shared` tokens in a row share a choice. For 0 there are none: all is read."""
     parts = []
     for first in range(0, len(positions) if shared else 0, CHOOSING_AT_ONCE):
         here = positions[first : first + CHOOSING_AT_ONCE]
@@ -180,11 +190,16 @@ def _parts(rule: BlockRule, kv_heads: int, table: Tensor, positions: Tensor, sha
 def to_text(rows: list[SharingRow]) -> str:
     """Return the rows as a table."""
     names = {0: "none, all is read", 1: "each token"}
-    head = ["model", "choice of", "cross-entropy", "more", "± standard error", "total variation", "same likeliest"]
+    head = ["model", "choice of", "cross-entropy", "increase", "± standard error", "total variation", "same likeliest"]
     cells = [
         [
-            *(row.model, names.get(row.shared, f"the first of {row.shared}"), f"{row.nats:.4f}", f"{row.more:+.4f}"),
-            *("" if row.error is None else f"{row.error:.4f}", f"{row.variation:.4f}", f"{row.same:.4f}"),
+            row.model,
+            names.get(row.shared, f"the first of {row.shared}"),
+            f"{row.nats:.4f}",
+            f"{row.increase:+.4f}",
+            "" if row.standard_error is None else f"{row.standard_error:.4f}",
+            f"{row.variation:.4f}",
+            f"{row.same:.4f}",
         ]
         for row in rows
     ]

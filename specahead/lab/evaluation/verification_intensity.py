@@ -1,8 +1,8 @@
-"""`specahead evaluate sharing --intensity`: what verifying drafted tokens reads and computes, from sizes alone.
+"""`specahead evaluate sharing --intensity`: operations for each byte that a verification reads, from sizes alone.
 
-Table 1 and figure 1 of MatX's "Speculative Decoding with Blockwise Sparse Attention" (2025). In native sparse attention
-(arXiv 2502.11089) the best case is that all tokens of a round read the blocks which the first one selects, the worst
-that no two of them select the same block. As in figure 1, batches are so large that reading the weights costs nothing.
+It repeats table 1 and figure 1 of MatX's "Speculative Decoding with Blockwise Sparse Attention" (2025) for native
+sparse attention (arXiv 2502.11089). At best all tokens of a round share the selection of the first one. At worst no two
+of them select the same block. As in figure 1, batches are so large that reading the weights costs next to nothing.
 """
 
 import argparse
@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 
 from specahead.lab.evaluation.report import align
 
-CONTEXTS = (8192, 16384, 32768, 65536)  # tokens, those of table 1
+CONTEXTS = 8192, 16384, 32768, 65536  # tokens; those of table 1
 
 
 @dataclass(frozen=True)
 class NativeSparseSizes:
-    """Sizes of a model in 16 bits; the defaults are those of MatX's figure and of the model in NSA's paper."""
+    """Sizes of a model in 16 bits. The defaults are those of MatX's figure 1 and of the model in NSA's paper."""
 
     active_parameters: float = 3e9
     layers: int = 30
@@ -26,34 +26,36 @@ class NativeSparseSizes:
     key_dim: int = 192
     value_dim: int = 128
     stride: int = 16
-    """Tokens from one compressed key to the next."""
+    """Tokens from one compressed key to the next one."""
     selected: int = 16 * 64
-    """Tokens of the blocks that a token selects."""
+    """Tokens of the blocks that a token selects: 16 blocks of 64."""
     window: int = 512
     """Tokens of the sliding window."""
 
 
 @dataclass(frozen=True)
 class IntensityRow:
-    """What verifying a round's tokens takes where they share a selection, and where their selections lie apart."""
+    """The intensity of verifying a round: at best, with a shared selection, and at worst, with disjoint ones."""
 
     context: int
-    """Tokens before those that are verified."""
+    """Tokens before the verified ones."""
     tokens: int
-    """Tokens that are verified: the drafted ones, and one more."""
+    """Verified tokens: the drafted ones, and one more."""
     keys_shared: int
-    """Keys that are read for each KV head."""
+    """Keys that a KV head reads, with a shared selection."""
     keys_apart: int
+    """The same with disjoint selections."""
     flops_shared: float
-    """Floating-point operations for each byte of KV."""
+    """Floating-point operations for each byte of KV that is read, with a shared selection."""
     flops_apart: float
+    """The same with disjoint selections."""
 
 
 def intensity(sizes: NativeSparseSizes, context: int, tokens: int) -> IntensityRow:
-    """Return the row of a context and a number of verified tokens.
+    """Return the row of a context, in tokens, and a number of verified tokens.
 
     A token takes two operations for each active parameter, and two for each element of the keys and values that its
-    query heads attend to, whoever selected them.
+    query heads attend to. Which token selected them makes no difference.
     """
     beside = context // sizes.stride + sizes.window
     shared, apart = beside + sizes.selected, beside + min(tokens * sizes.selected, context)
