@@ -135,17 +135,13 @@ class Service:
         self.texts: dict[str, list[int]] = {}
         self.commits: list[m.Commit] = []
         plan = uniform_plan(8, 2, 1, 1, block_size=PAGE_SIZE, least_tokens=32, group_size=0, budget=0.3)
-        given = {
-            "max_context": 200,
-            "prefill_chunk": 32,
-            "kv_tokens": TOKENS,
-            "dtype": "float32",
-            "device": DEVICE,
-        } | settings
+        given: dict[str, Any] = {"max_context": 200, "prefill_chunk": 32, "kv_tokens": TOKENS, "dtype": "float32"}
+        given |= {"device": DEVICE, **settings}
         common = target_settings(model=str(target), draft=str(head), placement="together", plan="p", **given)
-        runner, drafting = (
-            (each.runner for each in open_models(common, 0) if each) if opens else made_pair(target, head)
-        )
+        if opens:
+            runner, drafting = (each.runner for each in open_models(common, 0) if each is not None)
+        else:
+            runner, drafting = made_pair(target, head)
         self.verifier = Verifier(runner, plan, common, replace(hooks, on_draft_event=self._note))
         self.drafter = Drafter(drafting, plan, common.own_draft)
         self.steps = StepsByTurns(self.verifier, self.drafter)

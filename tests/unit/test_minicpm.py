@@ -337,8 +337,9 @@ def test_rounds_share_the_choice_of_their_first_token(tiny: Tiny, plainly: list[
 
 @torch.inference_mode()
 def test_several_sequences_run_in_one_step_and_share_prefixes(tiny: Tiny) -> None:
-    """One sequence is so short that it reads everything. One reuses the pages and mean keys of another. In tiers the GPU
-    has room for 480 of the 507 tokens.
+    """One sequence is so short that it reads everything. One reuses the pages and mean keys of another.
+
+    In tiers the GPU has room for 480 of the 507 tokens.
     """
     prompt = text()[:PROMPT]
     texts = [*prompt, 5], [*prompt[:250], *text()[-40:]], prompt[:151]

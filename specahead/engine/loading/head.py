@@ -37,8 +37,8 @@ def load_head(model: str, target: LoadedModel, load_format: str = "auto") -> tup
     shapes = head_shapes(config, len(layers) * hidden) | {EMBEDDING: (config.vocab_size, config.hidden_size)}
     tensors = _random(config, shapes) if load_format == "dummy" else _read(model, device, shapes)
     if EMBEDDING not in tensors and config.hidden_size != hidden:
-        of_target = f"and that of the target is {hidden} wide"
-        raise ValueError(f"{model}: it has no embedding, {of_target}, expected {config.hidden_size}; give another head")
+        found = f"that of the target has {hidden} columns, expected {config.hidden_size}"
+        raise ValueError(f"{model}: it has no embedding, and {found}; give a head of this target")
 
     def take(*names: str) -> Tensor:
         return torch.cat([tensors[name]().to(device, target.dtype) for name in names])

@@ -190,11 +190,9 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draft", default="model", choices=["model", "self", "lookup", "auto"], help="who proposes")
     parser.add_argument(
-        "--placement",
-        default="auto",
-        choices=["auto", "together", "apart"],
+        "--placement", default="auto", choices=["auto", "together", "apart"],
         help="together: each target runs the draft itself; apart: one draft service; auto: together without --hot",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--targets", type=int, default=0, metavar="N", help="targets that share the sessions (default: one a GPU if "
         "together, else 1)",
