@@ -34,7 +34,7 @@ RECORD_EVERY = 10  # steps
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training run is told."""
+    """The settings of a training run."""
 
     text: Sequence[Path]
     """Files of training text, UTF-8, with a zero byte between documents."""
