@@ -24,10 +24,10 @@ def follow(runner: ModelRunner, commands: Connection) -> None:
         if command is Command.LEAVE:
             leave()
             return
-        _do(runner, command, message[1:], commands)
+        _run(runner, command, message[1:], commands)
 
 
-def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Connection) -> None:
+def _run(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Connection) -> None:
     passes, kv, given = runner.passes, runner.kv, tuple(numbers.tolist())
     match command:
         case Command.STEP:
@@ -58,10 +58,10 @@ def _do(runner: ModelRunner, command: Command, numbers: np.ndarray, commands: Co
             passes.chain.impose([(given[i], given[i + 1], given[i + 2]) for i in range(0, len(given), 3)])
         case _:
             assert isinstance(kv, TieredKV)
-            _do_in_tiers(kv, command, numbers)
+            _run_in_tiers(kv, command, numbers)
 
 
-def _do_in_tiers(kv: TieredKV, command: Command, numbers: np.ndarray) -> None:
+def _run_in_tiers(kv: TieredKV, command: Command, numbers: np.ndarray) -> None:
     given, memory = numbers.tolist(), kv.memory
     match command:
         case Command.CLEAR_TABLES:

@@ -109,17 +109,17 @@ def open_reader(model: str, flags: argparse.Namespace) -> Reader:
     device, name = default_device(), Path(model).name
     if is_native_sparse(model):
         sparse, tokenizer = load_native_sparse(model, device)
-        of = sparse.rule
-        return Reader(name, lambda tokens, shared: sparse(tokens[None], shared)[0], of.dense_below, f"{of}", tokenizer)
+        of_rule = sparse.rule.dense_below, str(sparse.rule)
+        return Reader(name, lambda tokens, shared: sparse(tokens[None], shared)[0], *of_rule, tokenizer)
     loaded = load_model(model, resolve_dtype(flags.dtype, device, model), device)
     if not isinstance(loaded.decoder, Decoder):
         raise NotImplementedError(
             f"{model}: only models that the fused decoder runs can be made to choose blocks; give one that needs no "
             "--enforce-eager"
         )
-    asked = BlockRule(flags.block_size, flags.top, flags.first, flags.local, flags.dense_below)
-    rule = loaded.decoder.block_rule or asked
-    return Reader(name, partial(logits_of, loaded, rule), rule.dense_below, f"{rule}", load_tokenizer(model))
+    of_flags = BlockRule(flags.block_size, flags.top, flags.first, flags.local, flags.dense_below)
+    rule = loaded.decoder.block_rule or of_flags
+    return Reader(name, partial(logits_of, loaded, rule), rule.dense_below, str(rule), load_tokenizer(model))
 
 
 @torch.inference_mode()
@@ -149,9 +149,9 @@ def measure(readers: Sequence[Reader], texts: Sequence[list[int]], shared: Seque
     for i, reader in enumerate(readers):
         for j, count in enumerate(shared):
             nats, variation, same = figures[i, j].mean(0).tolist()
-            more, paired = increase[i, j].mean().item(), len(texts) > 1
-            error = increase[i, j].std().item() / len(texts) ** 0.5 if paired else None
-            rows.append(SharingRow(reader.name, count, nats, more, error, variation, same))
+            above = increase[i, j]
+            error = above.std().item() / len(texts) ** 0.5 if len(texts) > 1 else None
+            rows.append(SharingRow(reader.name, count, nats, above.mean().item(), error, variation, same))
     return rows
 
 
