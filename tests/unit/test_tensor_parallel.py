@@ -310,8 +310,8 @@ def test_kv_in_eight_bits_and_in_tiers(device: str) -> None:
         assert torch.equal(split.scales.scales, alone.scales.scales[:, :, own])
         torch.testing.assert_close(split.scales.centers, alone.scales.centers[:, :, own], atol=1e-4, rtol=1e-4)
         check_logits(runners, 0.3)  # sums over ranks round some keys and values to the next 8-bit number
-        check_one_budget(runners)
-        # Later tokens may differ, where two are nearly as likely.
+        check_one_budget(runners, 1)
+        # Later tokens may differ where two tokens are almost equally likely.
         one, two = drafted_both_ways(runners, Sampling(0.0), 0.15)
         assert one[:601] == two[:601]
         assert not split.counters.overflow_pages
@@ -363,10 +363,10 @@ def check_logits(runners: Both, near: float) -> None:
 
 
 def test_one_budget_is_shared_out_over_the_heads_of_all_ranks(runners: Both) -> None:
-    check_one_budget(runners)
+    check_one_budget(runners, 3)
 
 
-def check_one_budget(runners: Both) -> None:
+def check_one_budget(runners: Both, rounds: int) -> None:
     """Check that one rank and two share a budget out to the same blocks in each round.
 
     Scores are sums over ranks, so blocks may differ where two scores differ by rounding alone; their number may not.
@@ -380,7 +380,7 @@ def check_one_budget(runners: Both) -> None:
         readers, rng = [Reader(PLAN, report_blocks=True) for _ in lengths], np.random.default_rng(0)
         blocks: list[Tensor] = []
         read: list[int | None] = []
-        for turn in range(3):
+        for turn in range(rounds):
             inputs = []
             for i, (kv, reader) in enumerate(zip(sequences, readers, strict=True)):
                 base = kv.length + 1
