@@ -9,7 +9,6 @@ one.
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
+from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 from specahead.models import DRAFT
@@ -28,8 +28,6 @@ from specahead.models.pair import Shape, llama
 from specahead.models.train_pair import new_optimiser, take_step
 from specahead.models.train_settings import learning_rate
 from specahead.models.training_text import TrainingText, end_of_text_id, load_tokenizer, tokenise
-
-RECORD_EVERY = 10  # steps
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,9 @@ def new_model(settings: Settings, tokenizer: Tokenizer) -> NativeSparseLlama:
 def fit(model: NativeSparseLlama, text: TrainingText, settings: Settings, shared: int) -> list[float]:
     """Train a model, and return the cross-entropy of each step in nats."""
     optimiser, device = new_optimiser(model, fused=True), model.llama.device
-    losses, start = list[Tensor](), time.monotonic()
+    losses = list[Tensor]()
     with closing(text.batches((settings.seed,), settings.rows, settings.seq, pin=False)) as batches:
-        for step in range(settings.steps):
+        for step in tqdm(range(settings.steps), desc=f"training, {shared} share", disable=None):
             x, y = (ids.to(device) for ids in next(batches))
             with torch.autocast(device.type, torch.bfloat16):  # on a CPU, too, 1.4 times as fast as float32
                 logits = model(x, shared)
@@ -83,9 +81,6 @@ def fit(model: NativeSparseLlama, text: TrainingText, settings: Settings, shared
             loss.backward()
             take_step([model], optimiser, learning_rate(settings.lr, settings.warmup, step, step / settings.steps))
             losses.append(loss.detach())
-            if (step + 1) % RECORD_EVERY == 0:
-                recent, passed = torch.stack(losses[-RECORD_EVERY:]).mean().item(), time.monotonic() - start
-                print(f"[{passed:6.1f}s] shared {shared} step {step + 1} {recent:.4f}", flush=True)
     return [loss.item() for loss in losses]
 
 
