@@ -82,6 +82,8 @@ def make_staged_means(
     """
     at_once = max(1, memory.staged_pages // pages.shape[1])  # groups
     missed = torch.zeros((), dtype=torch.int64, device=memory.device)
+    if memory.link is not None:  # it may still copy the last layer of a pass, which no token reads
+        torch.cuda.current_stream().wait_stream(memory.link)
     for first in range(0, len(pages), at_once):
         part = pages[first : first + at_once]
         staged = np.arange(part.size).reshape(part.shape)
