@@ -118,10 +118,11 @@ class RankProcesses:
         for rank, (pipe, process) in enumerate(zip(self.pipes, self._processes, strict=True), 1):
             if process.sentinel in ended:
                 process.join()
+                said = _last_words(pipe)
                 log.critical(
                     "rank %d of the %d that run the model together has ended, so this process ends",
                     *(rank, self._count),
-                    extra={"rank_pid": process.pid, "status": process.exitcode, "reason": _last_words(pipe)},
+                    extra={"rank_pid": process.pid, "status": process.exitcode} | ({"reason": said} if said else {}),
                 )
         logging.shutdown()
         os._exit(LOST_RANK)
