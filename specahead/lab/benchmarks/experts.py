@@ -92,6 +92,7 @@ def measure(case: Case, name: str, bandwidth: float, repeats: int, tries: bool) 
         except Exception as error:
             if "out of resource" not in str(error):  # Triton's, of a program that takes more memory than there is
                 raise
+            print(f"{name}: {what}: left out, a program takes more memory than there is")
             continue
         table.append(TimedRow(f"{name}: {what}", ms, 1e3 * size / bandwidth, None))
     return table
