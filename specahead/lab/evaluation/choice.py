@@ -26,6 +26,14 @@ def choose(scores: Tensor, plan: Plan, base: int) -> Tensor:
     return chosen.view(scores.shape)
 
 
+def choose_nucleus(scores: Tensor, mass: float = 0.95) -> Tensor:
+    """Return the fewest of each row's heaviest blocks whose scores add up to `mass` of the row's sum."""
+    ranked, order = scores.double().sort(stable=True, dim=-1, descending=True)
+    heavier = ranked.cumsum(-1) - ranked  # the sum of what stands before
+    inside = heavier < mass * ranked.sum(-1, keepdim=True)
+    return torch.zeros_like(inside).scatter_(-1, order, inside)
+
+
 def budget_blocks(plan: Plan, blocks: int) -> int:
     """Return how many of a head's blocks the budget has room for, mandatory ones included."""
     return min(blocks, max(1, math.ceil(plan.share(blocks) * blocks)))

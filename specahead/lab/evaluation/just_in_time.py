@@ -1,6 +1,7 @@
-"""Methods that choose while the target runs: each layer's choice is made from that layer's own queries.
+"""Methods that choose while the target runs, most of them from the queries of the layer that is about to attend.
 
-Each is one scoring function; `JustInTime` asks it layer by layer and keeps what one sequence remembers.
+Each is one function from a `LayerView` to blocks; `JustInTime` asks it layer by layer and keeps what one sequence
+remembers. Methods that follow the draft lie in `draft_guided`.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.nn.functional import pad
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.kernels.kv_scales import KVScales, keys_of_pages
 from specahead.kernels.paged_attention import gather_pages, pack_heads, pool_blocks
-from specahead.lab.evaluation.choice import budget_blocks, choose, mandatory
+from specahead.lab.evaluation.choice import budget_blocks, choose, choose_nucleus, mandatory
 from specahead.sparsity.plan import Plan
 
 
@@ -52,10 +53,19 @@ class LayerView:
     plan: Plan
     base: int
     """Committed tokens."""
+    evidence: Tensor
+    """The draft's mean weights in this round, float32 [draft_layers, draft_heads, blocks or more]."""
     bounds: "KeyBounds"
+    selections: list[Tensor]
+    """What earlier layers of this pass chose for later ones, bool [kv_heads, blocks] each."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all tokens with KV, the round's own included."""
+        return self.plan.num_blocks(self.keys.length)
 
 
-Choose = Callable[[LayerView], Tensor]
+Choose = Callable[[LayerView], Tensor | None]
 
 
 @dataclass
@@ -64,27 +74,32 @@ class JustInTime:
 
     plan: Plan
     method: Choose
-    base: int = 0
     bounds: "KeyBounds" = field(default_factory=lambda: KeyBounds())
+    _base: int = 0
+    _evidence: Tensor = field(default_factory=lambda: torch.empty(0))
+    _selections: list[Tensor] = field(default_factory=list)
 
-    def begin(self, base: int) -> None:
-        """Prepare a pass that builds on `base` committed tokens."""
-        self.base = base
+    def begin(self, base: int, evidence: Tensor) -> None:
+        """Prepare a pass that builds on `base` committed tokens. evidence: as in LayerView."""
+        self._base, self._evidence, self._selections = base, evidence, []
 
     def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
         """Return what the layer reads, bool [kv_heads, blocks] with mandatory blocks; None: everything.
 
         queries: [rows, heads, dim].
         """
-        if layer in self.plan.dense_layers:
+        view = LayerView(
+            layer, queries, keys, scale, self.plan, self._base, self._evidence, self.bounds, self._selections
+        )
+        chosen = self.method(view)
+        if chosen is None or layer in self.plan.dense_layers:
             return None
-        chosen = self.method(LayerView(layer, queries, keys, scale, self.plan, self.base, self.bounds))
-        return chosen | mandatory(self.plan, self.base, chosen.shape[-1]).to(chosen.device)
+        return chosen | mandatory(self.plan, self._base, chosen.shape[-1]).to(chosen.device)
 
 
 def streaming(view: LayerView) -> Tensor:
     """Choose as StreamingLLM (Xiao et al. 2023): the sinks, and a window that fills the budget."""
-    plan, blocks = view.plan, view.plan.num_blocks(view.keys.length)
+    plan, blocks = view.plan, view.blocks
     window = budget_blocks(plan, blocks) - plan.sink_blocks - (blocks - plan.num_blocks(view.base))
     chosen = mandatory(plan, view.base, blocks, max(1, window)).to(view.queries.device)
     return chosen.expand(view.keys.k_pages.shape[1], -1)
@@ -102,15 +117,65 @@ def quest(view: LayerView) -> Tensor:
     return choose((bound - bound.amin((0, 2), keepdim=True)).amax(0), view.plan, view.base)
 
 
+CANDIDATES = 4  # twilight estimates the weights of one block in so many
+
+
+def twilight(view: LayerView) -> Tensor:
+    """Choose as Twilight (Lin et al. 2025, arXiv 2502.02770), section 4: Quest selects a quarter of the blocks, keys
+    rounded to 4 bits estimate the weights of these, and the nucleus of the estimates is read.
+
+    The budget caps the nucleus alone. Bounds of all blocks and 4-bit keys of the quarter are charged beside it: 9.4 %
+    of the KV (`methods`).
+    """
+    bound = upper_bounds(view).amax(0)
+    best = bound.topk(max(1, view.blocks // CANDIDATES), -1).indices
+    candidates = torch.zeros_like(bound, dtype=torch.bool).scatter_(1, best, True)
+    candidates |= mandatory(view.plan, view.base, view.blocks).to(bound.device)
+    estimated = _weights(view, _four_bits(view.keys.read(0, view.keys.length)), candidates).mean(0)
+    return choose(estimated, view.plan, view.base) & choose_nucleus(estimated)
+
+
+def tidal(view: LayerView) -> Tensor | None:
+    """Choose as TidalDecode (Yang et al. 2024, arXiv 2410.05076), section 3: a selection layer reads everything, and
+    the layers behind it read what its head of the same number weighed most.
+
+    Selection layers are the third one (an earlier one of fewer than ten layers) and the middle one. The layers before
+    the first read everything, too. The budget is that of the other layers; all that is read is charged.
+    """
+    layers = view.plan.target_layers
+    if view.layer in (min(2, layers // 5), layers // 2):
+        view.selections.append(choose(target_weights(view).mean(0), view.plan, view.base))
+        return None
+    return view.selections[-1] if view.selections else None
+
+
 def target_weights(view: LayerView) -> Tensor:
     """Return what each KV head's query heads give each block together: [rows, kv_heads, blocks] float32."""
-    keys, rows = view.keys.read(0, view.keys.length), len(view.queries)
+    return _weights(view, view.keys.read(0, view.keys.length))
+
+
+def _weights(view: LayerView, keys: Tensor, among: Tensor | None = None) -> Tensor:
+    """Return the weights on blocks by keys [kv_heads, length, dim].
+
+    among: bool [kv_heads, blocks], the blocks that have any weight; None: all.
+    """
+    rows = len(view.queries)
     kv_heads, length, _ = keys.shape
     scores = (pack_heads(view.queries, kv_heads) @ keys.mT).float().mul_(view.scale)
     scores = scores.unflatten(1, (-1, rows))  # [kv_heads, group, rows, length]
     later = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
     scores[..., length - rows :].masked_fill_(later, -torch.inf)
+    if among is not None:
+        tokens = among.repeat_interleave(view.plan.block_size, -1)[:, None, None, :length]
+        scores.masked_fill_(~tokens, -torch.inf)
     return pool_blocks(scores.softmax(-1).sum(1), view.plan.block_size).transpose(0, 1)
+
+
+def _four_bits(keys: Tensor) -> Tensor:
+    """Return keys rounded to 4 bits, with a scale and a zero for each token."""
+    low, high = keys.aminmax(dim=-1, keepdim=True)
+    step = ((high - low) / 15).clamp(min=1e-8)
+    return keys.sub(low).div_(step).round_().mul_(step).add_(low)
 
 
 def upper_bounds(view: LayerView) -> Tensor:

@@ -1,13 +1,13 @@
 """The methods that are compared: those that services know, and rivals that choose while the target runs.
 
-A rival looks at the queries of each layer before it chooses, so only evaluation can run it.
+A rival is asked layer by layer, while a pass runs, so only evaluation can run it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specahead.lab.evaluation import just_in_time
-from specahead.lab.evaluation.just_in_time import Choose
+from specahead.lab.evaluation import draft_guided, just_in_time
+from specahead.lab.evaluation.just_in_time import CANDIDATES, Choose
 from specahead.sparsity.plan import Plan, PlanError
 
 
@@ -22,6 +22,8 @@ class Rival:
     """Chooses the blocks that one layer reads."""
     summaries: Callable[[Plan, int], float] = lambda plan, base: 0.0
     """Returns the tokens of KV that what a head reads beside its blocks is worth, on `base` committed tokens."""
+    follows_draft: bool = False
+    """Whether it needs the maps of a calibrated plan (`most_alike`)."""
 
 
 def _bounds(plan: Plan, base: int) -> float:
@@ -29,10 +31,26 @@ def _bounds(plan: Plan, base: int) -> float:
     return float(plan.num_blocks(base))
 
 
+def _bounds_and_estimates(plan: Plan, base: int) -> float:
+    """Return the tokens that bounds and the candidates' 4-bit keys are worth: these are an eighth of their KV."""
+    return _bounds(plan, base) + base / CANDIDATES / 8
+
+
 _ALL = [
     Rival("streaming", "sinks and a window (StreamingLLM)", just_in_time.streaming),
     Rival("oracle", "the target's own heaviest blocks of the round itself", just_in_time.oracle),
     Rival("quest", "bounds from minima and maxima of keys (Quest)", just_in_time.quest, summaries=_bounds),
+    Rival(
+        "twilight",
+        "the nucleus of estimated weights among Quest's best quarter (Twilight)",
+        just_in_time.twilight,
+        summaries=_bounds_and_estimates,
+    ),
+    Rival("tidal", "what the last selection layer weighed most (TidalDecode)", just_in_time.tidal),
+    Rival("sts", "the top blocks of the draft head most alike (STS)", draft_guided.sts, follows_draft=True),
+    Rival(
+        "specattn", "the nucleus of the draft layer most alike (SpecAttn)", draft_guided.specattn, follows_draft=True
+    ),
 ]
 OURS = "dense", "ahead"  # what services run, and the same with everything read
 RIVALS: dict[str, Rival] = {rival.name: rival for rival in _ALL}

@@ -38,11 +38,14 @@ class LayerReader:
     def __post_init__(self) -> None:
         self._selector = JustInTime(self.plan, self.rival.choose)
 
-    def read(self, base: int, length: int) -> None:
-        """Prepare a round that builds on `base` committed tokens and ends at `length`."""
+    def read(self, base: int, length: int, evidence: Tensor) -> None:
+        """Prepare a round that builds on `base` committed tokens and ends at `length`.
+
+        evidence: the draft's mean weights in the round, [draft_layers, draft_heads, blocks or more].
+        """
         self._masks, self._length = {}, length
         self.summary_tokens = self.rival.summaries(self.plan, base)
-        self._selector.begin(base)
+        self._selector.begin(base, evidence)
 
     def attend(self, runner: ModelRunner, item: SequenceInput) -> Attend:
         """Return how the layers of a pass with this input attend: each chooses first."""

@@ -88,7 +88,7 @@ class DraftedCase:
     """The draft's view of a case."""
 
     evidence: list[Tensor]
-    """Its weights on blocks in each round, [queries, layers, heads, blocks]."""
+    """Its weights on blocks in each round, the mean over queries: [layers, heads, blocks]."""
     log_probs: Tensor
     """[tokens from start on, vocab]."""
 
@@ -132,7 +132,7 @@ def run_draft(draft: ModelRunner, case: Case, gamma: int, block_size: int) -> Dr
         prefill(draft, sequence, case.tokens[: case.start])
         for first, last in rounds_of(case, gamma):
             given, weights = forward_weighing(draft, sequence, case.tokens[first:last], block_size, last - first)
-            evidence.append(weights.transpose(0, 1))
+            evidence.append(weights.mean(1))
             logits.append(given)
     finally:
         draft.kv.release(sequence)
@@ -161,18 +161,18 @@ class _Run:
     def announced(self, evidence: Tensor, base: int) -> BlockSelection | None:
         """Return the selection that the draft announces; None where the method takes none.
 
-        evidence: [queries, draft_layers, draft_heads, blocks].
+        evidence: [draft_layers, draft_heads, blocks].
         """
         if self.variant.method != "ahead":
             return None
-        self.last_announced = announce(evidence.mean(0), self.variant.plan, base, self.last_announced)
+        self.last_announced = announce(evidence, self.variant.plan, base, self.last_announced)
         return self.last_announced
 
     def prepare(self, case: Case, first: int, last: int, evidence: Tensor) -> SequenceInput:
         """Return the input of the round from token `first` on, up to `last`."""
         read = None
         if isinstance(self.reader, LayerReader):
-            self.reader.read(first + 1, last)
+            self.reader.read(first + 1, last, evidence)
         else:
             read = self.reader.read(self.announced(evidence, first + 1), first + 1, last)
         return SequenceInput(self.kv, case.tokens[first:last], "all", read)

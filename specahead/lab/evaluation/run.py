@@ -11,6 +11,7 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.cases import Case
 from specahead.lab.evaluation.methods import rival_of
 from specahead.lab.evaluation.models import load_runner
+from specahead.lab.evaluation.most_alike import maps_of
 from specahead.lab.evaluation.rounds import SIDE_BY_SIDE, Variant, VariantSums, evaluate_case
 from specahead.lab.evaluation.workers import held_models, memory_of, run_in_workers
 from specahead.sparsity.plan import Plan
@@ -41,12 +42,15 @@ def parse_budget(text: str, plan: Plan) -> Plan:
 def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) -> list[Variant]:
     """Return every method with every budget. `dense`, which all rows are compared with, comes first.
 
-    Raises ValueError (PlanError) for an unknown method or a budget that states no share.
+    Raises ValueError (PlanError) for an unknown method, one that the plan lacks maps for, or a budget that states no
+    share.
     """
     asked = [(budget, parse_budget(budget, plan)) for budget in budgets]
     variants = [Variant("dense", "", plan, gamma)]
     for name in methods:
-        rival_of(name)
+        rival = rival_of(name)
+        if rival is not None and rival.follows_draft:
+            maps_of(plan)
         variants += [Variant(name, *each, gamma) for each in asked if name != "dense"]
     return variants
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specahead.lab.evaluation.calibration.blends import fit_blends, to_blend
 from specahead.lab.evaluation.calibration.sums import CalibrationSettings, CalibrationSums
+from specahead.lab.evaluation.most_alike import PROVENANCE, to_maps
 from specahead.sparsity.plan import Plan
 
 
@@ -37,6 +38,7 @@ def to_plan(
             "acceptance": round(sums.accepted / sums.samples, 4),
             "texts": sums.texts,
             "blend_explained": _explained(sums, weights),
+            PROVENANCE: asdict(to_maps(sums.overlap, sums.similarity, draft_heads, kv_heads)),
         },
     )
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.steps.runner import Runner
+from specahead.lab.evaluation.most_alike import BUDGETS, layer_similarity, top_k_overlap
 from specahead.sparsity.plan import LEAST_TOKENS
 
 
@@ -43,14 +44,17 @@ class CalibrationSums:
     """What is counted over samples. D, T: draft and target heads, flattened over layers.
 
     gram [D, D], cross [D, T], target_square [T]: of block weights between sinks and window.
-    value_spread [T]: of each head's contribution to the residual stream, summed over texts. accepted: of each sample,
-    the chance that the target accepts a token that the draft draws.
+    value_spread [T]: of each head's contribution to the residual stream, summed over texts. overlap [budgets, T, D],
+    similarity [draft layers, target layers]: how alike they are (`most_alike`). accepted: of each sample, the chance
+    that the target accepts a token that the draft draws.
     """
 
     gram: Tensor
     cross: Tensor
     target_square: Tensor
     value_spread: Tensor
+    overlap: Tensor
+    similarity: Tensor
     accepted: float = 0.0
     samples: int = 0
     texts: int = 0
@@ -62,7 +66,14 @@ class CalibrationSums:
         def double(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64)
 
-        return CalibrationSums(gram=double(d, d), cross=double(d, t), target_square=double(t), value_spread=double(t))
+        return CalibrationSums(
+            gram=double(d, d),
+            cross=double(d, t),
+            target_square=double(t),
+            value_spread=double(t),
+            overlap=double(len(BUDGETS), t, d),
+            similarity=double(draft.kv.num_layers, target.kv.num_layers),
+        )
 
 
 def count_sample(sums: CalibrationSums, draft: Tensor, target: Tensor, settings: CalibrationSettings) -> None:
@@ -72,6 +83,9 @@ def count_sample(sums: CalibrationSums, draft: Tensor, target: Tensor, settings:
     sums.gram += x @ x.T
     sums.cross += x @ y.T
     sums.target_square += (y * y).sum(1)
+    blocks, always = draft.shape[-1], settings.sink_blocks + settings.window_blocks
+    sums.overlap += top_k_overlap(x, y, [max(1, round(budget * blocks) - always) for budget in BUDGETS])
+    sums.similarity += layer_similarity(draft.mean(1), target.mean(1))
     sums.samples += 1
 
 
