@@ -109,7 +109,7 @@ def test_a_stopped_calibration_goes_on(
     assert started.texts == 1
     resumed = count(pair, passages, projections, started)
     assert (resumed.samples, resumed.texts) == (whole.samples, whole.texts) == (4, 2)
-    for name in ("gram", "cross", "target_square", "value_spread"):
+    for name in ("gram", "cross", "target_square", "value_spread", "overlap", "similarity"):
         torch.testing.assert_close(getattr(resumed, name), getattr(whole, name))
     assert to_plan(resumed, 4, 4, 4, SETTINGS) == to_plan(whole, 4, 4, 4, SETTINGS)
     with pytest.raises(ValueError, match="another calibration"):

@@ -141,7 +141,8 @@ def test_tidal_reads_what_the_last_selection_layer_weighed_most(view: LayerView,
         of_layer = layer_view(plan, view.base, len(view.queries), layer, seed=layer)
         mask = selector.choose(layer, of_layer.queries, of_layer.keys, of_layer.scale)
         if layer in (0, 2):
-            selected = [heaviest(view, row) | always for row in weights_by(of_layer, all_keys(of_layer)).mean(0)]
+            weights = weights_by(of_layer, all_keys(of_layer)).mean((0, 1))
+            selected = [heaviest(view, weights) | always] * KV_HEADS
         if layer in (0, 2, *dense):
             assert mask is None
         else:

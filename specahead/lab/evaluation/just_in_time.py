@@ -137,14 +137,16 @@ def twilight(view: LayerView) -> Tensor:
 
 def tidal(view: LayerView) -> Tensor | None:
     """Choose as TidalDecode (Yang et al. 2024, arXiv 2410.05076), section 3: a selection layer reads everything, and
-    the layers behind it read what its head of the same number weighed most.
+    the layers behind it read what it weighed most.
 
     Selection layers are the third one (an earlier one of fewer than ten layers) and the middle one. The layers before
-    the first read everything, too. The budget is that of the other layers; all that is read is charged.
+    the first read everything, too. The budget is that of the other layers; all that is read is charged. All heads read
+    the same: with a choice for each head, as in the authors' program, perplexity rises more (docs/tried.md).
     """
     layers = view.plan.target_layers
     if view.layer in (min(2, layers // 5), layers // 2):
-        view.selections.append(choose(target_weights(view).mean(0), view.plan, view.base))
+        weights = target_weights(view).mean((0, 1)).unsqueeze(0)
+        view.selections.append(choose(weights, view.plan, view.base).expand(view.plan.target_kv_heads, -1))
         return None
     return view.selections[-1] if view.selections else None
 
