@@ -60,7 +60,12 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
         help="files, or ids of Hugging Face data sets (identity: the demo's text if none is given)",
     )
     source.add_argument("--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on")
-    parser.add_argument("--methods", default="streaming,quest,ahead,oracle", metavar="A,B")
+    parser.add_argument(
+        "--methods",
+        default="streaming,quest,ahead,oracle",
+        metavar="A,B",
+        help="perplexity, recall, copy: also twilight, tidal, sts, specattn (default: streaming,quest,ahead,oracle)",
+    )
     parser.add_argument("--budgets", default="0.06,0.12", metavar="X,Y", help="shares of the KV that are read")
     parser.add_argument("--context", type=int, help="tokens of each case (default: 4096, drafts 3000, identity 1000)")
     parser.add_argument("--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)")

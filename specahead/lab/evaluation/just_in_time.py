@@ -163,7 +163,7 @@ def _weights(view: LayerView, keys: Tensor, among: Tensor | None = None) -> Tens
     """
     rows = len(view.queries)
     kv_heads, length, _ = keys.shape
-    scores = (pack_heads(view.queries, kv_heads) @ keys.mT).float().mul_(view.scale)
+    scores = (pack_heads(view.queries, kv_heads).to(keys.dtype) @ keys.mT).float().mul_(view.scale)
     scores = scores.unflatten(1, (-1, rows))  # [kv_heads, group, rows, length]
     later = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
     scores[..., length - rows :].masked_fill_(later, -torch.inf)
