@@ -27,7 +27,6 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.opening import open_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.head import StateTap
-from specahead.engine.model.head_config import count_head_parameters, is_head, layers_read, unbuilt_in_head
 from specahead.engine.parallel.processes import RankProcesses
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.inputs import SequenceInput
@@ -35,7 +34,6 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import RoundRequest, RoundSettings
 from specahead.kernels import compiling
 from specahead.kernels.linear import linear
-from specahead.lab.benchmarks.serving.deployment import write_model
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
@@ -343,14 +341,6 @@ def test_what_is_not_built_is_refused_by_name(target: tuple[Path, Any], tmp_path
         with_choice(apart, Machine(0))
     alone = replace(apart, target=replace(apart.target, placement="auto"))
     assert with_choice(alone, Machine(0))[1].together
-
-
-def test_the_head_of_a_benchmark_is_one(tmp_path: Path) -> None:
-    write_model(tmp_path / "head", "eagle3-8b", 128256, 4096)
-    config = load_config(str(tmp_path / "head"))
-    assert is_head(config) and unbuilt_in_head(config, on_gpu=True) is None
-    assert layers_read(config, 32) == (2, 16, 29)
-    assert count_head_parameters(config) == 424_721_664
 
 
 def test_a_launch_takes_a_folder_with_a_head(tmp_path: Path, tokenizer: Any) -> None:

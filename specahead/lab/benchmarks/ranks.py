@@ -28,8 +28,8 @@ from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import PassShape
+from specahead.lab.benchmarks.model_folders import write_model
 from specahead.lab.benchmarks.rank_sums import sum_microseconds
-from specahead.lab.benchmarks.serving.deployment import write_model
 from specahead.lab.benchmarks.shapes import SHAPES
 from specahead.sparsity.plan import Plan, uniform_plan
 from specahead.sparsity.reader import Reader
@@ -57,7 +57,7 @@ def run(flags: argparse.Namespace) -> None:
     plan = uniform_plan(shape.num_hidden_layers, shape.num_key_value_heads, 1, 1, budget=flags.budget, least_tokens=0)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
-        write_model(model, flags.shape, shape.vocab_size, context + 1024)
+        write_model(model, shape, shape.vocab_size, context + 1024)
         for count in flags.ranks:
             settings = TargetSettings(
                 model=str(model),

@@ -20,7 +20,7 @@ GROUP = Plan.group_size  # tokens of a group mean
 
 @dataclass(frozen=True)
 class Shape:
-    """As in a transformers config of the Llama family, of Qwen3-MoE's or of MiniCPM4's."""
+    """As in a transformers config of the Llama family, of Qwen3's, dense or a mixture, or of MiniCPM4's."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -38,16 +38,24 @@ class Shape:
     """How attention chooses blocks; None: it reads everything."""
     drafted: int = 0
     """Tokens that an EAGLE-3 head drafts of the vocabulary; 0: it is a model by itself."""
+    model_type: str = "llama"
+    """As transformers names it."""
+    tied: bool = False
+    """Whether the embedding is the head as well."""
 
 
 SHAPES = {
     "70b": Shape(80, 8192, 64, 8, 128, 28672),
     "8b": Shape(32, 4096, 32, 8, 128, 14336),
     "1b": Shape(16, 2048, 32, 8, 64, 8192),
+    "0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151936, model_type="qwen3", tied=True),
     "0.5b": Shape(24, 896, 14, 2, 64, 4864, 151936),
-    "30b-a3b": Shape(48, 2048, 32, 4, 128, 768, 151936, experts=128, chosen=8),
-    "minicpm4-8b": Shape(32, 4096, 32, 2, 128, 16384, 73448, block_rule=BlockRule(64, 96, 1, 32, 8192)),
+    "30b-a3b": Shape(48, 2048, 32, 4, 128, 768, 151936, experts=128, chosen=8, model_type="qwen3_moe"),
+    "minicpm4-8b": Shape(
+        32, 4096, 32, 2, 128, 16384, 73448, block_rule=BlockRule(64, 96, 1, 32, 8192), model_type="minicpm"
+    ),
     "eagle3-8b": Shape(1, 4096, 32, 8, 128, 14336, drafted=32000),
+    "eagle3-70b": Shape(1, 8192, 64, 8, 128, 28672, drafted=32000),
     "tiny": Shape(2, 64, 4, 2, 16, 128, 4096),
 }
 
@@ -70,6 +78,8 @@ def read_shape_of(name: str) -> Shape:
         experts,
         config.num_experts_per_tok if experts else 0,
         block_rule(config),
+        model_type=config.model_type,
+        tied=config.tie_word_embeddings,
     )
 
 

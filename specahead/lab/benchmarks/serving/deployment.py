@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -17,8 +16,8 @@ from tqdm import tqdm
 
 from orchestrator.cluster.directory import Directory, name_services, side_of
 from orchestrator.cluster.service_status import ControlLine
-from specahead import models
 from specahead.config.speculation import KVCacheDtype, Quantization
+from specahead.lab.benchmarks.model_folders import write_model
 from specahead.lab.benchmarks.processes import (
     Endpoints,
     Start,
@@ -272,43 +271,10 @@ def _write_pair(folder: Path, pair: Pair, context: int) -> tuple[dict[str, str],
     """Write both models and a uniform plan; return the models' folders by side, and the plan's file."""
     big, small = SHAPES[pair.target_shape], SHAPES[pair.draft_shape]
     folders = {side: str(folder / side) for side in ("target", "draft")}
-    for path, shape in zip(folders.values(), (pair.target_shape, pair.draft_shape), strict=True):
+    for path, shape in zip(folders.values(), (big, small), strict=True):
         write_model(Path(path), shape, big.vocab_size, context)
     sizes = (big.num_hidden_layers, big.num_key_value_heads)
     heads = (1, 1) if small.drafted else (small.num_hidden_layers, small.num_attention_heads)
     plan = folder / "plan.json"
     save_plan(uniform_plan(*sizes, *heads, budget=pair.budget), plan)
     return folders, str(plan)
-
-
-def write_model(folder: Path, shape: str, vocab: int, context: int) -> None:
-    """A config in the shape of a real model beside the bundled tokenizer."""
-    shutil.copytree(models.TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    sizes = asdict(SHAPES[shape])
-    experts, chosen, drafted = sizes.pop("experts"), sizes.pop("chosen"), sizes.pop("drafted")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": context,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        **sizes,
-    }
-    if experts:
-        config |= {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "num_experts": experts,
-            "num_experts_per_tok": chosen,
-            "moe_intermediate_size": sizes["intermediate_size"],
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "use_sliding_window": False,
-        }
-    if drafted:
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": drafted}
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))

@@ -1,0 +1,72 @@
+"""Folders of models that have a config in the shape of a real model and no weights, which are random (load_format
+dummy)."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from specahead import models
+from specahead.kernels.chosen_blocks import BlockRule
+from specahead.lab.benchmarks.shapes import Shape
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
+}
+
+
+def write_model(folder: Path, shape: Shape, vocab: int, context: int) -> None:
+    """Write a config of this shape beside the bundled tokenizer. The folder must not exist.
+
+    vocab: tokens of the model, whatever the shape has, since a draft has its target's. context: tokens of a sequence,
+    at most.
+    """
+    shutil.copytree(models.TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[shape.model_type]],
+        "model_type": shape.model_type,
+        "vocab_size": vocab,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": shape.tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+    }
+    if shape.experts:
+        config |= {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.chosen,
+            "moe_intermediate_size": shape.intermediate_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    if shape.block_rule is not None:
+        factors = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}  # of MiniCPM4 and 4.1
+        config |= {**factors, "sparse_config": _sparse_config(shape.block_rule)}
+    if shape.drafted:
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": shape.drafted}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _sparse_config(rule: BlockRule) -> dict[str, Any]:
+    """Return a rule as MiniCPM's config says it; windows have the sizes that are built."""
+    return {
+        "block_size": rule.block_size,
+        "topk": rule.top - rule.local,
+        "init_blocks": rule.first,
+        "window_size": rule.local * rule.block_size,
+        "dense_len": rule.dense_below,
+    }
