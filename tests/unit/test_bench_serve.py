@@ -1,6 +1,9 @@
 """What the serving benchmark computes and prints, and its smallest run. No claims about time."""
 
+import contextlib
 import json
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,14 @@ from specahead.cli.main import main
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.engine.steps.requests import DraftedTokens
 from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down
+from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room
 from specahead.lab.benchmarks.serving.imposed import foreseeing, imposed_token
 from specahead.lab.benchmarks.serving.parts import AnnouncedReader
 from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline
 from specahead.sparsity.plan import uniform_plan
 from specahead.sparsity.selection import BlockSelection
 
+SAID = "target service, pid 1\ngRPC endpoint: here:1\nHTTP endpoint: http://here:2\nready"  # by a process that serves
 S = "run/0"  # a session of the run
 TINY = ["bench", "serve", "--target-shape", "tiny", "--draft-shape", "tiny"]
 
@@ -145,11 +150,28 @@ def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
         (["--placement", "together", "--hot", "0.5"], "with KV on the GPU"),
         (["--targets", "-1"], "at least 0"),
         (["--shapes", "8"], "SESSIONSxCONTEXT"),
+        (["--tensor-parallel-size", "2", "--gpus", "0", "0"], "GPUs 0 0: expected 2 for target"),
+        (["--placement", "apart", "--gpus", "0"], "expected 1 for target, 1 for draft"),
     ],
 )
 def test_flags_that_give_nothing_to_measure(flags: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main([*TINY, *flags])
+
+
+def test_targets_take_their_gpus_before_the_draft(tmp_path: Path) -> None:
+    pair = Pair("tiny", "tiny", 0.8, 0.1, targets=2, tensor_parallel_size=2).on([3, 0, 1, 2, 4])
+    started: dict[tuple[int, ...], tuple[str, ...]] = {}
+    with contextlib.ExitStack() as processes:
+
+        def start(*command: str, stdout: int, gpus: Sequence[int] = ()) -> subprocess.Popen[str]:
+            started[tuple(gpus)] = command
+            return processes.enter_context(subprocess.Popen(["echo", SAID], stdout=stdout, text=True))
+
+        Deployment(start, tmp_path, pair, Room(2, 100), lambda: 10.0).start()
+    assert list(started) == [(3, 0), (1, 2), (4,), ()]  # the last ones are the endpoints
+    ranks = [command[command.index("--tensor-parallel-size") + 1] for command in (started[3, 0], started[1, 2])]
+    assert ranks == ["2", "2"] and "--tensor-parallel-size" not in started[4,]
 
 
 def test_the_imposed_token_is_the_next_choice_at_a_share_of_the_positions() -> None:

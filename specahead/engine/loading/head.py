@@ -35,7 +35,7 @@ def load_head(model: str, target: LoadedModel, load_format: str = "auto") -> tup
     decoder = _check_built(model, config, target)
     layers, hidden = layers_read(config, decoder.num_layers), decoder.embedding.shape[1]
     shapes = head_shapes(config, len(layers) * hidden) | {EMBEDDING: (config.vocab_size, config.hidden_size)}
-    tensors = _random(config, shapes) if load_format == "dummy" else _read(model, device, shapes)
+    tensors = _random(config, target.dtype, device, shapes) if load_format == "dummy" else _read(model, device, shapes)
     if EMBEDDING not in tensors and config.hidden_size != hidden:
         found = f"that of the target has {hidden} columns, expected {config.hidden_size}"
         raise ValueError(f"{model}: it has no embedding, and {found}; give a head of this target")
@@ -128,11 +128,14 @@ def _read(model: str, device: str, shapes: Shapes) -> Weights:
     return {name: partial(checkpoint.__getitem__, names[name]) for name in found}
 
 
-def _random(config: Any, shapes: Shapes) -> Weights:
-    """Return what makes random weights, as transformers initialises them; the head drafts the first of all tokens."""
+def _random(config: Any, dtype: torch.dtype, device: str, shapes: Shapes) -> Weights:
+    """Return what makes random weights on a device, as RandomWeights does; the head drafts the first of all tokens."""
+    generator = torch.Generator(device).manual_seed(0)
     deviation = getattr(config, "initializer_range", 0.02)
 
     def make(shape: tuple[int, ...]) -> Tensor:
-        return deviation * torch.randn(shape) if len(shape) > 1 else torch.ones(shape)
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0, deviation, generator=generator)
 
     return {name: partial(make, shape) for name, shape in shapes.items() if name not in (IDS, EMBEDDING)}

@@ -189,17 +189,22 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="overrides of how services speculate, each with services of its own: '{\"gamma\": 4}' (default: none, "
         "as users start them)",
     )
-    parser.add_argument("--draft", default="model", choices=["model", "self", "lookup", "auto"], help="who proposes")
+    parser.add_argument(
+        "--draft", default="model", choices=["model", "self", "lookup", "auto", "none"], help="who proposes"
+    )
     parser.add_argument(
         "--placement", default="auto", choices=["auto", "together", "apart"],
         help="together: each target runs the draft itself; apart: one draft service; auto: together without --hot",
     )  # fmt: skip
     parser.add_argument(
-        "--targets", type=int, default=0, metavar="N", help="targets that share the sessions (default: one a GPU if "
-        "together, else 1)",
+        "--targets", type=int, default=0, metavar="N", help="targets that share the sessions (default: as many as have "
+        "GPUs if together, else 1)",
     )  # fmt: skip
     parser.add_argument(
-        "--gpus", type=int, nargs="+", help="device of each service, targets first (default: all in order)"
+        "--tensor-parallel-size", type=int, default=1, choices=[1, 2, 4, 8], metavar="N", help="GPUs of each target"
+    )
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", help="devices of each service, targets first (default: all in order)"
     )
     _add_quantization(parser)
     parser.add_argument("--repeat", type=int, default=1, help="runs of a row, of which the median one is kept")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 _STOP_SECONDS = 15.0  # for all processes of a benchmark together
@@ -38,8 +38,9 @@ class Endpoints(NamedTuple):
 
 @contextlib.contextmanager
 def children() -> Iterator[Start]:
-    """Yield start(module, *arguments, stdout=…, gpu=…), which runs `python -m module`.
+    """Yield start(module, *arguments, stdout=…, gpus=…), which runs `python -m module`.
 
+    gpus: the GPUs that the process sees; (): those that this process sees.
     At the end of the block all are stopped, the last started first; SIGTERM ends the block as Ctrl-C does. On Linux
     they also end if this process is killed.
     """
@@ -54,11 +55,11 @@ def children() -> Iterator[Start]:
         with contextlib.ExitStack() as processes:
 
             def start(
-                *command: str, stdout: int = subprocess.DEVNULL, gpu: int | None = None
+                *command: str, stdout: int = subprocess.DEVNULL, gpus: Sequence[int] = ()
             ) -> "subprocess.Popen[str]":
                 environment = dict(os.environ)
-                if gpu is not None:
-                    environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+                if gpus:
+                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
                 # In a session of its own: Ctrl-C is for this process, which stops the others in order.
                 module = ["-I", "-c", _END_WITH_PARENT] if sys.platform == "linux" else ["-m"]
                 process = subprocess.Popen(

@@ -77,7 +77,7 @@ def run(flags: argparse.Namespace) -> None:
         "date": datetime.now(UTC).date().isoformat(),
         "models": f"target {flags.target_shape}, draft {flags.draft_shape}, random weights, "
         f"imposed acceptance {flags.acceptance} a token, confirmation {flags.confirmation} a screened token",
-        "services": ", ".join(pairs[0].names) + (", each with the draft in it" if pairs[0].together else ""),
+        "services": _describe_services(pairs[0]),
         "command": shlex.join(["specahead", *_command(flags)]),
     }
     ends = time.monotonic() + flags.limit if flags.limit else float("inf")
@@ -85,7 +85,7 @@ def run(flags: argparse.Namespace) -> None:
     results = measured.results
     results.begin()
     with _time_limit(flags.limit):
-        if "none" in flags.modes and flags.draft != "model":
+        if "none" in flags.modes and flags.draft not in ("model", "none"):
             _measure_deployment(measured, replace(pairs[0], draft="none", speculation={}), shapes, hot=0.0)
         for pair in pairs:
             _measure_deployment(measured, pair, shapes, hot=0.0)
@@ -110,9 +110,9 @@ def most_gamma(speculation: Mapping[str, Any]) -> int:
 
 
 def _pair(flags: argparse.Namespace, speculation: dict[str, Any]) -> Pair:
-    """Return the services to measure. Raises ValueError for another number of devices than there are services."""
+    """Return the services to measure. Raises ValueError for devices that do not fit them."""
     together = flags.draft == "model" and flags.placement != "apart" and not flags.hot
-    gpus = torch.cuda.device_count()
+    gpus, ranks = torch.cuda.device_count(), flags.tensor_parallel_size
     pair = Pair(
         target_shape=flags.target_shape,
         draft_shape=flags.draft_shape,
@@ -122,15 +122,20 @@ def _pair(flags: argparse.Namespace, speculation: dict[str, Any]) -> Pair:
         draft=flags.draft,
         together=together,
         speculation=speculation,
-        targets=flags.targets or (max(1, gpus) if together else 1),
+        targets=flags.targets or (max(1, gpus // ranks) if together else 1),
+        tensor_parallel_size=ranks,
         quantization=flags.quantization,
         kv_cache_dtype=flags.kv_cache_dtype,
         flags=tuple(shlex.split(flags.flags)),
     )
-    devices = flags.gpus or ([index % gpus for index in range(len(pair.names))] if gpus else [])
-    if devices and len(devices) != len(pair.names):
-        raise ValueError(f"--gpus {' '.join(map(str, devices))}: expected one each for {', '.join(pair.names)}")
-    return replace(pair, gpus=dict(zip(pair.names, devices, strict=False)))
+    wanted = sum(pair.gpu_counts.values())
+    return pair.on(flags.gpus or [index % gpus for index in range(wanted if gpus else 0)])
+
+
+def _describe_services(pair: Pair) -> str:
+    """Return the services by name, with what there is to say of targets."""
+    ranks = f"; a target has {pair.tensor_parallel_size} GPUs" if pair.tensor_parallel_size > 1 else ""
+    return ", ".join(pair.names) + (", each with the draft in it" if pair.together else "") + ranks
 
 
 def _command(flags: argparse.Namespace) -> list[str]:

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from orchestrator.cluster.directory import name_services
 from specahead.lab.benchmarks.processes import children
 from specahead.lab.benchmarks.serve import most_gamma, read_speculation
 from specahead.lab.benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
@@ -26,7 +25,6 @@ from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room, 
 from specahead.lab.benchmarks.serving.rows import Shape
 
 TARGETS = 2
-SERVICES = (*name_services("target", TARGETS), "draft")
 _MARGIN = 64  # tokens of room beside prompt and output
 
 
@@ -61,8 +59,6 @@ def run(flags: argparse.Namespace) -> list[SharedRow]:
     shape, gamma = Shape.parse(flags.shape), most_gamma(read_speculation(flags.speculation))
     if flags.repeat < 1 or flags.tokens < 8 * (gamma + 1):
         raise ValueError(f"--repeat must be positive, --tokens {8 * (gamma + 1)} or more")
-    if flags.gpus and len(flags.gpus) != len(SERVICES):
-        raise ValueError(f"--gpus: {len(flags.gpus)} devices for {', '.join(SERVICES)}")
     print(
         f"{'target':>10} {'other':>7} {'tokens/s':>10} {'kept':>7} {'draft busy':>10} {'a round':>8} {'for draft':>9} "
         f"{'lost':>7}  runs",
@@ -135,9 +131,8 @@ def _pair(flags: argparse.Namespace) -> Pair:
         confirmation=flags.confirmation,
         speculation=read_speculation(flags.speculation),
         targets=TARGETS,
-        gpus=dict(zip(SERVICES, flags.gpus, strict=False)),
         slept={"target-2": flags.second_sleeps} if flags.second_sleeps else {},
-    )
+    ).on(flags.gpus)
 
 
 def _print(row: SharedRow) -> None:

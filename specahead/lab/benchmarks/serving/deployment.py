@@ -1,12 +1,13 @@
 """The services of a benchmark: models of random weights in the shapes of real ones, processes, no Ray."""
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,10 @@ class Pair:
     """How the targets hold their KV."""
     flags: tuple[str, ...] = ()
     """More flags of all services."""
-    gpus: Mapping[str, int] = field(default_factory=dict)
-    """The device of each service by name; empty: as torch finds."""
+    tensor_parallel_size: int = 1
+    """Ranks of each target."""
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The devices of each service by name, one for each rank of a target; empty: as torch finds."""
     slept: Mapping[str, float] = field(default_factory=dict)
     """Milliseconds that each step of a target sleeps in place of running a model, by the target's name."""
 
@@ -82,6 +85,25 @@ class Pair:
         """All services, targets first."""
         with_service = self.draft == "model" and not self.together
         return [*name_services("target", self.targets), *(["draft"] if with_service else [])]
+
+    @property
+    def gpu_counts(self) -> dict[str, int]:
+        """How many GPUs each service takes, by name."""
+        return {name: self.tensor_parallel_size if side_of(name) == "target" else 1 for name in self.names}
+
+    def on(self, devices: Sequence[int]) -> "Pair":
+        """Return the pair with its services on these devices, in the order of `names`; without devices, as it is.
+
+        Raises ValueError for another number of devices than the services take, and for a target with one of them twice.
+        """
+        if not devices:
+            return self
+        counts, left = self.gpu_counts, iter(devices)
+        gpus = {name: tuple(itertools.islice(left, count)) for name, count in counts.items()}
+        if len(devices) != sum(counts.values()) or any(len(set(own)) != counts[name] for name, own in gpus.items()):
+            expected = ", ".join(f"{count} for {name}" for name, count in counts.items())
+            raise ValueError(f"GPUs {' '.join(map(str, devices))}: expected {expected}")
+        return replace(self, gpus=gpus)
 
 
 @dataclass(frozen=True)
@@ -142,7 +164,8 @@ class Deployment:
         a process that does not start in time.
         """
         processes = {name: self._launch(name) for name in self.targets}
-        apart = self.pair.gpus.get("draft") not in {self.pair.gpus.get(name) for name in self.targets}
+        of_targets = {gpu for name in self.targets for gpu in self.pair.gpus.get(name, ())}
+        apart = not of_targets.intersection(self.pair.gpus.get("draft", ()))
         if "draft" in self._addresses and apart:
             processes["draft"] = self._launch("draft")
         began, endpoints = time.monotonic(), self._launch_endpoints()
@@ -237,7 +260,7 @@ class Deployment:
         command += ["--speculation", json.dumps(dict(self.pair.speculation))] if self.pair.speculation else []
         command += ["--max-sessions", str(sessions), *self.pair.flags]
         self._launched[name] = time.monotonic()
-        return self._start(*command, stdout=subprocess.PIPE, gpu=self.pair.gpus.get(name))
+        return self._start(*command, stdout=subprocess.PIPE, gpus=self.pair.gpus.get(name, ()))
 
     def _target_flags(self, name: str) -> list[str]:
         pair = self.pair
@@ -245,6 +268,7 @@ class Deployment:
         own += self._room.tiers(pair.target_shape, pair.kv_cache_dtype)
         own += ["--draft", self._models["draft"] if pair.draft == "model" else pair.draft]
         own += ["--quantization", pair.quantization, "--kv-cache-dtype", pair.kv_cache_dtype]
+        own += ["--tensor-parallel-size", str(pair.tensor_parallel_size)]
         own += ["--placement", "together"] if pair.together else []
         own += ["--replay"] if self._replayed else []
         return own + (["--slept", str(pair.slept[name])] if name in pair.slept else [])
@@ -275,6 +299,8 @@ def _write_pair(folder: Path, pair: Pair, context: int) -> tuple[dict[str, str],
         write_model(Path(path), shape, big.vocab_size, context)
     sizes = (big.num_hidden_layers, big.num_key_value_heads)
     heads = (1, 1) if small.drafted else (small.num_hidden_layers, small.num_attention_heads)
-    plan = folder / "plan.json"
-    save_plan(uniform_plan(*sizes, *heads, budget=pair.budget), plan)
-    return folders, str(plan)
+    plan, file = uniform_plan(*sizes, *heads, budget=pair.budget), folder / "plan.json"
+    if big.block_rule is not None:  # nothing is chosen for layers that choose by themselves
+        plan = replace(plan, dense_layers=tuple(range(plan.target_layers)), group_size=0)
+    save_plan(plan, file)
+    return folders, str(file)
