@@ -92,7 +92,7 @@ def run_late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
 
     def init_runner(runner: ModelRunner, *given: Any, **how: Any) -> None:
         make_runner(runner, *given, **how)
-        runner._captures = runner._joins = runner.chains_steps = True
+        runner._captures = runner._joins = runner.chains_steps = runner._shapes.chains_steps = True
         runner.passes.graphs = Graphs(captures=True)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)

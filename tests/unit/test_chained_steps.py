@@ -22,10 +22,10 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
-from specahead.engine.steps.grouping import step_shape
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.outputs import StepUnderWay
+from specahead.engine.steps.step_shapes import step_shape
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m

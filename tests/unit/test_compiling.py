@@ -128,7 +128,7 @@ def runner_of(shape, quantization="none", **how):
     kv = KVCache(shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, "cpu")
     light = decoder.with_eight_bit_weights()
     runner = ModelRunner(decoder, kv, shape.vocab_size, 1024, drafting=light, **how)
-    runner._captures = runner._joins = runner.chains_steps = True
+    runner._captures = runner._joins = runner.chains_steps = runner._shapes.chains_steps = True
     runner._passes = PassRunner(decoder, kv, runner._limits, runner._passes.memories, True, light)
     runner._warm_up._passes = runner._passes
     return runner

@@ -213,7 +213,7 @@ def test_every_step_has_one_shape_but_those_that_a_later_one_judges() -> None:
         assert sum(len(ran.inputs) for ran in pinned) == sum(not item.screens for item in step)
         for item in step:
             probe.runner.kv.truncate(item.kv, item.kv.length - len(item.tokens))
-    shape = probe.runner._of_step(screens)
+    shape = probe.runner._shapes.of(screens)
     assert (shape.sequences, shape.queries, shape.rows) == (4, GAMMA + 1, 4 * (GAMMA + 1))
     assert shape.judge is not None and shape.judge.draws_own and not shape.pinned and not shape.read.weighs
 

@@ -24,7 +24,8 @@ from specahead.engine.loading.opening import EightBit, open_model
 from specahead.engine.loading.tokenizer import load_generation_config, load_tokenizer
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.parallel.ranks import Ranks
-from specahead.engine.steps.model_runner import MAX_OVERHANG, ModelRunner
+from specahead.engine.steps.grouping import MAX_OVERHANG
+from specahead.engine.steps.model_runner import ModelRunner
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
 A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32

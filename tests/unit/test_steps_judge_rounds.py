@@ -15,10 +15,10 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, Support, uniforms
 from specahead.engine.sampling.judging import Drafted
-from specahead.engine.steps.grouping import alternatives_beside
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import Branch, RoundRequest, RoundSettings
+from specahead.engine.steps.step_shapes import alternatives_beside
 from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings

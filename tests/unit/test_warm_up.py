@@ -27,10 +27,11 @@ from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.staging import Buffers
 from specahead.engine.steps import warm_up
 from specahead.engine.steps.graphs import LEAST_FREE, Captured, Graphs, free_memory
-from specahead.engine.steps.grouping import StepLimits, step_shape
+from specahead.engine.steps.grouping import StepLimits
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import JudgeShape, PassShape
+from specahead.engine.steps.step_shapes import step_shape
 from specahead.wire.messages import At, Begin, DraftEvent, End, Proposals, Verdict
 from target_service.screening import screening_reader
 from target_service.verifier import Verifier

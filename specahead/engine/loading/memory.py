@@ -18,7 +18,7 @@ from specahead.engine.model.families import count_parameters
 from specahead.engine.model.head_config import count_head_parameters, is_head
 from specahead.engine.model.quantization import Storage
 from specahead.engine.parallel.ranks import ALONE, Ranks
-from specahead.engine.steps.model_runner import MAX_OVERHANG
+from specahead.engine.steps.grouping import MAX_OVERHANG
 from specahead.kernels.kv_scales import EIGHT_BITS
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading.model import LoadedModel
-from specahead.engine.steps.model_runner import MAX_OVERHANG, ModelRunner
+from specahead.engine.steps.grouping import MAX_OVERHANG
+from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.kv_scales import KVScales
 
 

@@ -4,31 +4,21 @@ Inputs that attend alike run in one pass (grouping.py). On a GPU short steps are
 prompts, and everything on a CPU, run in passes of the exact size without a graph (pass_runner.py).
 """
 
-import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.head import DraftHead, StateTap
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.parallel.commands import Command
 from specahead.engine.steps.auditing import run_audited
-from specahead.engine.steps.device_chain import MOST_CHAINED, DeviceChain, Imposed
+from specahead.engine.steps.device_chain import DeviceChain, Imposed
 from specahead.engine.steps.graphs import Graphs
-from specahead.engine.steps.grouping import (
-    StepLimits,
-    alternatives_beside,
-    exact_shape,
-    join_rounds,
-    kind_of,
-    step_shape,
-    with_alternatives,
-)
+from specahead.engine.steps.grouping import MAX_OVERHANG, StepLimits, join_rounds, kind_of
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.outputs import RoundsUnderWay, StepUnderWay, in_order
 from specahead.engine.steps.pass_runner import PassRunner
@@ -37,20 +27,15 @@ from specahead.engine.steps.requests import RoundOutput, RoundRequest, RoundSett
 from specahead.engine.steps.round_runner import RoundRunner
 from specahead.engine.steps.runner import TargetOrDraftRunner
 from specahead.engine.steps.shapes import PassShape
+from specahead.engine.steps.step_shapes import CapturedShapes, alternatives_beside, exact_shape
 from specahead.engine.steps.tiered_steps import TieredSteps
 from specahead.engine.steps.warm_up import WarmUp
-from specahead.kernels.compiling import compile_ahead
-from specahead.kernels.linear import MOST_ROWS
-from specahead.kernels.prompt_attention import merge_in_all_ways
 from specahead.kernels.selection import WORD
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
 PINNED_SEQUENCES = 8  # of every step of a deterministic runner
 PINNED_ROWS = 512  # of every pass over a prompt there
 MEMORIES = 64  # of sequences that share budgets out, unless keep_memories says otherwise
-MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
-
-log = logging.getLogger(__name__)
 
 
 class ModelRunner(TargetOrDraftRunner):
@@ -92,6 +77,7 @@ class ModelRunner(TargetOrDraftRunner):
             step_queries=step_queries,
             queries=max(step_queries, STEP_QUERIES, most_queries),
             vocab=vocab_size,
+            group=decoder.heads // kv.kv_heads,
             pinned_sequences=PINNED_SEQUENCES if deterministic else 0,
             chosen_from=0 if decoder.block_rule is None else decoder.block_rule.dense_below,
             shares_choice=shares_choice and not deterministic,
@@ -103,12 +89,12 @@ class ModelRunner(TargetOrDraftRunner):
         # Where launches are no graphs the host is busy as long as the device.
         self.chains_steps = self._captures and not deterministic and not kv.offloads
         self.chains_rounds = not deterministic and not kv.offloads
-        self._turn = 1
+        self._shapes = CapturedShapes(kv, self._limits, self.chains_steps)
         memories = ReadMemories(MEMORIES)
         self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, drafting, tap)
         self.leaves_states, self.reads_states = tap is not None, isinstance(decoder, DraftHead)
         widest = [self._limits.queries] if most_queries > step_queries and not deterministic else []
-        self._warm_up = WarmUp(self._passes, self._limits, widest, deterministic, self._shapes_of)
+        self._warm_up = WarmUp(self._passes, self._limits, widest, deterministic, self._shapes)
         self._rounds: RoundRunner | None = None
 
     @property
@@ -184,14 +170,12 @@ class ModelRunner(TargetOrDraftRunner):
         """
 
         def shape_of(part: list[SequenceInput]) -> PassShape:
-            return self._of_step(part) if captured else exact_shape(part, self.kv, self._limits, rows)
+            return self._shapes.of(part) if captured else exact_shape(part, self.kv, self._limits, rows)
 
         def start(part: list[SequenceInput]) -> StepUnderWay:
-            shape = shape_of(part)
-            if captured and self.chains_steps and shape.drafts and shape.sequences <= MOST_CHAINED:
-                # The same graphs as of steps that are launched.
-                shape = self._with_turn(shape)
-            return self._passes.start_step(part, shape) if captured else self._passes.start_exact(part, shape)
+            if captured:
+                return self._passes.start_step(part, self._shapes.of_started(part))
+            return self._passes.start_exact(part, shape_of(part))
 
         tiers = TieredSteps(self.kv, self._passes)
         if tiers.is_near(inputs):
@@ -221,45 +205,26 @@ class ModelRunner(TargetOrDraftRunner):
             self.kv.ranks.followers.tell(Command.IMPOSE, [number for verdict in imposed for number in verdict])
             self._passes.chain.impose(imposed)
         if all(item.draft_row is None for item in inputs):
-            return self._passes.launch_step(inputs, self._with_turn(step_shape(inputs, self.kv, self._limits)))
+            return self._passes.launch_step(inputs, self._shapes.of_followed(inputs))
         drafts = self._passes.chain.drafts
         assert drafts is not None
-        shape = self._of_step(inputs) if self._captures else exact_shape(inputs, self.kv, self._limits)
+        shape = self._shapes.of(inputs) if self._captures else exact_shape(inputs, self.kv, self._limits)
         if shape.judge is not None and shape.judge.support:
             shape = shape.judging(support=max(shape.judge.support, drafts.ids.shape[2]))
         return self._passes.launch_step(inputs, replace(shape, judges_drafts=True))
 
-    def _with_turn(self, shape: PassShape) -> PassShape:
-        """Return the shape of a step that the next one may follow before the host has seen it."""
-        self._turn = 3 - self._turn
-        return replace(shape, turn=self._turn)
-
-    def _of_step(self, inputs: list[SequenceInput]) -> PassShape:
-        """Return the shape of the captured step of inputs of one kind: one that may judge drafts serves others."""
-        shape = step_shape(inputs, self.kv, self._limits)
-        if shape.judge is None or shape.queries == 1 or shape.drafts or self._passes.chain.drafts is None:
-            return shape
-        shape = replace(shape, judges_drafts=True)
-        if self._limits.chosen_from:
-            return shape
-        return with_alternatives(shape, self._group) if shape.queries == self._limits.step_queries else shape
-
-    @property
-    def _group(self) -> int:
-        """Query heads of a KV head."""
-        return self.decoder.heads // self.kv.kv_heads
-
     def alternatives_beside(self, gamma: int) -> int:
-        queries = self._limits.step_queries
-        if self._limits.chosen_from:  # the mean key of a page would miss an alternative that is moved into it
+        limits = self._limits
+        # In a model that chooses blocks, the mean key of a page would miss an alternative that is moved into it.
+        if limits.chosen_from or gamma >= limits.step_queries:
             return 0
-        return alternatives_beside(gamma, queries, self._group) if gamma < queries else 0
+        return alternatives_beside(gamma, limits.step_queries, limits.group)
 
     def make_chain(self, sequences: int, gamma: int, support: int, rows: int, block_size: int) -> DeviceChain:
         bitmap = rows, -(-self._limits.pages * PAGE_SIZE // (block_size * WORD))
         chain = DeviceChain.make(sequences, self.device)
         chain = chain.with_drafts(sequences, gamma, min(support, self.vocab_size), bitmap)
-        self._passes.chain = chain
+        self._passes.chain, self._shapes.judges_drafts = chain, True
         return chain
 
     def join_chain(self, chain: DeviceChain | None) -> None:
@@ -291,41 +256,9 @@ class ModelRunner(TargetOrDraftRunner):
     def warm_up_more(self) -> None:
         self._warm_up.more(self.device)
 
-    def _shapes_of(self, item: SequenceInput, count: int) -> list[PassShape]:
-        """Return the shapes of the steps of `count` inputs like this one."""
-        shape = self._of_step([item] * count)
-        turns: tuple[int, ...] = (0,)
-        if self.chains_steps and shape.drafts:
-            turns = 1, 2
-        elif self.chains_steps and item.drafted and item.read is None and len(item.tokens) == 1:
-            turns = 0, 1, 2
-        shapes = [replace(shape, turn=turn) for turn in turns]
-        if item.drafted and (shape.drafts or not shape.read.weighs) and self._passes.can_fetch(shape):
-            shapes.append(shape.reading(fetches=True))
-        return shapes
-
     def warm_up_prompts(self, tokens: int) -> None:
-        if self.device.type != "cuda":
-            return
-        log.info("reading a prompt to be ready", extra={"tokens": tokens})
-        pages = self.kv.k_pages[0]
-        merges = partial(merge_in_all_ways, self.decoder.heads, pages.shape[3], self.kv.dtype, self.device)
-        sizes = (tokens, 2 * MOST_ROWS) if self.decoder.can_capture else ()  # short prompts may take other kernels
-        layers = [partial(self._passes.launches_of_prompt, size) for size in sizes]
-        compile_ahead([lambda: merges, *layers])
-        scratch = SequenceKV()
-        room = min(tokens, self.kv.pool.available * PAGE_SIZE, (self._limits.pages * PAGE_SIZE) - MAX_OVERHANG)
-        odd = SequenceKV(), SequenceKV()  # Triton compiles anew for numbers that are no multiples of 16
-        self.forward([SequenceInput(kv, [0] * max(1, room // 2 - 17 - index)) for index, kv in enumerate(odd)])
-        for sequence in odd:
-            self.kv.release(sequence)
-        self.forward([SequenceInput(scratch, [0] * room)])
-        if self.kv.means is not None:
-            self.kv.extend_group_means([scratch], [min(room, self.kv.means.group_size)])
-        torch.cuda.synchronize()
-        self.kv.release(scratch)
-        self._warm_up.later += self._passes.captures_of_prompts(tokens)
-        self._warm_up.later += self._passes.shapes_of_prompts(tokens)
+        if self.device.type == "cuda":
+            self._warm_up.prompts(tokens, self.kv, self.forward)
 
     # Rounds of a draft.
 

@@ -31,8 +31,9 @@ from specahead.engine.steps.read_memories import ReadMemories
 from specahead.engine.steps.reads import heads_of
 from specahead.engine.steps.shapes import Choosers, PassShape
 from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.linear import MOST_ROWS
 from specahead.kernels.paged_attention import takes_heads
-from specahead.kernels.prompt_attention import attend_once, cudnn_attends
+from specahead.kernels.prompt_attention import attend_once, cudnn_attends, merge_in_all_ways
 from specahead.kernels.prompt_reads import PromptReads, make_room, plan_prompts, shapes_of_parts
 
 
@@ -228,6 +229,16 @@ class PassRunner:
     def _is_read_by_cudnn(self, shape: PassShape) -> bool:
         reads_all = not shape.read.is_sparse and shape.choosers is Choosers.NONE
         return self._cudnn and not shape.pinned and reads_all and shape.queries > self._limits.queries
+
+    def launches_of_prompts(self, tokens: int) -> list[Callable[[], Callable[[], None]]]:
+        """Return functions that each make a launch to compile, for prompts that are read up to `tokens` tokens at once.
+
+        Short prompts may take other kernels.
+        """
+        heads, device = heads_of(self._decoder, self._kv), self._kv.device
+        merges = partial(merge_in_all_ways, heads.kv * heads.group, heads.dim, self._kv.dtype, device)
+        sizes = (tokens, 2 * MOST_ROWS) if self._decoder.can_capture else ()
+        return [lambda: merges, *(partial(self.launches_of_prompt, size) for size in sizes)]
 
     def launches_of_prompt(self, tokens: int) -> Callable[[], None]:
         """Return a function that launches the layers of a pass over `tokens` tokens once, without attention."""

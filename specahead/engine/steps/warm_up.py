@@ -10,21 +10,22 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted, judge_by_rules, launches_of_rules
 from specahead.engine.steps.graphs import LEAST_FREE_BEFORE, Graphs, free_memory, tell_captures
-from specahead.engine.steps.grouping import StepLimits
-from specahead.engine.steps.inputs import SequenceInput, SparseRead
+from specahead.engine.steps.grouping import MAX_OVERHANG, StepLimits
+from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.pass_runner import PassRunner
 from specahead.engine.steps.runner import COMPILED_SESSIONS, WARM_SESSIONS
 from specahead.engine.steps.shapes import PassShape
+from specahead.engine.steps.step_shapes import CapturedShapes
 from specahead.kernels.backends import power_of_two
 from specahead.kernels.compiling import compile_ahead
 
 SAMPLINGS = Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1)  # each has graphs of its own
 _WIDE = Support(np.zeros(WIDE_SUPPORT, np.int64), np.zeros(WIDE_SUPPORT, np.float32))  # of a screened token
-ShapesOf = Callable[[SequenceInput, int], list[PassShape]]  # the shapes of the steps of a number of inputs like one
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +33,14 @@ log = logging.getLogger(__name__)
 class WarmUp:
     """Captures the steps that requests take: those of few sequences at once, others, and rare ones, later.
 
-    shapes_of: returns the shapes of the steps of a number of inputs like one. widest: the queries of the widest steps,
-    where these are wider than most; else empty.
+    widest: the queries of the widest steps, where these are wider than most; else empty.
     """
 
     def __init__(
-        self, passes: PassRunner, limits: StepLimits, widest: list[int], deterministic: bool, shapes_of: ShapesOf
+        self, passes: PassRunner, limits: StepLimits, widest: list[int], deterministic: bool, shapes: CapturedShapes
     ) -> None:
         self._passes, self._limits, self._widest = passes, limits, widest
-        self._deterministic, self._shapes_of = deterministic, shapes_of
+        self._deterministic, self._shapes = deterministic, shapes
         self.later: deque[Callable[[], object]] = deque()  # what captures each kind of step that is unprepared
 
     def more(self, device: torch.device) -> None:
@@ -117,6 +117,14 @@ class WarmUp:
         later.sort(key=lambda each: (_is_rare(each[0]), each[1]))
         self.later += [partial(self._capture_step, item, count, device) for item, count in later]
 
+    def _shapes_of(self, item: SequenceInput, count: int) -> list[PassShape]:
+        """Return the shapes of the steps of `count` inputs like this one, the one that fetches pages among them."""
+        shapes = self._shapes.of_all_like(item, count)
+        shape = shapes[0]
+        if item.drafted and (shape.drafts or not shape.read.weighs) and self._passes.can_fetch(shape):
+            shapes.append(shape.reading(fetches=True))
+        return shapes
+
     def _capture_step(self, item: SequenceInput, count: int, device: torch.device) -> None:
         """Capture the steps of `count` inputs like this one."""
         for shape in self._shapes_of(item, count):
@@ -124,6 +132,24 @@ class WarmUp:
         if item.drafted and item.read is None:
             logits = torch.zeros(count, len(item.tokens), self._limits.vocab, device=device)
             judge_by_rules(logits, [item.drafted] * count, self._deterministic)
+
+    def prompts(self, tokens: int, kv: KVCache, forward: Callable[[list[SequenceInput]], list[SequenceOutput]]) -> None:
+        """Make ready for prompts that are read up to `tokens` tokens at once. forward: runs inputs over `kv`."""
+        log.info("reading a prompt to be ready", extra={"tokens": tokens})
+        compile_ahead(self._passes.launches_of_prompts(tokens))
+        room = min(tokens, kv.pool.available * PAGE_SIZE, self._limits.pages * PAGE_SIZE - MAX_OVERHANG)
+        odd = SequenceKV(), SequenceKV()  # Triton compiles anew for numbers that are no multiples of 16
+        forward([SequenceInput(each, [0] * max(1, room // 2 - 17 - index)) for index, each in enumerate(odd)])
+        for sequence in odd:
+            kv.release(sequence)
+        scratch = SequenceKV()
+        forward([SequenceInput(scratch, [0] * room)])
+        if kv.means is not None:
+            kv.extend_group_means([scratch], [min(room, kv.means.group_size)])
+        torch.cuda.synchronize()
+        kv.release(scratch)
+        self.later += self._passes.captures_of_prompts(tokens)
+        self.later += self._passes.shapes_of_prompts(tokens)
 
 
 def _is_rare(item: SequenceInput) -> bool:
