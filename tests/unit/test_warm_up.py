@@ -28,7 +28,7 @@ from specahead.engine.staging import Buffers
 from specahead.engine.steps import warm_up
 from specahead.engine.steps.graphs import LEAST_FREE, Captured, Graphs, free_memory
 from specahead.engine.steps.grouping import StepLimits
-from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SparseRead
+from specahead.engine.steps.inputs import Logits, SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import JudgeShape, PassShape
 from specahead.engine.steps.step_shapes import step_shape
@@ -149,6 +149,23 @@ def test_captured_steps_leave_logits_in_one_memory_and_no_lists() -> None:
     assert len(steps) == 4
     assert len({tensors["logits"].untyped_storage().data_ptr() for tensors in steps.values()}) == 1
     assert ["all_lists" in tensors for tensors in steps.values()].count(True) == 1
+
+
+@pytest.mark.usefixtures("captures")
+def test_steps_that_are_asked_for_no_logits_compute_none_and_write_the_same_kv() -> None:
+    runner, tokens = runner_of(models.TARGET), list(range(20, 26))
+    after = []
+    asked: list[Logits] = ["none", "last"]
+    for logits in asked:
+        kv = SequenceKV()
+        (read,) = runner.forward([SequenceInput(kv, tokens, logits)])
+        assert (read.logits is None) == (logits == "none")
+        after += runner.forward([SequenceInput(kv, [4], "all")])
+    one, other = (output.logits for output in after)
+    assert one is not None and other is not None
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    steps = [captured.buffers.tensors for captured in runner._passes.graphs.by_shape.values()]
+    assert [len(tensors["logits"]) for tensors in steps] == [0, 16, 1]
 
 
 @pytest.mark.parametrize("vocab", [40, 2000, 150_000])

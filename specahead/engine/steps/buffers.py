@@ -27,8 +27,8 @@ def make_buffers(
     """Return the buffers of a pass, filled as for a pass without sequences.
 
     memory: [indices, rows, blocks] float32, for a shape that shares budgets out: the remembered weights of all
-    sequences. logits_rows: how many rows give logits, where the pass is not judged; None: all. reads_states: whether
-    rows read the states of a target, from its places in `state_slots`.
+    sequences. logits_rows: how many rows give logits, in a pass of its exact size that is not judged; None: a step's,
+    by its shape. reads_states: whether rows read the states of a target, from its places in `state_slots`.
 
     The pass adds to the tensors: logits [logits rows, vocab]; where it shares out budgets, all_lists [sparse layers,
     sequences, kv_heads, blocks] int32 and all_counts [sparse layers, sequences, kv_heads] int32, of the KV heads of all
@@ -126,6 +126,8 @@ def _logits_layout(shape: PassShape, logits_rows: int | None) -> Layout:
                 (rows, columns), dtype = layout.pop(name)
                 layout[of_all] = (rows, columns + shape.drafts), dtype
         logits_rows = shape.sequences * (shape.queries + shape.alternatives)
+    elif not shape.gives_logits:
+        logits_rows = 0
     if logits_rows is not None:
         layout["logits_rows"] = (logits_rows,), torch.int64
     return layout

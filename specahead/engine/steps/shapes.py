@@ -85,6 +85,8 @@ class PassShape:
     """Whether it may judge what a draft's rounds leave in the device chain (SequenceInput.draft_row)."""
     choosers: Choosers = Choosers.NONE
     """Which tokens of a sequence choose the blocks that it reads."""
+    gives_logits: bool = True
+    """Whether a step gives the logits of all rows, where nothing is judged; else it ends after the last layer's KV."""
     read: ReadShape = ReadShape()
     judge: JudgeShape | None = None
     """None: nothing is judged."""

@@ -94,10 +94,10 @@ def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> 
         queries = longest  # all but the first of a sequence are drafted
     shape = PassShape(sequences, sequences * queries, queries, limits.pages, pinned=pinned)
     shape = _complete(shape, inputs, kv, limits)
-    if shape.judge is not None:
-        support, cuts = _size_for(shape.judge.support, limits), _size_for(shape.judge.cuts, limits)
-        shape = shape.judging(support=support, cuts=cuts)
-    return shape
+    if shape.judge is None:
+        return replace(shape, gives_logits=any(item.logits_rows for item in inputs))
+    support, cuts = _size_for(shape.judge.support, limits), _size_for(shape.judge.cuts, limits)
+    return shape.judging(support=support, cuts=cuts)
 
 
 def _size_for(count: int, limits: StepLimits) -> int:
