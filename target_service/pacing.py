@@ -91,7 +91,7 @@ class Pacing:
         """
         self._draft_has_read = True
         for tokens, seconds in parts:
-            self.policy.reading.note_read(seconds, tokens)
+            self.policy.gains.reading.note_read(seconds, tokens)
 
     def see(self, step: VerifyStep, fetched: int, seconds: float, now: float) -> StepSeen:
         """Return the figures of a step that has ended at the time `now`; call it once for each step.
@@ -125,11 +125,11 @@ class Pacing:
             prompt, read = session.asked.prompt_tokens, pace.prompt_tokens
             skippable = max(0, read - prompt + self._speculation.skipped_by_draft(prompt, announces=False))
             was_cut = commit.finish_reason is FinishReason.LENGTH
-            self.policy.reading.note_answer(read, len(session.tokens) - prompt, was_cut, skippable)
+            self.policy.gains.reading.note_answer(read, len(session.tokens) - prompt, was_cut, skippable)
         since, pace.committed_at = pace.committed_at, None if seen.disturbed or item.is_guessed else seen.now
         if session.screening is not None and not item.screens:
             if commit.screened:
-                self.policy.held.note(commit.screened, commit.confirmed)
+                self.policy.gains.held.note(commit.screened, commit.confirmed)
             session.screening.most = self.policy.plan.held
         if item.is_guessed:  # which says nothing about the draft
             return
@@ -147,7 +147,7 @@ class Pacing:
         policy, pace = self.policy, item.session.pace
         judged, accepted = len(item.proposed), max(0, commit.accepted - alternative)
         if accepted < judged:
-            policy.note_alternative(drafted, accepted, alternative)
+            policy.gains.note_alternative(drafted, accepted, alternative)
         is_own = item.drafting_cost > 0
         if is_own or item.proposal is not None:
             policy.note_round(pace, drafted, accepted, drafted - judged)
@@ -220,7 +220,7 @@ class Pacing:
 
         found: tokens of its prompt whose KV was there.
         """
-        typical, length = self.policy.reading.typical_answer, len(session.tokens)
+        typical, length = self.policy.gains.reading.typical_answer, len(session.tokens)
         left = min(session.asked.max_length - length, max(typical, length - session.asked.prompt_tokens))
         return max(1.0, left) + (typical if 2 * found > session.asked.prompt_tokens else 0.0)
 

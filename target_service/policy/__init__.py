@@ -4,8 +4,8 @@ Knows no sessions, no messages and no device: `target_service.pacing` tells it w
 """
 
 from target_service.policy.acceptance import Acceptance
-from target_service.policy.choice import Choice, Ended, Measured, Policy
-from target_service.policy.costs import CostTable
+from target_service.policy.choice import Choice, Policy
+from target_service.policy.costs import CostTable, Ended, Measured
 from target_service.policy.pace import Pace, Pause
 from target_service.policy.plans import PLAIN, Load, Options, Proposer, RoundKind, RoundPlan, Verified
 from target_service.policy.sizes import Sizes

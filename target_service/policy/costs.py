@@ -24,6 +24,30 @@ MOST_SESSIONS_APART = 4  # times: with far more sessions arithmetic may decide w
 UNSETTLED = 0.4  # how much faster another plan must be than one of two rounds; by more rounds less
 
 
+class Measured(NamedTuple):
+    """What the rounds of one step took, of the sessions whose last two were made alike."""
+
+    kind: RoundKind
+    seconds: float
+    """From one commit to the next, on average."""
+    sessions: int
+    """Sessions whose rounds these are."""
+
+
+class Ended(NamedTuple):
+    """A step that has been committed."""
+
+    now: float
+    """When, in seconds."""
+    rounds: int
+    """Rounds that it had."""
+    tokens: int
+    """Tokens that they brought."""
+    load: Load
+    measured: tuple[Measured, ...] = ()
+    """What its rounds took, of each kind; empty if that does not say what others will take."""
+
+
 @dataclass(slots=True)
 class _Figure:
     """Means over the rounds of a kind in a bucket of loads."""

@@ -113,7 +113,7 @@ def test_the_acceptance_that_calibration_found_is_the_prior(stated: object, acce
     assert plan.acceptance == acceptance
     runner: Any = SimpleNamespace(weight_tokens=1.0, read_share=lambda rows: 1.0, alternatives_beside=lambda gamma: 0)
     policy = policy_of(target_settings(draft=str(DRAFT)), plan, runner, Counter())
-    assert policy.acceptance.chances[0] == (OF_DRAFT if acceptance is None else acceptance)
+    assert policy.gains.acceptance.chances[0] == (OF_DRAFT if acceptance is None else acceptance)
 
 
 @pytest.mark.parametrize(

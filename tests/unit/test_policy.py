@@ -30,7 +30,8 @@ from target_service.policy import (
     Sizes,
     Verified,
 )
-from target_service.policy.choice import MOST_UNDECIDED, kinds_of
+from target_service.policy.choice import MOST_UNDECIDED
+from target_service.policy.gains import kinds_of
 from target_service.policy.reading import USUAL_ANSWER, DraftReading
 
 A_TOKEN = 3.25e-8  # seconds to read one of KV
@@ -267,9 +268,9 @@ def test_a_few_unlucky_rounds_do_not_end_proposing() -> None:
     """A round with a proposed token takes 1.45 times as long as a plain one. After 200 more unlucky rounds it ends."""
     made = alone(0.6)
     policy, load = made.policy, made.load
-    policy.acceptance = Acceptance([0.5], judged=6)
+    policy.gains.acceptance = Acceptance([0.5], judged=6)
     for accepted in (0, 0, 0, 1, 0, 0, 1, 0):
-        policy.acceptance.note(1, accepted)
+        policy.gains.acceptance.note(1, accepted)
     plan = policy.options.plans(load)[1]
     assert plan.gamma == 1
     for _ in range(20):
@@ -279,7 +280,7 @@ def test_a_few_unlucky_rounds_do_not_end_proposing() -> None:
     policy.choose(load)
     assert policy.choice.plan == plan
     for _ in range(200):
-        policy.acceptance.note(1, 0)
+        policy.gains.acceptance.note(1, 0)
     policy.choose(load)
     assert policy.choice.plan == PLAIN
 
@@ -291,16 +292,16 @@ def test_a_trial_in_vain_is_no_pause() -> None:
     for kind, seconds in ((kinds_of(tried, load)[0], 0.05), (PLAIN_KIND, 0.01)):
         for _ in range(20):
             policy.costs.note(kind, load, seconds, 1)
-    policy.acceptance = Acceptance([0.3] * 4, judged=99)
+    policy.gains.acceptance = Acceptance([0.3] * 4, judged=99)
     policy.choose(load)
     assert policy.plan == PLAIN
     policy.counters.clear()
     for now, rate in ((1.0, 1e9), (2.0, 0.0)):  # the tried plan turns out slower than plain rounds, then much faster
-        policy._held_in_vain = 3
-        policy._begin_trial(tried := replace(tried, held=8), load, 100.0, 0.0)
-        policy._rates = lambda at, rate=rate: {PLAIN: rate, tried: 1.0}  # type: ignore[misc]
+        policy._trials._held_in_vain = 3
+        policy._trials._begin(tried := replace(tried, held=8), load, 100.0, 0.0)
+        policy.gains.rates = lambda plans, at, rate=rate: {PLAIN: rate, tried: 1.0}  # type: ignore[misc]
         policy.note_step(Ended(now, 1, 1, replace(load, tokens=9000)))  # of another bucket
-        assert policy.plan == (PLAIN if rate else tried) and policy._held_in_vain == (3 if rate else 0)
+        assert policy.plan == (PLAIN if rate else tried) and policy._trials._held_in_vain == (3 if rate else 0)
     assert policy.counters == {"drafting_probes": 2, "drafting_pauses": 0}
 
 
@@ -487,7 +488,7 @@ def held_tokens(load: Load, chance: float, measured: float = 1.0, **how: float) 
     sizes = Sizes(WEIGHTS, **how)  # type: ignore[arg-type]
     options = Options(Proposer.DRAFT, (4,), holds=(0, *range(5, 25)))
     policy = Policy(options, CostTable(sizes), Counter(), prior=0.8)
-    policy.held = Acceptance([chance])
+    policy.gains.held = Acceptance([chance])
     for kind, times in ((DRAFT_4, 1.0), (DRAFT_4._replace(verified=CONFIRMS), measured)):
         for _ in range(60):
             policy.costs.note(kind, load, times * sizes.round(kind, load), load.sessions)
@@ -516,7 +517,7 @@ def test_holding_is_tried_again_where_it_did_not_pay() -> None:
     options = Options(Proposer.DRAFT, (4,), holds=(0, 11))
     policy = Policy(options, CostTable(Sizes(WEIGHTS)), Counter(), prior=0.8)
     load, rounds = Load(4, 400_000, screened=4), 0
-    policy.held = Acceptance([0.3])
+    policy.gains.held = Acceptance([0.3])
     policy.choose(load)
     assert policy.plan.held == 0
     while not policy.plan.held and rounds < 20_000:
@@ -531,7 +532,7 @@ def test_approximate_requests_are_served_exactly_unless_sparse_rounds_are_clearl
     def policy_at(context: int, confirmed: float, sparse: float | None = None) -> Policy:
         options = Options(Proposer.DRAFT, (4,), adaptive=True, announced=True, holds=(0, 11))
         policy = Policy(options, CostTable(Sizes(WEIGHTS, screening_weights=0.5)), Counter(), prior=0.8)
-        policy.held = Acceptance([confirmed])
+        policy.gains.held = Acceptance([confirmed])
         exact = Load(8, 8 * context, screened=8, skippable=8 * (context - 12_000))
         seconds = {kind: policy.costs.at(exact).seconds(kind) * A_TOKEN for kind in (SCREENS_4, CONFIRMS_4)}
         for kind, taken in seconds.items():

@@ -6,7 +6,7 @@ from specahead.config.speculation import Speculation
 from specahead.engine.steps.requests import gammas
 from specahead.sparsity.plan import Plan
 from target_service.policy import Acceptance, Load, Options, Proposer, Sizes
-from target_service.policy.choice import kinds_of
+from target_service.policy.gains import kinds_of
 
 BATCHES = (1, 4, 16, 64)
 CONTEXTS = tuple(1024 << i for i in range(2, 8))  # 4K to 128K

@@ -1,0 +1,86 @@
+"""What rounds are expected to bring: the tokens a second of each plan, by what was accepted and what rounds take."""
+
+from collections.abc import Callable, Sequence
+
+from target_service.policy.acceptance import OF_HELD, Acceptance
+from target_service.policy.costs import CostsAtLoad
+from target_service.policy.plans import Load, Proposer, RoundKind, RoundPlan, Verified
+from target_service.policy.reading import DraftReading
+
+ALTERNATIVES_PRIOR = 6  # rejected tokens that the prior of their alternatives counts as
+POOLED_NEWEST, POOLED_ROUNDS = 1 / 64, 16  # weight of a round in the acceptance of all, for one session and for many
+HELD_NEWEST, HELD_PRIOR = 1 / 512, 16  # weight of a judged held token; the number of them that the prior counts as
+RETRIED_PRIOR = 16  # judged rounds, at most, that the acceptance of all counts as when proposing is tried again
+
+
+class Gains:
+    """What the rounds of all sessions have shown, and the tokens a second that it leads to expect of a plan."""
+
+    def __init__(self, prior: float, positions: int, alternatives: Callable[[int], int]) -> None:
+        """prior: the chance of a proposed token to be accepted, at each of so many positions. alternatives: how many
+        alternatives may run beside γ tokens.
+        """
+        self.acceptance = Acceptance([prior] * positions)
+        self.held = Acceptance([OF_HELD], HELD_NEWEST, HELD_PRIOR)
+        self.reading = DraftReading()  # of prompts, by a draft on the same device; a draft elsewhere leaves it empty
+        self._right = Acceptance(
+            [0.0], POOLED_NEWEST, prior_rounds=ALTERNATIVES_PRIOR
+        )  # of alternatives to rejected tokens
+        self._alternatives = alternatives
+
+    def note_round(self, proposed: int, accepted: int, left_out: int, sessions: int) -> None:
+        """Take note of a round with proposals. left_out: as in Acceptance.note. sessions: that generate now."""
+        self.acceptance.note(proposed, accepted, left_out, min(POOLED_NEWEST, 1 / (POOLED_ROUNDS * sessions)))
+
+    def note_alternative(self, gamma: int, accepted: int, right: bool) -> None:
+        """Take note of a round that rejected a proposed token: whether an alternative to it was accepted."""
+        if accepted < self._alternatives(gamma):
+            self._right.note(1, int(right))
+
+    def doubt_acceptance(self) -> None:
+        """Let the next rounds count for more, since proposing is tried again."""
+        self.acceptance = self.acceptance.copy(min(RETRIED_PRIOR, self.acceptance.judged[0]))
+
+    def doubt_held(self) -> None:
+        """Expect of held tokens at least what was expected first, since holding is tried again."""
+        self.held = Acceptance([max(OF_HELD, self.held.chances[0])], HELD_NEWEST, HELD_PRIOR)
+
+    def rates(self, plans: Sequence[RoundPlan], at: CostsAtLoad) -> dict[RoundPlan, float]:
+        """Return the tokens a second of each session, on average, by plan.
+
+        A draft on the same device reads the prompts too.
+        """
+        reading, rates = self.reading.seconds_a_token(at.load), dict[RoundPlan, float]()
+        for plan in plans:
+            rate = self._rate_of_rounds(plan, at)
+            rates[plan] = 1 / (1 / rate + reading) if plan.drafted else rate
+        return rates
+
+    def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
+        load, kinds = at.load, kinds_of(plan, at.load)
+        if not plan.gamma:
+            return 1 / at.seconds(kinds[0])
+        proposed = 1 - load.pausing / max(1, load.sessions)
+        tokens = self.acceptance.tokens(plan.gamma, self._alternatives(plan.gamma), self._right.chances[0])
+        tokens = 1 + proposed * (tokens - 1)
+        if len(kinds) == 1:
+            return tokens / at.seconds(kinds[0])
+        # From one dense pass to the next. Where held tokens are rejected, the round drafted behind them is lost too.
+        chance, most = self.held.chances[0], max(tokens, plan.held - plan.gamma / 2)
+        kept = chance**most
+        confirmed = (1 - chance ** round(most)) / (1 - chance) if chance < 1 else most
+        rounds = most / tokens + (1 - kept)
+        screened = load.screened / load.sessions
+        gained = screened * (kept * tokens + confirmed) + (1 - screened) * tokens * (rounds + 1)
+        return gained / (rounds * at.seconds(kinds[0]) + at.seconds(kinds[1]))
+
+
+def kinds_of(plan: RoundPlan, load: Load) -> list[RoundKind]:
+    """Return the kinds of rounds that a plan has under a load: one, or screening and then confirming rounds."""
+    if not plan.gamma:
+        return [RoundKind(Proposer.NOBODY, 0, Verified.DENSE)]
+    if plan.held and load.screened:
+        verified = [Verified.SCREENS, Verified.CONFIRMS]
+    else:
+        verified = [Verified.SPARSE if plan.sparse and load.announcing else Verified.DENSE]
+    return [RoundKind(plan.proposer, plan.gamma, each) for each in verified]
