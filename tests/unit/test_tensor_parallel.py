@@ -557,7 +557,7 @@ def test_shapes_are_told_as_numbers() -> None:
     shape = PassShape(
         *(4, 20, 5, 100, 7),
         **{"pinned": True, "light": True, "drafts": 3, "turn": 2, "judges_drafts": True, "choosers": Choosers.EACH},
-            **{"gives_logits": False},
+        **{"gives_logits": False},
         **{"read": read, "judge": judge},
     )
     for each, plain in ((shape, PassShape(1, 1, 1, 1)), (read, ReadShape()), (judge, JudgeShape())):
