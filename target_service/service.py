@@ -97,8 +97,6 @@ class Parts:
 
     hooks: Hooks = NO_HOOKS
     """Replace or watch single things in the verifier."""
-    open_models: Callable[[TargetSettings, int], OpenedPair] = open_models
-    """Opens the models, as the function of this name does."""
     drafter: Callable[..., Drafter] = Drafter
     """Makes the drafter of a draft that runs in this process."""
     steps: Callable[[Verifier, Drafter | None], Steps] = make_steps
@@ -130,7 +128,7 @@ async def run(
     if plan.dense_layers and settings.host_kv_memory and not chooses_blocks:
         log.warning("the plan reads layers wholly: with --host-kv-memory each step brings whole sequences to the GPU")
     log.info("loading the model", extra={"model": settings.model})
-    opened, beside = parts.open_models(settings, plan.group_size)
+    opened, beside = open_models(settings, plan.group_size)
     planned = plan.target_layers, plan.target_kv_heads
     actual = opened.shape.num_layers, opened.shape.num_kv_heads
     if planned != actual:

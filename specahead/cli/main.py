@@ -64,11 +64,6 @@ COMMANDS = {
     "bench copy": Command(
         bench.add_copy_flags, "specahead.lab.benchmarks.copying", "prompt lookup beside plain decoding"
     ),
-    "bench turn": Command(
-        bench.add_turn_flags,
-        "specahead.lab.benchmarks.next_turn",
-        "what the host does for the next turn of a long chat",
-    ),
     "bench kernels": Command(
         bench.add_kernels_flags, "specahead.lab.benchmarks.kernels", "attention and selection kernels on a GPU"
     ),
@@ -87,11 +82,6 @@ COMMANDS = {
     ),
     "bench agents": Command(
         bench.add_agents_flags, "specahead.lab.benchmarks.agents", "turns of agents at any OpenAI-style server"
-    ),
-    "bench shared-draft": Command(
-        bench.add_shared_draft_flags,
-        "specahead.lab.benchmarks.shared_draft",
-        "what two targets lose by sharing one draft",
     ),
 }
 

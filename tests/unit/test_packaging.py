@@ -46,7 +46,7 @@ def test_a_wheel_brings_nothing_that_serving_does_not_need(wheel: Path) -> None:
     [
         (["bench", "agents", "--plot", "x.png"], "which is not installed: pip install 'specahead[lab]'"),
         (["evaluate", "recall", "--plots", "x"], "which is not installed: pip install 'specahead[lab]'"),
-        (["bench", "codec"], "bundled-pair.npz is not there: an installed specahead comes without recordings"),
+        (["bench", "codec"], "announced.npz is not there: an installed specahead comes without recordings"),
     ],
 )
 def test_what_an_installed_wheel_leaves_out_is_named(

@@ -18,7 +18,7 @@ from statistics import fmean, median
 import numpy as np
 
 from specahead.config.garbage import no_garbage_collected
-from specahead.lab.benchmarks.selection_trace import BUNDLED, ROUNDS, Trace, churn_of, load_traces, record_traces
+from specahead.lab.benchmarks.selection_trace import ANNOUNCED, ROUNDS, Trace, churn_of, load_trace, record_trace
 from specahead.lab.benchmarks.stack import processor
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.selection_codec import decode_selection, encode_selection
@@ -33,6 +33,7 @@ class CodecRow:
     """Bytes of a session's rounds, and the median time of coding one."""
 
     trace: str
+    """recorded: sessions as recorded; stretched: one of an 8B target at 100K."""
     heads: int
     blocks: int
     coding: str
@@ -49,7 +50,6 @@ class CodecRow:
 class Churn:
     """Share of a round's blocks that rounds before did not select."""
 
-    trace: str
     selected: float
     """Share of all blocks that a round selects."""
     churn: float
@@ -58,7 +58,6 @@ class Churn:
     """Selected in none of the last four rounds."""
     recorded_churn: float
     recorded_churn4: float
-    weight_lost: float
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -66,19 +65,18 @@ def run(flags: argparse.Namespace) -> None:
     if flags.repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {flags.repeats}")
     if flags.record:
-        record_traces(flags.record, BUNDLED)
-    traces, about = load_traces(BUNDLED)
+        record_trace(flags.record, ANNOUNCED)
+    trace, about = load_trace(ANNOUNCED)
     head = {
         "machine": f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"specahead bench codec --repeats {flags.repeats}",
         **{f"trace {key}": value for key, value in about.items()},
     }
-    churn = [_churn(trace) for trace in traces]
-    rows = [row for trace in traces for row in _rows(trace, flags.repeats)]
+    churn, rows = _churn(trace), _rows(trace, flags.repeats)
     print(_report(head, churn, rows))
     if flags.json:
-        content = head | {"churn": [asdict(c) for c in churn], "rows": [asdict(row) for row in rows]}
+        content = head | {"churn": asdict(churn), "rows": [asdict(row) for row in rows]}
         Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -86,13 +84,11 @@ def _churn(trace: Trace) -> Churn:
     rounds = trace.selections()
     selected = fmean(np.bitwise_count(r.words).sum() / (r.num_heads * r.num_blocks) for r in rounds)
     return Churn(
-        trace=trace.name,
         selected=selected,
         churn=churn_of(rounds, 1),
         churn4=churn_of(rounds, 4),
         recorded_churn=trace.churn,
         recorded_churn4=trace.churn4,
-        weight_lost=trace.weight_lost,
     )
 
 
@@ -100,9 +96,9 @@ def _rows(trace: Trace, repeats: int) -> list[CodecRow]:
     stretched = [trace.selections()]
     recorded = list(trace.passages(PASSAGES))
     return [
-        _measure(f"{trace.name}, recorded", recorded, True, 1),
-        _measure(trace.name, stretched, True, repeats),
-        _measure(trace.name, stretched, False, repeats),
+        _measure("recorded", recorded, True, 1),
+        _measure("stretched", stretched, True, repeats),
+        _measure("stretched", stretched, False, repeats),
     ]
 
 
@@ -148,24 +144,19 @@ def _times(call: Callable[[], object], repeats: int) -> list[float]:
 # Tables
 
 
-def _report(head: dict[str, str], churn: list[Churn], rows: list[CodecRow]) -> str:
+def _report(head: dict[str, str], churn: Churn, rows: list[CodecRow]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
     lines.append(
-        f"\n{'trace':<14} {'selected':>9} {'churn 1':>8} {'churn 4':>8} {'recorded 1':>11} {'recorded 4':>11} "
-        f"{'weight lost':>12}"
+        f"\nselected {churn.selected:.2%}, not in the last round {churn.churn:.1%} (recorded "
+        f"{churn.recorded_churn:.1%}), in none of the last four {churn.churn4:.1%} ({churn.recorded_churn4:.1%})"
     )
-    for c in churn:
-        lines.append(
-            f"{c.trace:<14} {c.selected:>9.2%} {c.churn:>8.1%} {c.churn4:>8.1%} {c.recorded_churn:>11.1%} "
-            f"{c.recorded_churn4:>11.1%} {c.weight_lost:>12.2%}"
-        )
     lines.append(
-        f"\n{'trace':<22} {'heads x blocks':>14} {'coding':<12} {'first':>8} {'mean':>8} {'max':>7} "
+        f"\n{'trace':<10} {'heads x blocks':>14} {'coding':<12} {'first':>8} {'mean':>8} {'max':>7} "
         f"{'encode':>8} {'decode':>8}"
     )
     for row in rows:
         lines.append(
-            f"{row.trace:<22} {f'{row.heads} x {row.blocks}':>14} {row.coding:<12} {row.first:>8.0f} "
+            f"{row.trace:<10} {f'{row.heads} x {row.blocks}':>14} {row.coding:<12} {row.first:>8.0f} "
             f"{row.mean:>8.0f} {row.most:>7} {row.encode_ms:>5.3f} ms {row.decode_ms:>5.3f} ms"
         )
     lines.append(

@@ -57,16 +57,6 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE")
 
 
-def add_turn_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare what `bench turn` takes."""
-    parser.add_argument("--text", default=str(models.DEMO_TEXT), metavar="FILE", help="what messages are made of")
-    parser.add_argument(
-        "--messages", type=int, nargs="+", default=[8, 40], metavar="N", help="of the chat, of 8,000 characters each"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="turns, of which the median is told")
-    parser.add_argument("--json", metavar="FILE")
-
-
 def add_copy_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench copy` takes."""
     parser.add_argument("--target", default=str(models.TARGET), metavar="MODEL", help="Hugging Face id or folder")
@@ -236,27 +226,6 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part-limit", type=float, default=180, metavar="S", help="of each start and run")
     parser.add_argument("--json", metavar="FILE", help="written after each row")
     parser.add_argument("--plot", metavar="FILE", help="PNG: speed over context and batch, and what a round waits for")
-
-
-def add_shared_draft_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare what `bench shared-draft` takes."""
-    _add_pair_flags(parser)
-    parser.add_argument("--shape", default="4x32K", metavar="NxCONTEXT", help="sessions of each target x prompt tokens")
-    parser.add_argument("--exactness", default="exact", choices=["exact", "approximate"])
-    parser.add_argument("--speculation", default="{}", metavar="JSON", help="overrides of how the services speculate")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of a row, of which the median is told")
-    parser.add_argument(
-        "--gpus", type=int, nargs="+", default=[], metavar="N", help="devices of both targets and the draft"
-    )
-    parser.add_argument(
-        "--second-sleeps",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="the second target runs no model: its steps sleep",
-    )
-    parser.add_argument("--part-limit", type=float, default=180, metavar="S", help="of each start and run")
-    parser.add_argument("--json", metavar="FILE")
 
 
 def add_agents_flags(parser: argparse.ArgumentParser) -> None:

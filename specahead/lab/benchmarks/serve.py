@@ -192,10 +192,8 @@ def _measure_deployment(run: _Run, pair: Pair, shapes: list[Shape], hot: float) 
     """Start the services for these shapes and measure all their rows."""
     flags, room = run.flags, _room(run, pair, shapes, hot)
     with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, f"services, hot {hot:g}"):
-        deployment = Deployment(
-            start, Path(folder), pair, room, run.seconds, flags.breakdown, bool(run.trace), one_endpoint=True
-        )
-        (endpoints,) = deployment.start()
+        deployment = Deployment(start, Path(folder), pair, room, run.seconds, flags.breakdown, bool(run.trace))
+        endpoints = deployment.start()
         address = endpoints.grpc
         run.results.starts.append(deployment.start_seconds)
         deployment.wait_until_prepared()

@@ -34,8 +34,6 @@ class Load:
     """Imposed verdicts follow from it, so that runs of one seed accept alike."""
     seconds: float
     """Time limit of a request."""
-    first: int = 0
-    """Number of the first session's prompt; clients of several targets use different prompts."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def run_clients(address: str, load: Load) -> Figures:
         # All sessions begin at once, and none of them waits for the connection.
         grpc.channel_ready_future(channel).result(timeout=load.seconds)
         stub = inference_pb2_grpc.InferenceStub(channel)
-        prompts = [prompt_of(load.first + i, load.context) for i in range(load.sessions)]
+        prompts = [prompt_of(i, load.context) for i in range(load.sessions)]
         jobs = [pool.submit(_stream, stub, load, prompt, i) for i, prompt in enumerate(prompts)]
         return _figures(load.name, [job.result() for job in jobs])
 

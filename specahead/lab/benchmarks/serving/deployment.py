@@ -71,8 +71,6 @@ class Pair:
     """Ranks of each target."""
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The devices of each service by name, one for each rank of a target; empty: as torch finds."""
-    slept: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds that each step of a target sleeps in place of running a model, by the target's name."""
 
     @property
     def sparse_rows(self) -> int:
@@ -130,7 +128,7 @@ class Room:
 
 
 class Deployment:
-    """Targets, a draft for all of them, and endpoints over each target or over all, in a folder of their own."""
+    """Targets, a draft for all of them, and endpoints over all targets, in a folder of their own."""
 
     def __init__(
         self,
@@ -141,15 +139,13 @@ class Deployment:
         seconds: Callable[[], float],
         timed: bool = False,
         replayed: bool = False,
-        one_endpoint: bool = False,
     ) -> None:
         """start: starts a process (processes.py). seconds: returns how long the next start may take. timed: whether the
-        services write timelines. replayed: whether targets read what is announced and nothing else. one_endpoint:
-        whether the same endpoint is over all targets.
+        services write timelines. replayed: whether targets read what is announced and nothing else.
         """
         self.folder, self.pair = folder, pair
         self._start, self._room, self._seconds = start, room, seconds
-        self._timed, self._replayed, self._one_endpoint = timed, replayed, one_endpoint
+        self._timed, self._replayed = timed, replayed
         self._models, self._plan = _write_pair(folder, pair, room.context + 256)
         self.targets = name_services("target", pair.targets)
         self._addresses = dict(zip(pair.names, free_addresses(len(pair.names)), strict=True))
@@ -157,8 +153,8 @@ class Deployment:
         self.start_seconds: dict[str, float] = {}  # from a service's start until it served, by name
         self.control(Controls(attached=False))
 
-    def start(self) -> list[Endpoints]:
-        """Start the services and their endpoints; return the endpoints' addresses.
+    def start(self) -> Endpoints:
+        """Start the services and the endpoints over them; return the endpoints' addresses.
 
         All load at once. The draft stays away from its targets until controls attach it. Raises ChildProcessError for
         a process that does not start in time.
@@ -173,7 +169,7 @@ class Deployment:
             self._wait_for(name, process)
         if "draft" in self._addresses and not apart:  # it takes the memory that the targets leave
             self._wait_for("draft", self._launch("draft"))
-        addresses = [wait_for_endpoints(process, self._seconds()) for process in endpoints]
+        addresses = wait_for_endpoints(endpoints, self._seconds())
         note(f"clients are served after {time.monotonic() - began:.1f} s")
         return addresses
 
@@ -237,14 +233,11 @@ class Deployment:
     def _controls(self) -> Path:
         return self.folder / "controls.json"
 
-    def _launch_endpoints(self) -> "list[subprocess.Popen[str]]":
+    def _launch_endpoints(self) -> "subprocess.Popen[str]":
         named = ("--target", self._models["target"], "--draft", self._models["draft"], "--plan", self._plan)
         limits = ("--max-model-len", str(self._room.context), "--timeouts", '{"shutdown": 0, "connect": 0}')
-        each = [self._addresses[name] for name in self.targets]
-        return [
-            launch_endpoints(self._start, *named, *limits, "--target-address", over)
-            for over in ([",".join(each)] if self._one_endpoint else each)
-        ]
+        over = ",".join(self._addresses[name] for name in self.targets)
+        return launch_endpoints(self._start, *named, *limits, "--target-address", over)
 
     def _launch(self, name: str) -> "subprocess.Popen[str]":
         side, sessions = side_of(name), self._room.sessions
@@ -271,7 +264,7 @@ class Deployment:
         own += ["--tensor-parallel-size", str(pair.tensor_parallel_size)]
         own += ["--placement", "together"] if pair.together else []
         own += ["--replay"] if self._replayed else []
-        return own + (["--slept", str(pair.slept[name])] if name in pair.slept else [])
+        return own
 
     def _wait_for(self, name: str, process: "subprocess.Popen[str]") -> None:
         wait_for_service(process, self._seconds())

@@ -17,15 +17,9 @@ from draft_service.link import keep_link
 from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult
 from specahead.config import TargetSettings
-from specahead.engine.kv.pages import pages_for
-from specahead.engine.loading.config import load_shape
-from specahead.engine.loading.opening import OpenedModel
-from specahead.engine.loading.tokenizer import load_tokenizer, tokenizer_hash
-from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.inputs import SparseRead
 from specahead.engine.steps.requests import RoundOutput
 from specahead.lab.benchmarks.recording import ReadRecording
-from specahead.lab.benchmarks.scripted import ScriptedRunner
 from specahead.lab.benchmarks.serving.controls import Controls
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts, foreseeing
 from specahead.lab.benchmarks.serving.timeline import Recorder, RoundKey, TimedSteps, timeline_of_draft
@@ -63,8 +57,6 @@ def target_parts(settings: TargetSettings, flags: argparse.Namespace) -> Iterato
         drafter=_drafter_factory(flags.controls, drafting),
         steps=partial(_target_steps, flags.controls, judging, drafting),
     )
-    if flags.slept:
-        parts = replace(parts, open_models=partial(_open_sleeping, flags.slept))
     try:
         yield parts
     finally:
@@ -256,13 +248,3 @@ class AnnouncedReader(Reader):
         if announced is None or read is None:
             return read
         return replace(read, budget=replace(read.budget, room=0))
-
-
-def _open_sleeping(milliseconds: float, settings: TargetSettings, group_size: int) -> target_service.OpenedPair:
-    """Open a target without a model, for imposed verdicts: each of its steps sleeps."""
-    shape, tokenizer = load_shape(settings.model), load_tokenizer(settings.model)
-    pages = settings.max_sessions * pages_for(settings.max_context + 8 * settings.widest_round)
-    runner = ScriptedRunner(errs=False, pages=pages, step_ms=(milliseconds, 0.0))
-    runner.vocab_size = shape.vocab_size
-    opened = OpenedModel(runner, shape, tokenizer_hash(tokenizer), Grammars(tokenizer, runner.vocab_size, []))
-    return opened, None

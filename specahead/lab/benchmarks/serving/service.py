@@ -50,7 +50,6 @@ def add_flags(parser: argparse.ArgumentParser, side: str) -> None:
         help="probability that a second choice is right (default: 0.7 of --acceptance)",
     )
     parser.add_argument("--replay", action="store_true", help="read what the draft announces and nothing else")
-    parser.add_argument("--slept", type=float, default=0.0, metavar="MS", help="run no model: each step sleeps so long")
     parser.add_argument("--record-reads", metavar="FILE", help="write at the end which blocks approximate rounds read")
 
 
