@@ -156,4 +156,4 @@ class Admission:
 
     def _need(self, tokens: int) -> int:
         """Return the pages for tokens, the next round, and the outcomes that the round after it is drafted for."""
-        return pages_for(tokens + (1 + self._settings.chosen.branches) * (self._settings.most_drafted + 1))
+        return pages_for(tokens + (1 + max(1, self._settings.chosen.branches)) * (self._settings.most_drafted + 1))

@@ -44,7 +44,7 @@ class Drafter:
         chosen, chunk = settings.chosen, prefill_chunk(settings.prefill_chunk, runner.kv.device)
         settings = replace(settings, prefill_chunk=chunk, device=device)
         self.runner, self.plan = runner, plan
-        self.overlaps = chosen.overlap
+        self.overlaps = chosen.branches > 0
         """Whether rounds are drafted before the verdict on the round before."""
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self._settings = settings
@@ -56,7 +56,7 @@ class Drafter:
         """Times the reading of prompts, by tokens."""
         rounds = round_settings(plan, settings.most_drafted, settings.support, chosen.draft_read_share)
         alternatives = ALTERNATIVES if chosen.branches > 1 else 0 if self.overlaps else BESIDE
-        rounds = replace(rounds, branches=chosen.branches, runs_last=self.overlaps)
+        rounds = replace(rounds, branches=max(1, chosen.branches), runs_last=self.overlaps)
         if runner.reads_states:  # it reads little KV: one layer's
             rounds = replace(rounds, reads_states=True, read_share=1.0)
         runner.prepare_rounds(replace(rounds, alternatives=min(alternatives, runner.vocab_size)))

@@ -325,7 +325,7 @@ class TargetSettings(_OwnOfTarget):
                 "tensor_parallel_size": 1,
                 "deterministic": False,  # a draft changes no token of a deterministic target
                 "group_size": 0,
-                "speculation": replace(self.speculation, overlap=False),
+                "speculation": replace(self.speculation, branches=0),
             }
         )
 

@@ -44,11 +44,9 @@ class Speculation(Keyed, group="speculation"):
     as many, and four times of a text that grows; 0: all."""
     draft_read_share: Share | None = None
     """Share of the KV that the draft's passes after a round's first one read; null: 0.1 on a GPU, 1 on a CPU."""
-    branches: Annotated[int, Within(least=1, most=MAX_BRANCHES)] | None = None
-    """Outcomes of a verdict that a draft service drafts for at most while the target verifies; null: 8 on a GPU, 1 on
-    a CPU."""
-    overlap: bool = True
-    """Whether a draft service drafts the next round while one is verified, where it mostly foresees verdicts."""
+    branches: Annotated[int, Within(least=0, most=MAX_BRANCHES)] | None = None
+    """Outcomes of a verdict that a draft service drafts for at most while the target verifies; 0: it waits for the
+    verdict; null: 8 on a GPU, 1 on a CPU."""
     draft_quantization: Quantization | None = None
     """fp8: rounds of up to 128 rows read the draft's weights, or the target's where it drafts for itself, from a copy
     in 8 bits; null: fp8 where the GPU reads it and has the memory."""
@@ -108,7 +106,6 @@ class Circumstances:
 def resolve(asked: Speculation, where: Circumstances) -> ResolvedSpeculation:
     """Return the speculation with every None resolved, but for gamma and hold where the policy chooses them."""
     max_gamma = asked.gamma or asked.max_gamma or (_SELF_GAMMA if where.drafts_for_itself else _GAMMA)
-    branches = asked.branches or (_GPU_BRANCHES if where.on_gpu else 1)
     share = asked.draft_read_share or (_GPU_READ_SHARE if where.on_gpu and where.has_draft else 1.0)
     given = {item.name: getattr(asked, item.name) for item in dataclasses.fields(Speculation)}
     resolved = {
@@ -116,7 +113,7 @@ def resolve(asked: Speculation, where: Circumstances) -> ResolvedSpeculation:
         "hold": asked.hold if asked.hold is not None or _may_hold(max_gamma, where) else 0,
         "lookup": asked.lookup if asked.lookup is not None else where.on_gpu and where.has_draft,
         "draft_read_share": share,
-        "branches": branches if asked.overlap else 1,
+        "branches": asked.branches if asked.branches is not None else _GPU_BRANCHES if where.on_gpu else 1,
     }
     return ResolvedSpeculation(**(given | resolved))
 

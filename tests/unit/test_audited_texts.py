@@ -153,7 +153,7 @@ def generate(
     target, draft = (load_model(str(model), torch.float32, "cpu") for model in (models.TARGET, models.DRAFT))
     settings = target_settings(audit_share=SHARE, max_divergence=limit, max_sessions=1, draft_timeout=math.inf, **room)
     served = verifier.Verifier(make_runner(target, 2048, step_queries=5), plan, settings, Hooks(judge=judge, **hooks))
-    drafter = Drafter(make_runner(draft, 2048), plan, draft_settings(overlap=False, **room))
+    drafter = Drafter(make_runner(draft, 2048), plan, draft_settings(branches=0, **room))
     asked = Open("s", tokens[:start], start, len(tokens) - start, [], Sampling(0.0), Exactness.APPROXIMATE)
     take_turns(served, drafter, [asked], emit)
     return Watched.rounds

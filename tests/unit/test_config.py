@@ -65,9 +65,9 @@ def test_speculation_is_one_setting_whose_keys_are_merged(tmp_path: Path) -> Non
     """Each source gives the keys that it names; target and draft have the same."""
     file = config(tmp_path, "speculation: {gamma: 2, hold: 0, branches: 3}\n")
     environment = {"SPECAHEAD_SPECULATION": '{"gamma": 3}'}
-    config_ = resolve("--config", file, "--speculation", '{"gamma": 8, "overlap": false}', **environment)
+    config_ = resolve("--config", file, "--speculation", '{"gamma": 8, "lookup": false}', **environment)
     assert config_.target.speculation == config_.draft.speculation
-    assert config_.target.speculation == Speculation(gamma=8, hold=0, branches=3, overlap=False)
+    assert config_.target.speculation == Speculation(gamma=8, hold=0, branches=3, lookup=False)
     assert resolve("--speculation", '{"gamma": null}').target.speculation == Speculation()
 
 
@@ -80,8 +80,7 @@ def test_speculation_is_one_setting_whose_keys_are_merged(tmp_path: Path) -> Non
         ('{"gamma": true}', "gamma is True, expected a whole number"),
         ('{"gamma": 4.5}', "gamma is 4.5, expected a whole number"),
         ('{"draft_read_share": 0}', "draft_read_share is 0.0, expected a number more than 0 and at most 1, or null"),
-        ('{"overlap": 2}', "overlap is 2, expected true or false"),
-        ('{"overlap": null}', "overlap is None, expected true or false"),
+        ('{"lookup": 2}', "lookup is 2, expected true or false, or null"),
         ('{"draft_quantization": "int4"}', "draft_quantization is 'int4', expected none, fp8"),
         ("{gamma: 4}", "is not JSON, expected a mapping"),
         ("[4]", "is no mapping, expected a mapping"),
@@ -102,7 +101,7 @@ RESOLVED = [
     ({"gamma": 16}, ("m", True, True), (16, 16, 0, True, 0.1, 8)),
     ({"max_gamma": 2, "hold": 0, "lookup": True}, ("m", True), (None, 2, 0, True, 0.1, 8)),
     ({"gamma": 4, "hold": 8, "branches": 3}, ("m", False), (4, 4, 8, False, 1.0, 3)),
-    ({"branches": 3, "overlap": False, "draft_read_share": 0.5}, ("m", True), (None, 4, None, True, 0.5, 1)),
+    ({"branches": 0, "draft_read_share": 0.5}, ("m", True), (None, 4, None, True, 0.5, 0)),
     ({}, ("self", True), (None, 8, 0, False, 1.0, 8)),
     ({}, ("auto", True), (None, 8, 0, False, 1.0, 8)),
     ({}, ("lookup", True), (None, 4, None, False, 1.0, 8)),

@@ -92,7 +92,7 @@ class Side:
         self.sent: list[DraftEvent] = []
         # A branch is looked up by its place, and the reference reads everything: also on a GPU.
         drafter_settings = draft_settings(gamma=GAMMA, **{"branches": 1, "draft_read_share": 1.0} | settings)
-        self.overlaps = drafter_settings.speculation.overlap
+        self.overlaps = drafter_settings.chosen.branches > 0
         self.drafter = Drafter(runner, PLAN, drafter_settings, grammars=grammars)
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
@@ -201,7 +201,7 @@ def begin(name: str, length: int, announces: bool, sampling: Sampling, max_lengt
 def test_rounds_are_what_teacher_forced_passes_give(
     runner: ModelRunner, reference: ModelRunner, overlaps: bool
 ) -> None:
-    side = Side(runner, overlap=overlaps)
+    side = Side(runner, branches=int(overlaps))
     events: list[Any] = [
         begin("a", 440, True, GREEDY),
         begin("b", 420, True, SAMPLED),
@@ -238,7 +238,7 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
     """With a share of everything the same; with a small one other evidence, and still γ tokens a round."""
     selections, proposed = [], []
     for share in (1.0, 0.999, 0.3):
-        side = Side(runner, overlap=False, draft_read_share=share)
+        side = Side(runner, branches=0, draft_read_share=share)
         sent = side.run(begin("a", 500, True, GREEDY))
         (proposal,) = proposals_in(sent)
         (announcement,) = [event for event in sent if isinstance(event, Proposals)]
@@ -254,7 +254,7 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
 
 
 def test_a_draft_that_fell_behind_catches_up_before_its_round(runner: ModelRunner, reference: ModelRunner) -> None:
-    side = Side(runner, overlap=False)
+    side = Side(runner, branches=0)
     side.run(begin("a", 300, True, GREEDY))
     behind = [Verdict(At("a", 1, k + 1, 300 + k), 0, [7 + k], plain=True) for k in range(6)]
     proposals = check(side, reference, side.run(*behind))

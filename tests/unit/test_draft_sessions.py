@@ -33,7 +33,7 @@ class DraftStand:
 
     def __post_init__(self) -> None:
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, self.pages)
-        self.drafter = Drafter(runner, PLAN, draft_settings(overlap=self.overlaps))
+        self.drafter = Drafter(runner, PLAN, draft_settings(branches=None if self.overlaps else 0))
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
@@ -150,7 +150,7 @@ def test_a_round_announces_what_all_its_queries_weigh(overlaps: bool) -> None:
     """Against the block weights of the same tokens; a draft without overlap leaves the last one unread."""
     plan, sent, prompt = replace(PLAN, budget=0.3), list[m.DraftEvent](), [3] * 200
     runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
-    drafter = Drafter(runner, plan, draft_settings(overlap=overlaps))
+    drafter = Drafter(runner, plan, draft_settings(branches=None if overlaps else 0))
     peer = TargetPeer(sent.append)
     drafter.attach(peer)
     drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, True))

@@ -135,8 +135,7 @@ class World:
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
         settings = draft_settings(
             gamma=gamma,
-            overlap=ahead,
-            branches=branches,
+            branches=branches if ahead else 0,
             prefill_chunk=prefill_chunk,
             max_context=draft_context,
             draft_context=draft_reads,

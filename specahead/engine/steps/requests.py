@@ -260,10 +260,10 @@ class RoundOutput:
 
 
 def branches_of(sequences: int, most: int) -> int:
-    """Return how many branches each sequence of a round may have: 1 if `most` is 1, else at least 2, and at most
-    MOST_ROWS over all sequences.
+    """Return how many branches each sequence of a round may have: 1 if `most` is 0 or 1, else at least 2, and at
+    most MOST_ROWS over all sequences.
     """
-    return 1 if most == 1 else max(2, min(most, MOST_ROWS // power_of_two(sequences)))
+    return 1 if most <= 1 else max(2, min(most, MOST_ROWS // power_of_two(sequences)))
 
 
 def gammas(most: int) -> list[int]:
