@@ -18,9 +18,9 @@ LEAST_CHARACTERS = 256  # of a remembered piece; shorter ones are encoded as fas
 class PieceEncoder:
     """Encodes texts, and remembers their latest pieces. May be called from several threads."""
 
-    def __init__(self, tokenizer: Any, most_characters: int = MOST_CHARACTERS) -> None:
-        """tokenizer: a model's, by transformers. most_characters: of all remembered pieces."""
-        self._tokenizer, self._most = tokenizer, most_characters
+    def __init__(self, tokenizer: Any) -> None:
+        """tokenizer: a model's, by transformers."""
+        self._tokenizer = tokenizer
         # The first cut is at tokens that are not normalized. Tokens that are not special (Gemma has many, of spaces and
         # line ends) stay within pieces, and so do tokens that take the white space around them.
         added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if not token.normalized}
@@ -67,7 +67,7 @@ class PieceEncoder:
             if piece not in self._known:
                 self._known[piece] = found
                 self._characters += len(piece)
-            while self._characters > self._most:
+            while self._characters > MOST_CHARACTERS:
                 oldest, _ = self._known.popitem(last=False)
                 self._characters -= len(oldest)
         return found

@@ -13,9 +13,9 @@ import torch
 AWAKE = 0.1  # seconds of work before the clocks of an idle GPU are up
 
 
-def graph_milliseconds(work: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
+def graph_milliseconds(work: Callable[[], object], repeats: int) -> float:
     """Return the median milliseconds of one replay of `work`, which must only launch kernels."""
-    graph = capture(work, warm_up)
+    graph = capture(work)
     began = time.perf_counter()
     while time.perf_counter() < began + AWAKE:
         graph.replay()
@@ -44,11 +44,11 @@ def capture(work: Callable[[], object], warm_up: int = 3) -> torch.cuda.CUDAGrap
     return graph
 
 
-def copy_bandwidth(copies: int = 20) -> float:
+def copy_bandwidth() -> float:
     """Return the bytes that copies of 4 GiB on the device read and write a second: the bound of memory-bound work."""
     source = torch.empty(2**30, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / copy_milliseconds(source, target, copies) * 1e3
+    return 2 * source.nbytes / copy_milliseconds(source, target, 20) * 1e3
 
 
 def copy_milliseconds(source: torch.Tensor, target: torch.Tensor, copies: int) -> float:

@@ -83,7 +83,7 @@ def run(flags: argparse.Namespace) -> list[StackRow]:
         "command": f"specahead bench stack {' '.join(command)}",
     }
     cases = list(itertools.product(EXACTNESS, sessions))
-    with _stack(gamma, target, draft) as (address, processes):
+    with _stack(target, draft) as (address, processes):
         # The first pass warms up: connections, prompts to reuse, code paths.
         passes = [
             [asyncio.run(_measure(address, processes, n, tokens, exactness)) for exactness, n in cases]
@@ -178,7 +178,7 @@ async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: in
 
 
 @contextlib.contextmanager
-def _stack(gamma: int, target_flags: list[str], draft_flags: list[str]) -> Iterator[tuple[str, list[int]]]:
+def _stack(target_flags: list[str], draft_flags: list[str]) -> Iterator[tuple[str, list[int]]]:
     """Run a scripted target and draft, and client endpoints over them; yield the gRPC address, and the process ids of
     SIDES, the last of which is this process.
     """

@@ -142,10 +142,10 @@ def measure(
     return {name: to_rows(shares, sums) for name, sums in totals.items()}
 
 
-def load_pair(pair: Pair, context: int, dtype_name: str = "auto") -> tuple[ModelRunner, ModelRunner]:
+def load_pair(pair: Pair, context: int) -> tuple[ModelRunner, ModelRunner]:
     """Draft and target, for one sequence of `context` tokens and a fork of it."""
     device = default_device()
-    dtype = resolve_dtype(dtype_name, device, pair.target)
+    dtype = resolve_dtype("auto", device, pair.target)
     room = 2 * context + 2 * PAGE_SIZE
     draft = make_runner(load_model(pair.draft, dtype, device), room, max_context=context)
     return draft, load_runner(pair.target, dtype, device, room)

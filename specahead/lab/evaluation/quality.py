@@ -23,7 +23,7 @@ from specahead.lab.evaluation.run import Pair, evaluate, parse_budget, variants_
 from specahead.sparsity.plan import Plan, load_plan
 
 BUDGETS = ["0.03", "0.06", "0.12", "0.25"]
-LONG = 4096
+GAMMA, LONG = 3, 4096
 COMPARED = "streaming quest ahead oracle"
 PAGE = "quality/tables.md"  # within the folder of the documents
 
@@ -47,11 +47,11 @@ class Study:
         texts = dict(list(self.texts.items())[:books])
         return cases.perplexity_cases(texts, self.tokenizer, context, prefilled)
 
-    def variants(self, methods: str, budgets: list[str], gamma: int = 3) -> list[Variant]:
-        return variants_of(methods.split(), budgets, self.plan, gamma)
+    def variants(self, methods: str, budgets: list[str]) -> list[Variant]:
+        return variants_of(methods.split(), budgets, self.plan, GAMMA)
 
-    def dense(self, gamma: int = 3) -> Variant:
-        return Variant("dense", "", self.plan, gamma)
+    def dense(self) -> Variant:
+        return Variant("dense", "", self.plan, GAMMA)
 
 
 def main_variants(study: Study) -> list[Variant]:

@@ -119,10 +119,10 @@ def evaluate_case(draft: ModelRunner, target: ModelRunner, case: Case, variants:
     return results
 
 
-def prefill(runner: ModelRunner, sequence: SequenceKV, tokens: list[int], chunk: int = PREFILL_CHUNK) -> None:
+def prefill(runner: ModelRunner, sequence: SequenceKV, tokens: list[int]) -> None:
     """Read tokens densely, some at a time."""
-    for at in range(0, len(tokens), chunk):
-        runner.forward([SequenceInput(sequence, tokens[at : at + chunk])])
+    for at in range(0, len(tokens), PREFILL_CHUNK):
+        runner.forward([SequenceInput(sequence, tokens[at : at + PREFILL_CHUNK])])
 
 
 def run_draft(draft: ModelRunner, case: Case, gamma: int, block_size: int) -> DraftedCase:

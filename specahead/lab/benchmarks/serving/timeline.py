@@ -54,17 +54,12 @@ class Timeline:
 class Recorder:
     """Records the steps of one model.
 
-    take_rounds: returns the rounds of a planned step, and how many prompts it reads. is_idle: returns whether there is
-    no session; the file is written then.
+    take_rounds: returns the rounds of a planned step, and how many prompts it reads.
     """
 
-    def __init__(
-        self,
-        file: str,
-        take_rounds: Callable[[Any], tuple[list[RoundKey], int]],
-        is_idle: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._file, self._take_rounds, self.is_idle = file, take_rounds, is_idle
+    def __init__(self, file: str, take_rounds: Callable[[Any], tuple[list[RoundKey], int]]) -> None:
+        self._file, self._take_rounds = file, take_rounds
+        self.is_idle: Callable[[], bool] = lambda: True  # whether there is no session; the file is written then
         self._timeline = Timeline()
         self._clock = graph_clock()
         self._step = StepTimes(0.0)

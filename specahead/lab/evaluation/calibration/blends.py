@@ -5,10 +5,11 @@ from torch import Tensor
 
 from specahead.sparsity.plan import Blend
 
+ITERATIONS = 3000
 LARGEST_HEADS = 8  # of a blend; the rest adds little and costs time every round
 
 
-def fit_blends(gram: Tensor, cross: Tensor, iterations: int = 3000, ridge: float = 1e-4) -> Tensor:
+def fit_blends(gram: Tensor, cross: Tensor, ridge: float = 1e-4) -> Tensor:
     """Weights W >= 0 that minimise |X W - Y|² + ridge, from XᵀX [heads, heads] and XᵀY [heads, targets].
 
     Multiplicative updates (Lee and Seung 2001): from a positive start they stay positive and only descend.
@@ -17,7 +18,7 @@ def fit_blends(gram: Tensor, cross: Tensor, iterations: int = 3000, ridge: float
     gram, cross = gram.double(), cross.double().clamp(min=0)
     gram = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
     weights = torch.full_like(cross, 0.1)
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         weights = weights * cross / (gram @ weights + 1e-30)
     return weights.T.contiguous()
 

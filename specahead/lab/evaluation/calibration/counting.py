@@ -33,7 +33,7 @@ def calibrate(
     projections: the target's output projection of each layer, [hidden, heads * dim]. draft_heads: query heads of the
     draft. on_text is called after each text. Raises ValueError if no text is long enough for a sample.
     """
-    sums = sums or CalibrationSums.zeros(draft, target, draft_heads, settings)
+    sums = sums or CalibrationSums.zeros(draft, target, draft_heads)
     strides = sum(_usable(tokens, settings) // settings.stride for tokens in texts[sums.texts :])
     with tqdm(total=strides, desc="calibrating", unit="stride") as progress:
         for tokens in texts[sums.texts :]:

@@ -60,7 +60,7 @@ class CalibrationSums:
     texts: int = 0
 
     @staticmethod
-    def zeros(draft: Runner, target: Runner, draft_heads: int, settings: CalibrationSettings) -> "CalibrationSums":
+    def zeros(draft: Runner, target: Runner, draft_heads: int) -> "CalibrationSums":
         d, t = draft.kv.num_layers * draft_heads, target.kv.num_layers * target.kv.kv_heads
 
         def double(*shape: int) -> Tensor:
