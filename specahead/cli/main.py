@@ -64,9 +64,6 @@ COMMANDS = {
     "bench copy": Command(
         bench.add_copy_flags, "specahead.lab.benchmarks.copying", "prompt lookup beside plain decoding"
     ),
-    "bench kernels": Command(
-        bench.add_kernels_flags, "specahead.lab.benchmarks.kernels", "attention and selection kernels on a GPU"
-    ),
     "bench step": Command(bench.add_step_flags, "specahead.lab.benchmarks.step", "steps of target and draft on a GPU"),
     "bench experts": Command(
         bench.add_experts_flags, "specahead.lab.benchmarks.experts", "a mixture of experts on a GPU, by how it is cut"

@@ -94,7 +94,7 @@ def measure(case: Case, name: str, bandwidth: float, repeats: int, tries: bool) 
                 raise
             print(f"{name}: {what}: left out, a program takes more memory than there is")
             continue
-        table.append(TimedRow(f"{name}: {what}", ms, 1e3 * size / bandwidth, None))
+        table.append(TimedRow(f"{name}: {what}", ms, 1e3 * size / bandwidth))
     return table
 
 

@@ -70,17 +70,6 @@ def add_copy_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE")
 
 
-def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare what `bench kernels` takes."""
-    parser.add_argument("--shape", default="8b", metavar="NAME", help=SHAPES_HELP)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--context", type=int, nargs="+", default=[10240, 32768, 102400])
-    parser.add_argument("--queries", type=int, default=5, help="of each sequence")
-    parser.add_argument("--share", type=float, default=0.1, help="of the pages that sparse attention reads")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", metavar="FILE")
-
-
 def _add_quantization(parser: argparse.ArgumentParser, choices: tuple[str, ...] = QUANTIZATIONS) -> None:
     parser.add_argument("--quantization", choices=choices, default="none", help="of the target's weights")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of the target's KV")

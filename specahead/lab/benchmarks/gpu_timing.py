@@ -75,10 +75,8 @@ class TimedRow:
     milliseconds: float
     floor: float
     """Milliseconds in which its memory is read once at `bandwidth`."""
-    rival: float | None
+    rival: float | None = None
     """Milliseconds of what it is compared with."""
-    bandwidth: float | None = None
-    """Bytes a second; None: of copies on the device."""
 
     def against(self, rival: float) -> "TimedRow":
         return replace(self, rival=rival)
@@ -125,7 +123,7 @@ def report(head: Head, rows: list[TimedRow], note: str) -> str:
         f"{'':<{width}} {'time':>11} {'floor':>11} {'to floor':>8} {'TB/s':>6} {'rival':>11} {'rival/ours':>10}",
     ]
     for row in rows:
-        speed = row.floor / row.milliseconds * (row.bandwidth or head.bandwidth) / 1e12
+        speed = row.floor / row.milliseconds * head.bandwidth / 1e12
         other = "" if row.rival is None else f"{row.rival:>8.4f} ms {row.rival / row.milliseconds:>10.2f}"
         lines.append(
             f"{row.what:<{width}} {row.milliseconds:>8.4f} ms {row.floor:>8.4f} ms "

@@ -114,7 +114,7 @@ class Bench:
         fetched, listed = (int(buffers.results.device[name]) for name in ("fetched", "listed"))
         choice = f"the first choosing blocks for all, {fetched / listed:.0%} fetched"
         floor = self.floor(listed * self.kv_bytes(1, PAGE_SIZE) / of_kv[0] / of_kv[1], [shape.rows])
-        return TimedRow(f"{queries} queries, {choice}, {batch} x {context}", ms, floor, None)
+        return TimedRow(f"{queries} queries, {choice}, {batch} x {context}", ms, floor)
 
     def served(self, batch: int, context: int, queries: int, share: float) -> TimedRow:
         """Time a verification of `approximate` sessions: the step shares `share` of all blocks out over layers and
@@ -182,7 +182,7 @@ class Bench:
     def _measure(self, what: str, shape: PassShape, buffers: Buffers, kv_bytes: float, passes: int = 1) -> TimedRow:
         ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, self.attention), self.repeats)
         rows = [*[shape.sequences] * (passes - 1), shape.rows]
-        return TimedRow(what, ms, self.floor(kv_bytes, rows), None)
+        return TimedRow(what, ms, self.floor(kv_bytes, rows))
 
     def round(self, batch: int, context: int, gamma: int, share: float, announces: bool, branches: int = 1) -> TimedRow:
         """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
@@ -218,7 +218,7 @@ class Bench:
         what = "and announces" if announces else "announces nothing"
         what += f", {branches} branches" if branches > 1 else ""
         name = f"round of {gamma} + 1 passes, later ones read {share:.0%}, {what}, {batch} x {context}"
-        return TimedRow(name, ms, self.floor(read, [batch * branches] * (gamma + 1)), None)
+        return TimedRow(name, ms, self.floor(read, [batch * branches] * (gamma + 1)))
 
 
 def _filled(kv: Cache) -> Cache:
