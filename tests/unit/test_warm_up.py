@@ -134,7 +134,7 @@ def test_captured_steps_leave_logits_in_one_memory_and_no_lists() -> None:
         kvs = [SequenceKV() for _ in range(count)]
         for index, kv in enumerate(kvs):
             runner.forward([SequenceInput(kv, list(range(99 + index)))])
-        outputs = runner.forward([SequenceInput(kv, [4] * queries, "all", read) for kv in kvs])
+        outputs = runner.forward([SequenceInput(kv, [4] * queries, "last", read) for kv in kvs])
         for kv in kvs:
             runner.kv.release(kv)
         return outputs
@@ -160,7 +160,7 @@ def test_steps_that_are_asked_for_no_logits_compute_none_and_write_the_same_kv()
         kv = SequenceKV()
         (read,) = runner.forward([SequenceInput(kv, tokens, logits)])
         assert (read.logits is None) == (logits == "none")
-        after += runner.forward([SequenceInput(kv, [4], "all")])
+        after += runner.forward([SequenceInput(kv, [4], "last")])
     one, other = (output.logits for output in after)
     assert one is not None and other is not None
     torch.testing.assert_close(one, other, rtol=0, atol=0)

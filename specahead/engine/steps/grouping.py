@@ -42,10 +42,10 @@ class StepLimits:
     def is_prompt(self, item: SequenceInput) -> bool:
         """Whether an input runs in a pass of its exact size."""
         # A prompt's last part may be short or long, by what else is read: where steps are pinned that must make no
-        # difference.
+        # difference. A prompt that is scored gives logits, for which graphs of unjudged steps are not prepared.
         plain = item.drafted is None and item.read is None
         long = len(item.tokens) > (self.step_queries if item.ends_prompt else self.queries)
-        return long or (self.pinned and plain)
+        return long or (plain and (self.pinned or item.logits == "all"))
 
     def each_chooses(self, item: SequenceInput) -> bool:
         """Whether each token of an input chooses blocks for itself: a prompt's do, whatever those of rounds do."""
