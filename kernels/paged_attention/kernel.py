@@ -68,20 +68,22 @@ def partial_attention_kernel(
     PDL: tl.constexpr,
     MAX_VARIANCE: tl.constexpr,
     PRECISION: tl.constexpr,
+    TERMS: tl.constexpr,
 ):
     """Attend one stretch of the row of tiles; leave a partial result at slot (program + item) for each item in it.
 
     With kv_scales, pages have 8-bit numbers, values with the tokens of a dimension side by side, as tensor cores take
-    them. 16-bit queries and weights are multiplied with them in two terms (kernels.two_terms), each tile's products
-    apart: tensor cores sum products of 8 bits with 14 bits, too few for all tokens. Weights are up to 2^8, so that 8
-    bits hold them down to 2^-22 of the largest. A head's scale of keys joins that of the scores; what is due to values
-    comes when results are merged.
+    them. A head's scale of keys joins that of the scores; what is due to values comes when results are merged.
+
+    TERMS: 16-bit queries and weights are multiplied with 8-bit numbers in two terms (kernels.two_terms), each tile's
+    products apart: tensor cores sum products of 8 bits with 14 bits, too few for all tokens. Weights are up to 2^8, so
+    that 8 bits hold them down to 2^-22 of the largest. Without TERMS, 8-bit numbers are turned into 16 bits.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     EIGHT: tl.constexpr = kv_scales_ptr is not None
-    TERMS: tl.constexpr = EIGHT and q_ptr.dtype.element_ty != tl.float32 and DIM >= 32
     HEADROOM: tl.constexpr = 8 if TERMS else 0
-    SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4 and not TERMS
+    WHOLE_PAGES: tl.constexpr = TILE >= PAGE and (not SPARSE or BLOCK >= PAGE)
+    SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4 and not EIGHT
     sources = (tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
     of_items = (row_tiles, tile_starts_ptr, starts_ptr, lengths_ptr, lists_ptr, counts_ptr, list_width)
     program = tl.program_id(0)
@@ -169,7 +171,21 @@ def partial_attention_kernel(
             p = tl.exp2(scores - base[:, None])
             fade = tl.exp2(maximum - base)
             total_weight = total_weight * fade + tl.sum(p, 1)
-            if EIGHT:
+            if EIGHT and WHOLE_PAGES:  # page by page, so that lanes side by side read bytes that lie side by side
+                page, _ = places_of(
+                    t * TILE + tl.arange(0, TILE // PAGE) * PAGE,
+                    tokens,
+                    item_row,
+                    sources,
+                    KV_HEADS,
+                    PAGE,
+                    BLOCK,
+                    SPARSE,
+                )
+                v = tl.load(v_ptr + (page * (PAGE * DIM))[:, None] + tl.arange(0, PAGE * DIM)[None, :])
+                v = tl.permute(tl.reshape(v, [TILE // PAGE, DIM, PAGE]), [0, 2, 1])
+                v = tl.reshape(v, [TILE, DIM])
+            elif EIGHT:
                 by_dim = (page * (PAGE * DIM) + within)[None, :] + (offs_dim * PAGE)[:, None]
                 v = tl.trans(tl.load(v_ptr + by_dim))
             else:

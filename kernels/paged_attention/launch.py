@@ -1,7 +1,7 @@
 """Launching the Triton attention kernel: partial results of all programs, then their merging."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def attend_in_triton(
     shared_out = *model, tables, batch.kv_lengths, batch.page_size, blocks, means
     work = work or plan_work(*shared_out, eight_bit=batch.scales is not None)
     if emit_block_size > work.tuning.tile:  # blocks of more tokens than most have: a tile holds whole ones
-        work = plan_work(*shared_out, replace(work.tuning, tile=emit_block_size))
+        work = plan_work(*shared_out, work.tuning.for_tiles_of(emit_block_size))
     tile_queries, row_tiles = row_tiles_of(batch.max_queries, batch.group)
     layout = {"HEADS": batch.heads, "KV_HEADS": batch.kv_heads, "row_tiles": row_tiles, "QUERIES": tile_queries}
     items, rows = len(batch.kv_lengths) * batch.kv_heads * row_tiles, tile_queries * batch.group
@@ -155,7 +155,8 @@ def _cut(
 ) -> dict[str, Any]:
     """Return the constants that `partial_attention_kernel` is compiled for."""
     block = emit_block_size or (1 if blocks is None else blocks.block_size)
-    least = LEAST_ROWS if batch.scales is None else 2 * LEAST_ROWS  # Hopper multiplies 64 rows of 8 bits, two for each
+    in_terms = tuning.terms and batch.scales is not None and batch.queries.dtype != torch.float32 and batch.dim >= 32
+    least = 2 * LEAST_ROWS if in_terms else LEAST_ROWS  # Hopper multiplies 64 rows of 8 bits, two for each
     return {
         "ROWS": max(least, power_of_two(rows)),
         "DIM": batch.dim,
@@ -172,6 +173,7 @@ def _cut(
         "BRANCHED": batch.visible is not None,
         "MAX_VARIANCE": VARIANCE_LIMIT if means is None else means.variance_limit,
         "PRECISION": "ieee" if batch.queries.dtype == torch.float32 else "tf32",
+        "TERMS": in_terms,
     }
 
 
