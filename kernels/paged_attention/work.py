@@ -36,8 +36,8 @@ class Tuning:
     # Tiles of one item that a program takes, so that a result depends on nothing else in the batch; 0: equal stretches
     # of all tiles.
     segment: int = 0
-    # Of pages in 8 bits: whether tensor cores multiply them as they are, with 16-bit numbers in two terms; else they are
-    # turned into 16 bits.
+    # Of pages in 8 bits: whether tensor cores multiply them as they are, with 16-bit numbers in two terms; else they
+    # are turned into 16 bits.
     terms: bool = True
 
     def for_tiles_of(self, tokens: int) -> "Tuning":
