@@ -71,9 +71,9 @@ def test_from_fifty_pages_the_answers_are_the_same(
 def test_a_full_host_is_shared_by_many(small: Stack, stack: Stack, books: list[str], tokenizer: Any) -> None:
     """Together the sessions need more than there is: some give way, none is refused or gets another answer."""
     tokens = tokenizer.encode(books[3][5000:35_000])
-    cases = [(EXACT, tokens[150 * i : 150 * (i + 1)]) for i in range(6)]
+    cases = [(EXACT, tokens[150 * i : 150 * (i + 1)]) for i in range(8)]
     before = count(small, "preemptions")
-    assert answers(small, cases, 6, tokens=100) == answers(stack, cases, 6, tokens=100)
+    assert answers(small, cases, 8, tokens=100) == answers(stack, cases, 8, tokens=100)
     assert count(small, "preemptions") > before
     wait_until_idle(small.http)
 
