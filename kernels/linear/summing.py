@@ -1,7 +1,7 @@
 """The inner loop of linear layers within kernels: lines of a weight in 16 bits, 8 or 4, times rows of inputs."""
 
 from specahead.kernels.backends import jit, tl
-from specahead.kernels.linear.unpacking import number_of, part_of
+from specahead.kernels.linear.unpacking import in_order, number_of
 
 
 @jit
@@ -31,10 +31,8 @@ def sum_products(
     """
     LINE: tl.constexpr = DEPTH // WORD  # inputs that one number of each word of a span stands for
     UNIT: tl.constexpr = DEPTH if GROUP is None else min(GROUP, DEPTH)  # inputs of one group within a span
-    depth = tl.arange(0, LINE)
-    weights_at = weights_at[:, None] + depth[None, :]
-    if WORD == 4:
-        depth = depth // 32 * 128 + depth % 32  # the first input of a word: EightBitWeight
+    depth = tl.arange(0, DEPTH if GROUP is None else LINE)
+    weights_at = weights_at[:, None] + tl.arange(0, LINE)[None, :]
     x_at = x_at[None, :] + depth[:, None]
     sums = tl.zeros([line.shape[0], there.shape[0]], tl.float32)
     for at in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
@@ -48,10 +46,9 @@ def sum_products(
             x = tl.load(x_at + at, mask=there[None, :], other=0.0)
             sums = tl.dot(weights, x, sums, input_precision="ieee")
         elif GROUP is None:
-            weights = tl.load(weights_at + at // WORD)
-            for number in tl.static_range(WORD):
-                x = tl.load(x_at + at + 32 * number, mask=there[None, :], other=0.0).to(tl.float16)
-                sums = tl.dot(part_of(weights, number, PDL), x, sums)
+            weights = in_order(tl.load(weights_at + at // WORD), PDL)
+            x = tl.load(x_at + at, mask=there[None, :], other=0.0).to(tl.float16)
+            sums = tl.dot(weights, x, sums)
         else:
             weights = tl.load(weights_at + at // WORD)
             for number in tl.static_range(WORD):

@@ -38,6 +38,20 @@ def part_of(words, NUMBER: tl.constexpr, IN_PTX: tl.constexpr):
 
 
 @jit
+def in_order(words, IN_PTX: tl.constexpr):
+    """All numbers of an EightBitWeight's words [lines, words], in the order of inputs: [lines, 4 * words] float16.
+
+    On Hopper each thread keeps its numbers, in other registers. So they make one product, of which Triton turns some
+    numbers into float16 while others are multiplied; it would wait for each of four products to end.
+    """
+    evens = tl.join(part_of(words, 0, IN_PTX), part_of(words, 2, IN_PTX))
+    odds = tl.join(part_of(words, 1, IN_PTX), part_of(words, 3, IN_PTX))
+    lines: tl.constexpr = words.shape[0]
+    blocks = tl.reshape(tl.join(evens, odds), [lines, words.shape[1] // 32, 32, 2, 2])
+    return tl.reshape(tl.permute(blocks, [0, 1, 3, 4, 2]), [lines, 4 * words.shape[1]])
+
+
+@jit
 def number_of(words, zeros_ptr, of_group, NUMBER: tl.constexpr, WORD: tl.constexpr, IN_PTX: tl.constexpr):
     """One of the WORD numbers of each word of a GroupedWeight, as float16: of 4-bit integers less the zero.
 
