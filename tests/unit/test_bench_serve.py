@@ -150,6 +150,7 @@ def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
         (["--placement", "together", "--hot", "0.5"], "with KV on the GPU"),
         (["--targets", "-1"], "at least 0"),
         (["--shapes", "8"], "SESSIONSxCONTEXT"),
+        (["--draft", "none", "--modes", "exact"], "give none among --modes"),
         (["--tensor-parallel-size", "2", "--gpus", "0", "0"], "GPUs 0 0: expected 2 for target"),
         (["--placement", "apart", "--gpus", "0"], "expected 1 for target, 1 for draft"),
     ],

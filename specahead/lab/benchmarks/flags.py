@@ -168,8 +168,8 @@ def _add_services_flags(parser: argparse.ArgumentParser) -> None:
         help="together: each target runs the draft itself; apart: one draft service; auto: together without --hot",
     )  # fmt: skip
     parser.add_argument(
-        "--targets", type=int, default=0, metavar="N", help="targets that share the sessions (default: as many as have "
-        "GPUs if together, else 1)",
+        "--targets", type=int, default=0, metavar="N", help="targets that share the sessions (default: as many as the "
+        "GPUs hold if together, else 1)",
     )  # fmt: skip
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, choices=[1, 2, 4, 8], metavar="N", help="GPUs of each target"

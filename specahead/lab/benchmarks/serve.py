@@ -160,6 +160,8 @@ def _check(flags: argparse.Namespace, overrides: list[dict[str, Any]]) -> None:
         raise ValueError("--placement together is measured with KV on the GPU: leave --hot out")
     if flags.targets < 0 or flags.repeat < 1 or flags.part_limit <= 0 or flags.limit < 0:
         raise ValueError("--repeat and --part-limit must be positive, --targets and --limit at least 0")
+    if flags.draft == "none" and "none" not in flags.modes:
+        raise ValueError("--draft none measures targets alone: give none among --modes, or another --draft")
     if not (flags.shapes or flags.agents or flags.arrivals):
         raise ValueError("expected --shapes, --agents or --arrivals to measure")
 

@@ -100,7 +100,7 @@ class Pair:
         gpus = {name: tuple(itertools.islice(left, count)) for name, count in counts.items()}
         if len(devices) != sum(counts.values()) or any(len(set(own)) != counts[name] for name, own in gpus.items()):
             expected = ", ".join(f"{count} for {name}" for name, count in counts.items())
-            raise ValueError(f"GPUs {' '.join(map(str, devices))}: expected {expected}")
+            raise ValueError(f"GPUs {' '.join(map(str, devices))}: expected {expected}, each once in a target")
         return replace(self, gpus=gpus)
 
 
