@@ -130,12 +130,17 @@ def test_group_means(group: int, group_size: int, block_size: int, eight_bit: bo
 
 
 @pytest.mark.parametrize(
-    ("group", "emitting", "block_size"), [(1, 1, 1), (4, 1, 64), (4, 1, 128), (2, 5, 1), (2, 5, 16)]
+    ("group", "emitting", "block_size", "eight_bit"),
+    [
+        *((*of_16_bits, False) for of_16_bits in ((1, 1, 1), (4, 1, 64), (4, 1, 128), (2, 5, 1), (2, 5, 16))),
+        *((1, 1, block_size, True) for block_size in (16, 64)),  # of few rows, whose tiles have 32 tokens
+    ],
 )
-def test_the_last_queries_give_their_weights(group: int, emitting: int, block_size: int) -> None:
+def test_the_last_queries_give_their_weights(group: int, emitting: int, block_size: int, eight_bit: bool) -> None:
     rng = np.random.default_rng(emitting)
     torch.manual_seed(emitting)
-    case = shuffled_case(rng, [emitting, 130, 64], [emitting, emitting + 2, 7], 16, 2, 16, group)
+    shuffled = shuffled_case(rng, [emitting, 130, 64], [emitting, emitting + 2, 7], 16, 2, 16, group)
+    case = in_eight_bits(shuffled, eight_bit)
     width = -(-9 * 16 // block_size)
     wanted_weights = torch.rand(3, 2 * group, width)
     weights = wanted_weights.to(DEVICE)

@@ -119,6 +119,8 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
         assert all(output.verdict is not None for output in outputs)
         for kv in kvs:
             runner.kv.release(kv)
+    (scored,) = runner.forward([SequenceInput(SequenceKV(), list(range(20, 26)), "all")])
+    assert scored.logits is not None and len(scored.logits) == 6
     assert set(runner._passes.graphs.by_shape) == shapes
 
 
