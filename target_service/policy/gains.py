@@ -14,19 +14,18 @@ RETRIED_PRIOR = 16  # judged rounds, at most, that the acceptance of all counts 
 
 
 class Gains:
-    """What the rounds of all sessions have shown, and the tokens a second that it leads to expect of a plan."""
+    """What the rounds of all sessions have shown, and the tokens a second that plans are expected to bring by it."""
 
     def __init__(self, prior: float, positions: int, alternatives: Callable[[int], int]) -> None:
-        """prior: the chance of a proposed token to be accepted, at each of so many positions. alternatives: how many
-        alternatives may run beside γ tokens.
+        """prior: the chance of a proposed token to be accepted, the same at all positions. positions: their number.
+        alternatives: returns how many alternatives may run beside γ tokens.
         """
         self.acceptance = Acceptance([prior] * positions)
         self.held = Acceptance([OF_HELD], HELD_NEWEST, HELD_PRIOR)
         self.reading = DraftReading()  # of prompts, by a draft on the same device; a draft elsewhere leaves it empty
-        self._right = Acceptance(
-            [0.0], POOLED_NEWEST, prior_rounds=ALTERNATIVES_PRIOR
-        )  # of alternatives to rejected tokens
         self._alternatives = alternatives
+        # Of alternatives to rejected tokens.
+        self._right = Acceptance([0.0], POOLED_NEWEST, prior_rounds=ALTERNATIVES_PRIOR)
 
     def note_round(self, proposed: int, accepted: int, left_out: int, sessions: int) -> None:
         """Take note of a round with proposals. left_out: as in Acceptance.note. sessions: that generate now."""

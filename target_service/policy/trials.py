@@ -36,7 +36,7 @@ class _Trial:
 
 
 class Trials:
-    """The trial of one policy, and how much time trials may cost. drafting_probes are counted in `counters`."""
+    """The trial of one policy, and how much time trials may cost. Counts trials in `counters`, as drafting_probes."""
 
     def __init__(self, gains: Gains, counters: Counter[str]) -> None:
         self._gains, self._counters = gains, counters

@@ -30,12 +30,12 @@ def graph_milliseconds(work: Callable[[], object], repeats: int) -> float:
     return times[len(times) // 2]
 
 
-def capture(work: Callable[[], object], warm_up: int = 3) -> torch.cuda.CUDAGraph:
-    """Capture `work` as a CUDA graph, after some runs on a side stream, in which kernels compile and load."""
+def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture `work` as a CUDA graph, after three runs on a side stream, in which kernels compile and load."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(warm_up):
+        for _ in range(3):
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -74,7 +74,7 @@ class TimedRow:
     what: str
     milliseconds: float
     floor: float
-    """Milliseconds in which its memory is read once at `bandwidth`."""
+    """Milliseconds in which its memory is read once, as fast as copies on the device read and write."""
     rival: float | None = None
     """Milliseconds of what it is compared with."""
 

@@ -117,7 +117,7 @@ def quest(view: LayerView) -> Tensor:
     return choose((bound - bound.amin((0, 2), keepdim=True)).amax(0), view.plan, view.base)
 
 
-CANDIDATES = 4  # twilight estimates the weights of one block in so many
+CANDIDATES = 4  # twilight estimates the weights of one block in four
 
 
 def twilight(view: LayerView) -> Tensor:
