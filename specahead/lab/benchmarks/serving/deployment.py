@@ -55,7 +55,7 @@ class Pair:
     confirmation: float = 1.0
     """Probability that a dense pass keeps a token that sparse attention accepted before."""
     draft: str = "model"
-    """model, or another value of the setting `draft`: self, lookup, auto."""
+    """model, or another value of the setting `draft`: self, lookup, auto, none."""
     together: bool = False
     """Whether each target runs the draft model itself; else one draft service serves all targets."""
     speculation: Mapping[str, Any] = field(default_factory=dict)
