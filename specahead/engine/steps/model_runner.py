@@ -1,7 +1,7 @@
 """Running a model over paged KV: which inputs run together, in passes of which shapes.
 
-Inputs that attend alike run in one pass (grouping.py). On a GPU short steps are CUDA graphs, one for each shape;
-prompts, and everything on a CPU, run in passes of the exact size without a graph (pass_runner.py).
+Inputs that attend alike run in one pass (grouping.py). On a GPU short steps are CUDA graphs, one for each shape
+(step_shapes.py); prompts, and everything on a CPU, run in passes of the exact size without a graph (pass_runner.py).
 """
 
 from collections.abc import Hashable, Sequence
