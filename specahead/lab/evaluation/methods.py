@@ -13,7 +13,7 @@ from specahead.sparsity.plan import Plan, PlanError
 
 @dataclass(frozen=True)
 class Rival:
-    """A method that chooses just in time, layer by layer."""
+    """A method that chooses layer by layer, while a pass runs."""
 
     name: str
     about: str
