@@ -14,6 +14,15 @@ from specahead.kernels.paged_attention.items import (
     queries_of,
     rows_in_terms,
 )
+from specahead.kernels.paged_attention.tiles import (
+    attend_to_means,
+    blocks_by_warp,
+    load_eight_bit_values,
+    load_keys,
+    load_values,
+    online_softmax,
+    store_block_sums,
+)
 from specahead.kernels.two_terms import in_two_terms, of_two_terms
 
 
@@ -82,9 +91,9 @@ def partial_attention_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     EIGHT: tl.constexpr = kv_scales_ptr is not None
     HEADROOM: tl.constexpr = 8 if TERMS else 0
-    WHOLE_PAGES: tl.constexpr = TILE >= PAGE and (not SPARSE or BLOCK >= PAGE)
     SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4 and not EIGHT
     sources = (tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
+    means = (mean_k_ptr, mean_v_ptr, mean_variance_ptr, group_tables_ptr, group_counts_ptr, unread_ptr, group_stride)
     of_items = (row_tiles, tile_starts_ptr, starts_ptr, lengths_ptr, lists_ptr, counts_ptr, list_width)
     program = tl.program_id(0)
     total = tl.load(tile_starts_ptr + items)
@@ -95,12 +104,7 @@ def partial_attention_kernel(
     offs_dim = tl.arange(0, DIM)
     offs_tile = tl.arange(0, TILE)
     if SPREAD:
-        # Column 32 r + 8 w + j of the scores is held by warp w of four. Put whole blocks into one warp's columns, so
-        # that no sum over a block crosses warps.
-        eights = offs_tile // 8
-        offs_tile = (
-            (eights // (4 * (BLOCK // 8)) * 4 + eights % 4) * BLOCK + eights // 4 % (BLOCK // 8) * 8 + offs_tile % 8
-        )
+        offs_tile = blocks_by_warp(offs_tile, BLOCK)
     # Up to the wait nothing is read that launches of this layer make (queries, the newest tokens' KV): this launch may
     # begin before those have ended.
     known = tl.minimum(item, items - 1)  # a program may have no tiles
@@ -153,10 +157,7 @@ def partial_attention_kernel(
                 block = tl.load(lists_ptr + item_row * list_width + place // BLOCK, mask=place < tokens, other=0)
                 position = tl.where(place < tokens, block * BLOCK + place % BLOCK, length)
             there = position < there_to
-            if EIGHT:  # without masks, which cost time: what is not seen has no weight, and is a number in any case
-                k = tl.load(k_ptr + at[None, :] + offs_dim[:, None])
-            else:
-                k = tl.load(k_ptr + at[None, :] + offs_dim[:, None], mask=there[None, :], other=0.0)
+            k = load_keys(k_ptr, at, there, DIM, EIGHT)
             if TERMS:
                 scores = of_two_terms(tl.dot(terms, k)) * (scale * unit)
             else:
@@ -166,78 +167,27 @@ def partial_attention_kernel(
             if BRANCHED:
                 seen |= (position[None, :] >= own_first[:, None]) & (position[None, :] < own_last[:, None])
             scores = tl.where(seen, scores, -float("inf"))
-            higher = tl.maximum(maximum, tl.max(scores, 1) - HEADROOM)
-            base = tl.where(higher == -float("inf"), 0.0, higher)
-            p = tl.exp2(scores - base[:, None])
-            fade = tl.exp2(maximum - base)
-            total_weight = total_weight * fade + tl.sum(p, 1)
-            if EIGHT and WHOLE_PAGES:  # page by page, so that lanes side by side read bytes that lie side by side
-                page, _ = places_of(
-                    t * TILE + tl.arange(0, TILE // PAGE) * PAGE,
-                    tokens,
-                    item_row,
-                    sources,
-                    KV_HEADS,
-                    PAGE,
-                    BLOCK,
-                    SPARSE,
+            p, base, fade, maximum, total_weight = online_softmax(scores, maximum, total_weight, HEADROOM)
+            if EIGHT:
+                v = load_eight_bit_values(
+                    v_ptr, t, page, within, tokens, item_row, sources, KV_HEADS, DIM, PAGE, BLOCK, SPARSE
                 )
-                v = tl.load(v_ptr + (page * (PAGE * DIM))[:, None] + tl.arange(0, PAGE * DIM)[None, :])
-                v = tl.permute(tl.reshape(v, [TILE // PAGE, DIM, PAGE]), [0, 2, 1])
-                v = tl.reshape(v, [TILE, DIM])
-            elif EIGHT:
-                by_dim = (page * (PAGE * DIM) + within)[None, :] + (offs_dim * PAGE)[:, None]
-                v = tl.trans(tl.load(v_ptr + by_dim))
             else:
-                v = tl.load(v_ptr + at[:, None] + offs_dim[None, :], mask=there[:, None], other=0.0)
+                v = load_values(v_ptr, at, there, DIM)
             if TERMS:
                 acc = acc * fade[:, None] + of_two_terms(tl.dot(in_two_terms(p, v.dtype), v))
             else:
                 acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
-            maximum = higher
             if EMIT:
-                if SPREAD:
-                    split = tl.reshape(p, [ROWS, TILE // (4 * BLOCK), BLOCK // 8, 4, 8])
-                    sums = tl.reshape(tl.sum(tl.sum(split, 4), 2), [ROWS, TILE // BLOCK])
-                else:
-                    sums = tl.sum(tl.reshape(p, [ROWS, TILE // BLOCK, BLOCK]), 2)
-                block = t * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
-                row_at = (item * QUERIES * GROUP + offs_row).to(tl.int64) * block_sums_stride
-                tl.store(
-                    block_sums_ptr + row_at[:, None] + block[None, :],
-                    base[:, None] + tl.log2(sums),
-                    mask=(offs_row < QUERIES * GROUP)[:, None] & (block < tl.cdiv(tokens, BLOCK))[None, :],
+                store_block_sums(
+                    block_sums_ptr, block_sums_stride, p, base, t, item, tokens, QUERIES * GROUP, BLOCK, SPREAD
                 )
         if MEANS:
-            sequence = item_row // KV_HEADS
-            groups = tl.load(group_counts_ptr + sequence)
-            for t in tl.range(tl.maximum(tile - first, token_tiles) - token_tiles, stop - first - token_tiles):
-                group = t * GROUP_TILE + tl.arange(0, GROUP_TILE)
-                inside = group < groups
-                slot = tl.load(group_tables_ptr + sequence * group_stride + group, mask=inside, other=0)
-                unread = tl.load(unread_ptr + item_row * group_stride + group, mask=inside, other=0.0)
-                there = unread > 0
-                at = (slot.to(tl.int64) * KV_HEADS + kv_head) * DIM
-                across = at[None, :] + offs_dim[:, None]
-                k = tl.load(mean_k_ptr + across, mask=there[None, :], other=0.0)
-                variance = tl.load(mean_variance_ptr + across, mask=there[None, :], other=0.0)
-                variance = tl.minimum(variance, 60000.0)  # what float16 holds, if those are the queries
-                scaled = q.to(tl.float32) * scale
-                # In units of log 2: ½ (q·s)² var, where s holds one factor log2(e) too many; hence · ln 2.
-                squares = (scaled * scaled).to(q.dtype)
-                spread = tl.dot(squares, variance.to(q.dtype), input_precision=PRECISION) * 0.34657359028
-                spread = tl.minimum(spread, MAX_VARIANCE * 1.44269504089)
-                scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale + spread
-                scores += tl.log2(tl.maximum(unread, 1.0))[None, :]
-                scores = tl.where(there[None, :] & real[:, None], scores, -float("inf"))
-                higher = tl.maximum(maximum, tl.max(scores, 1))
-                base = tl.where(higher == -float("inf"), 0.0, higher)
-                p = tl.exp2(scores - base[:, None])
-                fade = tl.exp2(maximum - base)
-                total_weight = total_weight * fade + tl.sum(p, 1)
-                v = tl.load(mean_v_ptr + at[:, None] + offs_dim[None, :], mask=there[:, None], other=0.0)
-                acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
-                maximum = higher
+            tiles = tl.maximum(tile - first, token_tiles) - token_tiles, stop - first - token_tiles
+            running = maximum, total_weight, acc
+            maximum, total_weight, acc = attend_to_means(
+                q, real, scale, item_row, tiles, running, means, KV_HEADS, DIM, GROUP_TILE, MAX_VARIANCE, PRECISION
+            )
         slot_at = (program + item) * (QUERIES * GROUP) + offs_row
         kept = offs_row < QUERIES * GROUP
         tl.store(partial_max_ptr + slot_at, maximum, mask=kept)
