@@ -54,7 +54,7 @@ class Fixed:
     chosen: list[Tensor | None]
     seen: list[tuple[int, Tensor, SequenceKeys, float]] = field(default_factory=list)
 
-    def begin(self, base: int) -> None:
+    def begin(self, base: int, evidence: Tensor) -> None:
         pass
 
     def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
@@ -96,7 +96,7 @@ def attend(runner: ModelRunner, prompt: SequenceKV, selector: Fixed, block_size:
     reader._selector = selector  # type: ignore[assignment]
     twin = fork(runner.kv, prompt)
     item = SequenceInput(twin, TOKENS[PREFIX:], "all")
-    reader.read(PREFIX, len(TOKENS))
+    reader.read(PREFIX, len(TOKENS), torch.zeros(1, 1, -(-len(TOKENS) // block_size)))
     logits = forward_attending(runner, item.kv, item.tokens, reader.attend(runner, item))
     reader.finish()
     runner.kv.release(twin)
