@@ -41,8 +41,8 @@ def part_of(words, NUMBER: tl.constexpr, IN_PTX: tl.constexpr):
 def in_order(words, IN_PTX: tl.constexpr):
     """All numbers of an EightBitWeight's words [lines, words], in the order of inputs: [lines, 4 * words] float16.
 
-    On Hopper each thread keeps its numbers, in other registers. So they make one product, of which Triton turns some
-    numbers into float16 while others are multiplied; it would wait for each of four products to end.
+    On Hopper no number leaves its thread. With all numbers in order a step needs one product, and the compiler turns
+    some of them into float16 while others are multiplied. Four products would each be waited for.
     """
     evens = tl.join(part_of(words, 0, IN_PTX), part_of(words, 2, IN_PTX))
     odds = tl.join(part_of(words, 1, IN_PTX), part_of(words, 3, IN_PTX))

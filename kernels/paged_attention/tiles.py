@@ -9,6 +9,7 @@ def load_keys(k_ptr, at, there, DIM: tl.constexpr, EIGHT: tl.constexpr):
     """Return the keys of a tile, [DIM, tokens]. at: where each token's numbers begin. there: which tokens exist."""
     # A mask costs time, and 8-bit pages do without: each of their numbers is finite, and unseen tokens have no weight.
     mask = None if EIGHT else there[None, :]
+    # Offsets are added to the pointer one after the other: added up before, they cost registers.
     return tl.load(k_ptr + at[None, :] + tl.arange(0, DIM)[:, None], mask=mask, other=None if EIGHT else 0.0)
 
 

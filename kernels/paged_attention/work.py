@@ -41,7 +41,9 @@ class Tuning:
     terms: bool = True
 
     def for_tiles_of(self, tokens: int) -> "Tuning":
-        """Return a cut into larger tiles."""
+        """Return this cut with larger tiles. For a program of one warp, which has no registers for these, it is the cut
+        in two terms.
+        """
         return replace(self if self.terms else _IN_TERMS, tile=tokens, segment=self.segment)
 
     @property
