@@ -61,9 +61,6 @@ COMMANDS = {
     ),
     "bench routing": Command(bench.add_routing_flags, "specahead.lab.benchmarks.routing", "routing by cached prefixes"),
     "bench codec": Command(bench.add_codec_flags, "specahead.lab.benchmarks.codec", "sizes and times of announcements"),
-    "bench copy": Command(
-        bench.add_copy_flags, "specahead.lab.benchmarks.copying", "prompt lookup beside plain decoding"
-    ),
     "bench step": Command(bench.add_step_flags, "specahead.lab.benchmarks.step", "steps of target and draft on a GPU"),
     "bench experts": Command(
         bench.add_experts_flags, "specahead.lab.benchmarks.experts", "a mixture of experts on a GPU, by how it is cut"

@@ -3,7 +3,6 @@ neither --help nor completion loads torch."""
 
 import argparse
 
-from specahead import models
 from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
 
 HELD = *QUANTIZATIONS, "fp8-blocks", "int4"  # the last two as checkpoints come, with a scale for 128 inputs
@@ -54,19 +53,6 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench codec` takes."""
     parser.add_argument("--repeats", type=int, default=20, help="of each encoding and decoding that is timed")
     parser.add_argument("--record", nargs="+", metavar="TEXT", help="record the selections from these files first")
-    parser.add_argument("--json", metavar="FILE")
-
-
-def add_copy_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare what `bench copy` takes."""
-    parser.add_argument("--target", default=str(models.TARGET), metavar="MODEL", help="Hugging Face id or folder")
-    parser.add_argument("--draft", nargs="?", const=str(models.DRAFT), default="", metavar="MODEL", help="measured too")
-    parser.add_argument("--text", default=str(models.DEMO_TEXT), metavar="FILE", help="what prompts are made of")
-    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8], help="at once")
-    parser.add_argument("--context", type=int, default=2000, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=500, help="said by each session")
-    parser.add_argument("--gamma", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3, help="of each row, of which the median is told")
     parser.add_argument("--json", metavar="FILE")
 
 
