@@ -11,12 +11,13 @@ import pytest
 import torch
 import transformers
 
+from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.config import read_shape
 from specahead.engine.loading.fused import read_decoder
 from specahead.engine.loading.model import load_model, load_module, load_modules
 from specahead.engine.loading.runner import make_runner
-from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.decoder import Decoder, PassTokens
 from specahead.engine.model.families import FAMILIES, sliding_window
 from specahead.engine.steps.inputs import Logits, SequenceInput
 from specahead.engine.steps.runner import Runner
@@ -152,17 +153,14 @@ def check_kernels(folder: str, rows: int, giving: list[int]) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no arithmetic of bfloat16
     decoder = load_model(folder, dtype, device).decoder
     assert isinstance(decoder, Decoder)
-    token_ids, positions = torch.arange(2 * rows, device=device).view(2, rows)
-    slots = torch.arange(1, rows + 1, device=device)
+    tokens = PassTokens(*torch.arange(2 * rows, device=device).view(2, rows), torch.arange(1, rows + 1, device=device))
     logits_rows = torch.tensor(giving, dtype=torch.int64, device=device)
 
     def run(backend: Backend) -> list[torch.Tensor]:
         head_dim = decoder.layers[0].qkv.outputs // (decoder.heads + 2 * decoder.kv_heads)
-        sizes = 2, 1, decoder.kv_heads, 16, head_dim  # of layers of pages
-        keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in range(2))
-        pages = list(keys), list(values)
-        logits = decoder.run(token_ids, positions, slots, *pages, lambda _, queries: queries, logits_rows, backend)
-        return [logits.float(), keys.float(), values.float()]
+        kv = KVCache(2, decoder.kv_heads, head_dim, 2, dtype, device)
+        logits = decoder.run(tokens, kv, lambda _, queries: queries, logits_rows, backend=backend)
+        return [logits.float(), *(pages.float() for pages in (*kv.k_pages, *kv.v_pages))]
 
     for one, other in zip(run("triton"), run("torch"), strict=True):
         assert one.shape == other.shape and (one - other).norm() <= 0.02 * other.norm()

@@ -9,10 +9,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model, load_modules
 from specahead.engine.loading.runner import make_runner
-from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.decoder import Decoder, PassTokens
 from specahead.engine.steps.inputs import Logits, SequenceInput
 from specahead.kernels.backends import Backend
 from specahead.kernels.linear import MOST_ROWS, quantize
@@ -116,13 +117,12 @@ def test_more_rows_may_give_logits_than_read_8_bits(folder: str) -> None:
     decoder = load_model(folder, dtype, DEVICE).decoder
     assert isinstance(decoder, Decoder)
     decoder = decoder.with_eight_bit_weights()
-    tokens = torch.arange(6, device=DEVICE).view(2, 3)
-    slots = torch.arange(1, 4, device=DEVICE)
+    tokens = PassTokens(*torch.arange(6, device=DEVICE).view(2, 3), torch.arange(1, 4, device=DEVICE))
     giving = torch.arange(MOST_ROWS + 1, device=DEVICE) % 3
 
     def run(backend: Backend, rows: Tensor) -> Tensor:
-        pages = [[torch.zeros(1, 2, 16, 64, dtype=dtype, device=DEVICE) for _ in range(2)] for _ in range(2)]
-        return decoder.run(*tokens, slots, *pages, lambda _, queries: queries, rows, backend).float()
+        kv = KVCache(2, 2, 64, 1, dtype, DEVICE)
+        return decoder.run(tokens, kv, lambda _, queries: queries, rows, backend=backend).float()
 
     expected = run("torch", giving)
     assert (run("triton", giving) - expected).norm() <= 0.02 * expected.norm()

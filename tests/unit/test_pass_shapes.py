@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specahead.engine.model.decoder import Decoder, DecoderLayer
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.model.decoder import Decoder, DecoderLayer, PassTokens
 from specahead.kernels.backends import Backend
 from specahead.kernels.linear import LinearWeight
 from specahead.kernels.paged_attention import Batch, BlockLists, paged_attention, paged_attention_with_read_weights
@@ -84,8 +85,10 @@ def check_pass(decoder: Decoder, rows: int) -> None:
 def run(decoder: Decoder, rows: int, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logits of tokens behind others, all but one of which are written, and the pages of KV."""
     random_ = torch.Generator(DEVICE).manual_seed(rows)
-    k_pages = torch.randn(6, KV_HEADS, PAGE, DIM, generator=random_, device=DEVICE).half()
-    v_pages = k_pages.flip(0).clone()
+    kv = KVCache(1, KV_HEADS, DIM, 6, torch.float16, DEVICE)
+    (k_pages,), (v_pages,) = kv.k_pages, kv.v_pages
+    k_pages.copy_(torch.randn(k_pages.shape, generator=random_, device=DEVICE))
+    v_pages.copy_(k_pages.flip(0))
     before = 21  # tokens with KV before the pass
     ids = torch.randint(VOCAB, (rows,), generator=random_, device=DEVICE)
     positions = before + torch.arange(rows, device=DEVICE)
@@ -99,7 +102,7 @@ def run(decoder: Decoder, rows: int, backend: Backend) -> tuple[Tensor, Tensor, 
         batch = Batch(queries, k_pages, v_pages, tables, lengths, starts, SCALE, rows)
         return paged_attention(batch, backend=backend)
 
-    logits = decoder.run(ids, positions, slots, [k_pages], [v_pages], attend, backend=backend)
+    logits = decoder.run(PassTokens(ids, positions, slots), kv, attend, backend=backend)
     return logits, k_pages, v_pages
 
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specahead.engine.kv.cache import KVCache
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.chosen_blocks import BlockRule
 from specahead.kernels.compiling import compiles_only
-from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.linear import (
     BLOCK,
     LinearWeight,
@@ -33,6 +33,18 @@ from specahead.kernels.rotary import rotate_and_write_kv
 Attend = Callable[[int, Tensor], Tensor]
 # Called with each layer's number and the residual stream that it reads, [tokens, hidden].
 Observe = Callable[[int, Tensor], None]
+
+
+@dataclass(frozen=True)
+class PassTokens:
+    """The tokens of a pass."""
+
+    ids: Tensor
+    """[tokens] int64."""
+    positions: Tensor
+    """[tokens] int64."""
+    slots: Tensor
+    """[tokens] int64, page * PAGE_SIZE + offset of each token's KV; a token with a negative slot is not written."""
 
 
 @dataclass(frozen=True)
@@ -157,33 +169,24 @@ class Decoder:
 
     def run(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        k_pages: list[Tensor],
-        v_pages: list[Tensor],
+        tokens: PassTokens,
+        kv: KVCache,
         attend: Attend,
         logits_rows: Tensor | None = None,
-        backend: Backend | None = None,
-        kv_scales: KVScales | None = None,
         observe: Observe | None = None,
+        backend: Backend | None = None,
     ) -> Tensor:
-        """Write the tokens' KV, and return the logits [rows, vocab] of all tokens, or of `logits_rows`.
+        """Write the tokens' KV to the pages of `kv`, and return the logits [rows, vocab] of all, or of `logits_rows`.
 
-        token_ids, positions: [tokens] int64.
-        slots: [tokens] int64; a token with a negative slot is not written.
-        k_pages, v_pages: of each layer [pages, kv_heads, page_size, head_dim].
         logits_rows: [rows] int32 or int64; more rows than tokens are allowed, since each sequence has room for as many.
             After the last layer's attention only these rows run on: of other tokens only keys and values are needed.
-        backend: of all kernels but attention; None: the device's.
-        kv_scales: those of all layers, for pages in 8 bits.
         observe: sees the stream before each layer.
+        backend: of all kernels but attention; None: the device's.
         """
-        kernels = backend or default_backend(token_ids.device)
-        stream = self.embed(token_ids)
+        kernels = backend or default_backend(tokens.ids.device)
+        stream = self.embed(tokens.ids)
         for index in self._layers_to_run():
-            pages = k_pages[index], v_pages[index]
-            queries, stream = self.before_attention(index, stream, positions, slots, pages, kernels, kv_scales)
+            queries, stream = self.before_attention(index, stream, tokens, kv, kernels)
             if observe is not None:
                 observe(index, stream.total)
             attended = attend(index, queries).flatten(1)
@@ -202,23 +205,12 @@ class Decoder:
         return Residual(hidden, scale=self.residual_scale)
 
     def before_attention(
-        self,
-        index: int,
-        stream: Residual,
-        positions: Tensor,
-        slots: Tensor,
-        pages: tuple[Tensor, Tensor],
-        backend: Backend,
-        kv_scales: KVScales | None = None,
+        self, index: int, stream: Residual, tokens: PassTokens, kv: KVCache, backend: Backend
     ) -> tuple[Tensor, Residual]:
-        """Write the tokens' KV of a layer, and return its queries [tokens, heads, dim] and the stream, added up.
-
-        positions, slots, kv_scales: as for `run`. pages: the layer's, of keys and of values.
-        """
+        """Write the tokens' KV of a layer, and return its queries [tokens, heads, dim] and the stream, added up."""
         layer = self.layers[index]
         qkv, stream = self._read(stream, layer.input_norm, layer.qkv, backend, in_parts=layer.full_norms is None)
-        scales = None if kv_scales is None else kv_scales.layer(index)
-        return self._rotate(layer, qkv, positions, slots, pages, scales, backend), stream
+        return self._rotate(index, qkv, tokens, kv, backend), stream
 
     def after_attention(self, index: int, stream: Residual, attended: Tensor, backend: Backend) -> Residual:
         """Return the stream after a layer. attended: [tokens, heads * dim]."""
@@ -276,17 +268,9 @@ class Decoder:
             return stream.plus(out)
         return stream.plus(add_rms_norm(out, None, out_norm, self.epsilon, backend)[0])
 
-    def _rotate(
-        self,
-        layer: DecoderLayer,
-        qkv: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        pages: tuple[Tensor, Tensor],
-        scales: KVScales | None,
-        backend: Backend,
-    ) -> Tensor:
-        """Norm and rotate queries and keys, write keys and values to `pages`, and return the queries."""
+    def _rotate(self, index: int, qkv: Tensor, tokens: PassTokens, kv: KVCache, backend: Backend) -> Tensor:
+        """Norm and rotate a layer's queries and keys, write keys and values to its pages, and return the queries."""
+        layer, (k_pages, v_pages) = self.layers[index], kv.layer_pages(index)
         if layer.full_norms is not None:
             qkv = self._norm_all_heads(qkv, layer.full_norms, backend)
         rotated = self.cosines.shape[1] if layer.rotates else 0
@@ -294,15 +278,15 @@ class Decoder:
             qkv,
             self.cosines[:, :rotated],
             self.sines[:, :rotated],
-            positions,
-            slots,
-            pages[0],
-            pages[1],
+            tokens.positions,
+            tokens.slots,
+            k_pages,
+            v_pages,
             self.heads,
             backend,
             layer.head_norms,
             self.epsilon,
-            scales,
+            kv.scales_of(index),
             self.embedding.dtype,
         )
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.engine.model.decoder import Attend, Decoder, Observe
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.model.decoder import Attend, Decoder, Observe, PassTokens
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.compiling import compiles_only
-from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.linear import LinearWeight, Residual, linear
 from specahead.kernels.rms_norm import add_rms_norm
 
@@ -91,31 +91,27 @@ class DraftHead(Decoder):
 
     def run(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        k_pages: list[Tensor],
-        v_pages: list[Tensor],
+        tokens: PassTokens,
+        kv: KVCache,
         attend: Attend,
         logits_rows: Tensor | None = None,
-        backend: Backend | None = None,
-        kv_scales: KVScales | None = None,
         observe: Observe | None = None,
+        backend: Backend | None = None,
     ) -> Tensor:
-        """Run the tokens that follow the states, as `Decoder.run` does.
+        """Run the tokens that follow the states, as `Decoder.run` does, at the positions of the states.
 
-        positions: those of the states. Returns logits over the target's ids, _NEVER for ids that the head cannot draft.
+        Returns logits over the target's ids, _NEVER for ids that the head cannot draft.
         """
         if self.carried is None:
             raise RuntimeError("a head reads states: say which by `reading`")
-        kernels, states, (layer,) = backend or default_backend(token_ids.device), self.carried.values, self.layers
+        kernels, states, (layer,) = backend or default_backend(tokens.ids.device), self.carried.values, self.layers
         assert layer.input_norm is not None
         embedded, _ = add_rms_norm(
-            F.embedding(token_ids, self.embedding), None, layer.input_norm, self.epsilon, kernels
+            F.embedding(tokens.ids, self.embedding), None, layer.input_norm, self.epsilon, kernels
         )
         normed, _ = add_rms_norm(states, None, self.hidden_norm, self.epsilon, kernels)
         qkv = linear(torch.cat([embedded, normed], 1), layer.qkv, kernels, in_parts=True)
-        queries = self._rotate(layer, qkv, positions, slots, (k_pages[0], v_pages[0]), None, kernels)
+        queries = self._rotate(0, qkv, tokens, kv, kernels)
         attended, stream = attend(0, queries).flatten(1), Residual(states)
         if logits_rows is not None:
             if not len(logits_rows):

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specahead.engine.model.decoder import Attend, Decoder
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.model.decoder import Attend, Decoder, PassTokens
 from specahead.engine.parallel.ranks import ALONE
-from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.kv_write import write_kv
 
 NAME = "specahead"
@@ -26,10 +26,8 @@ class _Pass:
 
     attend: Attend
     slots: Tensor
-    k_pages: list[Tensor]
-    v_pages: list[Tensor]
+    kv: KVCache
     scale: float
-    kv_scales: KVScales | None
 
 
 @dataclass(frozen=True)
@@ -56,26 +54,16 @@ class ModulesDecoder:
         """Return the share of these bytes that a pass reads: mixtures of experts are taken for dense models."""
         return 1.0
 
-    def run(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        k_pages: list[Tensor],
-        v_pages: list[Tensor],
-        attend: Attend,
-        logits_rows: Tensor | None = None,
-        kv_scales: KVScales | None = None,
-    ) -> Tensor:
+    def run(self, tokens: PassTokens, kv: KVCache, attend: Attend, logits_rows: Tensor | None = None) -> Tensor:
         """Run one pass; arguments and result as for `specahead.engine.model.decoder.Decoder.run`."""
         if logits_rows is not None and not len(logits_rows):
             logits_rows = logits_rows.new_zeros(1)  # transformers takes no empty selection
         result = self.model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
+            input_ids=tokens.ids[None],
+            position_ids=tokens.positions[None],
             use_cache=False,
             logits_to_keep=0 if logits_rows is None else logits_rows,
-            running=_Pass(attend, slots, k_pages, v_pages, self.attention_scale, kv_scales),
+            running=_Pass(attend, tokens.slots, kv, self.attention_scale),
         )
         logits: Tensor = result.logits[0, :, : self.vocab]
         return logits
@@ -124,7 +112,6 @@ def attend_in_pass(
     layer: int = module.layer_idx  # type: ignore[assignment]
     queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
     kept = running.slots >= 0
-    pages, scales = (running.k_pages[layer], running.v_pages[layer]), running.kv_scales
-    of_layer = None if scales is None else scales.layer(layer)
-    write_kv(*pages, running.slots[kept], keys[kept], values[kept], of_layer)
+    k_pages, v_pages = running.kv.layer_pages(layer)
+    write_kv(k_pages, v_pages, running.slots[kept], keys[kept], values[kept], running.kv.scales_of(layer))
     return running.attend(layer, queries.contiguous())[None], None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import FetchPlan
-from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.decoder import Decoder, PassTokens
 from specahead.engine.model.layer_attention import LayerAttention, ListedReads, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.sampling.judging import WIDE_SUPPORT
@@ -62,8 +62,7 @@ class DraftPasses:
         attend = LayerAttention(heads, at.rows, self.kv.layer_pages, self.attention, reads, self.evidence)
         if self.dense_layers:
             attend.dense_work = plan_reads(heads, at.rows, self.attention)
-        pages = self.kv.k_pages, self.kv.v_pages
-        return self.decoder.run(tokens, at.positions, at.slots, *pages, attend, kv_scales=self.kv.scales)
+        return self.decoder.run(PassTokens(tokens, at.positions, at.slots), self.kv, attend)
 
 
 @dataclass(frozen=True)

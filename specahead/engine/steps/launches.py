@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan, count_fetches
-from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.decoder import Decoder, PassTokens
 from specahead.engine.model.head import DraftHead, StateTap
 from specahead.engine.model.layer_attention import BlockMemory, LayerAttention, LayerPages, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
@@ -72,11 +72,9 @@ def run_pass(
     running = graphs or (drafting if shape.light and drafting else decoder)
     if isinstance(running, DraftHead):
         running = running.reading(given["state_slots"])
-    how: dict[str, Any] = {} if tap is None else {"observe": tap.observer(given["slots"])}
-    given["logits"] = running.run(
-        given["token_ids"], given["positions"], given["slots"], kv.k_pages, kv.v_pages, attend, logits_rows,
-        kv_scales=kv.scales, **how,
-    )  # fmt: skip
+    tokens = PassTokens(given["token_ids"], given["positions"], given["slots"])
+    how: dict[str, Any] = {} if tap is None else {"observe": tap.observer(tokens.slots)}
+    given["logits"] = running.run(tokens, kv, attend, logits_rows, **how)
     if chosen is not None:
         _write_fetch_counts(buffers, kv.ranks.sum(count_fetches(chosen.requests)))
     read_weights = attend.weights if isinstance(attend.weights, Tensor) else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.kv.staged import StagedReads
-from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.decoder import Decoder, PassTokens
 from specahead.engine.model.head import DraftHead, StateTap
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.parallel.commands import Command, encode
@@ -245,10 +245,8 @@ class PassRunner:
 
         def launch() -> None:
             numbers = torch.zeros(tokens, dtype=torch.int64, device=self._kv.device)
-            pages = self._kv.k_pages, self._kv.v_pages
-            of_kv = *pages, lambda _layer, queries: queries, numbers[:0]
             decoder = self._decoder.reading(numbers) if isinstance(self._decoder, DraftHead) else self._decoder
-            decoder.run(numbers, numbers, numbers, *of_kv, kv_scales=self._kv.scales)
+            decoder.run(PassTokens(numbers, numbers, numbers), self._kv, lambda _layer, queries: queries, numbers[:0])
 
         return launch
 
@@ -285,8 +283,7 @@ class PassRunner:
         self._followers.tell(Command.CAPTURE_PROMPT, [tokens])
         assert isinstance(self._decoder, Decoder)
         if self._prompt_graphs is None:
-            of_kv = self._kv.k_pages, self._kv.v_pages, self._kv.scales
-            self._prompt_graphs = PromptGraphs(self._decoder, *of_kv, self._tap)
+            self._prompt_graphs = PromptGraphs(self._decoder, self._kv, self._tap)
         self._prompt_graphs.capture(tokens)
 
     def _room_for_prompts(self) -> Tensor:

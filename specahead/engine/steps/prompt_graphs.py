@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from specahead.config.garbage import no_garbage_collected
-from specahead.engine.model.decoder import Attend, Decoder, Observe
+from specahead.engine.kv.cache import KVCache
+from specahead.engine.model.decoder import Attend, Decoder, Observe, PassTokens
 from specahead.engine.model.head import StateTap
 from specahead.engine.steps.graphs import Graphs
 from specahead.kernels.backends import default_backend
-from specahead.kernels.kv_scales import KVScales
 from specahead.kernels.linear import Residual
 
 MOST_TOKENS = 4096  # of a pass; longer ones keep the device busy for longer than the host takes to launch them
@@ -26,20 +26,13 @@ _STEPS = (1024, 128), (2048, 256), (MOST_TOKENS, 512)  # up to so many tokens, s
 class PromptGraphs:
     """Runs a decoder like `Decoder.run`, by the graphs of the next larger captured size where there is one.
 
-    Rows that fill a size up write no KV. k_pages, v_pages, kv_scales: of each layer, which every pass reads and writes.
-    tap: takes states from every pass, if it is there.
+    Rows that fill a size up write no KV. kv: what every pass reads and writes. tap: takes states from every pass, if it
+    is there.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        k_pages: list[Tensor],
-        v_pages: list[Tensor],
-        kv_scales: KVScales | None,
-        tap: StateTap | None = None,
-    ) -> None:
-        self._decoder, self._k_pages, self._v_pages, self._kv_scales = decoder, k_pages, v_pages, kv_scales
-        device, hidden, width = k_pages[0].device, decoder.embedding.shape[1], decoder.heads * k_pages[0].shape[3]
+    def __init__(self, decoder: Decoder, kv: KVCache, tap: StateTap | None = None) -> None:
+        self._decoder, self._kv = decoder, kv
+        device, hidden, width = kv.device, decoder.embedding.shape[1], decoder.heads * kv.k_pages[0].shape[3]
         make = partial(torch.zeros, dtype=decoder.embedding.dtype, device=device)
         self._numbers = torch.zeros(3, MOST_TOKENS, dtype=torch.int64, device=device)  # token ids, positions, slots
         self._queries, self._attended, self._total = (make(MOST_TOKENS, size) for size in (width, width, hidden))
@@ -51,19 +44,18 @@ class PromptGraphs:
     @torch.inference_mode()
     def capture(self, tokens: int) -> None:
         """Capture the graphs of passes over a number of tokens."""
-        ids, positions, slots = self._numbers[:, :tokens]
+        of_pass = PassTokens(*self._numbers[:, :tokens])
         attended, graphs, stream = self._attended[:tokens], list[torch.cuda.CUDAGraph](), None
-        slots.fill_(-1)
-        observe = None if self._tap is None else self._tap.observer(slots, self._seen[:tokens])
-        for index, pages in enumerate(zip(self._k_pages, self._v_pages, strict=True)):
+        of_pass.slots.fill_(-1)
+        observe = None if self._tap is None else self._tap.observer(of_pass.slots, self._seen[:tokens])
+        for index in range(self._decoder.num_layers):
             graph = torch.cuda.CUDAGraph()
             with no_garbage_collected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
                 if stream is None:
-                    stream = self._decoder.embed(ids)
+                    stream = self._decoder.embed(of_pass.ids)
                 else:
                     stream = self._decoder.after_attention(index - 1, stream, attended, self._backend)
-                of_kv = pages, self._backend, self._kv_scales
-                queries, stream = self._decoder.before_attention(index, stream, positions, slots, *of_kv)
+                queries, stream = self._decoder.before_attention(index, stream, of_pass, self._kv, self._backend)
                 if observe is not None:
                     observe(index, stream.total)
                 # Only what is copied out lasts: the pool gives the memory of all else to the graphs that follow.
@@ -76,27 +68,22 @@ class PromptGraphs:
 
     def run(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        k_pages: list[Tensor],
-        v_pages: list[Tensor],
+        tokens: PassTokens,
+        kv: KVCache,
         attend: Attend,
         logits_rows: Tensor | None = None,
-        kv_scales: KVScales | None = None,
         observe: Observe | None = None,
     ) -> Tensor:
-        """Run one pass; arguments and result as for `Decoder.run`. The pages must be those that were captured.
+        """Run one pass; arguments and result as for `Decoder.run`. `kv` must be the one that was captured.
 
         observe: for passes without graphs; in graphs `tap` observes.
         """
-        count = len(token_ids)
+        count = len(tokens.ids)
         size = next((size for size in sizes_up_to(MOST_TOKENS) if size >= count), 0)
         if size not in self._graphs or logits_rows is None:
-            of_kv = k_pages, v_pages, attend, logits_rows
-            return self._decoder.run(token_ids, positions, slots, *of_kv, kv_scales=kv_scales, observe=observe)
-        assert k_pages is self._k_pages and v_pages is self._v_pages and kv_scales is self._kv_scales
-        for row, numbers in zip(self._numbers, (token_ids, positions, slots), strict=True):
+            return self._decoder.run(tokens, kv, attend, logits_rows, observe)
+        assert kv is self._kv
+        for row, numbers in zip(self._numbers, (tokens.ids, tokens.positions, tokens.slots), strict=True):
             row[:count].copy_(numbers)
         self._numbers[2, count:size].fill_(-1)
         queries, attended = self._queries[:count].unflatten(1, (self._decoder.heads, -1)), self._attended[:count]

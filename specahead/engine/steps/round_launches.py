@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
-from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.decoder import Decoder, PassTokens
 from specahead.engine.model.head import DraftHead
 from specahead.engine.model.layer_attention import LayerAttention, ListedReads, Rows, plan_reads
 from specahead.engine.model.modules import ModulesDecoder
@@ -187,8 +187,7 @@ def _run_first_pass(round_: _Round, branches: OneToken | None) -> Tensor:
     work = plan_reads(heads, at.rows, round_.attention)
     evidence = round_.evidence_of_passes(first=True)
     attend = LayerAttention(heads, at.rows, kv.layer_pages, round_.attention, None, evidence, dense_work=work)
-    given_kv = kv.k_pages, kv.v_pages
-    return round_.decoder.run(given["token_ids"], at.positions, at.slots, *given_kv, attend, ends, kv_scales=kv.scales)
+    return round_.decoder.run(PassTokens(given["token_ids"], at.positions, at.slots), kv, attend, ends)
 
 
 def _own_lists(round_: _Round) -> ListedReads:

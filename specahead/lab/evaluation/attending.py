@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
-from specahead.engine.model.decoder import Attend
+from specahead.engine.model.decoder import Attend, PassTokens
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.backends import default_backend
 from specahead.kernels.paged_attention import Batch, paged_attention, weights_of_last_queries
@@ -26,7 +26,7 @@ def forward_attending(
     slots = sequence.table()[at // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + at % PAGE_SIZE
     ids, positions, written = (torch.as_tensor(each, device=runner.device) for each in (tokens, at, slots))
     rows = None if logits else torch.empty(0, dtype=torch.int64, device=runner.device)
-    given = runner.decoder.run(ids, positions, written, kv.k_pages, kv.v_pages, attend, rows, kv_scales=kv.scales)
+    given = runner.decoder.run(PassTokens(ids, positions, written), kv, attend, rows)
     sequence.length += len(tokens)
     return given.float()
 

@@ -22,7 +22,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
 from specahead.engine.loading.tokenizer import load_tokenizer
-from specahead.engine.model.decoder import Decoder
+from specahead.engine.model.decoder import Decoder, PassTokens
 from specahead.engine.model.layer_attention import ChosenPart, ChosenReads, LayerAttention, Rows
 from specahead.engine.sampling.divergence import divergence
 from specahead.engine.steps.reads import CHOOSING_AT_ONCE, heads_of
@@ -171,7 +171,7 @@ def logits_of(loaded: LoadedModel, rule: BlockRule, tokens: Tensor, shared: int)
     )
     parts = _parts(rule, shape.num_kv_heads, table, at, shared)
     attend.chosen = ChosenReads(kv.k_pages, kv.page_means, at, at // PAGE_SIZE, parts)
-    return decoder.run(tokens, at, at, kv.k_pages, kv.v_pages, attend).float()
+    return decoder.run(PassTokens(tokens, at, at), kv, attend).float()
 
 
 def _parts(rule: BlockRule, kv_heads: int, table: Tensor, positions: Tensor, shared: int) -> list[ChosenPart]:
