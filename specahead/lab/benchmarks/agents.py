@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from specahead.lab.benchmarks import arrivals
-from specahead.lab.benchmarks.completions import Client, TokenSource, plot_latency, warm_up
+from specahead.lab.benchmarks.completions import TokenSource, endpoint_of, plot_latency, warm_up
+from specahead.lab.evaluation.tasks.endpoint import Endpoint
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def run(flags: argparse.Namespace) -> Sequence[AgentsRow | arrivals.ArrivalsRow]
 
 def measure(flags: argparse.Namespace) -> tuple[list[AgentsRow], bool]:
     """Return the rows, and whether the server returns token ids. Raises as `run`."""
-    client, source = Client(flags), TokenSource(flags)
+    client, source = endpoint_of(flags), TokenSource(flags)
     warm_up(client, source, flags.seed)
     rows = []
     for number, agents in enumerate(flags.agents):
@@ -99,7 +100,7 @@ def measure(flags: argparse.Namespace) -> tuple[list[AgentsRow], bool]:
     return rows, client.told_ids
 
 
-def _play(client: Client, source: TokenSource, flags: argparse.Namespace, seed: tuple[int, int, int]) -> list[Turn]:
+def _play(client: Endpoint, source: TokenSource, flags: argparse.Namespace, seed: tuple[int, int, int]) -> list[Turn]:
     """Run all turns of an agent, one after another."""
     random, agent = np.random.default_rng(seed), seed[-1]
     least, most = flags.context
@@ -107,9 +108,9 @@ def _play(client: Client, source: TokenSource, flags: argparse.Namespace, seed: 
     turns = []
     for turn in range(flags.turns):
         sent = time.perf_counter()
-        answer, first = client.generate(tokens, flags.generated)
-        turns.append(Turn(agent, turn, len(tokens), len(answer), sent, first, time.perf_counter()))
-        tokens += source.as_prompt(answer) + source.draw(random, flags.added)
+        answer = client.generate(tokens, flags.generated)
+        turns.append(Turn(agent, turn, len(tokens), len(answer.tokens), sent, answer.first, time.perf_counter()))
+        tokens += source.as_prompt(answer.tokens) + source.draw(random, flags.added)
         time.sleep(flags.pause)
     return turns
 

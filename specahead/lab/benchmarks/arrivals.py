@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specahead.lab.benchmarks.completions import Client, TokenSource, plot_latency, warm_up
+from specahead.lab.benchmarks.completions import TokenSource, endpoint_of, plot_latency, warm_up
+from specahead.lab.evaluation.tasks.endpoint import Endpoint
 
 # Quantiles of the 12,031 requests of Mooncake's trace of conversations (FAST25-release/traces/conversation_trace.jsonl,
 # kvcache-ai/Mooncake, Apache-2.0): tokens of prompts and of answers, which hardly go together (correlation 0.05).
@@ -97,7 +98,7 @@ def run(flags: argparse.Namespace) -> list[ArrivalsRow]:
     """
     if min(flags.arrivals) <= 0 or flags.requests < 2 or flags.scale < 1:
         raise ValueError("--arrivals must be positive, --requests at least 2, --scale at least 1")
-    client, source = Client(flags), TokenSource(flags)
+    client, source = endpoint_of(flags), TokenSource(flags)
     warm_up(client, source, flags.seed)
     warm_up(client, source, flags.seed, TEMPERATURE)
     rows = []
@@ -122,7 +123,7 @@ def run(flags: argparse.Namespace) -> list[ArrivalsRow]:
     return rows
 
 
-def _ask_all(client: Client, source: TokenSource, load: list[Arrival], seed: tuple[int, int]) -> list[Answered]:
+def _ask_all(client: Endpoint, source: TokenSource, load: list[Arrival], seed: tuple[int, int]) -> list[Answered]:
     """Send each request when it is due. seed: of the run's own, so that it does not find another run's prompts."""
     random = np.random.default_rng(seed)
     prompts = [source.draw(random, each.prompt) for each in load]
@@ -132,10 +133,10 @@ def _ask_all(client: Client, source: TokenSource, load: list[Arrival], seed: tup
         due = began + asked.at
         time.sleep(max(0.0, due - time.perf_counter()))
         try:
-            answer, first = client.generate(prompt, asked.answer, asked.temperature)
+            answer = client.generate(prompt, asked.answer, asked.temperature)
         except ValueError:
             return Answered(due, 0.0, time.perf_counter(), 0)
-        return Answered(due, first, time.perf_counter(), len(answer))
+        return Answered(due, answer.first, time.perf_counter(), len(answer.tokens))
 
     with ThreadPoolExecutor(len(load)) as pool:
         return list(pool.map(ask, load, prompts))

@@ -1,91 +1,30 @@
-"""Requests of benchmarks to any server with OpenAI's completions API: prompts of token ids, answers that stream."""
+"""What benchmarks that ask any server with OpenAI's completions API have in common: prompts of token ids, and plots."""
 
 import argparse
-import http.client
-import json
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.lab.evaluation.tasks.endpoint import LEAST_TOKEN, Endpoint
 from specahead.lab.plotting import make_figure, put_legend, save_figure
 
 _WARM_UP = (1, 4, 16)  # requests at once
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
-_LEAST_TOKEN = 10  # ids below are often special tokens
 
 
-class Client:
-    """Completions of one server. Its methods raise ValueError for a refused request, OSError without an answer."""
-
-    def __init__(self, flags: argparse.Namespace) -> None:
-        self._url, self._timeout = flags.url.rstrip("/"), flags.timeout
-        self._headers = {"Content-Type": "application/json"}
-        self._headers |= {"Authorization": f"Bearer {flags.api_key}"} if flags.api_key else {}
-        self._more: dict[str, Any] = {"exactness": flags.exactness} if flags.exactness else {}
-        self._model = flags.model or self._first_model()
-        self.told_ids = True
-        """Whether every answer came with its token ids; else other tokens take its place in the next prompt."""
-
-    def _first_model(self) -> str:
-        with self._open("/v1/models", None) as response:
-            return str(json.load(response)["data"][0]["id"])
-
-    def generate(self, tokens: Sequence[int], count: int, temperature: float = 0.0) -> tuple[list[int], float]:
-        """Generate `count` tokens behind a prompt; return them, and when the first came, by time.perf_counter."""
-        body = {
-            "model": self._model,
-            "prompt": list(tokens),
-            "max_tokens": count,
-            "temperature": temperature,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
-        answer: list[int] = []
-        first, generated = 0.0, 0
-        with self._open("/v1/completions", json.dumps(body | self._more).encode()) as response:
-            for line in response:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line.removeprefix(b"data: "))
-                if "error" in event:
-                    raise ValueError(f"the server ended a request: {event['error']}")
-                generated = (event.get("usage") or {}).get("completion_tokens") or generated
-                for choice in event.get("choices", []):
-                    if choice.get("token_ids") or choice.get("text"):
-                        first = first or time.perf_counter()
-                    answer += choice.get("token_ids") or []
-        if not first:
-            raise ValueError("the server ended a request without a token")
-        if not answer:
-            self.told_ids = False
-            answer = list(range(_LEAST_TOKEN, _LEAST_TOKEN + (generated or count)))
-        return answer, first
-
-    def _open(self, path: str, body: bytes | None) -> http.client.HTTPResponse:
-        request = urllib.request.Request(self._url + path, body, self._headers)
-        try:
-            return urllib.request.urlopen(request, timeout=self._timeout)
-        except urllib.error.HTTPError as error:
-            raise ValueError(f"{self._url}{path}: {error.code}: {error.read().decode()[:500]}") from None
-        except OSError as error:
-            raise OSError(f"{self._url} does not answer: {getattr(error, 'reason', error)}") from None
+def endpoint_of(flags: argparse.Namespace) -> Endpoint:
+    """Return the server that a benchmark's flags name. Raises as Endpoint."""
+    fields = {"exactness": flags.exactness} if flags.exactness else {}
+    return Endpoint(flags.url, flags.model, flags.api_key, flags.timeout, fields)
 
 
-def warm_up(client: Client, source: "TokenSource", seed: int, temperature: float = 0.0) -> None:
+def warm_up(client: Endpoint, source: "TokenSource", seed: int, temperature: float = 0.0) -> None:
     """Let the server compile and capture what it does so at its first requests."""
     tokens = source.draw(np.random.default_rng(seed + 1), _WARM_UP_PROMPT)
     for count in _WARM_UP:
-        with ThreadPoolExecutor(count) as pool:
-            list(pool.map(lambda start: client.generate(tokens[start:], _WARM_UP_TOKENS, temperature), range(count)))
+        client.generate_at_once([tokens[start:] for start in range(count)], _WARM_UP_TOKENS, temperature)
 
 
 class TokenSource:
@@ -106,7 +45,7 @@ class TokenSource:
         Raises ValueError for texts that are shorter.
         """
         if not self._of_texts:
-            return random.integers(_LEAST_TOKEN, self._vocabulary, count).tolist()
+            return random.integers(LEAST_TOKEN, self._vocabulary, count).tolist()
         if count > len(self._of_texts):
             raise ValueError(f"--text has {len(self._of_texts)} tokens, and a prompt needs {count}: name longer files")
         start = int(random.integers(0, len(self._of_texts) - count + 1))

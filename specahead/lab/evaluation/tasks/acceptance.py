@@ -11,8 +11,9 @@ from specahead.lab.evaluation.plans import save_plan
 from specahead.lab.evaluation.report import align
 from specahead.lab.evaluation.tasks.asking import Record, Way
 from specahead.lab.evaluation.tasks.command import ask, choose_questions, settings_of
+from specahead.lab.evaluation.tasks.comparing import compare
 from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio
-from specahead.lab.evaluation.tasks.others import continuation
+from specahead.lab.evaluation.tasks.others import bundled_texts, continuation, unjudged_tasks
 from specahead.lab.evaluation.tasks.ruler import NOISE
 from specahead.sparsity.plan import load_plan
 
@@ -45,16 +46,20 @@ class AcceptanceRow:
 
 def run(flags: argparse.Namespace) -> None:
     """Ask, print the table, write the JSON file, and update the plan that is named. Raises as `evaluate tasks`."""
+    texts = {Path(file).name: Path(file).read_text(encoding="utf-8") for file in flags.text or ()}
+    texts = bundled_texts() if flags.text is None else texts
+    more = {f"continue {name}": continuation(text) for name, text in texts.items()}
+    questions = choose_questions(flags, NOISE, unjudged_tasks(), more)
+    ways = [Way(name, heat) for heat in flags.temperatures for name in flags.exactness or [""]]
+    if len(flags.url) > 1:
+        compare(flags, questions, ways)
+        return
     plan = load_plan(flags.plan) if flags.plan else None
     if plan is not None and not plan.is_calibrated:
         raise ValueError(f"{flags.plan}: the plan is not calibrated; make one with specahead calibrate first")
-    texts = {f"continue {Path(file).name}": Path(file).read_text(encoding="utf-8") for file in flags.text}
-    questions = choose_questions(flags, NOISE, {name: continuation(text) for name, text in texts.items()})
-    ways = [Way(name, heat) for heat in flags.temperatures for name in flags.exactness or [""]]
-    records, answers = ask(flags, questions, ways, {"max_tokens": flags.generated})
+    records, answers = ask(flags, flags.url[0], questions, ways, {"max_tokens": flags.generated})
     rows = to_rows(records)
-    head = {"settings": settings_of(flags), "rows": [asdict(row) for row in rows]}
-    answers.save(head)
+    answers.save({"settings": settings_of(flags), "rows": [asdict(row) for row in rows]})
     print(to_text(rows))
     if plan is not None:
         chance, rounds = prior_of(records)

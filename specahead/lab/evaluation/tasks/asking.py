@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from specahead.lab.evaluation.tasks.endpoint import Answer, Endpoint
-from specahead.lab.evaluation.tasks.samples import Task, fit
+from specahead.lab.evaluation.tasks.samples import Sample, Task, fit
 
 _SAVED_EVERY = 5.0  # seconds
 
@@ -90,22 +90,39 @@ class Answers:
         self._saved = time.monotonic()
 
 
+def prompt_ids(tokenizer: Any, task: Task, prompt: str, chat: bool) -> list[int]:
+    """Return a prompt of a task in token ids. chat: whether the tokenizer's template makes a chat of it, unless the
+    task's answer goes on with the prompt."""
+    if not chat or task.completes:
+        ids: list[int] = tokenizer.encode(prompt, verbose=False)
+        return ids
+    said = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(said, tools=task.tools or None, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return ids
+
+
+def make_sample(tokenizer: Any, question: Question, room: int, chat: bool, seed: int) -> tuple[Sample, int]:
+    """Return the sample of a question, and the tokens of its prompt, which leaves `room` tokens of the context.
+
+    Raises ValueError where the shortest prompt leaves less.
+    """
+    name = f"{seed}/{question.task}/{question.context}/{question.index}"
+
+    def count(prompt: str) -> int:
+        return len(prompt_ids(tokenizer, question.made_by, prompt, chat))
+
+    return fit(question.made_by, name, question.context - room, count)
+
+
 class Asker:
     """Asks one server for all questions in all ways."""
 
     def __init__(self, endpoint: Endpoint, tokenizer: Any, chat: bool, seed: int, answers: Answers) -> None:
         """tokenizer: the model's, by which lengths are measured. chat: whether the server adds a chat template."""
-        self._endpoint, self._tokenizer, self._seed, self._answers = endpoint, tokenizer, seed, answers
-        empty = [{"role": "user", "content": ""}]
-        self._template = (
-            tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True) if chat else ""
-        )
+        self._endpoint, self._tokenizer, self._chat = endpoint, tokenizer, chat
+        self._seed, self._answers = seed, answers
         self._making = threading.Lock()  # one long prompt is made at a time
-
-    def count(self, prompt: str) -> int:
-        """Return the tokens that a prompt has at the server."""
-        text = self._template + prompt
-        return len(self._tokenizer.encode(text, add_special_tokens=not self._template, verbose=False))
 
     def ask_all(
         self, questions: Sequence[Question], ways: Sequence[Way], concurrency: int, fields: dict[str, Any]
@@ -130,15 +147,18 @@ class Asker:
     def _ask(
         self, question: Question, ways: Sequence[Way], fields: dict[str, Any], note: Callable[[], object]
     ) -> list[Record]:
-        room = int(fields.get("max_tokens", question.made_by.answer_tokens))
-        seed = f"{self._seed}/{question.task}/{question.context}/{question.index}"
+        task = question.made_by
+        room = int(fields.get("max_tokens", task.answer_tokens))
         with self._making:
-            sample, tokens = fit(question.made_by, seed, question.context - room, self.count)
+            sample, tokens = make_sample(self._tokenizer, question, room, self._chat, self._seed)
+        chat = self._chat and not task.completes
+        called = {"tools": list(task.tools)} if chat and task.tools else {}
         records = []
         for way in ways:
-            more: dict[str, Any] = {"max_tokens": room, "temperature": way.temperature, "seed": question.index} | fields
+            more: dict[str, Any] = {"max_tokens": room, "temperature": way.temperature, "seed": question.index}
+            more |= fields | called
             more |= {"exactness": way.exactness} if way.exactness else {}
-            request = self._endpoint.request(sample.prompt, **more)
+            request = self._endpoint.request(sample.prompt, chat, **more)
             name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
             known = self._answers.by_request.get(name)
             if known is None:
@@ -152,7 +172,7 @@ class Asker:
                     request=name,
                     prompt_tokens=tokens,
                     depths=sample.depths,
-                    score=question.made_by.score(answer.text, sample) if sample.references else None,
+                    score=task.score(answer.text, sample) if sample.references else None,
                     generated=answer.generated,
                     answer=answer.text,
                     speculation=answer.speculation,

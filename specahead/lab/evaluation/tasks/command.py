@@ -42,7 +42,8 @@ class TaskRow:
 def run(flags: argparse.Namespace) -> None:
     """Ask, print the table, and write the files that are named. Raises ValueError for flags that do not fit and for
     refused requests, OSError where the server does not answer."""
-    records, answers = ask(flags, questions_of(flags), [Way(name) for name in flags.exactness or [""]], {})
+    ways = [Way(name) for name in flags.exactness or [""]]
+    records, answers = ask(flags, flags.url, questions_of(flags), ways, {})
     rows = to_rows(records)
     answers.save({"settings": settings_of(flags), "rows": [asdict(row) for row in rows]})
     print(to_text(rows))
@@ -51,15 +52,15 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def ask(
-    flags: argparse.Namespace, questions: list[Question], ways: list[Way], fields: dict[str, Any]
+    flags: argparse.Namespace, url: str, questions: list[Question], ways: list[Way], fields: dict[str, Any]
 ) -> tuple[list[Record], Answers]:
-    """Ask the server of the flags; return the records and the file of answers. Raises as `run`."""
+    """Ask a server as the flags say; return the records and the file of answers. Raises as `run`."""
     if min(flags.concurrency, flags.samples, *flags.contexts) < 1:
         raise ValueError("--concurrency, --samples and --contexts must be positive")
     if flags.resume and not flags.json:
         raise ValueError("--resume goes on from the answers in a --json file: name one")
     answers = Answers(Path(flags.json) if flags.json else None, flags.resume)
-    endpoint = Endpoint(flags.url, flags.model, flags.api_key, flags.chat, flags.timeout)
+    endpoint = Endpoint(url, flags.model, flags.api_key, flags.timeout)
     asker = Asker(endpoint, load_tokenizer(flags.tokenizer), flags.chat, flags.seed, answers)
     return asker.ask_all(questions, ways, flags.concurrency, fields), answers
 
@@ -73,15 +74,18 @@ def settings_of(flags: argparse.Namespace) -> dict[str, Any]:
 def questions_of(flags: argparse.Namespace) -> list[Question]:
     """Return the questions of all contexts, tasks and samples. Raises ValueError for an unknown task."""
     texts = [Path(file).read_text(encoding="utf-8") for file in flags.text]
-    return choose_questions(flags, Haystack.of_text("\n".join(texts)) if texts else NOISE, {})
+    return choose_questions(flags, Haystack.of_text("\n".join(texts)) if texts else NOISE, {}, {})
 
 
-def choose_questions(flags: argparse.Namespace, essay: Haystack, more: dict[str, Task]) -> list[Question]:
-    """Return the questions of the chosen tasks, of `more` tasks and of LongBench's files. Raises as questions_of."""
+def choose_questions(
+    flags: argparse.Namespace, essay: Haystack, unjudged: dict[str, Task], more: dict[str, Task]
+) -> list[Question]:
+    """Return the questions of the tasks that are chosen among RULER's, the other ones and the `unjudged` ones, then of
+    `more` tasks, and of LongBench's files. Raises as questions_of."""
     questions = []
     lines = [task for file in flags.longbench for task in longbench_tasks(Path(file))][: flags.samples]
     for context in flags.contexts:
-        known = ruler_tasks(essay, context) | other_tasks()
+        known = ruler_tasks(essay, context) | other_tasks() | unjudged
         unknown = set(flags.tasks or ()) - known.keys()
         if unknown:
             raise ValueError(f"--tasks {' '.join(sorted(unknown))}: expected some of {' '.join(known)}")

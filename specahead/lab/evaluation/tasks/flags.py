@@ -2,10 +2,11 @@
 
 import argparse
 
+_URL = "http://127.0.0.1:8000"
+
 
 def _add_asking(parser: argparse.ArgumentParser) -> None:
-    """Declare what both commands take: the server, the samples, the file of answers."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="an OpenAI-style server (default: %(default)s)")
+    """Declare what both commands take: the samples, the model, the file of answers."""
     parser.add_argument("--model", default="", help="default: the first one that the server lists")
     parser.add_argument("--api-key", default="", metavar="KEY", help="or SPECAHEAD_API_KEY in the environment")
     parser.add_argument("--chat", action="store_true", help="ask for chat completions; default: completions")
@@ -31,6 +32,7 @@ def _add_asking(parser: argparse.ArgumentParser) -> None:
 
 def add_tasks_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `evaluate tasks` takes."""
+    parser.add_argument("--url", default=_URL, help="an OpenAI-style server (default: %(default)s)")
     _add_asking(parser)
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="haystacks (default: RULER's noise)")
@@ -40,13 +42,22 @@ def add_tasks_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_acceptance_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `evaluate acceptance` takes."""
+    parser.add_argument("--url", nargs="+", default=[_URL], help="servers; several are compared (default: %(default)s)")
     _add_asking(parser)
-    chosen = ["copy_code", "edit_code", "key_value", "niah_multivalue"]
+    chosen = ["edit_code", "tool_calls", "chat"]
     parser.add_argument(
         "--tasks", nargs="*", default=chosen, metavar="NAME", help=f"generated tasks (default: {' '.join(chosen)})"
     )
-    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="each a task to continue its passages")
+    parser.add_argument(
+        "--text",
+        nargs="*",
+        metavar="FILE",
+        help="each a task to continue its passages (default: bundled prose and code)",
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="X")
     parser.add_argument("--generated", type=int, default=256, metavar="N", help="tokens of an answer at most")
     parser.add_argument("--plan", metavar="FILE", help="write what exact requests accept into this plan, as a prior")
+    several = parser.add_argument_group("several servers, which answer by turns; the first is compared with the rest")
+    several.add_argument("--at-once", type=int, nargs="+", default=[1, 4], metavar="N", help="requests at once")
+    several.add_argument("--repeats", type=int, default=2, metavar="N", help="of each row (default: %(default)s)")
     parser.set_defaults(samples=8)

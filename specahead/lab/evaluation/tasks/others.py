@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import specahead
+from specahead import models
 from specahead.lab.evaluation.tasks.ruler import uuids, words
 from specahead.lab.evaluation.tasks.samples import Haystack, Sample, Task, hide
 
@@ -92,10 +94,60 @@ def other_tasks() -> dict[str, Task]:
     }
 
 
+def _tool(name: str, description: str, *arguments: str) -> dict[str, Any]:
+    """Return a function that a model may call, whose arguments are strings, in the form of OpenAI's protocol."""
+    properties = {argument: {"type": "string"} for argument in arguments}
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+_TOOLS = (
+    _tool("search_files", "Search files for a pattern", "pattern", "folder"),
+    _tool("read_file", "Read a file", "path"),
+    _tool("run_tests", "Run tests", "target"),
+    _tool("send_mail", "Send a mail", "to", "subject", "body"),
+)
+_TOPICS = (
+    *("garbage collection", "a B-tree", "TCP congestion control", "public-key cryptography", "a hash table"),
+    *("register allocation in a compiler", "a page cache", "gradient descent", "the Raft protocol", "a bloom filter"),
+)
+
+
+def _log(rng: random.Random, size: int) -> Sample:
+    """Call tools about the functions that a log of `size` lines names."""
+    names, lines = words(rng, 12, joint="_"), list[str]()
+    for i in range(size):
+        found, expected = rng.randrange(1000), rng.randrange(1000)
+        lines.append(f"{i // 3600:02}:{i // 60 % 60:02}:{i % 60:02} {rng.choice(names)}: {found} is not {expected}")
+    prompt = (
+        "Here is a log:\n" + "\n".join(lines) + "\n\nSearch the folder src for the three functions that it names most "
+        "often, then read each file that you find, run its tests, and mail the results to ann@example.org. Call the "
+        "tools one after another, each call with all its arguments."
+    )
+    return Sample(prompt, ())
+
+
+def _explain(rng: random.Random, size: int) -> Sample:
+    return Sample(f"Explain to a student, in detail and with examples, how {rng.choice(_TOPICS)} works.", ())
+
+
+def unjudged_tasks() -> dict[str, Task]:
+    """Return the generated tasks by name whose answers have no score: they only show how fast answers come."""
+    return {"tool_calls": Task(_log, 0, tools=_TOOLS), "chat": Task(_explain, 0, most=1)}
+
+
 def _continue(haystack: Haystack, rng: random.Random, size: int) -> Sample:
     return Sample("".join(haystack.cut(rng, size)).rstrip(), ())
 
 
 def continuation(text: str) -> Task:
-    """Return the task to go on with passages of a text, which nothing judges. Its answers have no score."""
-    return Task(partial(_continue, Haystack.of_text(text)), 0)
+    """Return the task to go on with passages of a text, at most all of it, whose answers have no score."""
+    haystack = Haystack.of_text(text)
+    return Task(partial(_continue, haystack), 0, most=len(haystack), completes=True)
+
+
+def bundled_texts() -> dict[str, str]:
+    """Return texts that need no files of the user, by name: the demo's prose, and the code of this package."""
+    sources = sorted(Path(specahead.__file__).parent.rglob("*.py"))
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    return {"prose": models.DEMO_TEXT.read_text(encoding="utf-8"), "code": code}

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 DEPTHS = 40  # at which needles may lie, evenly spread (RULER)
 _AIM, _ENOUGH = 0.99, 0.96  # shares of the room: what a sample is made for, and what ends the search
@@ -34,6 +35,10 @@ class Task:
     """Whether one reference suffices; otherwise the score is the share of references in the answer."""
     most: int = 1 << 24
     """The largest size."""
+    completes: bool = False
+    """Whether the answer goes on with the text of the prompt, so that it is never asked as a chat."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Functions that the answer to a chat may call, as OpenAI's protocol has them."""
 
     def score(self, answer: str, sample: Sample) -> float:
         """Return RULER's score of an answer, from 0 to 1: references are sought as they are, ignoring case."""
@@ -85,6 +90,9 @@ class Haystack:
         if not pieces:
             raise ValueError("a haystack needs a text with words in it")
         return cls(pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
 
     def cut(self, rng: random.Random, size: int) -> list[str]:
         """Return `size` pieces from a random one on; behind the last one the text begins again."""

@@ -1,0 +1,179 @@
+"""`specahead evaluate acceptance` of several servers: what each accepts, and how fast it decodes, on the same prompts.
+
+The servers take turns, so that they may share a GPU: only one of them is asked at a time. They change after each group
+of requests that are asked at once, and each repeat begins with another one, so that none is favoured.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import geometric_mean, mean
+
+from tqdm import tqdm
+
+from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.lab.evaluation.report import align
+from specahead.lab.evaluation.tasks.asking import Question, Way, make_sample, prompt_ids
+from specahead.lab.evaluation.tasks.endpoint import Endpoint, Streamed
+
+_WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
+_READING_TOKENS = 32  # generated behind prompts that are only read: meanwhile a draft can read them as well
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one server gave in a row of the table."""
+
+    tokens_a_second: float
+    """Of all requests at once, between first and last tokens; the mean over repeats."""
+    by_repeat: tuple[float, ...]
+    """The same in each repeat."""
+    accepted: float | None
+    """Accepted tokens a round with proposals; None: there were none, or the server does not say."""
+    plain_rounds: int | None
+    """Rounds without proposals; None: the server does not say."""
+    kv_read: float | None
+    """The mean share of the KV that verification read."""
+    audited_tokens: int
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """One task, context, temperature and exactness, with so many requests at once."""
+
+    task: str
+    context: int
+    temperature: float
+    exactness: str
+    at_once: int
+    servers: tuple[Measured, ...]
+    """In the order of --url."""
+    over_best: float
+    """Tokens a second of the first server, over those of the fastest of the others."""
+
+
+def compare(flags: argparse.Namespace, questions: Sequence[Question], ways: Sequence[Way]) -> None:
+    """Ask the servers by turns, print the table, and write the JSON file.
+
+    Raises ValueError for flags that do not fit, for servers of different models and for refused requests, OSError where
+    a server does not answer.
+    """
+    _check(flags)
+    servers = [Endpoint(url, flags.model, flags.api_key, flags.timeout) for url in flags.url]
+    for server in servers:
+        if server.model != servers[0].model:
+            raise ValueError(
+                f"{server.url} serves {server.model}, {servers[0].url} serves {servers[0].model}: expected servers of "
+                "the same model"
+            )
+    tokenizer, kinds = load_tokenizer(flags.tokenizer), dict[tuple[str, int], list[Prompt]]()
+    for question in questions:
+        sample, _ = make_sample(tokenizer, question, flags.generated, flags.chat, flags.seed)
+        prompt = prompt_ids(tokenizer, question.made_by, sample.prompt, flags.chat)
+        kinds.setdefault((question.task, question.context), []).append(prompt)
+    rows: list[ComparedRow] = []
+    for row in _measure(flags, servers, kinds, ways):
+        rows.append(row)
+        if flags.json:
+            content = {"servers": flags.url, "model": servers[0].model, "rows": [asdict(each) for each in rows]}
+            Path(flags.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    for number, server in enumerate(servers, 1):
+        print(f"server {number}: {server.url}")
+    print(to_text(rows))
+
+
+def _check(flags: argparse.Namespace) -> None:
+    if flags.plan or flags.resume:
+        raise ValueError("--plan and --resume are for one server: name one --url")
+    if min(*flags.at_once, flags.repeats, flags.samples, *flags.contexts) < 1 or flags.generated < 2:
+        raise ValueError("--at-once, --repeats, --samples and --contexts must be positive, --generated at least 2")
+    if max(flags.at_once) > flags.samples:
+        raise ValueError(
+            f"--at-once {max(flags.at_once)} needs as many different prompts, but --samples is {flags.samples}"
+        )
+
+
+def _measure(
+    flags: argparse.Namespace,
+    servers: Sequence[Endpoint],
+    kinds: Mapping[tuple[str, int], list[Prompt]],
+    ways: Sequence[Way],
+) -> Iterator[ComparedRow]:
+    """Give the rows as they are measured."""
+    _warm_up(servers, next(iter(kinds.values())), ways, flags.at_once)
+    cells = list(product(ways, flags.at_once))
+    with tqdm(total=len(kinds) * len(cells) * flags.repeats * len(servers), desc="asking", unit="group") as progress:
+        for (task, context), prompts in kinds.items():
+            _read(servers, prompts[: flags.repeats * max(flags.at_once)], ways, max(flags.at_once))
+            for way, at_once in cells:
+                answers: list[list[list[Streamed]]] = [[] for _ in servers]
+                for repeat, turn in product(range(flags.repeats), range(len(servers))):
+                    chosen = (repeat + turn) % len(servers)
+                    group = [prompts[(repeat * at_once + i) % len(prompts)] for i in range(at_once)]
+                    answers[chosen].append(_ask(servers[chosen], group, flags.generated, way, flags.seed + repeat))
+                    progress.update()
+                measured = tuple(map(_measured, answers))
+                over = measured[0].tokens_a_second / max(each.tokens_a_second for each in measured[1:])
+                yield ComparedRow(task, context, way.temperature, way.exactness, at_once, measured, over)
+
+
+def _ask(server: Endpoint, prompts: Sequence[Prompt], count: int, way: Way, seed: int = 0) -> list[Streamed]:
+    fields = {"exactness": way.exactness} if way.exactness else {}
+    return server.generate_at_once(prompts, count, way.temperature, seed=seed, **fields)
+
+
+def _warm_up(servers: Sequence[Endpoint], prompts: Sequence[Prompt], ways: Sequence[Way], at_once: list[int]) -> None:
+    """Let each server compile and capture what it does so at its first requests of each kind."""
+    for server, way, count in product(servers, ways, at_once):
+        _ask(server, [prompt[-_WARM_UP_PROMPT:] for prompt in prompts[:count]], _WARM_UP_TOKENS, way)
+
+
+def _read(servers: Sequence[Endpoint], prompts: list[Prompt], ways: Sequence[Way], at_once: int) -> None:
+    """Have the prompts read, so that none is while another request is timed. A draft reads more of a prompt for which
+    it announces blocks.
+    """
+    by_exactness = {way.exactness: way for way in ways}.values()
+    for server, way, start in product(servers, by_exactness, range(0, len(prompts), at_once)):
+        _ask(server, prompts[start : start + at_once], _READING_TOKENS, way)
+
+
+def _measured(groups: Sequence[Sequence[Streamed]]) -> Measured:
+    """Return what the answers of a server come to. groups: the answers of each repeat."""
+    answers = [answer for group in groups for answer in group]
+    rates = tuple(sum(answer.tokens_a_second for answer in group) for group in groups)
+    if not all(rates):
+        raise ValueError("an answer came in one piece, so that its speed is not known: --generated should be greater")
+    said = [answer.speculation for answer in answers if answer.speculation is not None]
+    rounds = sum(each["rounds"] for each in said)
+    return Measured(
+        tokens_a_second=mean(rates),
+        by_repeat=rates,
+        accepted=sum(each["accepted"] for each in said) / rounds if rounds else None,
+        plain_rounds=sum(each["plain_rounds"] for each in said) if said else None,
+        kv_read=mean(each["kv_read_fraction"] for each in said) if said else None,
+        audited_tokens=sum(each["audited_tokens"] for each in said),
+    )
+
+
+def to_text(rows: Sequence[ComparedRow]) -> str:
+    """Return the table, with what the last column comes to."""
+    numbers = range(1, len(rows[0].servers) + 1)
+    head = ["task", "exactness", "context", "temperature", "at once"]
+    head += [f"{number}: {name}" for number in numbers for name in ("accepted", "KV read", "tokens/s")]
+    over = [row.over_best for row in rows]
+    last = f"1 over the best other, geometric mean: {geometric_mean(over):.3f}; least {min(over):.3f}"
+    return "\n".join([align([[*head, "1 over best"], *map(_cells, rows)]), last])
+
+
+def _cells(row: ComparedRow) -> list[str]:
+    cells = [row.task, row.exactness or "not said", str(row.context), f"{row.temperature:g}", str(row.at_once)]
+    for each in row.servers:
+        cells.append("" if each.accepted is None else f"{each.accepted:.2f}")
+        cells.append("" if each.kv_read is None else f"{100 * each.kv_read:.0f} %")
+        cells.append(f"{each.tokens_a_second:.1f}")
+    return [*cells, f"{row.over_best:.3f}"]
