@@ -4,7 +4,6 @@ An item is a (sequence, KV head, tile of queries).
 """
 
 from specahead.kernels.backends import jit, tl
-from specahead.kernels.two_terms import in_two_terms
 
 
 @jit
@@ -26,6 +25,15 @@ def program_of(tile, total, programs, MIN_TILES: tl.constexpr):
     else:
         program = longer + (tile - longer * (share + 1)) // tl.maximum(share, 1)
     return program
+
+
+@jit
+def programs_of(item, items, tile_starts_ptr, programs, MIN_TILES: tl.constexpr):
+    """Return the first program that has tiles of an item, and the one after the last."""
+    total = tl.load(tile_starts_ptr + items)
+    begin, end = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
+    first = program_of(begin, total, programs, MIN_TILES)
+    return first, tl.where(end > begin, program_of(end - 1, total, programs, MIN_TILES) + 1, first)
 
 
 @jit
@@ -105,10 +113,13 @@ def queries_of(
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ):
-    """Return which query of its sequence each row of an item is, whether there is one, and the rows."""
+    """Return which query of its sequence each of ROWS rows of an item is, from row FIRST on, whether there is one, and
+    the rows.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
+    row, dim = FIRST + tl.arange(0, ROWS), tl.arange(0, DIM)
     query = item % row_tiles * QUERIES + row // GROUP
     real = (row < QUERIES * GROUP) & (query < end - start)
     head = item // row_tiles % KV_HEADS * GROUP + row % GROUP
@@ -124,15 +135,49 @@ def place_in_list(position, tokens, ends, BLOCK: tl.constexpr):
 
 
 @jit
-def rows_in_terms(query, real, q, length, queries, tokens, ends, BLOCK: tl.constexpr, dtype: tl.constexpr):
-    """Return an item's rows in two terms of 8 bits (kernels.two_terms), their unit, a power of two, and the places up
-    to which they see all tokens.
+def seen_by(
+    query,
+    real,
+    start,
+    length,
+    queries,
+    tokens,
+    ends,
+    visible_ptr,
+    BLOCK: tl.constexpr,
+    SPARSE: tl.constexpr,
+    BRANCHED: tl.constexpr,
+):
+    """Return up to which position each row sees all tokens, and the first and the end of those it sees of its branch.
 
-    These are made before an item's loop begins and carried into it: the compiler then neither makes them anew for each
-    tile nor in two layouts. The other arguments are as `queries_of` and `item_at` return them.
+    Without branches these are places among the tokens that the item reads. queries: of the sequence. query, real and
+    the others: as `queries_of` and `item_at` return them.
     """
-    q = q.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.max(tl.abs(q), 1), 0), 1e-30)
-    unit = tl.exp2(tl.ceil(tl.log2(largest)) - 8)
-    limit = tl.where(real, place_in_list(length - queries + query + 1, tokens, ends, BLOCK), 0)
-    return in_two_terms(q / unit, dtype), unit, limit
+    if BRANCHED:
+        visible_at = visible_ptr + (start + query) * 3
+        limit = tl.load(visible_at, mask=real, other=0)
+        own_first = tl.load(visible_at + 1, mask=real, other=0)
+        own_last = tl.load(visible_at + 2, mask=real, other=0)
+    else:
+        limit = tl.where(real, length - queries + query + 1, 0)  # a row sees what is before it
+        if SPARSE:
+            # Lists ascend: by the last few blocks it is known up to which place in the list a row sees all tokens.
+            limit = tl.where(real, place_in_list(limit, tokens, ends, BLOCK), 0)
+        own_first, own_last = limit, limit
+    return limit, own_first, own_last
+
+
+@jit
+def position_of(
+    place, tokens, length, item_row, sources, BLOCK: tl.constexpr, SPARSE: tl.constexpr, BRANCHED: tl.constexpr
+):
+    """Return the numbers by which the tokens at `place` are compared with those of `seen_by`.
+
+    They are positions if queries branch, and else places. The arguments are as for `places_of`.
+    """
+    _tables_ptr, lists_ptr, _pieces_ptr, _table_stride, list_width = sources
+    if SPARSE and BRANCHED:
+        # Where a token lies and which it is are two loads side by side: neither waits for the other.
+        block = tl.load(lists_ptr + item_row * list_width + place // BLOCK, mask=place < tokens, other=0)
+        place = tl.where(place < tokens, block * BLOCK + place % BLOCK, length)
+    return place

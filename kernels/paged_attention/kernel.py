@@ -5,25 +5,10 @@ an equal stretch of it and leaves a partial result for each item that it touches
 """
 
 from specahead.kernels.backends import ask_for, jit, precede, tl
-from specahead.kernels.paged_attention.items import (
-    first_tile,
-    item_at,
-    place_in_list,
-    places_of,
-    program_of,
-    queries_of,
-    rows_in_terms,
-)
-from specahead.kernels.paged_attention.tiles import (
-    attend_to_means,
-    blocks_by_warp,
-    load_eight_bit_values,
-    load_keys,
-    load_values,
-    online_softmax,
-    store_block_sums,
-)
-from specahead.kernels.two_terms import in_two_terms, of_two_terms
+from specahead.kernels.paged_attention.columns import attend_in_columns
+from specahead.kernels.paged_attention.items import first_tile, item_at, places_of, programs_of, queries_of
+from specahead.kernels.paged_attention.rows import attend_in_rows, nothing_yet
+from specahead.kernels.paged_attention.tiles import attend_to_means, blocks_by_warp, in_float16, store_partial
 
 
 @jit
@@ -77,31 +62,32 @@ def partial_attention_kernel(
     PDL: tl.constexpr,
     MAX_VARIANCE: tl.constexpr,
     PRECISION: tl.constexpr,
-    TERMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MORE: tl.constexpr,
+    APART: tl.constexpr,
 ):
-    """Attend one stretch of the row of tiles; leave a partial result at slot (program + item) for each item in it.
+    """Attend one stretch of the row of tiles; leave a partial result for each item in it, at slot
+    program + item * (1 + APART).
 
     With kv_scales, pages have 8-bit numbers, values with the tokens of a dimension side by side, as tensor cores take
     them. A head's scale of keys joins that of the scores; what is due to values comes when results are merged.
 
-    TERMS: 16-bit queries and weights are multiplied with 8-bit numbers in two terms (kernels.two_terms), each tile's
-    products apart: tensor cores sum products of 8 bits with 14 bits, too few for all tokens. Weights are up to 2^8, so
-    that 8 bits hold them down to 2^-22 of the largest. Without TERMS, 8-bit numbers are turned into 16 bits.
+    COLUMNS: if not 0, pages have 8-bit numbers and `attend_in_columns` attends, with this and MORE. The row of tiles
+    then has no group means: APART programs for each item, after all others, attend to these, and leave their partial
+    results in the slots that follow the item's.
     """
-    GROUP: tl.constexpr = HEADS // KV_HEADS
     EIGHT: tl.constexpr = kv_scales_ptr is not None
-    HEADROOM: tl.constexpr = 8 if TERMS else 0
     SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4 and not EIGHT
     sources = (tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
     means = (mean_k_ptr, mean_v_ptr, mean_variance_ptr, group_tables_ptr, group_counts_ptr, unread_ptr, group_stride)
     of_items = (row_tiles, tile_starts_ptr, starts_ptr, lengths_ptr, lists_ptr, counts_ptr, list_width)
+    partial = (partial_ptr, partial_max_ptr, partial_sum_ptr)
     program = tl.program_id(0)
+    programs = tl.num_programs(0) - APART * items
     total = tl.load(tile_starts_ptr + items)
-    item = tl.load(first_items_ptr + program)
-    tile = first_tile(program, total, tl.num_programs(0), MIN_TILES)
-    last = first_tile(program + 1, total, tl.num_programs(0), MIN_TILES)
-    offs_row = tl.arange(0, ROWS)
-    offs_dim = tl.arange(0, DIM)
+    item = tl.load(first_items_ptr + (tl.minimum(program, programs - 1) if APART else program))
+    tile = first_tile(program, total, programs, MIN_TILES)
+    last = first_tile(program + 1, total, programs, MIN_TILES)
     offs_tile = tl.arange(0, TILE)
     if SPREAD:
         offs_tile = blocks_by_warp(offs_tile, BLOCK)
@@ -117,91 +103,164 @@ def partial_attention_kernel(
             ask_for(k_ptr, at, DIM)
             ask_for(v_ptr, at, DIM)
         precede(PDL)
-    if TERMS:
-        rows = queries_of(known, row_tiles, start, end, q_ptr, HEADS, KV_HEADS, QUERIES, ROWS, DIM)
-        terms, unit, seen_to = rows_in_terms(*rows, length, end - start, tokens, ends, BLOCK, k_ptr.dtype.element_ty)
     while tile < last:
         stop = tl.minimum(last, stop)
         item_row = item // row_tiles
-        kv_head = item_row % KV_HEADS
-        queries = end - start
-        query, real, q = queries_of(item, row_tiles, start, end, q_ptr, HEADS, KV_HEADS, QUERIES, ROWS, DIM)
         scale = scale_log2
         if EIGHT:
-            scale *= tl.load(kv_scales_ptr + kv_head)
-            if q.dtype == tl.bfloat16:
-                q = q.to(tl.float16)  # holds more of what group means are, and all 8-bit numbers
-        if BRANCHED:
-            visible_at = visible_ptr + (start + query) * 3
-            limit = tl.load(visible_at, mask=real, other=0)
-            own_first = tl.load(visible_at + 1, mask=real, other=0)
-            own_last = tl.load(visible_at + 2, mask=real, other=0)
-        else:
-            limit = tl.where(real, length - queries + query + 1, 0)  # a row sees what is before it
-        there_to = length
-        if SPARSE and not BRANCHED:
-            # Lists ascend: by the last few blocks it is known up to which place in the list a row sees all tokens.
-            limit = seen_to if TERMS else tl.where(real, place_in_list(limit, tokens, ends, BLOCK), 0)
-            there_to = tl.max(place_in_list(tl.full([1], length, tl.int32), tokens, ends, BLOCK), 0)
-        maximum = tl.full([ROWS], -float("inf"), tl.float32)
-        total_weight = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DIM], tl.float32)
-        token_tiles = tl.cdiv(tokens, TILE)
-        for t in tl.range(tile - first, tl.minimum(stop - first, token_tiles), num_stages=STAGES):
-            place = t * TILE + offs_tile
-            page, within = places_of(place, tokens, item_row, sources, KV_HEADS, PAGE, BLOCK, SPARSE)
-            at = (page * PAGE + within) * DIM
-            position = place
-            if SPARSE and BRANCHED:
-                # Where a token lies and which it is are two loads side by side: neither waits for the other.
-                block = tl.load(lists_ptr + item_row * list_width + place // BLOCK, mask=place < tokens, other=0)
-                position = tl.where(place < tokens, block * BLOCK + place % BLOCK, length)
-            there = position < there_to
-            k = load_keys(k_ptr, at, there, DIM, EIGHT)
-            if TERMS:
-                scores = of_two_terms(tl.dot(terms, k)) * (scale * unit)
-            else:
-                scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
-            # `limit` and `own_last` do not lie after `there_to`: what is not there is not seen either.
-            seen = position[None, :] < limit[:, None]
-            if BRANCHED:
-                seen |= (position[None, :] >= own_first[:, None]) & (position[None, :] < own_last[:, None])
-            scores = tl.where(seen, scores, -float("inf"))
-            p, base, fade, maximum, total_weight = online_softmax(scores, maximum, total_weight, HEADROOM)
-            if EIGHT:
-                v = load_eight_bit_values(
-                    v_ptr, t, page, within, tokens, item_row, sources, KV_HEADS, DIM, PAGE, BLOCK, SPARSE
-                )
-            else:
-                v = load_values(v_ptr, at, there, DIM)
-            if TERMS:
-                acc = acc * fade[:, None] + of_two_terms(tl.dot(in_two_terms(p, v.dtype), v))
-            else:
-                acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
-            if EMIT:
-                store_block_sums(
-                    block_sums_ptr, block_sums_stride, p, base, t, item, tokens, QUERIES * GROUP, BLOCK, SPREAD
-                )
-        if MEANS:
-            tiles = tl.maximum(tile - first, token_tiles) - token_tiles, stop - first - token_tiles
-            running = maximum, total_weight, acc
-            maximum, total_weight, acc = attend_to_means(
-                q, real, scale, item_row, tiles, running, means, KV_HEADS, DIM, GROUP_TILE, MAX_VARIANCE, PRECISION
+            scale *= tl.load(kv_scales_ptr + item_row % KV_HEADS)
+        facts = (item, row_tiles, start, end, length, tokens, ends)
+        slot = program + item * (1 + APART)
+        if COLUMNS:
+            attend_in_columns(
+                (tile - first, tl.minimum(stop - first, tl.cdiv(tokens, TILE))),
+                facts,
+                slot,
+                q_ptr,
+                k_ptr,
+                v_ptr,
+                visible_ptr,
+                scale,
+                sources,
+                partial,
+                (block_sums_ptr, block_sums_stride),
+                HEADS,
+                KV_HEADS,
+                QUERIES,
+                DIM,
+                PAGE,
+                BLOCK,
+                TILE,
+                STAGES,
+                SPARSE,
+                EMIT,
+                BRANCHED,
+                PRECISION,
+                COLUMNS,
+                MORE,
             )
-        slot_at = (program + item) * (QUERIES * GROUP) + offs_row
-        kept = offs_row < QUERIES * GROUP
-        tl.store(partial_max_ptr + slot_at, maximum, mask=kept)
-        tl.store(partial_sum_ptr + slot_at, total_weight, mask=kept)
-        tl.store(partial_ptr + slot_at[:, None] * DIM + offs_dim[None, :], acc, mask=kept[:, None])
+        else:
+            attend_in_rows(
+                (tile - first, stop - first),
+                facts,
+                slot,
+                q_ptr,
+                k_ptr,
+                v_ptr,
+                visible_ptr,
+                scale,
+                sources,
+                means,
+                partial,
+                (block_sums_ptr, block_sums_stride),
+                HEADS,
+                KV_HEADS,
+                QUERIES,
+                ROWS,
+                DIM,
+                PAGE,
+                BLOCK,
+                TILE,
+                GROUP_TILE,
+                STAGES,
+                EIGHT,
+                SPARSE,
+                MEANS,
+                EMIT,
+                BRANCHED,
+                SPREAD,
+                MAX_VARIANCE,
+                PRECISION,
+            )
         tile = stop
         item += 1
         if tile < last:
             first, stop, start, end, length, tokens, ends = item_at(item, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
-            if TERMS:
-                rows = queries_of(item, row_tiles, start, end, q_ptr, HEADS, KV_HEADS, QUERIES, ROWS, DIM)
-                terms, unit, seen_to = rows_in_terms(
-                    *rows, length, end - start, tokens, ends, BLOCK, k_ptr.dtype.element_ty
-                )
+    if APART:
+        part = program - programs
+        if part >= 0:
+            attend_to_means_apart(
+                part,
+                programs,
+                items,
+                of_items,
+                q_ptr,
+                kv_scales_ptr,
+                scale_log2,
+                means,
+                partial,
+                HEADS,
+                KV_HEADS,
+                QUERIES,
+                ROWS,
+                DIM,
+                BLOCK,
+                NEWEST,
+                GROUP_TILE,
+                MIN_TILES,
+                SPARSE,
+                MAX_VARIANCE,
+                PRECISION,
+                APART,
+            )
+
+
+@jit
+def attend_to_means_apart(
+    part,
+    programs,
+    items,
+    of_items,
+    q_ptr,
+    kv_scales_ptr,
+    scale,
+    means,
+    partial,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NEWEST: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    SPARSE: tl.constexpr,
+    MAX_VARIANCE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """Attend to every APART-th tile of the group means of an item; leave a partial result in the item's last slots.
+
+    part: of all items, APART for each. programs: that attend to tokens. of_items: as `item_at` takes them.
+    """
+    item = part // APART
+    row_tiles, tile_starts_ptr = of_items[0], of_items[1]
+    _first, _stop, start, end, _length, _tokens, _ends = item_at(item, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
+    _query, real, q = queries_of(item, row_tiles, start, end, q_ptr, HEADS, KV_HEADS, QUERIES, ROWS, DIM)
+    q = in_float16(q)
+    item_row = item // row_tiles
+    scale *= tl.load(kv_scales_ptr + item_row % KV_HEADS)
+    tiles = part % APART, tl.cdiv(tl.load(means[4] + item_row // KV_HEADS), GROUP_TILE)
+    # Of the loads of several tiles at once, shared memory would have no room for other programs.
+    running = attend_to_means(
+        q,
+        real,
+        scale,
+        item_row,
+        tiles,
+        nothing_yet(ROWS, DIM),
+        means,
+        KV_HEADS,
+        DIM,
+        GROUP_TILE,
+        MAX_VARIANCE,
+        PRECISION,
+        APART,
+        1,
+    )
+    _program, last = programs_of(item, items, tile_starts_ptr, programs, MIN_TILES)
+    store_partial(partial, last + item * (1 + APART) + part % APART, running, QUERIES * (HEADS // KV_HEADS))
 
 
 @jit
@@ -225,6 +284,7 @@ def merge_kernel(
     DIM: tl.constexpr,
     MIN_TILES: tl.constexpr,
     EMIT: tl.constexpr,
+    APART: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Merge one row of one item from its partial results, SPLITS at a time, and store log2 of its weight sum.
@@ -239,17 +299,15 @@ def merge_kernel(
     sequence = item // (row_tiles * KV_HEADS)
     kv_head = (item // row_tiles) % KV_HEADS
     start, next_start = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
-    total = tl.load(tile_starts_ptr + items)
-    begin, end = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
-    first = program_of(begin, total, programs, MIN_TILES)
-    last = tl.where(end > begin, program_of(end - 1, total, programs, MIN_TILES) + 1, first)
+    first, last = programs_of(item, items, tile_starts_ptr, programs, MIN_TILES)
+    last += APART
     precede(PDL)
     maximum = -float("inf")
     total_weight = 0.0
     acc = tl.zeros([DIM], tl.float32)
     for program in tl.range(first, last, SPLITS):
         split = program + offs_split
-        at = (split + item) * (QUERIES * GROUP) + row
+        at = (split + item * (1 + APART)) * (QUERIES * GROUP) + row
         there = split < last
         maxima = tl.load(partial_max_ptr + at, mask=there, other=-float("inf"))
         weights = tl.load(partial_sum_ptr + at, mask=there, other=0.0)

@@ -10,12 +10,21 @@ from torch import Tensor
 from specahead.kernels.backends import overlapping_launch, power_of_two
 from specahead.kernels.paged_attention.inputs import MOST_BEYOND, VARIANCE_LIMIT, Batch, BlockLists, GroupMeans
 from specahead.kernels.paged_attention.kernel import merge_kernel, partial_attention_kernel
-from specahead.kernels.paged_attention.work import GROUP_TILE, LEAST_ROWS, Tuning, Work, plan_work, row_tiles_of
+from specahead.kernels.paged_attention.work import (
+    GROUP_TILE,
+    GROUP_TILE_APART,
+    LEAST_ROWS,
+    Tuning,
+    Work,
+    plan_work,
+    row_tiles_of,
+)
 
 LOG2_E = 1.4426950408889634
 MAX_EMITTED = 128  # tokens of a block whose weights are emitted
 
-Partial = tuple[Tensor, Tensor, Tensor]  # outputs [(programs + items) * rows, dim], maxima and sums [the same rows]
+# Outputs [slots * rows, dim], maxima and sums [slots * rows]; where the slots of an item begin: `programs_of`.
+Partial = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ def attend_in_triton(
     make_room = make_room or (lambda rows, width: _make_room(rows, width, device))
     sums = BlockSums(*make_room(items * rows, width), emit_block_size, layout)
     partial = _attend_in_parts(batch, blocks, means, work, items, rows, sums)
-    return _merge(batch, work, items, rows, partial, sums), sums
+    return _merge(batch, work, items, rows, partial, sums, work.tuning.programs_apart(means)), sums
 
 
 def _make_room(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -109,10 +118,11 @@ def _attend_in_parts(
     """Return the partial results; fill `sums.blocks`. items: all of the batch; rows: of an item."""
     tuning, device = work.tuning, batch.queries.device
     programs = len(work.first_items)
-    slots = (programs + items) * rows
+    apart = tuning.programs_apart(means)
+    slots = (programs + items * (1 + apart)) * rows
     partial = torch.empty(slots, batch.dim, dtype=torch.float32, device=device)
     partial_max, partial_sum = torch.empty(2, slots, dtype=torch.float32, device=device)
-    partial_attention_kernel[(programs,)](
+    partial_attention_kernel[(programs + items * apart,)](
         q_ptr=batch.queries,
         k_ptr=batch.k_pages,
         v_ptr=batch.v_pages,
@@ -144,6 +154,7 @@ def _attend_in_parts(
         block_sums_stride=sums.blocks.shape[1],
         **sums.layout,
         **_cut(batch, blocks, means, tuning, rows, sums.block_size),
+        APART=apart,
         num_warps=tuning.warps,
         **overlapping_launch(device),
     )
@@ -155,16 +166,15 @@ def _cut(
 ) -> dict[str, Any]:
     """Return the constants that `partial_attention_kernel` is compiled for."""
     block = emit_block_size or (1 if blocks is None else blocks.block_size)
-    in_terms = tuning.terms and batch.scales is not None and batch.queries.dtype != torch.float32 and batch.dim >= 32
-    least = 2 * LEAST_ROWS if in_terms else LEAST_ROWS  # Hopper multiplies 64 rows of 8 bits, two for each
+    columns, more = _columns(rows) if tuning.columns else (0, 0)
     return {
-        "ROWS": max(least, power_of_two(rows)),
+        "ROWS": max(LEAST_ROWS, power_of_two(rows)),
         "DIM": batch.dim,
         "PAGE": batch.page_size,
         "BLOCK": block,
         "NEWEST": 1 if blocks is None else power_of_two(-(-(batch.max_queries + MOST_BEYOND) // block) + 1),
         "TILE": tuning.tile,
-        "GROUP_TILE": GROUP_TILE,
+        "GROUP_TILE": GROUP_TILE_APART if tuning.columns else GROUP_TILE,
         "MIN_TILES": tuning.least_tiles,
         "STAGES": tuning.stages,
         "SPARSE": blocks is not None,
@@ -173,15 +183,24 @@ def _cut(
         "BRANCHED": batch.visible is not None,
         "MAX_VARIANCE": VARIANCE_LIMIT if means is None else means.variance_limit,
         "PRECISION": "ieee" if batch.queries.dtype == torch.float32 else "tf32",
-        "TERMS": in_terms,
+        "COLUMNS": columns,
+        "MORE": more,
     }
 
 
-def _merge(batch: Batch, work: Work, items: int, rows: int, partial: Partial, sums: BlockSums) -> Tensor:
-    """Return the output; fill `sums.total`, if weights are emitted."""
+def _columns(rows: int) -> tuple[int, int]:
+    """Return the two powers of two from 8 on, or one of them and 0, that have the least sum in which rows fit."""
+    whole = max(8, power_of_two(rows))
+    half = whole // 2
+    more = max(8, power_of_two(rows - half))
+    return (half, more) if half + more < whole else (whole, 0)
+
+
+def _merge(batch: Batch, work: Work, items: int, rows: int, partial: Partial, sums: BlockSums, apart: int) -> Tensor:
+    """Return the output; fill `sums.total`, if weights are emitted. apart: programs of an item for means alone."""
     out = torch.empty_like(batch.queries)
     tuning, programs = work.tuning, len(work.first_items)
-    splits = 16 if tuning.segment else min(64, max(8, power_of_two(programs // items + 2)))
+    splits = 16 if tuning.segment else min(64, max(8, power_of_two(programs // items + 2 + apart)))
     merge_kernel[(items, rows)](
         partial_ptr=partial[0],
         partial_max_ptr=partial[1],
@@ -199,6 +218,7 @@ def _merge(batch: Batch, work: Work, items: int, rows: int, partial: Partial, su
         DIM=batch.dim,
         MIN_TILES=tuning.least_tiles,
         EMIT=sums.block_size > 0,
+        APART=apart,
         num_warps=max(1, splits * batch.dim // 4096),  # a lane then holds 128 numbers at most
         **overlapping_launch(batch.queries.device),
     )

@@ -5,6 +5,16 @@ from specahead.kernels.paged_attention.items import places_of
 
 
 @jit
+def in_float16(q):
+    """Return queries of 8-bit keys in float16, which holds more of what group means are than bfloat16, and all 8-bit
+    numbers. Those in float32 stay.
+    """
+    if q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)
+    return q
+
+
+@jit
 def load_keys(k_ptr, at, there, DIM: tl.constexpr, EIGHT: tl.constexpr):
     """Return the keys of a tile, [DIM, tokens]. at: where each token's numbers begin. there: which tokens exist."""
     # A mask costs time, and 8-bit pages do without: each of their numbers is finite, and unseen tokens have no weight.
@@ -34,7 +44,7 @@ def load_eight_bit_values(
     BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """Return the values of tile t in 8 bits, [tokens, DIM]. In a page the tokens of a dimension lie side by side.
+    """Return the values of tile t in 8 bits, [DIM, tokens]. In a page the tokens of a dimension lie side by side.
 
     page, within: where the tile's tokens lie. tokens, item_row, sources: as for `places_of`, which returned these.
     """
@@ -44,23 +54,21 @@ def load_eight_bit_values(
         first = t * TILE + tl.arange(0, TILE // PAGE) * PAGE
         page, _ = places_of(first, tokens, item_row, sources, KV_HEADS, PAGE, BLOCK, SPARSE)
         v = tl.load(v_ptr + (page * (PAGE * DIM))[:, None] + tl.arange(0, PAGE * DIM)[None, :])
-        v = tl.permute(tl.reshape(v, [TILE // PAGE, DIM, PAGE]), [0, 2, 1])
-        v = tl.reshape(v, [TILE, DIM])
+        v = tl.permute(tl.reshape(v, [TILE // PAGE, DIM, PAGE]), [1, 0, 2])
+        v = tl.reshape(v, [DIM, TILE])
     else:
-        by_dim = (page * (PAGE * DIM) + within)[None, :] + (tl.arange(0, DIM) * PAGE)[:, None]
-        v = tl.trans(tl.load(v_ptr + by_dim))
+        v = tl.load(v_ptr + (page * (PAGE * DIM) + within)[None, :] + (tl.arange(0, DIM) * PAGE)[:, None])
     return v
 
 
 @jit
-def online_softmax(scores, maximum, total_weight, HEADROOM: tl.constexpr):
+def online_softmax(scores, maximum, total_weight):
     """Add one tile to an online softmax to base 2 (FlashAttention, arXiv 2205.14135, algorithm 1).
 
-    scores: [rows, tokens]. maximum, total_weight: [rows], over the tiles before. HEADROOM: how far below the largest
-    score the base of the weights lies. Returns the tile's weights, their base, the factor for what was summed before,
-    and the new maximum and total weight.
+    scores: [rows, tokens]. maximum, total_weight: [rows], over the tiles before. Returns the tile's weights, their
+    base, the factor for what was summed before, and the new maximum and total weight.
     """
-    higher = tl.maximum(maximum, tl.max(scores, 1) - HEADROOM)
+    higher = tl.maximum(maximum, tl.max(scores, 1))
     base = tl.where(higher == -float("inf"), 0.0, higher)
     weights = tl.exp2(scores - base[:, None])
     fade = tl.exp2(maximum - base)
@@ -89,8 +97,9 @@ def store_block_sums(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
     SPREAD: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ):
-    """Store log2 of the sums over blocks of tile t's weights [rows, tokens], of the first KEPT rows of an item.
+    """Store log2 of the sums over blocks of tile t's weights [rows, tokens], of an item's rows from FIRST to KEPT - 1.
 
     base: of the weights, [rows]. tokens: how many the item reads. SPREAD: columns are in the order of `blocks_by_warp`.
     """
@@ -101,7 +110,7 @@ def store_block_sums(
         sums = tl.reshape(tl.sum(tl.sum(split, 4), 2), [ROWS, BLOCKS])
     else:
         sums = tl.sum(tl.reshape(weights, [ROWS, BLOCKS, BLOCK]), 2)
-    row = tl.arange(0, ROWS)
+    row = FIRST + tl.arange(0, ROWS)
     block = t * BLOCKS + tl.arange(0, BLOCKS)
     row_at = (item * KEPT + row).to(tl.int64) * block_sums_stride
     tl.store(
@@ -125,14 +134,17 @@ def attend_to_means(
     GROUP_TILE: tl.constexpr,
     MAX_VARIANCE: tl.constexpr,
     PRECISION: tl.constexpr,
+    STEP: tl.constexpr = 1,
+    STAGES: tl.constexpr = None,
 ):
     """Attend to the means of groups. Return `running` with these added.
 
     A group weighs as its unread tokens would, were their keys normally distributed with the group's mean and variance.
 
-    q, real: an item's rows and which of them exist. tiles: the first tile of groups and the end of the last. running:
-    maximum, total weight and output of the tiles before. means: keys, values and variances of the keys, tables and
-    counts of groups, their numbers of unread tokens, and the stride of a table.
+    q, real: an item's rows and which of them exist. tiles: the first tile of groups and the end of the last, of which
+    each STEP-th is taken, STAGES of them in flight. running: maximum, total weight and output of the tiles before.
+    means: keys, values and variances of the keys, tables and counts of groups, their numbers of unread tokens, and the
+    stride of a table.
     """
     mean_k_ptr, mean_v_ptr, mean_variance_ptr, group_tables_ptr, group_counts_ptr, unread_ptr, group_stride = means
     maximum, total_weight, acc = running
@@ -140,7 +152,7 @@ def attend_to_means(
     offs_dim = tl.arange(0, DIM)
     sequence, kv_head = item_row // KV_HEADS, item_row % KV_HEADS
     groups = tl.load(group_counts_ptr + sequence)
-    for t in tl.range(begin, end):
+    for t in tl.range(begin, end, STEP, num_stages=STAGES):
         group = t * GROUP_TILE + tl.arange(0, GROUP_TILE)
         inside = group < groups
         slot = tl.load(group_tables_ptr + sequence * group_stride + group, mask=inside, other=0)
@@ -159,7 +171,21 @@ def attend_to_means(
         scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale + spread
         scores += tl.log2(tl.maximum(unread, 1.0))[None, :]
         scores = tl.where(there[None, :] & real[:, None], scores, -float("inf"))
-        weights, _, fade, maximum, total_weight = online_softmax(scores, maximum, total_weight, 0)
+        weights, _, fade, maximum, total_weight = online_softmax(scores, maximum, total_weight)
         v = load_values(mean_v_ptr, at, there, DIM)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
     return maximum, total_weight, acc
+
+
+@jit
+def store_partial(partial, slot, running, KEPT: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Store `running`, the maximum, total weight and output of an item's rows from FIRST to KEPT - 1, in a slot."""
+    partial_ptr, partial_max_ptr, partial_sum_ptr = partial
+    maximum, total_weight, acc = running
+    ROWS: tl.constexpr = acc.shape[0]
+    DIM: tl.constexpr = acc.shape[1]
+    row = FIRST + tl.arange(0, ROWS)
+    at, kept = slot * KEPT + row, row < KEPT
+    tl.store(partial_max_ptr + at, maximum, mask=kept)
+    tl.store(partial_sum_ptr + at, total_weight, mask=kept)
+    tl.store(partial_ptr + at[:, None] * DIM + tl.arange(0, DIM)[None, :], acc, mask=kept[:, None])

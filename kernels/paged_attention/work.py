@@ -17,6 +17,7 @@ from specahead.kernels.paged_attention.items import first_tile
 MAX_ROWS = 64  # of a tile of queries: heads of a group times queries
 LEAST_ROWS = 16  # that a tile has in any case
 GROUP_TILE = 32  # group means that the kernel takes at once
+GROUP_TILE_APART = 16  # that programs do which attend to nothing else
 # Programs that a GPU could hold and that do not attend over lists. They leave room for eight programs that copy KV
 # (specahead.engine.kv.tiered), each in the place of two, so that none has to wait for another to end, which would
 # nearly double the time of a layer's attention. The same everywhere: a result does not depend on where its KV comes
@@ -29,30 +30,32 @@ class Tuning:
     """How the kernel is cut."""
 
     tile: int = 128  # tokens
-    stages: int = 2  # tiles in flight
+    # Tiles in flight. Where a tile lies is known only after tables were read, and Triton's pipeliner then holds
+    # ceil((stages - 2) / 2) tiles in shared memory: 2 to 4 stages are the same, 5 and 6 hold one tile more.
+    stages: int = 2
     warps: int = 4  # of a program
     programs: int = 2  # of a multiprocessor
     min_tiles: int = 2  # of a program
     # Tiles of one item that a program takes, so that a result depends on nothing else in the batch; 0: equal stretches
     # of all tiles.
     segment: int = 0
-    # Of pages in 8 bits: whether tensor cores multiply them as they are, with 16-bit numbers in two terms; else they
-    # are turned into 16 bits.
-    terms: bool = True
+    # Of pages in 8 bits: whether tokens are the rows of products, and queries the columns; else the reverse.
+    columns: bool = False
+    apart: int = 2  # with columns: further programs of each item, which attend to its group means alone
 
     def for_tiles_of(self, tokens: int) -> "Tuning":
-        """Return this cut with larger tiles. For a program of one warp, which has no registers for these, it is the cut
-        in two terms.
-        """
-        return replace(self if self.terms else _IN_TERMS, tile=tokens, segment=self.segment)
+        """Return this cut with larger tiles, of as many tokens a warp, up to four warps."""
+        warps = max(self.warps, min(4, self.warps * tokens // self.tile))
+        return replace(self, tile=tokens, warps=warps, programs=max(1, self.programs * self.warps // warps))
+
+    def programs_apart(self, means: GroupMeans | None) -> int:
+        """Return how many programs of each item attend to its group means alone."""
+        return self.apart if self.columns and means is not None else 0
 
     @property
     def least_tiles(self) -> int:
         """The least number of tiles of a program, which the kernels divide by."""
         return self.segment or self.min_tiles
-
-
-_IN_TERMS = Tuning()  # for pages in 8 bits
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,15 @@ def _share_tiles(
     items = len(kv_lengths) * per_sequence
     layers = () if blocks is None else blocks.counts.shape[:-2]
     groups = 0 if means is None else means.tables.shape[1]
+    apart = 0
+    if tuning.columns:
+        groups, apart = 0, tuning.programs_apart(means) * items
     tiles = -(-longest // tuning.tile) + -(-groups // GROUP_TILE)  # of an item, at most
     if tuning.segment:
         programs = items * -(-tiles // tuning.segment)
     else:
         room = tuning.programs * _multiprocessors(device) - (0 if blocks is None else LEFT_FREE)
+        room -= min(apart, room // 8)
         programs = min(room, -(-items * tiles // tuning.min_tiles))  # more would have nothing to do
     programs = max(1, programs)
     counts = kv_lengths if blocks is None else blocks.counts
@@ -150,7 +157,7 @@ def _share_tiles(
         UNIT=1 if blocks is None else blocks.block_size,
         TILE=tuning.tile,
         GROUP_TILE=GROUP_TILE,
-        MEANS=means is not None,
+        MEANS=groups > 0,
         ITEMS=power_of_two(items),
         MIN_TILES=tuning.least_tiles,
         SEGMENT=max(1, tuning.segment),
@@ -223,15 +230,14 @@ def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int, eight_bi
 
 
 def _tuning_of_eight_bit(rows: int, of_lists: bool) -> Tuning:
-    """Return a cut for pages in 8 bits, for up to 32 rows the fastest measured on an H200.
+    """Return a cut for pages in 8 bits, for up to 40 rows of 128 dimensions the fastest measured on an H200.
 
-    A program of one warp waits for no other one. It has the registers for 16 rows.
+    A program of one warp waits for no other one. It has the registers for 16 rows or 24 columns, and nearly for 40.
     """
     if rows > 32:
-        return Tuning(tile=64, stages=3)
-    if of_lists:
-        return _IN_TERMS
-    return Tuning(tile=32, stages=4, warps=1, programs=8, terms=False) if rows <= 16 else replace(_IN_TERMS, stages=3)
+        return Tuning(tile=16, stages=6, warps=1, programs=8, columns=True)
+    in_columns = of_lists or rows > 16
+    return Tuning(tile=32, stages=5 if of_lists else 3, warps=1, programs=8, columns=in_columns)
 
 
 def pinned_tuning(dim: int, group: int, max_queries: int, eight_bit: bool = False) -> Tuning:
