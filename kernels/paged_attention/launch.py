@@ -166,7 +166,7 @@ def _cut(
 ) -> dict[str, Any]:
     """Return the constants that `partial_attention_kernel` is compiled for."""
     block = emit_block_size or (1 if blocks is None else blocks.block_size)
-    columns, more = _columns(rows) if tuning.columns else (0, 0)
+    columns, more = columns_for(rows) if tuning.columns else (0, 0)
     return {
         "ROWS": max(LEAST_ROWS, power_of_two(rows)),
         "DIM": batch.dim,
@@ -188,7 +188,7 @@ def _cut(
     }
 
 
-def _columns(rows: int) -> tuple[int, int]:
+def columns_for(rows: int) -> tuple[int, int]:
     """Return the two powers of two from 8 on, or one of them and 0, that have the least sum in which rows fit."""
     whole = max(8, power_of_two(rows))
     half = whole // 2

@@ -30,8 +30,8 @@ class Tuning:
     """How the kernel is cut."""
 
     tile: int = 128  # tokens
-    # Tiles in flight. Where a tile lies is known only after tables were read, and Triton's pipeliner then holds
-    # ceil((stages - 2) / 2) tiles in shared memory: 2 to 4 stages are the same, 5 and 6 hold one tile more.
+    # Steps in flight. A tile takes two, since where it lies is read from tables: Triton's pipeliner holds one tile in
+    # shared memory for 2 to 4 stages (for 3 and 4 also what is read from tables), two for 5 and 6, three for 7 and 8.
     stages: int = 2
     warps: int = 4  # of a program
     programs: int = 2  # of a multiprocessor
@@ -215,7 +215,7 @@ def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int, eight_bi
     are short in all, and are read sooner by more and smaller programs.
     """
     if eight_bit:
-        return _tuning_of_eight_bit(rows, bool(block_size))
+        return _tuning_of_eight_bit(dim, rows, bool(block_size))
     if dim > 64:
         if rows > 32:
             return Tuning(tile=64, stages=3)
@@ -229,21 +229,26 @@ def default_tuning(dim: int, block_size: int, rows: int, kv_heads: int, eight_bi
     return Tuning(programs=3) if block_size else Tuning(stages=3, programs=3)
 
 
-def _tuning_of_eight_bit(rows: int, of_lists: bool) -> Tuning:
+def _tuning_of_eight_bit(dim: int, rows: int, of_lists: bool) -> Tuning:
     """Return a cut for pages in 8 bits, for up to 40 rows of 128 dimensions the fastest measured on an H200.
 
-    A program of one warp waits for no other one. It has the registers for 16 rows or 24 columns, and nearly for 40.
+    A program of one warp waits for no other one. It has the registers for 16 rows, for 32 columns of 128 dimensions,
+    and with smaller tiles for 40. For more columns this is a cut that spills no registers, compiled for sm_90.
     """
-    if rows > 32:
+    if rows <= 16 and not of_lists:
+        return Tuning(tile=32, stages=4, warps=1, programs=8)
+    if rows * dim <= 32 * 128 and dim <= 128:
+        return Tuning(tile=32, stages=5 if of_lists else 3, warps=1, programs=8, columns=True)
+    if rows * dim <= 40 * 128:
         return Tuning(tile=16, stages=6, warps=1, programs=8, columns=True)
-    in_columns = of_lists or rows > 16
-    return Tuning(tile=32, stages=5 if of_lists else 3, warps=1, programs=8, columns=in_columns)
+    return Tuning(tile=64 if dim <= 128 else 32, stages=3, columns=True)
 
 
 def pinned_tuning(dim: int, group: int, max_queries: int, eight_bit: bool = False) -> Tuning:
     """Return a tuning whose results depend on nothing else in the batch, as long as `max_queries` is the same."""
     tile_queries, _ = row_tiles_of(max_queries, group)
-    return replace(default_tuning(dim, 0, max(32, tile_queries * group), 1, eight_bit), segment=32)
+    tuning = default_tuning(dim, 0, max(32, tile_queries * group), 1, eight_bit)
+    return replace(tuning, segment=64 if tuning.warps == 1 else 32)
 
 
 def row_tiles_of(max_queries: int, group: int) -> tuple[int, int]:

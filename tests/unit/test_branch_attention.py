@@ -13,14 +13,14 @@ from torch import Tensor
 
 from specahead.kernels.backends import Backend
 from specahead.kernels.paged_attention import Batch, BlockLists, paged_attention
-from tests.unit.test_paged_attention import SCALE, Case, densified, shuffled_case, weigh
+from tests.unit.test_paged_attention import SCALE, Case, densified, in_eight_bits, shuffled_case, weigh
 from tests.unit.test_paged_attention_triton import on_device
 
 BRANCHES, TAIL = 3, 5  # branches of a sequence; tokens that each may hold
 BACKENDS: list[Backend] = ["torch"] + (["triton"] if importlib.util.find_spec("triton") else [])
 
 
-def branched(seed: int, group: int, drafted: int) -> tuple[Case, Tensor]:
+def branched(seed: int, group: int, drafted: int, eight_bit: bool) -> tuple[Case, Tensor]:
     """Return sequences whose queries are the newest tokens of branches that hold `drafted` tokens each.
 
     The branches leave the shared tokens at different positions and lie behind them, TAIL tokens apart.
@@ -35,7 +35,7 @@ def branched(seed: int, group: int, drafted: int) -> tuple[Case, Tensor]:
         for branch in range(BRANCHES):
             first = length + branch * TAIL
             visible.append((int(length - rng.integers(0, 4)), first, first + drafted))
-    return case, torch.tensor(visible, dtype=torch.int32)
+    return in_eight_bits(case, eight_bit), torch.tensor(visible, dtype=torch.int32)
 
 
 def by_hand(case: Case, visible: Tensor, read: list[list[set[int]]]) -> tuple[Tensor, list[np.ndarray]]:
@@ -67,9 +67,11 @@ def batch_of(case: Case, visible: Tensor) -> Batch:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("seed", "group", "drafted"), [(0, 1, 1), (1, 4, 3), (2, 3, 5)])
-def test_dense_and_its_weights(seed: int, group: int, drafted: int, backend: Backend) -> None:
-    case, visible = branched(seed, group, drafted)
+@pytest.mark.parametrize(
+    ("seed", "group", "drafted", "eight_bit"), [(0, 1, 1, False), (1, 4, 3, False), (2, 3, 5, True), (3, 6, 2, True)]
+)
+def test_dense_and_its_weights(seed: int, group: int, drafted: int, eight_bit: bool, backend: Backend) -> None:
+    case, visible = branched(seed, group, drafted, eight_bit)
     everything = [[set(range(100))] * 2] * 2
     wanted, weights = by_hand(case, visible, everything)
     batch = on_device(batch_of(case, visible))
@@ -84,9 +86,11 @@ def test_dense_and_its_weights(seed: int, group: int, drafted: int, backend: Bac
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("seed", "group", "drafted"), [(3, 1, 1), (4, 4, 4), (5, 3, 5)])
-def test_lists_and_their_mean_weights(seed: int, group: int, drafted: int, backend: Backend) -> None:
-    case, visible = branched(seed, group, drafted)
+@pytest.mark.parametrize(
+    ("seed", "group", "drafted", "eight_bit"), [(3, 1, 1, False), (4, 4, 4, False), (5, 7, 5, True)]
+)
+def test_lists_and_their_mean_weights(seed: int, group: int, drafted: int, eight_bit: bool, backend: Backend) -> None:
+    case, visible = branched(seed, group, drafted, eight_bit)
     blocks: BlockLists = case.packed_lists()
     wanted, weights = by_hand(case, visible, [[set(pages) for pages in heads] for heads in case.lists])
     batch, lists = on_device((batch_of(case, visible), blocks))
