@@ -17,12 +17,11 @@ from specahead.kernels.paged_attention.items import first_tile
 MAX_ROWS = 64  # of a tile of queries: heads of a group times queries
 LEAST_ROWS = 16  # that a tile has in any case
 GROUP_TILE = 32  # group means that the kernel takes at once
-GROUP_TILE_APART = 16  # that programs do which attend to nothing else
-# Programs that a GPU could hold and that do not attend over lists. They leave room for eight programs that copy KV
-# (specahead.engine.kv.tiered), each in the place of two, so that none has to wait for another to end, which would
-# nearly double the time of a layer's attention. The same everywhere: a result does not depend on where its KV comes
-# from.
-LEFT_FREE = 16
+GROUP_TILE_APART = 16  # group means that programs apart take at once, of one warp mostly
+# Programs that copy KV (specahead.engine.kv.tiered) for which attention over lists leaves room, each in the place of
+# two or of a third of a multiprocessor's. So none has to wait for another to end, which would nearly double the time of
+# a layer's attention. The same everywhere: a result does not depend on where its KV comes from.
+LEFT_FREE = 8
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,9 @@ class Tuning:
     # Tiles of one item that a program takes, so that a result depends on nothing else in the batch; 0: equal stretches
     # of all tiles.
     segment: int = 0
-    # Of pages in 8 bits: whether tokens are the rows of products, and queries the columns; else the reverse.
+    # For pages in 8 bits: whether tokens are the rows of products and queries the columns; else the reverse.
     columns: bool = False
-    apart: int = 2  # with columns: further programs of each item, which attend to its group means alone
+    apart: int = 2  # with columns: further programs for each item, which attend to its group means alone
 
     def for_tiles_of(self, tokens: int) -> "Tuning":
         """Return this cut with larger tiles, of as many tokens a warp, up to four warps."""
@@ -138,7 +137,9 @@ def _share_tiles(
     if tuning.segment:
         programs = items * -(-tiles // tuning.segment)
     else:
-        room = tuning.programs * _multiprocessors(device) - (0 if blocks is None else LEFT_FREE)
+        room = tuning.programs * _multiprocessors(device)
+        if blocks is not None:
+            room -= LEFT_FREE * max(2, -(-tuning.programs // 3))
         room -= min(apart, room // 8)
         programs = min(room, -(-items * tiles // tuning.min_tiles))  # more would have nothing to do
     programs = max(1, programs)
