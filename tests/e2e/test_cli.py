@@ -252,7 +252,7 @@ def test_tasks_and_acceptance_are_asked_of_it(stack: Stack, tmp_path: Path, caps
     main(["evaluate", "tasks", *asked, str(tasks), "--tasks", "niah_single_1"])
     rows = json.loads(tasks.read_text())["rows"]
     assert [(row["exactness"], row["samples"]) for row in rows] == [("exact", 2), ("approximate", 2)]
-    only = ["--tasks", "key_value", "--generated", "24", "--temperatures", "0"]
+    only = ["--tasks", "key_value", "--text", "--generated", "24", "--temperatures", "0"]
     main(["evaluate", "acceptance", *asked, str(acceptance), *only])
     exact, approximate = json.loads(acceptance.read_text())["rows"]
     for row in (exact, approximate):
@@ -262,3 +262,9 @@ def test_tasks_and_acceptance_are_asked_of_it(stack: Stack, tmp_path: Path, caps
         assert 0 <= row["accepted"][1] <= row["accepted"][0] <= row["accepted"][2] <= 4
     assert exact["kv_read"] == 1 > approximate["kv_read"]
     assert "accepted a round" in capsys.readouterr().out
+    only += ["--url", stack.http, stack.http, "--at-once", "2", "--repeats", "1", "--exactness", "approximate"]
+    main(["evaluate", "acceptance", *asked, str(acceptance), *only])
+    (compared,) = json.loads(acceptance.read_text())["rows"]
+    for each in compared["servers"]:
+        assert each["tokens_a_second"] > 0 and each["kv_read"] < 1 and 0 < each["accepted"] <= 4
+    assert "1 over the best other" in capsys.readouterr().out

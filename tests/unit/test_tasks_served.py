@@ -2,7 +2,9 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -27,6 +29,7 @@ class Server(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.fails_after = 10**6
         self.speculates = True
+        self.model, self.seconds = "served", 0.0  # between two pieces of an answer that streams
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        self.reply(200, {"data": [{"id": "served"}]})
+        self.reply(200, {"data": [{"id": self.server.model}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -63,7 +66,21 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(500, {"error": {"message": "gone"}})
             return
         self.server.asked.append(body)
-        self.reply(200, self.server.answer(self.path, body))
+        if body.get("stream"):
+            self.stream(body["max_tokens"])
+        else:
+            self.reply(200, self.server.answer(self.path, body))
+
+    def stream(self, tokens: int) -> None:
+        """Send the first two tokens, then one at a time, then the rounds."""
+        self.send_response(200)
+        self.end_headers()
+        said = {"rounds": 4, "plain_rounds": 6, "accepted": 5, "kv_read_fraction": 0.25, "audited_tokens": 3}
+        choices = [[{"token_ids": [7, 8]}], *[[{"token_ids": [9]}]] * (tokens - 2), []]
+        for choice in choices:
+            event = {"choices": choice} | ({} if choice else {"speculation": said})
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            time.sleep(self.server.seconds)
 
     def reply(self, status: int, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()
@@ -76,14 +93,22 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
+@contextmanager
+def running() -> Iterator[Server]:
     with Server() as served:
         thread = Thread(target=served.serve_forever, args=(0.02,))
         thread.start()
+        try:
+            yield served
+        finally:
+            served.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with running() as served:
         yield served
-        served.shutdown()
-        thread.join()
 
 
 def arguments(command: str, server: Server, *more: str) -> list[str]:
@@ -198,6 +223,46 @@ def test_acceptance_by_task_and_temperature_goes_into_the_plan(
     server.speculates = False
     with pytest.raises(SystemExit, match="no `speculation`"):
         main(command)
+
+
+def test_servers_take_turns_and_the_first_is_compared_with_the_best_other(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "compared.json"
+    with running() as fast, running() as slow:
+        servers = (server, fast, slow)
+        server.seconds, fast.seconds, slow.seconds = 0.003, 0.001, 0.006
+        command = ["evaluate", "acceptance", "--tokenizer", str(TARGET), "--contexts", "512", "--samples", "3", "--url"]
+        compared = [*command, *(each.url for each in servers)]
+        more = ("--generated", "12", "--at-once", "1", "2", "--exactness", "approximate", "--temperatures", "0.8")
+        main([*compared, "--text", "--tasks", "chat", "tool_calls", *more, "--json", str(file)])
+        rows = json.loads(file.read_text())["rows"]
+        assert [(row["task"], row["at_once"]) for row in rows] == [
+            *(("tool_calls", 1), ("tool_calls", 2), ("chat", 1), ("chat", 2))
+        ]
+        for row in rows:
+            first, best, worst = (each["tokens_a_second"] for each in row["servers"])
+            assert worst < first < best < 1000 * row["at_once"]
+            assert row["over_best"] == first / best
+            for each in row["servers"]:
+                assert (each["accepted"], each["plain_rounds"], each["kv_read"]) == (0.5, 0.6, 0.25)
+                assert len(each["by_repeat"]) == 2 and each["audited_tokens"] == 2 * 3 * row["at_once"]
+        asked = [sorted(json.dumps(body) for body in each.asked if body["max_tokens"] == 12) for each in servers]
+        assert len(asked[0]) == 2 * 2 * (1 + 2) and asked[0] == asked[1] == asked[2]
+        assert len({str(json.loads(body)["prompt"]) for body in asked[0]}) == 6
+        assert all('"exactness": "approximate"' in body and '"temperature": 0.8' in body for body in asked[0])
+        assert "1 over the best other, geometric mean: 0." in capsys.readouterr().out
+        for wrong, words in (
+            (("--plan", str(PLAN)), "name one --url"),
+            (("--at-once", "4"), "--at-once 4 needs as many different prompts"),
+            (("--generated", "2"), "came in one piece"),
+            (("--url", server.url, "http://127.0.0.1:9"), "127.0.0.1:9/v1/models does not answer"),
+        ):
+            with pytest.raises(SystemExit, match=words):
+                main([*compared, "--text", "--tasks", "chat", *more, *wrong])
+        fast.model = "other"
+        with pytest.raises(SystemExit, match=r"serves other, .* expected servers of the same model"):
+            main([*compared, *more])
 
 
 def record(exactness: str, **speculation: Any) -> Record:

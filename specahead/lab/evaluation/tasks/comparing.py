@@ -34,9 +34,9 @@ class Measured:
     by_repeat: tuple[float, ...]
     """The same in each repeat."""
     accepted: float | None
-    """Accepted tokens a round with proposals; None: there were none, or the server does not say."""
-    plain_rounds: int | None
-    """Rounds without proposals; None: the server does not say."""
+    """Accepted tokens a round, rounds without proposals included; None: the server does not say."""
+    plain_rounds: float | None
+    """The share of rounds without proposals."""
     kv_read: float | None
     """The mean share of the KV that verification read."""
     audited_tokens: int
@@ -149,12 +149,13 @@ def _measured(groups: Sequence[Sequence[Streamed]]) -> Measured:
     if not all(rates):
         raise ValueError("an answer came in one piece, so that its speed is not known: --generated should be greater")
     said = [answer.speculation for answer in answers if answer.speculation is not None]
-    rounds = sum(each["rounds"] for each in said)
+    plain_rounds = sum(each["plain_rounds"] for each in said)
+    rounds = max(1, plain_rounds + sum(each["rounds"] for each in said))
     return Measured(
         tokens_a_second=mean(rates),
         by_repeat=rates,
-        accepted=sum(each["accepted"] for each in said) / rounds if rounds else None,
-        plain_rounds=sum(each["plain_rounds"] for each in said) if said else None,
+        accepted=sum(each["accepted"] for each in said) / rounds if said else None,
+        plain_rounds=plain_rounds / rounds if said else None,
         kv_read=mean(each["kv_read_fraction"] for each in said) if said else None,
         audited_tokens=sum(each["audited_tokens"] for each in said),
     )
