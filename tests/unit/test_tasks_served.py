@@ -243,7 +243,8 @@ def test_servers_take_turns_and_the_first_is_compared_with_the_best_other(
         for row in rows:
             first, best, worst = (each["tokens_a_second"] for each in row["servers"])
             assert worst < first < best < 1000 * row["at_once"]
-            assert row["over_best"] == first / best
+            over, low, high = row["over_best"]
+            assert low <= over <= high and over == pytest.approx(first / best)
             for each in row["servers"]:
                 assert (each["accepted"], each["plain_rounds"], each["kv_read"]) == (0.5, 0.6, 0.25)
                 assert len(each["by_repeat"]) == 2 and each["audited_tokens"] == 2 * 3 * row["at_once"]

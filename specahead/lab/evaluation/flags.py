@@ -29,6 +29,7 @@ def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
         ("skipped", "leading tokens without samples (default: 1024)"),
         ("block_size", "tokens (default: 16)"),
         ("group_size", "tokens whose means stand in for unread blocks (default: 512)"),
+        ("least_tokens", "tokens that approximate reads at least, whatever the budget (default: 1024)"),
         ("sink_blocks", "first blocks, always read (default: 1)"),
         ("window_blocks", "latest blocks, always read (default: 4)"),
     ):

@@ -17,7 +17,9 @@ from tqdm import tqdm
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.evaluation.report import align
 from specahead.lab.evaluation.tasks.asking import Question, Way, make_sample, prompt_ids
+from specahead.lab.evaluation.tasks.command import settings_of
 from specahead.lab.evaluation.tasks.endpoint import Endpoint, Streamed
+from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
 _READING_TOKENS = 32  # generated behind prompts that are only read: meanwhile a draft can read them as well
@@ -53,8 +55,8 @@ class ComparedRow:
     at_once: int
     servers: tuple[Measured, ...]
     """In the order of --url."""
-    over_best: float
-    """Tokens a second of the first server, over those of the fastest of the others."""
+    over_best: tuple[float, float, float]
+    """Tokens a second of the first server over those of the fastest other, and the bootstrap interval over repeats."""
 
 
 def compare(flags: argparse.Namespace, questions: Sequence[Question], ways: Sequence[Way]) -> None:
@@ -80,7 +82,7 @@ def compare(flags: argparse.Namespace, questions: Sequence[Question], ways: Sequ
     for row in _measure(flags, servers, kinds, ways):
         rows.append(row)
         if flags.json:
-            content = {"servers": flags.url, "model": servers[0].model, "rows": [asdict(each) for each in rows]}
+            content = {"settings": settings_of(flags), "rows": [asdict(each) for each in rows]}
             Path(flags.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for number, server in enumerate(servers, 1):
         print(f"server {number}: {server.url}")
@@ -105,7 +107,7 @@ def _measure(
     ways: Sequence[Way],
 ) -> Iterator[ComparedRow]:
     """Give the rows as they are measured."""
-    _warm_up(servers, next(iter(kinds.values())), ways, flags.at_once)
+    _warm_up(servers, max(kinds.values(), key=lambda prompts: len(prompts[0])), ways, flags.at_once)
     cells = list(product(ways, flags.at_once))
     with tqdm(total=len(kinds) * len(cells) * flags.repeats * len(servers), desc="asking", unit="group") as progress:
         for (task, context), prompts in kinds.items():
@@ -118,7 +120,9 @@ def _measure(
                     answers[chosen].append(_ask(servers[chosen], group, flags.generated, way, flags.seed + repeat))
                     progress.update()
                 measured = tuple(map(_measured, answers))
-                over = measured[0].tokens_a_second / max(each.tokens_a_second for each in measured[1:])
+                best = max(measured[1:], key=lambda each: each.tokens_a_second)
+                over = bootstrap_ratio(measured[0].by_repeat, best.by_repeat)
+                assert over is not None  # no speed is 0
                 yield ComparedRow(task, context, way.temperature, way.exactness, at_once, measured, over)
 
 
@@ -166,9 +170,9 @@ def to_text(rows: Sequence[ComparedRow]) -> str:
     numbers = range(1, len(rows[0].servers) + 1)
     head = ["task", "exactness", "context", "temperature", "at once"]
     head += [f"{number}: {name}" for number in numbers for name in ("accepted", "KV read", "tokens/s")]
-    over = [row.over_best for row in rows]
+    over = [row.over_best[0] for row in rows]
     last = f"1 over the best other, geometric mean: {geometric_mean(over):.3f}; least {min(over):.3f}"
-    return "\n".join([align([[*head, "1 over best"], *map(_cells, rows)]), last])
+    return "\n".join([align([[*head, "1 over best", "95 %"], *map(_cells, rows)]), last])
 
 
 def _cells(row: ComparedRow) -> list[str]:
@@ -177,4 +181,5 @@ def _cells(row: ComparedRow) -> list[str]:
         cells.append("" if each.accepted is None else f"{each.accepted:.2f}")
         cells.append("" if each.kv_read is None else f"{100 * each.kv_read:.0f} %")
         cells.append(f"{each.tokens_a_second:.1f}")
-    return [*cells, f"{row.over_best:.3f}"]
+    over, low, high = row.over_best
+    return [*cells, f"{over:.3f}", f"{low:.3f} to {high:.3f}"]
