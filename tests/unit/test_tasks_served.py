@@ -220,6 +220,11 @@ def test_acceptance_by_task_and_temperature_goes_into_the_plan(
     server.asked.clear()
     main(arguments("acceptance", server, "--tasks", "--text", str(text), "--temperatures", "0", "--generated", "8"))
     assert len(server.asked) == 6 and all("rain had stopped" in body["prompt"] for body in server.asked)
+    server.asked.clear()
+    chats = ("--chat", "--tasks", "tool_calls", "--text", str(text), "--temperatures", "0", "--generated", "8")
+    main(arguments("acceptance", server, *chats, "--exactness", "exact"))
+    forms = [("messages" in body, len(body.get("tools", ()))) for body in server.asked]
+    assert sorted(forms) == [(False, 0)] * 3 + [(True, 4)] * 3  # a passage is no chat's message
     server.speculates = False
     with pytest.raises(SystemExit, match="no `speculation`"):
         main(command)
@@ -257,6 +262,7 @@ def test_servers_take_turns_and_the_first_is_compared_with_the_best_other(
             (("--plan", str(PLAN)), "name one --url"),
             (("--at-once", "4"), "--at-once 4 needs as many different prompts"),
             (("--generated", "2"), "came in one piece"),
+            (("--tasks",), "nothing to ask"),
             (("--url", server.url, "http://127.0.0.1:9"), "127.0.0.1:9/v1/models does not answer"),
         ):
             with pytest.raises(SystemExit, match=words):

@@ -93,13 +93,11 @@ class Answers:
 def prompt_ids(tokenizer: Any, task: Task, prompt: str, chat: bool) -> list[int]:
     """Return a prompt of a task in token ids. chat: whether the tokenizer's template makes a chat of it, unless the
     task's answer goes on with the prompt."""
-    if not chat or task.completes:
-        ids: list[int] = tokenizer.encode(prompt, verbose=False)
-        return ids
-    said = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(said, tools=task.tools or None, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    return ids
+    is_chat, text = chat and not task.completes, prompt
+    if is_chat:
+        said = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(said, tools=task.tools or None, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=not is_chat, verbose=False))
 
 
 def make_sample(tokenizer: Any, question: Question, room: int, chat: bool, seed: int) -> tuple[Sample, int]:

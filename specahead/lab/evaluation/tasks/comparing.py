@@ -66,6 +66,8 @@ def compare(flags: argparse.Namespace, questions: Sequence[Question], ways: Sequ
     a server does not answer.
     """
     _check(flags)
+    if not questions:
+        raise ValueError("--tasks and --text name nothing to ask")
     servers = [Endpoint(url, flags.model, flags.api_key, flags.timeout) for url in flags.url]
     for server in servers:
         if server.model != servers[0].model:

@@ -42,7 +42,7 @@ def add_tasks_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_acceptance_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `evaluate acceptance` takes."""
-    parser.add_argument("--url", nargs="+", default=[_URL], help="servers; several are compared (default: %(default)s)")
+    parser.add_argument("--url", nargs="+", default=[_URL], help=f"servers; several are compared (default: {_URL})")
     _add_asking(parser)
     chosen = ["edit_code", "tool_calls", "chat"]
     parser.add_argument(
