@@ -9,28 +9,22 @@ from hypothesis import HealthCheck, settings
 
 from tests.unit.clock import Clock
 
-# Files that take more than about 15 s of a core. `make check` leaves them out, and `make test` begins with them, so
-# that none runs alone at the end.
-SLOW = {
-    "test_architectures.py",
-    "test_audited_texts.py",
-    "test_compiling.py",
-    "test_evaluation.py",
-    "test_never_a_loss.py",
-    "test_offload.py",
-    "test_paged_attention_triton.py",
-    "test_pass_shapes.py",
-    "test_preemption.py",
-    "test_rejection_triton.py",
-    "test_screening.py",
-}
+# Files that take more than about 15 s of a core, the longest first. `make check` leaves them out, and `make test`
+# begins with them, so that none runs alone at the end.
+SLOW = (
+    *("test_tensor_parallel.py", "test_deterministic.py", "test_session_distributions.py", "test_draft_in_target.py"),
+    *("test_head.py", "test_compiling.py", "test_chained_steps.py", "test_residency.py", "test_offline.py"),
+    *("test_never_a_loss.py", "test_judged_distributions.py", "test_screening.py", "test_self_rounds.py"),
+    *("test_minicpm.py", "test_audited_texts.py", "test_packaging.py", "test_offload.py", "test_preemption.py"),
+    *("test_architectures.py", "test_paged_attention_triton.py", "test_pass_shapes.py", "test_rejection_triton.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in SLOW:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.path.name not in SLOW)
+    items.sort(key=lambda item: SLOW.index(item.path.name) if item.path.name in SLOW else len(SLOW))
 
 
 settings.register_profile(
