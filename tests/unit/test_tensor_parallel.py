@@ -375,7 +375,7 @@ def check_one_budget(runners: Both, rounds: int) -> None:
     chosen: list[list[Tensor]] = []
     counts: list[list[int | None]] = []
     for runner in runners:
-        lengths = 1200, 530
+        lengths = 800, 330
         sequences = [read_prompt(runner, tokens(length, i)) for i, length in enumerate(lengths)]
         readers, rng = [Reader(PLAN, report_blocks=True) for _ in lengths], np.random.default_rng(0)
         blocks: list[Tensor] = []
