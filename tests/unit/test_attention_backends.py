@@ -106,7 +106,8 @@ def runner_of(folder: str, dtype: torch.dtype, device: str, backend: Backend | N
     """backend: what attends, in prompts too; None: the runner's choice."""
     runner = make_runner(load_model(folder, dtype, device), 4096, max_context=400, enforce_eager=backend == "torch")
     if backend is not None:
-        runner._passes.attention, runner._passes._cudnn = backend, False
+        passes = runner._passes
+        passes.model, passes._cudnn = replace(passes.model, attention=backend), False
     return runner
 
 

@@ -39,6 +39,7 @@ from specahead.engine.steps.pass_runner import PassRunner
 from specahead.engine.steps.grouping import StepLimits
 from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape, RoundShape
 from specahead.engine.steps.read_memories import ReadMemories
+from specahead.engine.steps.reads import PagedModel
 from specahead.engine.steps.round_runner import RoundRunner
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.requests import RoundSettings
@@ -57,7 +58,7 @@ round_ = RoundShape(2, 2, 400, sampled=False, announces=True, gamma=6, chained=T
 def round_and_step(scales):  # what they launch, and what they would write
     kv = KVCache(2, 2, 64, 600, torch.bfloat16, "cpu", scales=scales)
     kv.keep_group_means(64)
-    rounds = RoundRunner(light, kv, settings, 4096, 400, "triton", captures=False)
+    rounds = RoundRunner(PagedModel(light, kv, "triton"), settings, 4096, 400, captures=False)
     steps = PassRunner(decoder, kv, StepLimits(400, 5, 16, 4096), ReadMemories(8), False)
     rounds.chain = steps.chain = chain
     make_buffers, launch = rounds._ways_of(round_)

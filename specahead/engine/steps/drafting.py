@@ -12,16 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import FetchPlan
-from specahead.engine.model.decoder import Decoder, PassTokens
-from specahead.engine.model.layer_attention import LayerAttention, ListedReads, Rows, plan_reads
-from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.model.decoder import PassTokens
+from specahead.engine.model.layer_attention import ListedReads, Rows
 from specahead.engine.sampling.judging import WIDE_SUPPORT
 from specahead.engine.sampling.next_tokens import draw_tokens
-from specahead.engine.steps.reads import heads_of, listed_reads
+from specahead.engine.steps.reads import PagedModel, listed_reads
 from specahead.engine.steps.shapes import PassShape
-from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.backends import default_backend
 from specahead.kernels.paged_attention import LayersEvidence
 from specahead.kernels.selection import top_few
 
@@ -41,9 +39,7 @@ class OneToken:
 class DraftPasses:
     """The passes that run one token of each row, one after another."""
 
-    decoder: Decoder | ModulesDecoder
-    kv: KVCache
-    attention: Backend
+    model: PagedModel
     at: list[OneToken]
     """Where the tokens of each pass stand."""
     reads: ListedReads | None = None
@@ -55,14 +51,14 @@ class DraftPasses:
 
     def run(self, index: int, tokens: Tensor) -> Tensor:
         """Run a token of each row in the pass of this index. tokens: [rows] int64. Returns logits [rows, vocab]."""
-        at, heads = self.at[index], heads_of(self.decoder, self.kv)
-        reads = self.reads
+        at, reads = self.at[index], self.reads
         if reads is not None and reads.wait is not None and index > 0:
             reads = replace(reads, wait=None)  # the first pass has waited
-        attend = LayerAttention(heads, at.rows, self.kv.layer_pages, self.attention, reads, self.evidence)
+        attend = self.model.attends(at.rows)
+        attend.listed, attend.weights = reads, self.evidence
         if self.dense_layers:
-            attend.dense_work = plan_reads(heads, at.rows, self.attention)
-        return self.decoder.run(PassTokens(tokens, at.positions, at.slots), self.kv, attend)
+            attend.dense_work = self.model.plan(at.rows)
+        return self.model.run(PassTokens(tokens, at.positions, at.slots), attend)
 
 
 @dataclass(frozen=True)
@@ -123,12 +119,7 @@ def draft_tokens(
 
 
 def draft_for_itself(
-    decoder: Decoder | ModulesDecoder,
-    kv: KVCache,
-    shape: PassShape,
-    given: dict[str, Tensor],
-    attention: Backend,
-    fetched: FetchPlan | None = None,
+    model: PagedModel, shape: PassShape, given: dict[str, Tensor], fetched: FetchPlan | None = None
 ) -> Tensor:
     """Draft all tokens of a pass but the first of each sequence, and put them where the pass takes them from.
 
@@ -137,7 +128,7 @@ def draft_for_itself(
     Returns the tokens, int64 [sequences, drafts].
     """
     count = shape.drafts
-    passes = _own_passes(decoder, kv, shape, given, attention, fetched)
+    passes = _own_passes(model, shape, given, fetched)
     tokens = given["token_ids"][: shape.sequences * (count + 1)].view(shape.sequences, count + 1)
     logits = passes.run(0, tokens[:, 0].contiguous())
     drawn = draft_tokens(passes, logits, count, _own_draws(given, logits.shape[1]), first=1)
@@ -151,24 +142,18 @@ def draft_for_itself(
 
 
 def _own_passes(
-    decoder: Decoder | ModulesDecoder,
-    kv: KVCache,
-    shape: PassShape,
-    given: dict[str, Tensor],
-    attention: Backend,
-    fetched: FetchPlan | None,
+    model: PagedModel, shape: PassShape, given: dict[str, Tensor], fetched: FetchPlan | None
 ) -> DraftPasses:
     """Return the passes in which a model drafts for itself, over lists."""
-    heads, tables, lengths = heads_of(decoder, kv), given["block_tables"], given["lengths"]
+    tables, lengths = given["block_tables"], given["lengths"]
     sequences, count = shape.sequences, shape.drafts
     starts, index = (torch.arange(n, dtype=torch.int32, device=lengths.device) for n in (sequences + 1, count))
     ends = (lengths - count + index[:, None]).where(lengths > 0, 0)
     rows = sequences * (count + 1)  # a pinned shape has room for more
     positions, slots = (given[name][:rows].view(sequences, count + 1).T.contiguous() for name in ("positions", "slots"))
     at = [OneToken(Rows(starts, ends[i], tables, 1), positions[i], slots[i]) for i in range(count)]
-    listed = listed_reads(heads, Rows(starts, lengths, tables, 1), kv, shape, given, attention, fetched)
-    dense = bool(shape.read.dense_layers)
-    return DraftPasses(decoder, kv, attention, at, listed, None, dense)
+    listed = listed_reads(model, Rows(starts, lengths, tables, 1), shape, given, fetched)
+    return DraftPasses(model, at, listed, None, dense_layers=bool(shape.read.dense_layers))
 
 
 def _own_draws(given: dict[str, Tensor], vocab: int) -> Draws | None:

@@ -1,5 +1,6 @@
 """The launches of a pass, the same for all passes of a shape."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan, count_fetches
 from specahead.engine.model.decoder import Decoder, PassTokens
 from specahead.engine.model.head import DraftHead, StateTap
-from specahead.engine.model.layer_attention import BlockMemory, LayerAttention, LayerPages, Rows, plan_reads
-from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.model.layer_attention import BlockMemory, LayerAttention, LayerPages, Rows
 from specahead.engine.parallel.ranks import Ranks
 from specahead.engine.sampling.judging import judge
 from specahead.engine.staging import Buffers
@@ -18,20 +18,18 @@ from specahead.engine.steps.alternatives import Judged, accept_alternatives, dra
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.drafting import draft_for_itself
 from specahead.engine.steps.prompt_graphs import PromptGraphs
-from specahead.engine.steps.reads import chosen_reads, heads_of, listed_layers, listed_reads
+from specahead.engine.steps.reads import PagedModel, chosen_reads, listed_layers, listed_reads
 from specahead.engine.steps.shapes import PassShape
-from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.backends import default_backend
 from specahead.kernels.paged_attention import pinned_tuning
 from specahead.kernels.prompt_reads import PromptReads
 from specahead.kernels.selection import Remembered, remember_weights, score_blocks, select_over_rows
 
 
 def run_pass(
-    decoder: Decoder | ModulesDecoder,
-    kv: KVCache,
+    model: PagedModel,
     shape: PassShape,
     buffers: Buffers,
-    attention: Backend,
     layer_pages: LayerPages | None = None,
     prompts: PromptReads | None = None,
     drafting: Decoder | None = None,
@@ -43,10 +41,11 @@ def run_pass(
 
     layer_pages: the keys and values of a layer; None: the KV's own pages. prompts: the parts that the sequences of a
     dense pass read one by one, if they do. drafting: runs passes that draft, and tokens that a later pass judges
-    (PassShape.light); None: the decoder. chain: the device chain, for a step; None: a pass of its exact size. graphs:
-    run the layers in place of the decoder. tap: takes the states of the tokens, which a head reads; None: nobody does.
+    (PassShape.light); None: the model's decoder does. chain: the device chain, for a step; None: a pass of its exact
+    size. graphs: run the layers in place of the decoder. tap: takes the states of the tokens, which a head reads; None:
+    nobody does.
     """
-    given = buffers.tensors
+    given, kv = buffers.tensors, model.kv
     if chain is not None:
         _take_up(shape, buffers, kv.ranks, chain)
     if shape.shares_out:
@@ -57,19 +56,20 @@ def run_pass(
             given["lists"], given["counts"], shape.read.block_size, given["block_tables"], given["round"]
         )
     if shape.drafts:
-        drafted = draft_for_itself(drafting or decoder, kv, shape, given, attention, fetched)
+        drafted = draft_for_itself(replace(model, decoder=drafting or model.decoder), shape, given, fetched)
         buffers.results.device["drafted"].copy_(drafted)
     if fetched is not None:
         _write_fetch_counts(buffers, fetched.page_counts)
     if shape.drafts_alone:
         return
     chosen = kv.chosen_fetcher(given["block_tables"], given["round"]) if shape.fetches_chosen else None
-    attend = _attention_of(decoder, kv, shape, given, attention, fetched, chosen, prompts)
-    attend.pages = layer_pages or kv.layer_pages
+    attend = _attention_of(model, shape, given, fetched, chosen, prompts)
+    if layer_pages is not None:
+        attend.pages = layer_pages
     logits_rows = given.get("logits_rows")
     if logits_rows is not None and not len(logits_rows) and attend.weights is None:
         attend.unread = kv.num_layers - 1
-    running = graphs or (drafting if shape.light and drafting else decoder)
+    running = graphs or (drafting if shape.light and drafting else model.decoder)
     if isinstance(running, DraftHead):
         running = running.reading(given["state_slots"])
     tokens = PassTokens(given["token_ids"], given["positions"], given["slots"])
@@ -113,34 +113,33 @@ def _share_out(given: dict[str, Tensor], shape: PassShape, kv: KVCache) -> None:
 
 
 def _attention_of(
-    decoder: Decoder | ModulesDecoder,
-    kv: KVCache,
+    model: PagedModel,
     shape: PassShape,
     given: dict[str, Tensor],
-    attention: Backend,
     fetched: FetchPlan | None,
     chosen: ChosenFetcher | None,
     prompts: PromptReads | None,
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
-    heads = heads_of(decoder, kv)
+    heads, kv, rule = model.heads, model.kv, model.decoder.block_rule
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], shape.most_rows, given.get("visible"))
     eight_bit = heads.kv_scales is not None
     tuning = pinned_tuning(heads.dim, heads.group, shape.most_rows, eight_bit) if shape.pinned else None
-    attend = LayerAttention(heads, rows, kv.layer_pages, attention, prompts=prompts)
-    if decoder.block_rule is not None:
-        attend.chosen = chosen_reads(decoder.block_rule, kv, shape, given, chosen, tuning)
+    attend = model.attends(rows)
+    attend.prompts = prompts
+    if rule is not None:
+        attend.chosen = chosen_reads(rule, kv, shape, given, chosen, tuning)
         if attend.chosen.parts:
             return attend
     if shape.read.weighs or (prompts is None and (not shape.read.is_sparse or shape.read.dense_layers)):
-        attend.dense_work = plan_reads(heads, rows, attention, tuning)
+        attend.dense_work = model.plan(rows, tuning)
     if shape.read.weighs:
         memory, index = given["memory"][:, :, : shape.blocks], listed_layers(shape, kv)
         attend.weights = BlockMemory(
             memory, given["indices"], index, shape.read.decay, shape.read.block_size, shape.pinned, kv.ranks
         )
     elif shape.read.is_sparse:
-        attend.listed = listed_reads(heads, rows, kv, shape, given, attention, fetched, tuning)
+        attend.listed = listed_reads(model, rows, shape, given, fetched, tuning)
         # Not among the buffers, so that later captures take its memory: as large as all lists of the pass.
         attend.weights = torch.empty(given["lists"].shape, dtype=torch.float32, device=rows.starts.device)
     return attend

@@ -265,15 +265,8 @@ class ModelRunner(TargetOrDraftRunner):
     def prepare_rounds(self, settings: RoundSettings) -> None:
         if self.decoder.block_rule is not None:
             raise NotImplementedError("a model that chooses blocks by itself is not built as a draft, only as a target")
-        self._rounds = RoundRunner(
-            self.decoder,
-            self.kv,
-            settings,
-            self.vocab_size,
-            max_pages=self._limits.pages,
-            attention=self._passes.attention,
-            captures=self._captures,
-        )
+        sizes = self.vocab_size, self._limits.pages
+        self._rounds = RoundRunner(self._passes.model, settings, *sizes, captures=self._captures)
 
     @torch.inference_mode()
     def warm_up_rounds(self, sequences: int, announces: bool, gammas: Sequence[int] = ()) -> None:

@@ -28,7 +28,7 @@ from specahead.engine.steps.layout import lay_out_pass
 from specahead.engine.steps.outputs import StepUnderWay, read_outputs, read_results
 from specahead.engine.steps.prompt_graphs import MOST_TOKENS, PromptGraphs, sizes_up_to
 from specahead.engine.steps.read_memories import ReadMemories
-from specahead.engine.steps.reads import heads_of
+from specahead.engine.steps.reads import PagedModel
 from specahead.engine.steps.shapes import Choosers, PassShape
 from specahead.kernels.backends import Backend, default_backend
 from specahead.kernels.linear import MOST_ROWS
@@ -62,7 +62,8 @@ class PassRunner:
         self.memories = memories
         self.graphs = Graphs(captures, kv.ranks)
         dim, dtype = kv.k_pages[0].shape[3], kv.dtype
-        self.attention: Backend = default_backend(kv.device) if takes_heads(dim) else "torch"
+        attention: Backend = default_backend(kv.device) if takes_heads(dim) else "torch"
+        self.model = PagedModel(decoder, kv, attention)
         self._cudnn = cudnn_attends(dim, dtype, kv.device)
         self.chain = DeviceChain.make(1, kv.device)
         self._logits: Tensor | None = None  # shared by all captured steps
@@ -84,7 +85,7 @@ class PassRunner:
 
     def _launch(self, shape: PassShape, buffers: Buffers) -> None:
         how: dict[str, Any] = {"drafting": self._drafting, "chain": self.chain, "tap": self._tap}
-        run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
+        run_pass(self.model, shape, buffers, **how)
         if not shape.read.reports:  # later captures reuse their memory
             for name in ("all_lists", "all_counts", "lists", "counts"):
                 buffers.tensors.pop(name, None)
@@ -184,7 +185,7 @@ class PassRunner:
         how: dict[str, Any] = {"layer_pages": layer_pages, "drafting": self._drafting, "tap": self._tap}
         if self._is_read_by_cudnn(shape):
             how |= {"prompts": self._plan_prompts(buffers), "graphs": None if shape.light else self._prompt_graphs}
-        run_pass(self._decoder, self._kv, shape, buffers, self.attention, **how)
+        run_pass(self.model, shape, buffers, **how)
 
     def follow_exact(
         self, shape: PassShape, logits_rows: int, pages: list[np.ndarray], receive: Callable[[np.ndarray], object]
@@ -235,7 +236,7 @@ class PassRunner:
 
         Short prompts may take other kernels.
         """
-        heads, device = heads_of(self._decoder, self._kv), self._kv.device
+        heads, device = self.model.heads, self._kv.device
         merges = partial(merge_in_all_ways, heads.kv * heads.group, heads.dim, self._kv.dtype, device)
         sizes = (tokens, 2 * MOST_ROWS) if self._decoder.can_capture else ()
         return [lambda: merges, *(partial(self.launches_of_prompt, size) for size in sizes)]
@@ -264,7 +265,7 @@ class PassRunner:
     def plan_prompt(self, own: int, before: int) -> None:
         """Have cuDNN plan one shape of prompts (kernels.prompt_reads.shapes_of_parts), on every rank."""
         self._followers.tell(Command.PLAN_PROMPT, [own, before])
-        heads, room = heads_of(self._decoder, self._kv), self._room_for_prompts()
+        heads, room = self.model.heads, self._room_for_prompts()
         attend_once(own, before, heads.kv * heads.group, heads.kv, heads.dim, scale=heads.scale, room=room)
 
     def captures_of_prompts(self, tokens: int) -> list[Callable[[], None]]:
@@ -297,7 +298,7 @@ class PassRunner:
         """Return the reads of the prompts in a pass."""
         host, tables = buffers.inputs.host, buffers.tensors["block_tables"]
         starts, lengths = host["query_starts"].tolist(), host["lengths"].tolist()
-        heads, room = heads_of(self._decoder, self._kv), self._room_for_prompts()
+        heads, room = self.model.heads, self._room_for_prompts()
         of_heads = heads.kv * heads.group, heads.kv, heads.dim
         return plan_prompts(starts, lengths, tables, of_heads, PAGE_SIZE, room, self._cudnn)
 

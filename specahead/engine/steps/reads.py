@@ -1,26 +1,63 @@
 """The reads of a pass's layers: everything, or lists made before the pass or in it."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan
 from specahead.engine.kv.pages import PAGE_SIZE
-from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.layer_attention import ChosenPart, ChosenReads, Heads, ListedReads, Rows, plan_reads
+from specahead.engine.model.decoder import Attend, Decoder, PassTokens
+from specahead.engine.model.layer_attention import (
+    ChosenPart,
+    ChosenReads,
+    Heads,
+    LayerAttention,
+    ListedReads,
+    Rows,
+    plan_reads,
+)
 from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.steps.shapes import Choosers, PassShape
 from specahead.kernels.backends import Backend
 from specahead.kernels.chosen_blocks import BlockRule, plan_choice
-from specahead.kernels.paged_attention import BlockLists, GroupMeans, Tuning
+from specahead.kernels.paged_attention import BlockLists, GroupMeans, Tuning, Work
 
 CHOOSING_AT_ONCE = 512  # tokens that choose blocks for themselves: each takes a row of scores over all pages
 
 
-def heads_of(decoder: Decoder | ModulesDecoder, kv: KVCache) -> Heads:
-    """Return what attention needs to know of a model's heads."""
-    group, dim = decoder.heads // kv.kv_heads, kv.k_pages[0].shape[3]
-    return Heads(kv.kv_heads, group, dim, decoder.attention_scale, kv.scales)
+@dataclass(frozen=True)
+class PagedModel:
+    """A model, the KV that its passes read and write, and what attends in them."""
+
+    decoder: Decoder | ModulesDecoder
+    kv: KVCache
+    attention: Backend
+
+    @property
+    def heads(self) -> Heads:
+        """What attention needs to know of the model's heads."""
+        kv_heads, dim = self.kv.kv_heads, self.kv.k_pages[0].shape[3]
+        return Heads(kv_heads, self.decoder.heads // kv_heads, dim, self.decoder.attention_scale, self.kv.scales)
+
+    def attends(self, rows: Rows) -> LayerAttention:
+        """Return attention over the KV's own pages, which reads everything so far."""
+        return LayerAttention(self.heads, rows, self.kv.layer_pages, self.attention)
+
+    def plan(
+        self,
+        rows: Rows,
+        tuning: Tuning | None = None,
+        blocks: BlockLists | None = None,
+        means: list[GroupMeans] | None = None,
+    ) -> Work | None:
+        """Return the plan of what layers read that read alike (`plan_reads`)."""
+        return plan_reads(self.heads, rows, self.attention, tuning, blocks, means)
+
+    def run(self, tokens: PassTokens, attend: Attend, logits_rows: Tensor | None = None) -> Tensor:
+        """Run the model on tokens, as `Decoder.run` does."""
+        return self.decoder.run(tokens, self.kv, attend, logits_rows)
 
 
 def listed_layers(shape: PassShape, kv: KVCache) -> dict[int, int]:
@@ -29,24 +66,22 @@ def listed_layers(shape: PassShape, kv: KVCache) -> dict[int, int]:
 
 
 def listed_reads(
-    heads: Heads,
+    model: PagedModel,
     rows: Rows,
-    kv: KVCache,
     shape: PassShape,
     given: dict[str, Tensor],
-    attention: Backend,
     fetched: FetchPlan | None = None,
     tuning: Tuning | None = None,
 ) -> ListedReads:
     """Return the reads by the lists and counts in `given`, with the means that stand in for other blocks."""
     means: list[GroupMeans] | None = None
     if shape.read.groups:
-        assert kv.means is not None
-        means = kv.means.over(given["group_tables"], given["group_counts"])
+        assert model.kv.means is not None
+        means = model.kv.means.over(given["group_tables"], given["group_counts"])
     lines, wait = (None, None) if fetched is None else (fetched.lines, fetched.wait)
     blocks = BlockLists(given["lists"], given["counts"], shape.read.block_size, lines)
-    work = plan_reads(heads, rows, attention, tuning, blocks, means)
-    return ListedReads(blocks, listed_layers(shape, kv), work, means, wait)
+    work = model.plan(rows, tuning, blocks, means)
+    return ListedReads(blocks, listed_layers(shape, model.kv), work, means, wait)
 
 
 def chosen_reads(

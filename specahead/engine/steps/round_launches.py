@@ -5,27 +5,25 @@ what the first one weighed most. The evidence is the mean over the passes of eac
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
-from specahead.engine.model.decoder import Decoder, PassTokens
+from specahead.engine.model.decoder import PassTokens
 from specahead.engine.model.head import DraftHead
-from specahead.engine.model.layer_attention import LayerAttention, ListedReads, Rows, plan_reads
-from specahead.engine.model.modules import ModulesDecoder
+from specahead.engine.model.layer_attention import ListedReads, Rows
 from specahead.engine.staging import Buffers
 from specahead.engine.steps.announcing import announce_blocks
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.drafting import DraftPasses, Draws, OneToken, draft_tokens
-from specahead.engine.steps.reads import heads_of
+from specahead.engine.steps.reads import PagedModel
 from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.rules import ChangedLogits
 from specahead.engine.steps.shapes import RoundShape
 from specahead.engine.steps.states import take_states
-from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.backends import default_backend
 from specahead.kernels.draft_reads import score_own_blocks
 from specahead.kernels.kv_write import move_kv
 from specahead.kernels.paged_attention import BlockLists, LayersEvidence
@@ -42,13 +40,11 @@ Forbid = Callable[[Tensor, list[Tensor]], None]
 class _Round:
     """What all passes of a round share."""
 
-    decoder: Decoder | ModulesDecoder
-    kv: KVCache
+    model: PagedModel
     settings: RoundSettings
     shape: RoundShape
     given: dict[str, Tensor]
     """The tensors of make_round_buffers."""
-    attention: Backend
     evidence: Tensor | None
     """[sequences, layers, heads, blocks] float32, if any pass needs it."""
 
@@ -63,7 +59,7 @@ class _Round:
         if self.evidence is None:
             return None
         share, size = 1 / self.passes, self.settings.block_size
-        return LayersEvidence(self.evidence, share, size, self.shape.branches, listed, first, self.attention)
+        return LayersEvidence(self.evidence, share, size, self.shape.branches, listed, first, self.model.attention)
 
     @property
     def ends(self) -> Tensor:
@@ -72,12 +68,10 @@ class _Round:
 
 
 def run_round(
-    decoder: Decoder | ModulesDecoder,
-    kv: KVCache,
+    model: PagedModel,
     settings: RoundSettings,
     shape: RoundShape,
     buffers: Buffers,
-    attention: Backend,
     forbid: Forbid | None = None,
     chain: DeviceChain | None = None,
 ) -> None:
@@ -85,24 +79,24 @@ def run_round(
 
     chain: the device chain, for a shape that is chained.
     """
-    given, results = buffers.tensors, buffers.results.device
+    given, results, kv = buffers.tensors, buffers.results.device, model.kv
     if shape.chained:
         assert chain is not None
         chain.follow_step_in_round(given, settings.passes(shape.gamma))
         results["began"].copy_(given["began"])
-    if isinstance(decoder, DraftHead):
-        decoder = decoder.reading(take_states(given))
+    if isinstance(model.decoder, DraftHead):
+        model = replace(model, decoder=model.decoder.reading(take_states(given)))
     if shape.branches > 1:
         move_kv(kv.k_pages, kv.v_pages, kv.addresses, given["source"], given["target"], default_backend(kv.device))
-    evidence = _make_evidence(decoder, kv, settings, shape)
-    round_ = _Round(decoder, kv, settings, shape, given, attention, evidence)
+    evidence = _make_evidence(model, settings, shape)
+    round_ = _Round(model, settings, shape, given, evidence)
     at, branched = _positions_of_passes(round_), shape.branches > 1
     logits = _run_first_pass(round_, at[0] if branched else None)
     later = None
     if settings.read_share < 1:
         later = _own_lists(round_)
     weighed = round_.evidence_of_passes(None if later is None else later.blocks) if shape.announces else None
-    passes = DraftPasses(decoder, kv, attention, at, later, weighed, later is None)
+    passes = DraftPasses(model, at, later, weighed, dense_layers=later is None)
     for name, drawn in _draft(round_, passes, logits, forbid).items():
         if name in results:
             results[name].copy_(torch.stack(drawn))
@@ -116,14 +110,12 @@ def run_round(
         chain.leave_drafts(results, shape.gamma)
 
 
-def _make_evidence(
-    decoder: Decoder | ModulesDecoder, kv: KVCache, settings: RoundSettings, shape: RoundShape
-) -> Tensor | None:
+def _make_evidence(model: PagedModel, settings: RoundSettings, shape: RoundShape) -> Tensor | None:
     """Return room for evidence, which the first pass sets, if any pass needs it."""
     if not shape.announces and settings.read_share == 1:
         return None
-    sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings.block_size)
-    return torch.empty(sizes, device=kv.device)
+    sizes = shape.sequences, model.decoder.num_layers, model.decoder.heads, shape.blocks(settings.block_size)
+    return torch.empty(sizes, device=model.kv.device)
 
 
 def _draft(round_: _Round, passes: DraftPasses, logits: Tensor, forbid: Forbid | None) -> dict[str, list[Tensor]]:
@@ -177,17 +169,16 @@ def _run_first_pass(round_: _Round, branches: OneToken | None) -> Tensor:
 
     Returns the logits [rows, vocab] of the first drafted token.
     """
-    given, kv, heads = round_.given, round_.kv, heads_of(round_.decoder, round_.kv)
+    given, model = round_.given, round_.model
     if branches is None:
         rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], round_.shape.queries)
         ends: Tensor | None = given["query_starts"][1:] - 1  # of an empty place any row will do
         at = OneToken(rows, given["positions"], given["slots"])
     else:
         at, ends = branches, None
-    work = plan_reads(heads, at.rows, round_.attention)
-    evidence = round_.evidence_of_passes(first=True)
-    attend = LayerAttention(heads, at.rows, kv.layer_pages, round_.attention, None, evidence, dense_work=work)
-    return round_.decoder.run(PassTokens(given["token_ids"], at.positions, at.slots), kv, attend, ends)
+    attend = model.attends(at.rows)
+    attend.dense_work, attend.weights = model.plan(at.rows), round_.evidence_of_passes(first=True)
+    return model.run(PassTokens(given["token_ids"], at.positions, at.slots), attend, ends)
 
 
 def _own_lists(round_: _Round) -> ListedReads:
@@ -196,7 +187,7 @@ def _own_lists(round_: _Round) -> ListedReads:
     """
     assert round_.evidence is not None
     settings, given, lengths = round_.settings, round_.given, round_.given["lengths"]
-    layers, kv_heads = round_.decoder.num_layers, round_.kv.kv_heads
+    layers, kv_heads = round_.model.decoder.num_layers, round_.model.kv.kv_heads
     n, backend = round_.shape.blocks(settings.block_size), default_backend(lengths.device)
     sizes, kept = (layers, kv_heads, n, settings.block_size), (settings.sink_blocks, settings.window_blocks)
     weights = round_.evidence.flatten(1, 2)
@@ -205,5 +196,4 @@ def _own_lists(round_: _Round) -> ListedReads:
     shape = layers, len(lengths), kv_heads
     blocks = BlockLists(lists.view(*shape, n), counts.view(shape), settings.block_size)
     rows = Rows(given["query_starts"], lengths, given["block_tables"], round_.shape.branches)
-    work = plan_reads(heads_of(round_.decoder, round_.kv), rows, round_.attention, blocks=blocks)
-    return ListedReads(blocks, {layer: layer for layer in range(layers)}, work)
+    return ListedReads(blocks, {layer: layer for layer in range(layers)}, round_.model.plan(rows, blocks=blocks))

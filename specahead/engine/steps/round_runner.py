@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specahead.engine.kv.cache import KVCache
-from specahead.engine.model.decoder import Decoder
-from specahead.engine.model.modules import ModulesDecoder
 from specahead.engine.sampling.grammars import WORD, unpack_mask
 from specahead.engine.staging import Buffers, Staging
 from specahead.engine.steps.buffers import make_round_buffers
@@ -20,11 +17,12 @@ from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.graphs import Captured, Graphs, tell_captures
 from specahead.engine.steps.layout import bring_rules, lay_out_round
 from specahead.engine.steps.outputs import RoundsUnderWay, in_order, read_round
+from specahead.engine.steps.reads import PagedModel
 from specahead.engine.steps.requests import RoundOutput, RoundRequest, RoundSettings, branches_of
 from specahead.engine.steps.round_launches import run_round
 from specahead.engine.steps.runner import COMPILED_SESSIONS, WARM_SESSIONS
 from specahead.engine.steps.shapes import RoundShape
-from specahead.kernels.backends import Backend, power_of_two
+from specahead.kernels.backends import power_of_two
 from specahead.kernels.compiling import compile_ahead
 
 
@@ -32,19 +30,12 @@ class RoundRunner:
     """Drafts rounds by `settings`. max_pages: of a sequence. captures: whether as CUDA graphs."""
 
     def __init__(
-        self,
-        decoder: Decoder | ModulesDecoder,
-        kv: KVCache,
-        settings: RoundSettings,
-        vocab_size: int,
-        max_pages: int,
-        attention: Backend,
-        captures: bool,
+        self, model: PagedModel, settings: RoundSettings, vocab_size: int, max_pages: int, captures: bool
     ) -> None:
-        if kv.offloads:
+        if model.kv.offloads:
             raise NotImplementedError("rounds are drafted over KV that lies on one device: no backing store")
-        self._decoder, self._kv, self._attention = decoder, kv, attention
-        self.settings = settings.to(kv.device)
+        self._model, self._kv = model, model.kv
+        self.settings = settings.to(model.kv.device)
         self._vocab_size, self._max_pages, self._graphs = vocab_size, max_pages, Graphs(captures)
         self._one_by_one = Graphs(captures=False)
         self._rules = torch.empty(3, 0, 0)
@@ -164,7 +155,7 @@ class RoundRunner:
 
         def launch(buffers: Buffers) -> None:
             forbid = None if asking is None else partial(_forbid, asking, shape.branches)
-            run_round(self._decoder, self._kv, self.settings, shape, buffers, self._attention, forbid, self.chain)
+            run_round(self._model, self.settings, shape, buffers, forbid, self.chain)
 
         return make_buffers, launch
 

@@ -24,6 +24,7 @@ from specahead.engine.steps.buffers import make_buffers
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from specahead.engine.steps.launches import run_pass
 from specahead.engine.steps.layout import lay_out_pass
+from specahead.engine.steps.reads import PagedModel
 from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape
 from specahead.kernels.backends import default_backend, power_of_two
 from specahead.kernels.selection import WORD
@@ -200,7 +201,7 @@ class Step:
         self._tables = self._copy_tables()  # nothing is hot but what a step writes
         if isinstance(kv, HomeKV):
             kv.on_demand = way == ON_DEMAND
-        work = partial(run_pass, decoder, kv, shape, self.buffers, default_backend(device))
+        work = partial(run_pass, PagedModel(decoder, kv, default_backend(device)), shape, self.buffers)
         self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
 
     def choose(self, words: Tensor) -> None:

@@ -20,6 +20,7 @@ from specahead.engine.staging import Buffers
 from specahead.engine.steps.announcing import Announcer
 from specahead.engine.steps.buffers import make_buffers, make_round_buffers
 from specahead.engine.steps.launches import run_pass
+from specahead.engine.steps.reads import PagedModel
 from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.round_launches import run_round
 from specahead.engine.steps.shapes import Choosers, JudgeShape, PassShape, ReadShape, RoundShape
@@ -55,12 +56,12 @@ class Bench:
     ) -> None:
         self.shape, self.bandwidth, self.repeats, self.device = shape, bandwidth, repeats, torch.device(device)
         self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE, device, quantization=quantization)
-        self.attention = default_backend(self.device)
         pages = batch * (longest // PAGE_SIZE)
         of_shape = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
         how: dict[str, Any] = {"page_means": shape.block_rule is not None}
         how["scales"] = random_scales(shape, device) if kv_cache_dtype == "fp8" else None
         self.kv = _filled(KVCache(*of_shape, pages, torch.bfloat16, device, **how))
+        self.model = PagedModel(self.decoder, self.kv, default_backend(self.device))
 
     def kv_bytes(self, batch: int, context: int, share: float = 1.0) -> float:
         """Return the bytes of a share of the KV."""
@@ -108,7 +109,7 @@ class Bench:
         def run() -> None:
             drop_pages(kv.memory.tables, leaving.random_(sizes[1]), kv.kv_heads, kv.memory.backend)
             given["round"] += 1
-            run_pass(self.decoder, kv, shape, buffers, self.attention)
+            run_pass(PagedModel(self.decoder, kv, default_backend(self.device)), shape, buffers)
 
         ms = graph_milliseconds(run, self.repeats)
         fetched, listed = (int(buffers.results.device[name]) for name in ("fetched", "listed"))
@@ -180,7 +181,7 @@ class Bench:
         return buffers
 
     def _measure(self, what: str, shape: PassShape, buffers: Buffers, kv_bytes: float, passes: int = 1) -> TimedRow:
-        ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, self.attention), self.repeats)
+        ms = graph_milliseconds(lambda: run_pass(self.model, shape, buffers), self.repeats)
         rows = [*[shape.sequences] * (passes - 1), shape.rows]
         return TimedRow(what, ms, self.floor(kv_bytes, rows))
 
@@ -211,9 +212,7 @@ class Bench:
         given["slots"].copy_(slots.repeat_interleave(branches))
         if announces:
             given["limits"].copy_(torch.tensor([[1], [pages - 8], [int(0.09 * rows * pages)]]).expand(-1, batch))
-        ms = graph_milliseconds(
-            lambda: run_round(self.decoder, self.kv, settings, shape, buffers, self.attention), self.repeats
-        )
+        ms = graph_milliseconds(lambda: run_round(self.model, settings, shape, buffers), self.repeats)
         read = self.kv_bytes(batch, context) + gamma * self.kv_bytes(batch, context, share)
         what = "and announces" if announces else "announces nothing"
         what += f", {branches} branches" if branches > 1 else ""

@@ -23,9 +23,9 @@ from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.loading.model import LoadedModel, default_device, load_model, resolve_dtype
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.engine.model.decoder import Decoder, PassTokens
-from specahead.engine.model.layer_attention import ChosenPart, ChosenReads, LayerAttention, Rows
+from specahead.engine.model.layer_attention import ChosenPart, ChosenReads, Rows
 from specahead.engine.sampling.divergence import divergence
-from specahead.engine.steps.reads import CHOOSING_AT_ONCE, heads_of
+from specahead.engine.steps.reads import CHOOSING_AT_ONCE, PagedModel
 from specahead.kernels.backends import default_backend
 from specahead.kernels.chosen_blocks import BlockRule, plan_choice
 from specahead.lab.evaluation import verification_intensity
@@ -166,12 +166,11 @@ def logits_of(loaded: LoadedModel, rule: BlockRule, tokens: Tensor, shared: int)
     assert kv.page_means is not None
     at, table = torch.arange(length, device=loaded.device), torch.arange(sizes[3], device=loaded.device).int()[None]
     ends = torch.tensor([0, length], dtype=torch.int32, device=loaded.device)
-    attend = LayerAttention(
-        heads_of(decoder, kv), Rows(ends, ends[1:], table, length), kv.layer_pages, default_backend(loaded.device)
-    )
+    model = PagedModel(decoder, kv, default_backend(loaded.device))
+    attend = model.attends(Rows(ends, ends[1:], table, length))
     parts = _parts(rule, shape.num_kv_heads, table, at, shared)
     attend.chosen = ChosenReads(kv.k_pages, kv.page_means, at, at // PAGE_SIZE, parts)
-    return decoder.run(PassTokens(tokens, at, at), kv, attend).float()
+    return model.run(PassTokens(tokens, at, at), attend).float()
 
 
 def _parts(rule: BlockRule, kv_heads: int, table: Tensor, positions: Tensor, shared: int) -> list[ChosenPart]:
