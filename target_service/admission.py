@@ -12,29 +12,26 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 
-from specahead.config import TargetSettings
 from specahead.engine.kv.pages import KEPT_SHARE, PAGE_SIZE
 from specahead.engine.kv.prefix_index import prefix_hashes
-from specahead.engine.steps.runner import TargetRunner
 from specahead.wire.errors import InvalidArgument, ResourceExhausted
 from specahead.wire.messages import Open, Report, ServedEvent
 from target_service.opening import SessionMaker, pages_of_round
 from target_service.session import TargetSession
+from target_service.target import Target
 
 
 class Admission:
     """Owns the table of sessions, and decides who runs."""
 
-    def __init__(
-        self, runner: TargetRunner, settings: TargetSettings, counters: Counter[str], maker: SessionMaker
-    ) -> None:
+    def __init__(self, target: Target, maker: SessionMaker) -> None:
         self.running: dict[str, TargetSession] = {}  # by name, the oldest first
         self.preempted: deque[TargetSession] = deque()  # gave way, the oldest first; all that run are older
         self.queue: deque[TargetSession] = deque()  # have not run yet
         self.draining = False  # whether orchestrators are to open no more sessions
         self._maker = maker
-        self._kv, self._deterministic = runner.kv, runner.deterministic
-        self._settings, self._counters = settings, counters
+        self._kv, self._deterministic = target.runner.kv, target.runner.deterministic
+        self._settings, self._counters = target.settings, target.counters
         self._closed: list[TargetSession] = []  # their pages may still be written by a running step
         self._peers: dict[Callable[[ServedEvent], None], str] = {}  # by the emit of each open stream
         self._first_epoch = 0  # of later sessions: higher than any before, so that a name can be used again

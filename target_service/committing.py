@@ -1,26 +1,21 @@
 """Gives the sessions of a step that has ended what it gave, and tells their owners and drafts."""
 
 import logging
-from collections import Counter
 from dataclasses import replace
 
-from specahead.config import TargetSettings
-from specahead.engine.kv.cache import KVCache
 from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.engine.steps.inputs import SequenceOutput
-from specahead.engine.steps.runner import TargetRunner
-from specahead.sparsity.plan import Plan
 from specahead.wire.errors import InvalidArgument, ServiceError
 from specahead.wire.messages import Commit, FinishReason
 from target_service.admission import Admission
 from target_service.auditing import Auditor
 from target_service.commit import commit_round
 from target_service.counters import count_round
-from target_service.hooks import Hooks
 from target_service.pacing import Pacing, StepSeen
 from target_service.protocol import DraftProtocol
 from target_service.session import TargetSession
+from target_service.target import Target
 from target_service.verify_step import VerifyResult, VerifyRound, VerifyStep
 
 log = logging.getLogger(__name__)
@@ -30,25 +25,11 @@ class Committer:
     """Commits what steps give."""
 
     def __init__(
-        self,
-        runner: TargetRunner,
-        plan: Plan,
-        settings: TargetSettings,
-        admission: Admission,
-        protocol: DraftProtocol,
-        pacing: Pacing,
-        counters: Counter[str],
-        hooks: Hooks,
-        auditor: Auditor,
+        self, target: Target, admission: Admission, protocol: DraftProtocol, pacing: Pacing, auditor: Auditor
     ) -> None:
-        """hooks: of tests and benchmarks."""
-        self._runner, self._plan, self._settings = runner, plan, settings
-        self._admission, self._protocol, self._pacing = admission, protocol, pacing
-        self._counters, self._hooks, self._auditor = counters, hooks, auditor
-
-    @property
-    def _kv(self) -> KVCache:
-        return self._runner.kv
+        self._runner, self._kv, self._plan = target.runner, target.runner.kv, target.plan
+        self._counters, self._hooks = target.counters, target.hooks
+        self._admission, self._protocol, self._pacing, self._auditor = admission, protocol, pacing, auditor
 
     def close(self, session: TargetSession) -> None:
         """End a session, for its draft as well."""

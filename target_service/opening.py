@@ -8,16 +8,14 @@ from specahead.config.speculation import READ_AT_ONCE
 from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.sampling.grammars import Grammars, GrammarState
 from specahead.engine.sampling.logit_rules import rules_of
-from specahead.engine.steps.runner import TargetRunner
-from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Exactness, Open, ServedEvent
-from target_service.hooks import NO_HOOKS, Hooks
 from target_service.policy.lookup import FirstGuess, PromptLookup
 from target_service.screening import Screening, screening_reader
 from target_service.self_drafting import SelfDrafting
 from target_service.session import Asked, DraftState, Reading, TargetSession
+from target_service.target import Target
 
 
 class SessionMaker:
@@ -25,21 +23,18 @@ class SessionMaker:
 
     def __init__(
         self,
-        runner: TargetRunner,
-        plan: Plan,
-        settings: TargetSettings,
-        hooks: Hooks = NO_HOOKS,
+        target: Target,
         grammars: Grammars | None = None,
         drafting: SelfDrafting | None = None,
         prefers_exact: Callable[[], bool] = lambda: False,
     ) -> None:
-        """hooks: of tests and benchmarks. grammars: compiles the grammars of sessions; None: no session may have one.
-        drafting: how sessions draft for themselves; None: none does. prefers_exact: whether approximate
-        requests are to be served exactly at present, where the settings allow it.
+        """grammars: compiles the grammars of sessions; None: no session may have one. drafting: how sessions draft for
+        themselves; None: none does. prefers_exact: whether approximate requests are to be served exactly at present,
+        where the settings allow it.
         """
-        self._prefers_exact = prefers_exact
-        self._runner, self._plan, self._settings = runner, plan, settings
-        self._hooks, self._grammars, self._drafting = hooks, grammars, drafting
+        self._prefers_exact, self._grammars, self._drafting = prefers_exact, grammars, drafting
+        self._runner, self._plan, self._settings = target.runner, target.plan, target.settings
+        self._hooks = target.hooks
 
     def check(self, request: Open) -> None:
         """Raise InvalidArgument for a request that can never run."""

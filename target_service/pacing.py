@@ -5,11 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from specahead.config import TargetSettings
-from specahead.config.speculation import ResolvedSpeculation
 from specahead.engine.steps.requests import gammas
-from specahead.engine.steps.runner import TargetRunner
-from specahead.sparsity.plan import Plan
 from specahead.wire.messages import Commit, FinishReason
 from target_service.policy import (
     CostTable,
@@ -24,6 +20,7 @@ from target_service.policy import (
     Verified,
 )
 from target_service.session import TargetSession
+from target_service.target import Target
 from target_service.verify_step import VerifyRound, VerifyStep
 
 ALIKE = 7 / 8  # share of the sessions that must propose equally many tokens for their rounds' time to be a figure
@@ -59,17 +56,12 @@ class StepSeen:
 class Pacing:
     """Lets the policy decide over the rounds of the running sessions."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        runner: TargetRunner,
-        sessions: Mapping[str, TargetSession],
-        speculation: ResolvedSpeculation,
-        imposed: bool = False,
-    ) -> None:
-        """sessions: the running ones, by name. imposed: whether verdicts are imposed: then no proposal is useless."""
-        self.policy, self._speculation = policy, speculation
-        self._runner, self._sessions, self._imposed = runner, sessions, imposed
+    def __init__(self, target: Target, policy: Policy, sessions: Mapping[str, TargetSession]) -> None:
+        """sessions: the running ones, by name."""
+        self.policy, self._sessions = policy, sessions
+        self._runner, self._speculation = target.runner, target.settings.chosen
+        # Where verdicts are imposed, no proposal is useless.
+        self._imposed = target.hooks.imposes_verdicts and not target.settings.adaptive
         self._captures_seen = 0
         self._draft_has_read = False  # in this process, prompts, since the last step
 
@@ -243,8 +235,9 @@ def _kind_of(step: VerifyStep) -> RoundKind:
     return RoundKind(proposer, gamma, verified)
 
 
-def policy_of(settings: TargetSettings, plan: Plan, runner: TargetRunner, counters: Counter[str]) -> Policy:
+def policy_of(target: Target) -> Policy:
     """Return the policy of a target, by its settings."""
+    runner, plan, settings = target.runner, target.plan, target.settings
     most, hold = settings.most_drafted, settings.chosen.hold
     proposer = Proposer.SELF if settings.drafts_for_itself else Proposer.DRAFT
     proposed = tuple(gammas(most)) if settings.adaptive else (most,)
@@ -266,4 +259,4 @@ def policy_of(settings: TargetSettings, plan: Plan, runner: TargetRunner, counte
     )
     options = Options(proposer, proposed, adaptive, announced=True, holds=holds)
     prior = plan.acceptance if proposer is Proposer.DRAFT else None
-    return Policy(options, CostTable(sizes), counters, runner.alternatives_beside, prior)
+    return Policy(options, CostTable(sizes), target.counters, runner.alternatives_beside, prior)

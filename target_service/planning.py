@@ -2,14 +2,10 @@
 for now (one token each and the tokens that it proposes itself), and a share of the unread prompts.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from specahead.config import TargetSettings
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.steps.runner import TargetRunner
-from specahead.sparsity.plan import Plan
 from specahead.wire.messages import Proposal
 from target_service.auditing import Auditor
 from target_service.confirming import how_each_confirms, screen_lightly
@@ -20,6 +16,7 @@ from target_service.policy import Load, Policy, Proposer
 from target_service.prompts import LEAST_PART, is_followed_by_round, plan_reading, share_prompts
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
+from target_service.target import Target
 from target_service.verify_step import VerifyRound, VerifyStep
 
 MUCH = 1024  # tokens: reading more takes several times as long as rounds
@@ -29,22 +26,14 @@ class StepPlanner:
     """Plans the steps of a target."""
 
     def __init__(
-        self,
-        runner: TargetRunner,
-        plan: Plan,
-        settings: TargetSettings,
-        policy: Policy,
-        drafting: SelfDrafting | None,
-        patience: Patience,
-        counters: Counter[str],
-        auditor: Auditor,
+        self, target: Target, policy: Policy, drafting: SelfDrafting | None, patience: Patience, auditor: Auditor
     ) -> None:
         """drafting: what sessions read to draft for themselves; None: none does. patience: how long the target waits
         for a draft.
         """
-        self._runner, self._plan, self._settings, self._policy = runner, plan, settings, policy
-        self._drafting, self._patience, self._counters = drafting, patience, counters
-        self._auditor = auditor
+        self._runner, self._plan, self._settings = target.runner, target.plan, target.settings
+        self._counters, self._policy = target.counters, policy
+        self._drafting, self._patience, self._auditor = drafting, patience, auditor
         self._parts_read = 0  # steps that read prompts
         self._gives_way = False  # whether the next step reads no prompts if it has rounds
 

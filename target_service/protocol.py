@@ -1,19 +1,16 @@
 """The events between drafts and target about sessions. docs/architecture.md has the table of answers."""
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from specahead.config import TargetSettings
 from specahead.config.speculation import MAX_BRANCHES
-from specahead.sparsity.plan import Plan
 from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Decline, DraftEvent, End, Load, Proposals, Ready, Refusal, Resync, Verdict
 from specahead.wire.selection_codec import UnknownReference, decode_selection
-from target_service.hooks import NO_HOOKS, Hooks
 from target_service.patience import Patience
 from target_service.session import DraftPeer, RoundKey, TargetSession
+from target_service.target import Target
 
 log = logging.getLogger(__name__)
 
@@ -21,22 +18,12 @@ log = logging.getLogger(__name__)
 class DraftProtocol:
     """Owns the attached drafts. Assigns a draft to each session, and applies the draft's events to the session."""
 
-    def __init__(
-        self,
-        sessions: Mapping[str, TargetSession],
-        plan: Plan,
-        settings: TargetSettings,
-        vocab_size: int,
-        counters: Counter[str],
-        patience: Patience,
-        hooks: Hooks = NO_HOOKS,
-    ) -> None:
-        """sessions: the running ones, by name. patience: learns how long rounds of drafts take. hooks: of tests and
-        benchmarks."""
+    def __init__(self, target: Target, sessions: Mapping[str, TargetSession], patience: Patience) -> None:
+        """sessions: the running ones, by name. patience: learns how long rounds of drafts take."""
         self.drafts: list[DraftPeer] = []
-        self._sessions, self._counters, self._patience, self._hooks = sessions, counters, patience, hooks
-        self._number = _number(settings.name)
-        self._plan, self._gamma, self._vocab_size = plan, settings.most_drafted, vocab_size
+        self._sessions, self._patience, self._counters, self._hooks = sessions, patience, target.counters, target.hooks
+        self._number = _number(target.settings.name)
+        self._plan, self._gamma, self._vocab_size = target.plan, target.settings.most_drafted, target.runner.vocab_size
 
     # Which draft a session has.
 

@@ -40,6 +40,7 @@ from target_service.reporting import ReadingRate
 from target_service.screening import screening_reader
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
+from target_service.target import Target
 from target_service.verify_step import VerifyResult, VerifyStep
 
 log = logging.getLogger(__name__)
@@ -82,24 +83,16 @@ class Verifier:
             if settings.drafts_for_itself
             else None
         )
-        maker = SessionMaker(
-            runner, plan, settings, hooks, grammars, self._drafting, lambda: self.policy.serves_exactly
-        )
-        self.admission = Admission(runner, settings, self.counters, maker)
-        self.policy = policy_of(settings, plan, runner, self.counters)
-        imposed = hooks.imposes_verdicts and not settings.adaptive
-        self.pacing = Pacing(self.policy, runner, self.admission.running, settings.chosen, imposed)
-        self.protocol = DraftProtocol(
-            self.admission.running, plan, settings, runner.vocab_size, self.counters, self.patience, hooks
-        )
+        target = Target(runner, plan, settings, self.counters, hooks)
+        maker = SessionMaker(target, grammars, self._drafting, lambda: self.policy.serves_exactly)
+        self.admission = Admission(target, maker)
+        self.policy = policy_of(target)
+        self.pacing = Pacing(target, self.policy, self.admission.running)
+        self.protocol = DraftProtocol(target, self.admission.running, self.patience)
         speculation = without_needless_audits(settings.speculation, hooks)
         self._auditor = Auditor(plan, speculation, self.counters, self.policy.dense_per_sparse)
-        self._planner = StepPlanner(
-            runner, plan, settings, self.policy, self._drafting, self.patience, self.counters, self._auditor
-        )
-        self._committer = Committer(
-            runner, plan, settings, self.admission, self.protocol, self.pacing, self.counters, hooks, self._auditor
-        )
+        self._planner = StepPlanner(target, self.policy, self._drafting, self.patience, self._auditor)
+        self._committer = Committer(target, self.admission, self.protocol, self.pacing, self._auditor)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         reads_by_memory = (self._drafting is not None or settings.most_held > 0) and plan.group_size > 0
         if reads_by_memory or plan.uses_means:

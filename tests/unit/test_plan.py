@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from specahead.sparsity.plan import HUB_NAME, PLAN_VERSION, Plan, PlanError, loa
 from specahead.sparsity.served_plan import load_served_plan
 from target_service.pacing import policy_of
 from target_service.policy.acceptance import OF_DRAFT
+from target_service.target import Target
 from tests.launch_settings import launch_settings
 from tests.settings import target_settings
 
@@ -112,7 +112,7 @@ def test_the_acceptance_that_calibration_found_is_the_prior(stated: object, acce
     plan = replace(SMALL, provenance={"acceptance": stated})
     assert plan.acceptance == acceptance
     runner: Any = SimpleNamespace(weight_tokens=1.0, read_share=lambda rows: 1.0, alternatives_beside=lambda gamma: 0)
-    policy = policy_of(target_settings(draft=str(DRAFT)), plan, runner, Counter())
+    policy = policy_of(Target(runner, plan, target_settings(draft=str(DRAFT))))
     assert policy.gains.acceptance.chances[0] == (OF_DRAFT if acceptance is None else acceptance)
 
 

@@ -1,6 +1,5 @@
 """What a target reports is what it does: whom it would refuse, what it holds, and how fast it reads."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from target_service.admission import Admission
 from target_service.opening import SessionMaker
 from target_service.orphaned_sessions import OrphanedSessions
 from target_service.reporting import MOST_HASHES, REPORT_SECONDS, ReadingRate, Reporter
+from target_service.target import Target
 from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
@@ -23,8 +23,8 @@ ACTS = st.tuples(st.sampled_from(["open", "resume", "step", "close"]), st.intege
 
 
 def admission(runner: FakeRunner, **settings: int) -> Admission:
-    given = target_settings(gamma=4, max_context=500, **settings)
-    return Admission(runner, given, Counter(), SessionMaker(runner, PLAN, given))
+    target = Target(runner, PLAN, target_settings(gamma=4, max_context=500, **settings))
+    return Admission(target, SessionMaker(target))
 
 
 def reporter_of(target: Admission, runner: FakeRunner, emit: Any) -> Reporter:
