@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = make_parser().parse_args(arguments)
     collect_seldom()
     try:
-        if getattr(flags, "plot", None) or getattr(flags, "plots", None):
+        if getattr(flags, "plot", None):
             check_plots()
         with clock("loading"):
             module = import_module(COMMANDS[flags.command].module)

@@ -45,7 +45,6 @@ def test_a_wheel_brings_nothing_that_serving_does_not_need(wheel: Path) -> None:
     ("command", "said"),
     [
         (["bench", "agents", "--plot", "x.png"], "which is not installed: pip install 'specahead[lab]'"),
-        (["evaluate", "recall", "--plots", "x"], "which is not installed: pip install 'specahead[lab]'"),
         (["bench", "codec"], "announced.npz is not there: an installed specahead comes without recordings"),
     ],
 )

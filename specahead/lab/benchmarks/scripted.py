@@ -1,12 +1,10 @@
 """A model that costs next to nothing: `python -m specahead.lab.benchmarks.scripted target|draft`, to measure all else.
 
 The next token is a fixed function of the position, so both sides agree; the draft errs at a fixed share of the
-positions, which gives rounds their acceptance. Random choices play no part, but where verdicts are to be unforeseen.
+positions, which gives rounds their acceptance. Random choices play no part.
 """
 
 import argparse
-import random
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -29,7 +27,6 @@ from target_service import service as target_service
 VOCAB = 4096  # the bundled tokenizer's
 LAYERS, KV_HEADS, HEADS = 2, 2, 4
 _PERIOD, _ERRORS = 61, (7, 18, 29, 40, 51)  # positions of a period at which the draft errs: one in twelve
-_UNFORESEEN = 3000  # a token that follows no other
 _MAX_BLOCKS = 2048  # of 16 tokens: the services' largest context
 _CHANGING = 0.13  # share of a block's weight that changes from position to position
 
@@ -44,22 +41,9 @@ class ScriptedRunner(TargetOrDraftRunner):
 
     Block weights are random and change from position to position so that about a third of a round's selection is new,
     as with the bundled pair on prose. errs: whether it is the draft, which errs now and then.
-
-    step_ms: milliseconds that a step takes, in any case and for each of its rounds, as if there were a model.
-    prompt_ms: milliseconds that a thousand prompt tokens take. It sleeps for all of them.
-    unforeseen: the share of its verdicts that are none of what a draft expects; these are drawn.
     """
 
-    def __init__(
-        self,
-        errs: bool,
-        pages: int = 20_000,
-        step_ms: tuple[float, float] = (0.0, 0.0),
-        unforeseen: float = 0.0,
-        prompt_ms: float = 0.0,
-    ) -> None:
-        self._step_ms, self._prompt_ms = step_ms, prompt_ms
-        self._unforeseen, self._random = unforeseen, random.Random(0)
+    def __init__(self, errs: bool, pages: int = 20_000) -> None:
         self.vocab_size = VOCAB
         self.kv = KVCache(LAYERS, KV_HEADS, 1, pages)
         self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
@@ -68,16 +52,7 @@ class ScriptedRunner(TargetOrDraftRunner):
         self._gamma = self._block_size = self._alternatives = 0  # until rounds are prepared
         self._runs_last = True
 
-    def _take_time(self, rounds: int, prompt_tokens: int = 0) -> None:
-        in_any_case, each = self._step_ms
-        milliseconds = self._prompt_ms * prompt_tokens / 1000 + (in_any_case + each * rounds if rounds else 0.0)
-        if milliseconds:
-            time.sleep(milliseconds / 1000)
-
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        # A round runs the drafted tokens and the one before them; what is before that is a prompt's.
-        prompt_tokens = sum(item.drafted_from - (item.drafted is not None) for item in inputs)
-        self._take_time(sum(item.drafted is not None for item in inputs), prompt_tokens)
         outputs = []
         for item in inputs:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens))
@@ -94,8 +69,6 @@ class ScriptedRunner(TargetOrDraftRunner):
     def _judge(self, drafted: Drafted) -> tuple[int, int]:
         if not drafted.sampling.greedy:
             raise NotImplementedError("the scripted model decodes greedily: ask for temperature 0")
-        if drafted.tokens and self._random.random() < self._unforeseen:
-            return 0, _UNFORESEEN
         own = self._tokens_from(drafted.base, len(drafted.tokens) + 1)
         agree = [a == b for a, b in zip(drafted.tokens, own, strict=False)]
         accepted = len(agree) if all(agree) else agree.index(False)
@@ -109,7 +82,6 @@ class ScriptedRunner(TargetOrDraftRunner):
         self._alternatives = settings.alternatives
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
-        self._take_time(len(requests))
         outputs = []
         for item in requests:
             base = item.kv.length + len(item.tokens)
@@ -159,28 +131,18 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--target", default="", metavar="HOST:PORT", help="for the draft: what to dial")
     parser.add_argument("--gamma", type=int, default=4)
-    parser.add_argument("--branches", type=int, default=1, help="for the draft")
-    parser.add_argument("--max-sessions", type=int, default=TargetSettings.max_sessions, help="for the target")
-    parser.add_argument("--max-queued", type=int, default=TargetSettings.max_queued, help="for the target")
-    parser.add_argument("--step-ms", type=float, nargs=2, default=(0.0, 0.0))
-    parser.add_argument("--prompt-ms", type=float, default=0.0)
-    parser.add_argument("--unforeseen", type=float, default=0.0)
     flags = parser.parse_args()
     torch.set_num_threads(1)
     plan = scripted_plan()
     hello = Hello(flags.side, "scripted", VOCAB, "scripted", plan.hash, flags.gamma, plan.block_size)
 
     async def run(on_ready: Callable[[RunningServer], None]) -> None:
-        step_ms = (flags.step_ms[0], flags.step_ms[1])
-        errs, unforeseen = flags.side == "draft", flags.unforeseen
-        runner = ScriptedRunner(errs, step_ms=step_ms, unforeseen=unforeseen, prompt_ms=flags.prompt_ms)
+        runner, speculation = ScriptedRunner(errs=flags.side == "draft"), Speculation(gamma=flags.gamma)
         if flags.side == "target":
-            places = {"max_sessions": flags.max_sessions, "max_queued": flags.max_queued}
-            settings = TargetSettings(port=flags.port, speculation=Speculation(gamma=flags.gamma), **places)
+            settings = TargetSettings(port=flags.port, speculation=speculation)
             await target_service.serve(settings, runner, plan, hello, on_ready)
         else:
-            drafting = Speculation(gamma=flags.gamma, branches=flags.branches)
-            draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, speculation=drafting)
+            draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, speculation=speculation)
             await draft_service.serve(draft_settings, runner, plan, hello, on_ready)
 
     uvloop.run(serve_until_signal(flags.side, run))

@@ -70,20 +70,14 @@ def run(flags: argparse.Namespace) -> list[StackRow]:
     """
     sessions, tokens, gamma = flags.sessions, flags.tokens, flags.gamma
     _check(sessions, tokens, gamma)
-    target = ["--gamma", str(gamma), "--unforeseen", str(flags.unforeseen)]
-    draft = ["--gamma", str(gamma), "--branches", str(flags.branches)]
-    command = ["--sessions", *map(str, sessions), "--tokens", str(tokens), *draft, *target[2:]]
-    for side, own in (("target", target), ("draft", draft)):
-        milliseconds = [f"{each:g}" for each in getattr(flags, f"{side}_ms")]
-        own += ["--step-ms", *milliseconds]
-        command += [f"--{side}-ms", *milliseconds]
+    command = ["--sessions", *map(str, sessions), "--tokens", str(tokens), "--gamma", str(gamma)]
     head = {
         "machine": f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"specahead bench stack {' '.join(command)}",
     }
     cases = list(itertools.product(EXACTNESS, sessions))
-    with _stack(target, draft) as (address, processes):
+    with _stack(gamma) as (address, processes):
         # The first pass warms up: connections, prompts to reuse, code paths.
         passes = [
             [asyncio.run(_measure(address, processes, n, tokens, exactness)) for exactness, n in cases]
@@ -178,7 +172,7 @@ async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: in
 
 
 @contextlib.contextmanager
-def _stack(target_flags: list[str], draft_flags: list[str]) -> Iterator[tuple[str, list[int]]]:
+def _stack(gamma: int) -> Iterator[tuple[str, list[int]]]:
     """Run a scripted target and draft, and client endpoints over them; yield the gRPC address, and the process ids of
     SIDES, the last of which is this process.
     """
@@ -191,10 +185,10 @@ def _stack(target_flags: list[str], draft_flags: list[str]) -> Iterator[tuple[st
             processes.append(process.pid)
             return process
 
-        start_noted("specahead.lab.benchmarks.scripted", "target", "--port", port_of(target), *target_flags)
-        start_noted(
-            "specahead.lab.benchmarks.scripted", "draft", "--port", port_of(draft), "--target", target, *draft_flags
-        )
+        of_both = "--gamma", str(gamma)
+        start_noted("specahead.lab.benchmarks.scripted", "target", "--port", port_of(target), *of_both)
+        dials = "--target", target
+        start_noted("specahead.lab.benchmarks.scripted", "draft", "--port", port_of(draft), *dials, *of_both)
         services = ("--target-address", target, "--draft-address", draft)
         address = start_endpoints(start_noted, *services)
         yield address, [*processes, os.getpid()]

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from specahead import models
 from specahead.engine.loading.tokenizer import load_tokenizer
-from specahead.lab.evaluation import cases, drafts, identity, plots, quality, report, self_drafting
+from specahead.lab.evaluation import cases, drafts, identity, quality, report, self_drafting
 from specahead.lab.evaluation.rounds import VariantSums
 from specahead.lab.evaluation.run import Pair, evaluate, variants_of
 from specahead.sparsity.plan import Plan, load_plan
@@ -65,14 +65,6 @@ def run(flags: argparse.Namespace) -> None:
     sums = evaluate(pair, chosen, variants, flags.workers, flags.task, show)
     rows = report.to_rows(flags.task, variants, sums)
     print(report.to_json(rows) if flags.json else report.to_text(rows))
-    if flags.markdown:
-        Path(flags.markdown).write_text(report.to_markdown(rows) + "\n", encoding="utf-8")
-    if flags.plots:
-        for path in (
-            plots.plot_quality(rows, Path(flags.plots) / f"{flags.task}-quality.png"),
-            plots.plot_churn(rows, Path(flags.plots) / f"{flags.task}-churn.png"),
-        ):
-            print(path, file=sys.stderr)
 
 
 def _evaluate_identity(flags: argparse.Namespace, plan: Plan) -> None:
@@ -106,9 +98,6 @@ def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str
         print(drafts.to_json(tables))
     else:
         print("\n\n".join(f"{name}\n{drafts.to_text(rows)}" for name, rows in tables.items()))
-    if flags.markdown:
-        text = "\n\n".join(drafts.to_markdown(rows) for rows in tables.values())
-        Path(flags.markdown).write_text(text + "\n", encoding="utf-8")
     if flags.page:
         seconds = time.perf_counter() - started
         command = f"specahead evaluate drafts {flags.typed(flags)}"

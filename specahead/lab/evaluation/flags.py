@@ -99,8 +99,6 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense-layers", type=int, nargs="*")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--markdown", metavar="FILE")
-    parser.add_argument("--plots", metavar="DIR")
     parser.set_defaults(typed=partial(_typed, parser))
 
 
