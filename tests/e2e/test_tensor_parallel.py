@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from protos import inference_pb2
-from specahead.config import TargetSettings
 from specahead.engine.kv.pages import SequenceKV
-from specahead.engine.loading.kv_scales import measure_kv_scales
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.steps.inputs import SequenceInput
@@ -121,11 +119,7 @@ def test_ranks_end_with_the_target(gateway: Stack, services: Services) -> None:
 
 
 def check_greedy(runner: ModelRunner, prompt: list[int], found: list[int]) -> None:
-    """Check that each token is the likeliest one, up to what rounding to 8 bits decides.
-
-    Sums in another order change how keys and values are rounded. So a prompt that is read in other parts has logits
-    that differ by up to 0.3, on one rank as well.
-    """
+    """Check that each token is the likeliest one by KV that is not rounded, up to what rounding to 8 bits decides."""
     assert len(found) == NEW_TOKENS
     (output,) = runner.forward([SequenceInput(SequenceKV(), prompt + found, "all")])
     assert output.logits is not None
@@ -133,14 +127,11 @@ def check_greedy(runner: ModelRunner, prompt: list[int], found: list[int]) -> No
     assert float((logits.amax(1) - logits[range(len(found)), found]).max()) < 0.5
 
 
-def test_a_draft_in_the_first_rank_and_a_killed_rank(
-    launch: Callable[..., Stack], prompts: list[list[int]], tokenizer: Any
-) -> None:
+def test_a_draft_in_the_first_rank_and_a_killed_rank(launch: Callable[..., Stack], prompts: list[list[int]]) -> None:
     """With KV in 8 bits. Ray starts both ranks anew, and streams resume on them."""
     flags = "--placement", "together", "--kv-tokens", "4000", "--kv-cache-dtype", "fp8"
     stack = launch(*ON_CPU, "--tensor-parallel-size", "2", *flags)
-    loaded = load_model(str(TARGET), torch.float32, "cpu")
-    runner = make_runner(loaded, 8192, kv_scales=measure_kv_scales(loaded, tokenizer, TargetSettings().max_context))
+    runner = make_runner(load_model(str(TARGET), torch.float32, "cpu"), 8192)
     found, accepted = ask(stack, prompts, 4)
     for prompt, answer in zip(prompts, found, strict=True):
         check_greedy(runner, prompt, answer)

@@ -13,7 +13,7 @@ from specahead.wire.messages import Exactness
 from target_service.verifier import Verifier
 from tests.unit import timed_models
 from tests.unit.clock import Clock
-from tests.unit.timed_models import TARGET, Timed, TimedAlone, TimedPair, TimedTarget
+from tests.unit.timed_models import TARGET, Timed, TimedPair, TimedTarget
 
 EXACT, APPROXIMATE = Exactness.EXACT, Exactness.APPROXIMATE
 RUNS, TOKENS = 3, 240
@@ -204,6 +204,6 @@ def test_requests_that_come_and_go_are_answered_no_later(
 def test_a_target_that_drafts_for_itself_loses_nothing(
     every_clock: Clock, sessions: int, context: int, acceptance: float, quantization: str, least: float
 ) -> None:
-    target = TimedAlone(every_clock, sessions, context, acceptance, draft_quantization=quantization)
+    target = TimedTarget(every_clock, sessions, context, acceptance, draft="self", draft_quantization=quantization)
     _, *others = gains(target, sessions, context, [EXACT])
     assert sum(others) / len(others) >= least

@@ -90,6 +90,10 @@ def test_it_judges_what_the_rounds_leave(
     expected = target.forward(known)
     assert [output.verdict for output in given] == [output.verdict for output in expected]
     assert all(output.finite for output in given)
+    release(kvs)
+
+
+def release(kvs: dict[ModelRunner, list[SequenceKV]]) -> None:
     for runner, held in kvs.items():
         for kv in held:
             runner.kv.release(kv)
@@ -134,9 +138,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
     expected = target.forward(known)
     assert [output.verdict for output in given] == [output.verdict for output in expected]
     assert [output.blocks_read for output in given] == [output.blocks_read for output in expected]
-    for runner, held in kvs.items():
-        for kv in held:
-            runner.kv.release(kv)
+    release(kvs)
 
 
 def test_rounds_of_branches_or_of_several_kinds_have_to_be_waited_for(pair: tuple[ModelRunner, ModelRunner]) -> None:

@@ -248,7 +248,7 @@ def _runners(devices: Sequence[Device], sessions: int, context: int) -> list[Tim
 
 
 class TimedTarget(Timed):
-    """A target with its draft in it, which the host runs step by step."""
+    """A target with its draft in it, or one that drafts for itself (draft="self"), which the host runs step by step."""
 
     def __init__(
         self,
@@ -263,9 +263,14 @@ class TimedTarget(Timed):
         super().__init__()
         self.clock = clock
         target, draft = _runners([Device(clock)] * 2, sessions, context)
-        settings = _target_settings(sessions, context, placement="together", **others)
+        alone = others.get("draft") == "self"
+        how = {"max_gamma": 8} if alone else {"placement": "together"}
+        settings = _target_settings(sessions, context, **how, **others)
+        target.drafts_lightly = alone and settings.speculation.draft_quantization == "fp8"
         self.verifier = Verifier(target, PLAN, settings, _judge(acceptance, confirmation, alternatives))
-        self._steps = StepsByTurns(self.verifier, Drafter(draft, PLAN, settings.own_draft))
+        self._steps: Any = self.verifier
+        if not alone:
+            self._steps = StepsByTurns(self.verifier, Drafter(draft, PLAN, settings.own_draft))
 
     def leave_out_draft(self) -> None:
         """Have nothing drafted any more."""
@@ -392,22 +397,3 @@ class TimedPair(Timed):
         step, side.step = side.step, None
         side.actor.finish_step(step, result)
         self._at(self.clock.now, lambda: self._advance(side))
-
-
-class TimedAlone(Timed):
-    """A target that drafts for itself."""
-
-    def __init__(self, clock: Clock, sessions: int, context: int, acceptance: float, **others: Any) -> None:
-        super().__init__()
-        self.clock = clock
-        settings = _target_settings(sessions, context, draft="self", max_gamma=8, **others)
-        runner, _ = _runners([Device(clock)] * 2, sessions, context)
-        runner.drafts_lightly = settings.speculation.draft_quantization == "fp8"
-        self.verifier = Verifier(runner, PLAN, settings, _judge(acceptance, 1.0, None))
-
-    def run_until_idle(self) -> None:
-        while not self.verifier.is_idle:
-            step = self.verifier.plan_step()
-            if step is not None:
-                self.take_host_time()
-                self.verifier.finish_step(step, self.verifier.execute(step))

@@ -95,9 +95,7 @@ def add_offload_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hot", type=float, nargs="+", metavar="X", help="frames, of all pages (default: 0.125 0.25 0.5)"
     )
-    parser.add_argument("--queries", type=int, help="of each sequence (default: 5)")
     parser.add_argument("--passes", type=int, help="over the recorded rounds, with nothing hot at first (default: 4)")
-    parser.add_argument("--host-memory", type=float, metavar="GIB", help="that may be pinned (default: what is free)")
     parser.add_argument("--json", metavar="FILE")
 
 

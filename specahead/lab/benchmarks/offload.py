@@ -55,6 +55,7 @@ SHARES = {1 / 8: "1/8", 1 / 10: "1/10", 1 / 16: "1/16", 1 / 32: "1/32"}  # that 
 SHORTEST = 16 * PAGE_SIZE
 SPARE = 8 << 30  # bytes of the GPU's memory for all but weights and KV
 RESIDENT = "resident"
+QUERIES = 5  # of each session in a step
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,8 @@ class OffloadSettings:
     """Of the pages, which a step selects."""
     hot: tuple[float, ...] = (0.125, 0.25, 0.5)
     """Of the pages, for which the GPU has frames."""
-    queries: int = 5
-    """Of each session."""
     passes: int = 4
     """Over all rounds of the trace."""
-    host_memory: int | None = None
-    """Bytes that homes may take; None: what is free."""
 
     def __post_init__(self) -> None:
         if not self.hot or not all(0 < value <= 1 for value in self.hot):
@@ -84,8 +81,8 @@ class OffloadSettings:
             raise ValueError(
                 f"contexts must be multiples of {PAGE_SIZE}, {SHORTEST} at least, got {list(self.contexts)}"
             )
-        if self.queries < 2 or min(*self.batches, self.passes) < 1:
-            raise ValueError("there must be 2 queries at least, and one of batches and passes")
+        if min(*self.batches, self.passes) < 1:
+            raise ValueError("there must be one of batches and passes at least")
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,7 @@ class Bench:
     def __init__(self, settings: OffloadSettings, cases: list[Case], device: torch.device) -> None:
         self.settings, self.device = settings, device
         largest = max(cases, key=lambda case: case.pages)
-        longest = max(case.context for case in cases) + settings.queries
+        longest = max(case.context for case in cases) + QUERIES
         self.home: Home = make_home(largest, device)
         self.link = link_rate(self.home, device)
         self.decoder = random_decoder(largest.shape, longest, device.type, largest.dtype)
@@ -232,20 +229,18 @@ def home_bytes(case: Case) -> int:
 
 def choose_cases(settings: OffloadSettings, shape: Shape, dtype: torch.dtype) -> list[Case]:
     """Those whose home the host has room for; says what is left out. Raises ValueError if that is all."""
-    room = settings.host_memory
-    if room is None:
-        room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cases = []
     for context in settings.contexts:
         for batch in settings.batches:
-            case = Case(shape, batch, context, settings.queries, dtype)
+            case = Case(shape, batch, context, QUERIES, dtype)
             needed = home_bytes(case)
             if needed <= room:
                 cases.append(case)
             else:
                 print(
                     f"skipped: {batch} x {context}: its home takes {needed / 2**30:.1f} GiB of the host's memory, "
-                    f"of which there are {room / 2**30:.1f} (--host-memory)"
+                    f"of which {room / 2**30:.1f} are free"
                 )
     if not cases:
         raise ValueError("the host has no room for the home of any case")
@@ -260,9 +255,7 @@ def _settings_of(flags: argparse.Namespace) -> OffloadSettings:
         if getattr(flags, field.name) is not None
     }
     for name, value in given.items():
-        if name == "host_memory":
-            given[name] = int(value * 2**30)
-        elif isinstance(value, list):
+        if isinstance(value, list):
             given[name] = tuple(value)
     return OffloadSettings(**given)
 
@@ -322,8 +315,7 @@ def command_of(name: str, settings: OffloadSettings) -> str:
     lists: dict[str, tuple[float, ...]] = {"contexts": settings.contexts, "shares": settings.shares}
     lists |= {"batches": settings.batches, "hot": settings.hot}
     words = [f"--{flag} {' '.join(map(str, values))}" for flag, values in lists.items()]
-    numbers = f"--queries {settings.queries} --passes {settings.passes}"
-    return f"specahead bench offload --shape {name} {' '.join(words)} {numbers}"
+    return f"specahead bench offload --shape {name} {' '.join(words)} --passes {settings.passes}"
 
 
 def report(head: dict[str, str | float], rows: list[OffloadRow]) -> str:

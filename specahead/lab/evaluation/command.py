@@ -3,14 +3,12 @@
 import argparse
 import dataclasses
 import sys
-import time
-from pathlib import Path
 
 from tqdm import tqdm
 
 from specahead import models
 from specahead.engine.loading.tokenizer import load_tokenizer
-from specahead.lab.evaluation import cases, drafts, identity, quality, report, self_drafting
+from specahead.lab.evaluation import cases, drafts, identity, report, self_drafting
 from specahead.lab.evaluation.rounds import VariantSums
 from specahead.lab.evaluation.run import Pair, evaluate, variants_of
 from specahead.sparsity.plan import Plan, load_plan
@@ -21,11 +19,7 @@ def run(flags: argparse.Namespace) -> None:
 
     `identity` exits with 1 if any token differs.
     """
-    given = {name: getattr(flags, name) for name in ("block_size", "group_size", "dense_layers")}
-    changes = {name: value for name, value in given.items() if value is not None}
-    if flags.dense_layers is not None:
-        changes["dense_layers"] = tuple(flags.dense_layers)
-    plan = dataclasses.replace(load_plan(flags.plan), **changes)
+    plan = load_plan(flags.plan)
     if flags.task == "identity":
         _evaluate_identity(flags, plan)
         return
@@ -91,14 +85,9 @@ def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str
     }
     study = drafts.DraftStudy(**{name: value for name, value in numbers.items() if value is not None})
     shares = drafts.compared_shares([float(share) for share in flags.read_shares.split(",")])
-    started = time.perf_counter()
     pair = Pair(flags.target, flags.draft)
     tables = study.run(pair, plan, texts, shares, flags.kinds.split(","), flags.workers)
     if flags.json:
         print(drafts.to_json(tables))
     else:
         print("\n\n".join(f"{name}\n{drafts.to_text(rows)}" for name, rows in tables.items()))
-    if flags.page:
-        seconds = time.perf_counter() - started
-        command = f"specahead evaluate drafts {flags.typed(flags)}"
-        quality.write_drafts(tables, Path(flags.page), command, seconds)

@@ -2,8 +2,6 @@
 --help nor completion loads torch."""
 
 import argparse
-import shlex
-from functools import partial
 
 from specahead import models
 from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
@@ -93,13 +91,8 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="perplexity, recall, copy: of the target's KV"
     )
     parser.add_argument("--generated", type=int, default=64, help="drafts, identity, self: tokens after each passage")
-    parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality/tables.md")
-    parser.add_argument("--block-size", type=int)
-    parser.add_argument("--group-size", type=int, help="0: nothing stands in for what is not read")
-    parser.add_argument("--dense-layers", type=int, nargs="*")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(typed=partial(_typed, parser))
 
 
 def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
@@ -123,16 +116,3 @@ def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure nothing; print the operations for each byte that verifying --shared tokens reads, from sizes",
     )
-
-
-def _typed(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> str:
-    """The options that have other values than their defaults; files of this machine by their metavar."""
-    words = []
-    for action in parser._actions:
-        value = getattr(flags, action.dest, action.default)
-        if not action.option_strings or action.dest in ("page", "workers") or value == action.default:
-            continue
-        values = value if isinstance(value, list) else [value]
-        shown = [str(action.metavar)] if action.metavar in ("FILE", "DIR") else map(str, values)
-        words += [action.option_strings[-1], *shown]
-    return shlex.join(words)
