@@ -102,9 +102,9 @@ def test_the_smallest_run_in_all_ways(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def measure_all(folder: Path, *flags: str) -> dict[tuple[str, float], dict[str, Any]]:
     """Run the command; return what its file says of each mode and share of the KV on the device, which is checked."""
-    file, plot = folder / "serve.json", folder / "serve.png"
+    file = folder / "serve.json"
     sizes = ["--shapes", "2x200", "--tokens", "140", "--breakdown"]
-    main([*TINY, *sizes, *flags, "--json", str(file), "--plot", str(plot)])
+    main([*TINY, *sizes, *flags, "--json", str(file)])
     content = json.loads(file.read_text())
     assert content["failures"] == []
     assert [row["context"] for row in content["prompts"]] == [200]
@@ -120,7 +120,6 @@ def measure_all(folder: Path, *flags: str) -> dict[tuple[str, float], dict[str, 
         assert (breakdown["parts"]["draft_gpu"] > 0) == (mode != "none")
         assert 0 < breakdown["target_idle"] < 1
     assert rows["none", 0]["figures"]["tokens_a_round"] == 1
-    assert plot.stat().st_size > 0
     return rows
 
 

@@ -190,7 +190,6 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=0, metavar="S", help="end after so many seconds (0: none)")
     parser.add_argument("--part-limit", type=float, default=180, metavar="S", help="of each start and run")
     parser.add_argument("--json", metavar="FILE", help="written after each row")
-    parser.add_argument("--plot", metavar="FILE", help="PNG: speed over context and batch, and what a round waits for")
 
 
 def add_agents_flags(parser: argparse.ArgumentParser) -> None:

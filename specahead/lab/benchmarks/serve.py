@@ -31,7 +31,6 @@ from specahead.lab.benchmarks.processes import children
 from specahead.lab.benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
 from specahead.lab.benchmarks.serving.controls import Controls
 from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room, note
-from specahead.lab.benchmarks.serving.plot import plot_rows
 from specahead.lab.benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
 
 if TYPE_CHECKING:
@@ -92,8 +91,6 @@ def run(flags: argparse.Namespace) -> None:
             for shape in shapes if flags.hot else []:
                 _measure_deployment(measured, pair, [shape], flags.hot)
     print(f"\n{LEGEND}")
-    if flags.plot:
-        plot_rows(results.rows, Path(flags.plot))
     if results.failures:
         raise ChildProcessError(f"{len(results.failures)} parts failed: {'; '.join(results.failures)}")
 
@@ -142,7 +139,7 @@ def _command(flags: argparse.Namespace) -> list[str]:
     """Return the command line, as far as it says what was measured."""
     words = ["bench", "serve"]
     for name, value in vars(flags).items():
-        if value in (None, False, 0, "") or name in ("run", "command", "bench", "json", "plot"):
+        if value in (None, False, 0, "") or name in ("run", "command", "bench", "json"):
             continue
         values = [] if value is True else value if isinstance(value, list) else [value]
         words += [f"--{name.replace('_', '-')}", *map(str, values)]
