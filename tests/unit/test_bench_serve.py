@@ -5,21 +5,16 @@ import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from specahead.cli.main import main
-from specahead.engine.steps.inputs import SequenceOutput
 from specahead.engine.steps.requests import DraftedTokens
 from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down
 from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room
 from specahead.lab.benchmarks.serving.imposed import foreseeing, imposed_token
-from specahead.lab.benchmarks.serving.parts import AnnouncedReader
 from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline
-from specahead.sparsity.plan import uniform_plan
-from specahead.sparsity.selection import BlockSelection
 
 SAID = "target service, pid 1\ngRPC endpoint: here:1\nHTTP endpoint: http://here:2\nready"  # by a process that serves
 S = "run/0"  # a session of the run
@@ -71,56 +66,30 @@ def test_without_a_draft_the_target_is_all_there_is() -> None:
     assert result.target_idle == pytest.approx(1 - 4 / 8)
 
 
-# Recorded selections.
-
-
-def test_what_is_replayed_is_all_that_is_read() -> None:
-    """But by readers for which no draft announces."""
-    plan = uniform_plan(2, 2, 1, 1, budget=0.5)
-    announced = BlockSelection.from_matrix(np.eye(4, 40, 5, dtype=bool))
-    read = AnnouncedReader(plan).read(announced, 600, 604)
-    assert read is not None
-    assert read.budget.room == 0 and (read.budget.bitmap == announced.resized(38).words).all()
-    reader = AnnouncedReader(plan, is_announced=False).anew()
-    reader.read(None, 600, 604)
-    reader.finish(SequenceOutput())
-    read = reader.read(None, 600, 604)
-    assert read is not None and read.budget.room > 0
-
-
 # The command.
 
 
 @pytest.mark.long
-def test_the_smallest_run_in_all_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Then over tiers of which about two thirds lie on the device."""
-    rows = measure_all(tmp_path, "--hot", "0.4", "--speculation", '{"gamma": 4, "branches": 2}')
-    assert set(rows) == {("none", 0), ("exact", 0), ("approximate", 0), ("approximate", 0.4)}
-    assert 1 < rows["exact", 0]["figures"]["tokens_a_round"] <= 5
-    assert 'approximate {"gamma": 4, "branches": 2}, hot 0.4' in capsys.readouterr().out
-
-
-def measure_all(folder: Path, *flags: str) -> dict[tuple[str, float], dict[str, Any]]:
-    """Run the command; return what its file says of each mode and share of the KV on the device, which is checked."""
-    file = folder / "serve.json"
-    sizes = ["--shapes", "2x200", "--tokens", "140", "--breakdown"]
-    main([*TINY, *sizes, *flags, "--json", str(file)])
+def test_the_smallest_run_with_the_draft_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.json"
+    sizes = ["--shapes", "2x200", "--tokens", "140", "--placement", "apart", "--breakdown"]
+    main([*TINY, *sizes, "--speculation", '{"gamma": 4, "branches": 2}', "--json", str(file)])
     content = json.loads(file.read_text())
     assert content["failures"] == []
     assert [row["context"] for row in content["prompts"]] == [200]
-    rows = {(row["way"]["mode"], row["way"]["hot"]): row for row in content["rows"]}
-    for (mode, hot), row in rows.items():
+    rows = {row["way"]["mode"]: row for row in content["rows"]}
+    assert set(rows) == {"none", "exact", "approximate"}
+    for mode, row in rows.items():
         seen, breakdown = row["figures"], row["breakdown"]
         assert row["runs"] == [seen["tokens_a_second"]] and seen["tokens_a_second"] > 0
         assert 0 < seen["gap_p50"] <= seen["gap_p99"] and seen["first_token_p50"] > 0
         assert (seen["kv_read"] < 1) == (mode == "approximate")
-        assert (seen["kv_fetched"] > 0) == (hot > 0)
-        assert (row["of_none"] is None) == (mode == "none") and (row["of_resident"] is None) == (hot == 0)
+        assert (row["of_none"] is None) == (mode == "none")
         assert breakdown["rounds"] > 0 and breakdown["parts"]["verify_gpu"] > 0
         assert (breakdown["parts"]["draft_gpu"] > 0) == (mode != "none")
         assert 0 < breakdown["target_idle"] < 1
-    assert rows["none", 0]["figures"]["tokens_a_round"] == 1
-    return rows
+    assert rows["none"]["figures"]["tokens_a_round"] == 1 < rows["exact"]["figures"]["tokens_a_round"] <= 5
+    assert 'approximate {"gamma": 4, "branches": 2}' in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -142,11 +111,9 @@ def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--tokens", "10"], "it takes 72"),
-        (["--hot", "1"], "less than 1"),
         (["--repeat", "0"], "must be positive"),
         (["--speculation", "[]"], "is no mapping"),
         (["--speculation", '{"waves": 2}'], "no such key: waves"),
-        (["--placement", "together", "--hot", "0.5"], "with KV on the GPU"),
         (["--targets", "-1"], "at least 0"),
         (["--shapes", "8"], "SESSIONSxCONTEXT"),
         (["--draft", "none", "--modes", "exact"], "give none among --modes"),

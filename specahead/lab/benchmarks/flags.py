@@ -135,8 +135,8 @@ def _add_services_flags(parser: argparse.ArgumentParser) -> None:
         "--draft", default="model", choices=["model", "self", "lookup", "auto", "none"], help="who proposes"
     )
     parser.add_argument(
-        "--placement", default="auto", choices=["auto", "together", "apart"],
-        help="together: each target runs the draft itself; apart: one draft service; auto: together without --hot",
+        "--placement", default="together", choices=["together", "apart"],
+        help="together: each target runs the draft itself; apart: one draft service",
     )  # fmt: skip
     parser.add_argument(
         "--targets", type=int, default=0, metavar="N", help="targets that share the sessions (default: as many as the "
@@ -163,16 +163,6 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_services_flags(parser)
     parser.add_argument("--repeat", type=int, default=1, help="runs of a row, of which the median one is kept")
-    parser.add_argument(
-        "--hot", type=float, default=0.0, metavar="SHARE",
-        help="measure approximate, or all modes where it is not asked for, again with this share of the target's KV on "
-        "its GPU, in tiers",
-    )  # fmt: skip
-    parser.add_argument(
-        "--replay",
-        choices=["1/8", "1/10", "1/16", "1/32", "no"],
-        help="approximate reads what a recorded trace says (with --hot: 1/10)",
-    )
     parser.add_argument(
         "--agents", type=int, nargs="*", default=[], metavar="N", help="measure that many agents at once as well"
     )

@@ -1,9 +1,9 @@
 """`specahead bench serve`: tokens a second and latencies of the real services, without and with speculation.
 
 Target and draft have random weights in the shapes of real models, so what they say means nothing: acceptance is
-imposed, and approximate sessions read by a uniform plan or a recorded trace. Services are processes of their own,
-without Ray, started as users start them, with the models alone; each --speculation adds rows by other services that it
-overrides. The target serves alone first, then a draft joins it; prompts are read once and found again by prefix.
+imposed, and approximate sessions read by a uniform plan. Services are processes of their own, without Ray, started as
+users start them, with the models alone; each --speculation adds rows by other services that it overrides. The target
+serves alone first, then a draft joins it; prompts are read once and found again by prefix.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import torch
@@ -32,9 +32,6 @@ from specahead.lab.benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, F
 from specahead.lab.benchmarks.serving.controls import Controls
 from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room, note
 from specahead.lab.benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
-
-if TYPE_CHECKING:
-    from specahead.lab.benchmarks.read_trace import ReadTrace
 
 _ATTEMPTS = 3  # at a run in which all sessions generate at some time
 _ADAPTED = 4  # runs after which a policy has tried all plans
@@ -51,8 +48,6 @@ class _Run:
     flags: argparse.Namespace
     shapes: list[Shape]
     """In the order of their rows."""
-    trace: "ReadTrace | None"
-    """What approximate sessions read; None: what the services choose."""
     results: Results
     ends: float
     """When the command has to end, by time.monotonic."""
@@ -80,16 +75,14 @@ def run(flags: argparse.Namespace) -> None:
         "command": shlex.join(["specahead", *_command(flags)]),
     }
     ends = time.monotonic() + flags.limit if flags.limit else float("inf")
-    measured = _Run(flags, shapes, _trace(flags), Results(head, flags.json), ends)
+    measured = _Run(flags, shapes, Results(head, flags.json), ends)
     results = measured.results
     results.begin()
     with _time_limit(flags.limit):
         if "none" in flags.modes and flags.draft not in ("model", "none"):
-            _measure_deployment(measured, replace(pairs[0], draft="none", speculation={}), shapes, hot=0.0)
+            _measure_deployment(measured, replace(pairs[0], draft="none", speculation={}), shapes)
         for pair in pairs:
-            _measure_deployment(measured, pair, shapes, hot=0.0)
-            for shape in shapes if flags.hot else []:
-                _measure_deployment(measured, pair, [shape], flags.hot)
+            _measure_deployment(measured, pair, shapes)
     print(f"\n{LEGEND}")
     if results.failures:
         raise ChildProcessError(f"{len(results.failures)} parts failed: {'; '.join(results.failures)}")
@@ -108,7 +101,7 @@ def most_gamma(speculation: Mapping[str, Any]) -> int:
 
 def _pair(flags: argparse.Namespace, speculation: dict[str, Any]) -> Pair:
     """Return the services to measure. Raises ValueError for devices that do not fit them."""
-    together = flags.draft == "model" and flags.placement != "apart" and not flags.hot
+    together = flags.draft == "model" and flags.placement != "apart"
     gpus, ranks = torch.cuda.device_count(), flags.tensor_parallel_size
     pair = Pair(
         target_shape=flags.target_shape,
@@ -147,28 +140,16 @@ def _command(flags: argparse.Namespace) -> list[str]:
 
 
 def _check(flags: argparse.Namespace, overrides: list[dict[str, Any]]) -> None:
-    if not 0 <= flags.hot < 1:
-        raise ValueError(f"--hot {flags.hot}: expected a share of the KV, less than 1")
     most = max(map(most_gamma, overrides))
     least = 8 * (most + 1)
     if flags.tokens < least:
         raise ValueError(f"--tokens {flags.tokens}: with {most} proposed a round it takes {least} to time rounds")
-    if flags.placement == "together" and flags.hot:
-        raise ValueError("--placement together is measured with KV on the GPU: leave --hot out")
     if flags.targets < 0 or flags.repeat < 1 or flags.part_limit <= 0 or flags.limit < 0:
         raise ValueError("--repeat and --part-limit must be positive, --targets and --limit at least 0")
     if flags.draft == "none" and "none" not in flags.modes:
         raise ValueError("--draft none measures targets alone: give none among --modes, or another --draft")
     if not (flags.shapes or flags.agents or flags.arrivals):
         raise ValueError("expected --shapes, --agents or --arrivals to measure")
-
-
-def _trace(flags: argparse.Namespace) -> "ReadTrace | None":
-    """Return the trace that approximate sessions read by, if any."""
-    from specahead.lab.benchmarks.read_trace import load_reads  # it loads the engine, which takes seconds
-
-    name = flags.replay or ("1/10" if flags.hot and "approximate" in flags.modes else "no")
-    return None if name == "no" else next(trace for trace in load_reads() if trace.name == name)
 
 
 @contextlib.contextmanager
@@ -187,43 +168,41 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _measure_deployment(run: _Run, pair: Pair, shapes: list[Shape], hot: float) -> None:
+def _measure_deployment(run: _Run, pair: Pair, shapes: list[Shape]) -> None:
     """Start the services for these shapes and measure all their rows."""
-    flags, room = run.flags, _room(run, pair, shapes, hot)
-    with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, f"services, hot {hot:g}"):
-        deployment = Deployment(start, Path(folder), pair, room, run.seconds, flags.breakdown, bool(run.trace))
+    flags, room = run.flags, _room(run, pair, shapes)
+    with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, "services"):
+        deployment = Deployment(start, Path(folder), pair, room, run.seconds, flags.breakdown)
         endpoints = deployment.start()
         address = endpoints.grpc
         run.results.starts.append(deployment.start_seconds)
         deployment.wait_until_prepared()
-        modes = _modes_over_tiers(flags.modes) if hot else flags.modes
-        drafted = [mode for mode in modes if mode != "none" and pair.draft != "none"]
+        drafted = [mode for mode in flags.modes if mode != "none" and pair.draft != "none"]
         overridden = json.dumps(dict(pair.speculation)) if pair.speculation else ""
-        for way in _ways_of_agents(run, pair, modes, Way("", overridden, hot)):
+        for way in _ways_of_agents(run, pair, Way("", overridden)):
             _measure_agents(run, deployment, endpoints.http, way)
         known: set[int] = {row.context for row in run.results.prompts}
         for shape in shapes:
             with _noted_failure(run, f"{shape}, prompts"):
-                _read_prompts(run, address, shape, is_new=shape.context not in known and not hot)
+                _read_prompts(run, address, shape, is_new=shape.context not in known)
                 known.add(shape.context)
-            alone = Way("none", hot=hot)
-            if "none" in modes and pair.draft in ("model", "none") and run.results.rate_of(shape, alone) is None:
+            alone = Way("none")
+            if "none" in flags.modes and pair.draft in ("model", "none") and run.results.rate_of(shape, alone) is None:
                 _measure_row(run, deployment, address, shape, alone)
         for shape, mode in itertools.product(shapes, drafted):
-            replay = _write_replay(run, deployment, shape) if run.trace and mode == "approximate" else ""
             # Only a draft that drafts before the verdict is asked what it will be.
             foresight = 0.0 if pair.together else flags.foresight
-            deployment.control(Controls(replay, foresight=foresight))
-            _measure_row(run, deployment, address, shape, Way(mode, overridden, hot, bool(replay)))
+            deployment.control(Controls(foresight=foresight))
+            _measure_row(run, deployment, address, shape, Way(mode, overridden))
         note("stopping the services")
 
 
-def _ways_of_agents(run: _Run, pair: Pair, modes: list[str], way: Way) -> list[Way]:
+def _ways_of_agents(run: _Run, pair: Pair, way: Way) -> list[Way]:
     """Return the ways in which these services serve agents that were not measured yet. way: all but the mode."""
     if not run.flags.agents and not run.flags.arrivals:
         return []
+    modes, alone = run.flags.modes, Way("none")
     drafted = [] if pair.draft == "none" else [replace(way, mode=mode) for mode in modes if mode != "none"]
-    alone = Way("none", hot=way.hot)
     is_new = "none" in modes and pair.draft in ("model", "none") and not run.results.has_agents(alone)
     return [*([alone] if is_new else []), *drafted]
 
@@ -248,19 +227,14 @@ def _measure_agents(run: _Run, deployment: Deployment, url: str, way: Way) -> No
             run.results.add_arrivals(way, arrivals.run(parser.parse_args(flags)))
 
 
-def _modes_over_tiers(modes: list[str]) -> list[str]:
-    """Return which modes are measured again over tiers: approximate alone if it is asked for, else all."""
-    return [mode for mode in modes if mode == "approximate"] or modes
-
-
-def _room(run: _Run, pair: Pair, shapes: list[Shape], hot: float) -> Room:
+def _room(run: _Run, pair: Pair, shapes: list[Shape]) -> Room:
     longest = max((shape.context + run.flags.tokens for shape in shapes), default=0)
     sessions = max([shape.sessions for shape in shapes] + run.flags.agents, default=1)
     if run.flags.agents:  # which warm up by 16 requests at once
         sessions, longest = max(sessions, 16), max(longest, run.flags.agent_context[1] + _AGENTS_GROW)
     if run.flags.arrivals:
         sessions, longest = max(sessions, _MOST_ARRIVED), max(longest, arrivals.MOST_PROMPT + arrivals.MOST_ANSWER)
-    return Room(-(-sessions // pair.targets), longest + _MARGIN, hot)
+    return Room(-(-sessions // pair.targets), longest + _MARGIN)
 
 
 @contextlib.contextmanager
@@ -281,26 +255,6 @@ def _read_prompts(run: _Run, address: str, shape: Shape, is_new: bool) -> None:
         run.results.add_prompts(
             PromptRow(shape.sessions, shape.context, seconds, figures.first_token_p50, figures.first_token_p99)
         )
-
-
-def _write_replay(run: _Run, deployment: Deployment, shape: Shape) -> str:
-    """Lay the trace out for a shape; return the file."""
-    from specahead.lab.benchmarks.serving.replay import write_replay  # as in _trace
-
-    file, flags = deployment.folder / f"{shape}.npy", run.flags
-    rounds = (
-        round(1.5 * flags.tokens / _expected_tokens(flags.acceptance, most_gamma(deployment.pair.speculation))) + 10
-    )
-    blocks = -(-(shape.context + flags.tokens + _MARGIN) // 16)
-    assert run.trace is not None
-    note(f"{shape}: laying out {rounds} rounds of the trace {run.trace.name}")
-    write_replay(file, run.trace, shape.sessions, rounds, deployment.pair.sparse_rows, blocks)
-    return str(file)
-
-
-def _expected_tokens(acceptance: float, gamma: int) -> float:
-    """Return how many tokens a drafted round commits on average."""
-    return sum(acceptance**i for i in range(gamma + 1))
 
 
 def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, way: Way) -> None:
@@ -348,16 +302,10 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
 
 def _row(run: _Run, shape: Shape, way: Way, rates: list[float], kept: Figures) -> ServeRow:
     """The row of the run that is kept, beside the rows that it is compared with."""
-    none = run.results.rate_of(shape, Way("none", hot=way.hot)) or run.results.rate_of(shape, Way("none"))
-    resident = run.results.rate_of(shape, replace(way, hot=0.0)) if way.hot else None
+    none = run.results.rate_of(shape, Way("none"))
     rate = kept.tokens_a_second
     return ServeRow(
-        shape=shape,
-        way=way,
-        runs=rates,
-        figures=kept,
-        of_none=rate / none if none and way.mode != "none" else None,
-        of_resident=rate / resident if resident else None,
+        shape=shape, way=way, runs=rates, figures=kept, of_none=rate / none if none and way.mode != "none" else None
     )
 
 

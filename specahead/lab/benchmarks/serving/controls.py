@@ -9,9 +9,6 @@ from pathlib import Path
 class Controls:
     """How a draft drafts from the next row on."""
 
-    replay: str = ""
-    """A file of selections to announce (replay.py); empty: the draft's own."""
-
     attached: bool = True
     """Whether the draft is attached to its targets."""
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import torch
 from tqdm import tqdm
 
 from orchestrator.cluster.directory import Directory, name_services, side_of
@@ -73,12 +72,6 @@ class Pair:
     """The devices of each service by name, one for each rank of a target; empty: as torch finds."""
 
     @property
-    def sparse_rows(self) -> int:
-        """Heads of the target that read sparsely: all of them."""
-        shape = SHAPES[self.target_shape]
-        return shape.num_hidden_layers * shape.num_key_value_heads
-
-    @property
     def names(self) -> list[str]:
         """All services, targets first."""
         with_service = self.draft == "model" and not self.together
@@ -111,41 +104,20 @@ class Room:
     sessions: int
     context: int
     """Tokens of a session's prompt and output."""
-    hot: float = 0.0
-    """Share of the target's KV on its GPU, beside a backing store in host memory; 0: all of it, without a store."""
-
-    def tiers(self, shape: str, kv_cache_dtype: KVCacheDtype) -> list[str]:
-        """Return the flags that put the KV of a target of this shape in tiers, if it is to be."""
-        if not self.hot:
-            return []
-        tokens = self.sessions * (self.context + 32)
-        in_full = 2 if torch.cuda.is_available() else 4
-        gib = 1.01 * kv_gib(shape, tokens, 1 if kv_cache_dtype == "fp8" else in_full)
-        # What a step writes lies on the GPU, so a small part of a small model's KV has no room for long prompts.
-        chunk = max(16, min(8192, int(self.hot * self.context)))
-        sizes = ["--kv-tokens", str(int(self.hot * tokens)), "--prefill-chunk", str(chunk)]
-        return ["--host-kv-memory", f"{gib:.6f}", *sizes]
 
 
 class Deployment:
     """Targets, a draft for all of them, and endpoints over all targets, in a folder of their own."""
 
     def __init__(
-        self,
-        start: Start,
-        folder: Path,
-        pair: Pair,
-        room: Room,
-        seconds: Callable[[], float],
-        timed: bool = False,
-        replayed: bool = False,
+        self, start: Start, folder: Path, pair: Pair, room: Room, seconds: Callable[[], float], timed: bool = False
     ) -> None:
         """start: starts a process (processes.py). seconds: returns how long the next start may take. timed: whether the
-        services write timelines. replayed: whether targets read what is announced and nothing else.
+        services write timelines.
         """
         self.folder, self.pair = folder, pair
         self._start, self._room, self._seconds = start, room, seconds
-        self._timed, self._replayed = timed, replayed
+        self._timed = timed
         self._models, self._plan = _write_pair(folder, pair, room.context + 256)
         self.targets = name_services("target", pair.targets)
         self._addresses = dict(zip(pair.names, free_addresses(len(pair.names)), strict=True))
@@ -258,12 +230,10 @@ class Deployment:
     def _target_flags(self, name: str) -> list[str]:
         pair = self.pair
         own = ["--acceptance", str(pair.acceptance), "--confirmation", str(pair.confirmation)]
-        own += self._room.tiers(pair.target_shape, pair.kv_cache_dtype)
         own += ["--draft", self._models["draft"] if pair.draft == "model" else pair.draft]
         own += ["--quantization", pair.quantization, "--kv-cache-dtype", pair.kv_cache_dtype]
         own += ["--tensor-parallel-size", str(pair.tensor_parallel_size)]
         own += ["--placement", "together"] if pair.together else []
-        own += ["--replay"] if self._replayed else []
         return own
 
     def _wait_for(self, name: str, process: "subprocess.Popen[str]") -> None:
@@ -275,13 +245,6 @@ class Deployment:
 def note(text: str) -> None:
     """Write what is being done to stderr, with the time."""
     tqdm.write(f"{time.strftime('%H:%M:%S')} {text}", sys.stderr)  # above a clock, if there is one
-
-
-def kv_gib(shape: str, tokens: int, bytes_a_number: int) -> float:
-    """Return how many GiB the KV of so many tokens takes."""
-    sizes = SHAPES[shape]
-    numbers = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
-    return tokens * numbers * bytes_a_number / 2**30
 
 
 def _write_pair(folder: Path, pair: Pair, context: int) -> tuple[dict[str, str], str]:

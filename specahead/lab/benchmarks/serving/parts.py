@@ -9,24 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from draft_service import service as draft_service
 from draft_service.drafter import Drafter
 from draft_service.link import keep_link
 from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult
 from specahead.config import TargetSettings
-from specahead.engine.steps.inputs import SparseRead
 from specahead.engine.steps.requests import RoundOutput
 from specahead.lab.benchmarks.recording import ReadRecording
 from specahead.lab.benchmarks.serving.controls import Controls
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts, foreseeing
 from specahead.lab.benchmarks.serving.timeline import Recorder, RoundKey, TimedSteps, timeline_of_draft
-from specahead.sparsity.reader import Reader
-from specahead.sparsity.selection import last_word_mask, row_words
 from specahead.wire.messages import DraftEvent, Proposals, TargetEvent, Verdict
-from specahead.wire.session_names import name_of_client
 from target_service import service as target_service
 from target_service.draft_in_target import JudgeRounds, LaunchRounds
 from target_service.hooks import Hooks
@@ -52,7 +46,6 @@ def target_parts(settings: TargetSettings, flags: argparse.Namespace) -> Iterato
             judge=judge,
             on_round=None if recording is None else recording.add,
             on_draft_event=None if judging is None else partial(_note_arrival, judging, Proposals),
-            new_reader=AnnouncedReader if flags.replay else Reader,
         ),
         drafter=_drafter_factory(flags.controls, drafting),
         steps=partial(_target_steps, flags.controls, judging, drafting),
@@ -172,7 +165,7 @@ def _drafter_factory(controls: str | None, recorder: Recorder | None) -> Callabl
 
 
 class MeasuredDrafter(Drafter):
-    """A drafter that foresees imposed tokens and announces recorded selections, as its controls say.
+    """A drafter that foresees imposed tokens, as its controls say.
 
     controls: read again whenever no session is drafted for. arrived: called with each message of a target.
     """
@@ -183,7 +176,6 @@ class MeasuredDrafter(Drafter):
         super().__init__(*drafter)
         self._read_controls, self._arrived = controls, arrived
         self._controls = Controls()
-        self._replayed: np.ndarray | None = None  # uint64 [sessions, rounds, rows, words]
 
     def receive(self, peer: TargetPeer, event: TargetEvent) -> None:
         self._arrived(event)
@@ -191,28 +183,14 @@ class MeasuredDrafter(Drafter):
 
     def plan_step(self, may_read: Callable[[str], bool] = lambda session: True) -> DraftStep | None:
         if not self.session_count:
-            self._take(self._read_controls())
+            self._controls = self._read_controls()
         return super().plan_step(may_read)
-
-    def _take(self, controls: Controls) -> None:
-        if controls != self._controls:
-            self._controls = controls
-            self._replayed = np.load(controls.replay, mmap_mode="r") if controls.replay else None
 
     def execute(self, step: DraftStep) -> DraftStepResult:
         result = super().execute(step)
         if self._controls.foresight > 0 and self.overlaps:
             result = replace(result, rounds=self._foreseeing(step, result, self._controls.foresight))
-        if self._replayed is None:
-            return result
-        rounds = []
-        for item, output in zip(step.rounds, result.rounds, strict=True):
-            if output.bitmap is not None:
-                index = int(name_of_client(item.session.id).rpartition("/")[2]) % len(self._replayed)
-                words = replayed_words(self._replayed[index], item.number, self.plan.num_blocks(item.base))
-                output = replace(output, bitmap=words, coded=None)
-            rounds.append(output)
-        return replace(result, rounds=rounds)
+        return result
 
     def _foreseeing(self, step: DraftStep, result: DraftStepResult, foresight: float) -> list[RoundOutput]:
         """Return the rounds of a step with imposed tokens among the draft's choices."""
@@ -224,27 +202,3 @@ class MeasuredDrafter(Drafter):
         drafted = [branch for output in result.rounds for branch in output.branches]
         imposed = iter(foreseeing(drafted, starts, foresight, self.runner.vocab_size))
         return [replace(output, branches=[next(imposed) for _ in output.branches]) for output in result.rounds]
-
-
-def replayed_words(rounds: np.ndarray, number: int, blocks: int) -> np.ndarray:
-    """Return what a round reads, uint64 [rows, words] over `blocks` blocks. rounds: uint64 [rounds, rows, words].
-
-    A session with more rounds than were laid out (decoded plainly, say) begins with the first again.
-    """
-    words = np.array(rounds[number % len(rounds), :, : row_words(blocks)])
-    if words.shape[1] == row_words(blocks):
-        words[:, -1] &= last_word_mask(blocks)
-    return words
-
-
-# The target's model
-
-
-class AnnouncedReader(Reader):
-    """A reader that reads what a draft announces, and of its own memory nothing beside it."""
-
-    def read(self, announced: Any, *of_round: Any, **how: Any) -> SparseRead | None:
-        read = super().read(announced, *of_round, **how)
-        if announced is None or read is None:
-            return read
-        return replace(read, budget=replace(read.budget, room=0))

@@ -44,14 +44,9 @@ class Way:
     """none: the target alone; else the sessions' exactness."""
     speculation: str = ""
     """Overrides of how the services speculate, as JSON; empty: none, as users start them."""
-    hot: float = 0.0
-    """Share of the KV on the GPU, where it lies in tiers; 0: it does not."""
-    replayed: bool = False
-    """Whether a recorded trace says what approximate sessions read."""
 
     def __str__(self) -> str:
-        name = "no draft" if self.mode == "none" else f"{self.mode} {self.speculation}".strip()
-        return name + (f", hot {self.hot:g}" if self.hot else "")
+        return "no draft" if self.mode == "none" else f"{self.mode} {self.speculation}".strip()
 
 
 @dataclass(frozen=True)
@@ -76,9 +71,7 @@ class ServeRow:
     """Tokens a second of each run."""
     figures: Figures
     of_none: float | None = None
-    """Tokens a second over those of the target alone, over the same tiers if that was measured."""
-    of_resident: float | None = None
-    """Tokens a second over those with all KV on the GPU."""
+    """Tokens a second over those of the target alone."""
     breakdown: Breakdown | None = None
     drafted_after: float = 0.0
     """Seconds of runs before until nearly all rounds were drafted; in a shape's first row the draft reads prompts."""
@@ -133,8 +126,6 @@ class Results:
             f"{seen.token_p50:>8.2f}{seen.tokens_a_round:>8.2f}{seen.kv_read:>7.3f}{seen.kv_fetched:>8.2%}"
             f"{seen.draft:>7.2f}{seen.verify:>7.2f}{seen.wait:>7.2f}"
         )
-        if row.of_resident:
-            print(f"{'':<{_WIDTH}}  {row.of_resident:.3f} of the tokens a second with all KV on the GPU")
         if row.breakdown:
             print(f"{'':<{_WIDTH}}  {describe_breakdown(row.breakdown)}")
         print(end="", flush=True)

@@ -1,8 +1,7 @@
 """`python -m specahead.lab.benchmarks.serving.service target|draft`: a service under measurement.
 
 Its flags are the service's own and those below. Everything else is the deployed service's: the program passes parts
-(target_service.service.Parts, draft_service.service.Parts) that impose verdicts, record when steps ran, or replay
-recorded selections.
+(target_service.service.Parts, draft_service.service.Parts) that impose verdicts or record when steps ran.
 """
 
 import argparse
@@ -49,7 +48,6 @@ def add_flags(parser: argparse.ArgumentParser, side: str) -> None:
         metavar="P",
         help="probability that a second choice is right (default: 0.7 of --acceptance)",
     )
-    parser.add_argument("--replay", action="store_true", help="read what the draft announces and nothing else")
     parser.add_argument("--record-reads", metavar="FILE", help="write at the end which blocks approximate rounds read")
 
 
