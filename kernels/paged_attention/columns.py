@@ -1,7 +1,7 @@
 """Attention over pages in 8 bits by products whose rows are tokens and whose columns are queries.
 
 Keys and values are turned into 16 bits in the registers from which tensor cores take a left operand, and go nowhere
-else. Columns come in steps of 8, so that 20 queries take 24; as rows they would take 32. One warp then holds up to 40
+else. Columns come in steps of 8, so that 20 queries take 24; as rows they would take 32. One warp then holds up to 32
 columns of 128 dimensions, and waits for no other one.
 """
 
