@@ -157,6 +157,24 @@ def serve_with(answer: Callable[[Open], list[Commit | Closed]]) -> Serve:
     return serve
 
 
+def beating(serve: Serve) -> Serve:
+    """Return the same stream of a target that says again and again that it lives."""
+
+    async def beat(context: grpc.aio.ServicerContext) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            await say(context, Beat())
+
+    async def both(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        beats = asyncio.create_task(beat(context))
+        try:
+            await serve(frames, context)
+        finally:
+            beats.cancel()
+
+    return both
+
+
 def one_token(request: Open) -> list[Commit | Closed]:
     return [Commit(At(request.session, 0, 0, len(request.tokens)), [len(request.tokens)])]
 
@@ -258,9 +276,10 @@ async def leave(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -
 
 async def test_sessions_of_a_lost_target_go_on_at_another_one_at_once() -> None:
     """The lost one never comes back, and nobody waits for it."""
-    gone, other = Target(serve_with(one_token), *[leave] * 200), Target()
+    gone, other = Target(serve_with(one_token), *[leave] * 200), Target(beating(Target().Serve))
     async with routing_to(gone, other) as router:
-        assert await tokens_of(router, "a") == [3, 7]
+        async with asyncio.timeout(5):  # a silent target would be asked only after 8 s
+            assert await tokens_of(router, "a") == [3, 7]
         assert router.connected and not router.targets["0"].connected
         assert await tokens_of(router, "b") == [7]
         assert router.routed == {"0": 1, "1": 2}
@@ -331,24 +350,6 @@ async def test_a_session_that_has_begun_goes_to_another_target_when_its_own_has_
         assert await tokens_of(router, "a") == [3, 7]
         assert router.targets["0"].connected and router.routed == {"0": 1, "1": 1}
     assert [(request.tokens, request.resumed) for request in received] == [([1, 2, 3, 3], True)]
-
-
-def beating(serve: Serve) -> Serve:
-    """Return the same stream of a target that says again and again that it lives."""
-
-    async def beat(context: grpc.aio.ServicerContext) -> None:
-        while True:
-            await asyncio.sleep(0.05)
-            await say(context, Beat())
-
-    async def both(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        beats = asyncio.create_task(beat(context))
-        try:
-            await serve(frames, context)
-        finally:
-            beats.cancel()
-
-    return both
 
 
 @pytest.mark.parametrize("begun", [False, True])
