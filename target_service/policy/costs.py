@@ -81,11 +81,10 @@ class _Figure:
         return self.seconds / (self.target + draft_pass * self.drafting)
 
 
-class _Scale(NamedTuple):
+class _Newest(NamedTuple):
     """What rounds of a kind took under the last load at which they were measured."""
 
-    value: float
-    """Seconds for a unit of size."""
+    figure: _Figure
     sessions: int
     """Sessions of that load."""
 
@@ -106,7 +105,7 @@ class CostTable:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self._buckets: defaultdict[tuple[int, int], _Bucket] = defaultdict(_Bucket)
-        self._scales: dict[RoundKind, _Scale] = {}
+        self._newest: dict[RoundKind, _Newest] = {}
         self._unit = 1.0  # seconds for a unit of size, of the rounds that were measured last
 
     def note(self, kind: RoundKind, load: Load, seconds: float, rounds: int) -> None:
@@ -117,7 +116,7 @@ class CostTable:
         figure.add(seconds, self.sizes.target(kind, load), self.sizes.drafting(kind, load), share, here.rounds)
         if figure.rounds > SETTLED:
             self._unit = figure.per_size(self.sizes.draft_pass)
-            self._scales[kind] = _Scale(self._unit, load.sessions)
+            self._newest[kind] = _Newest(figure, load.sessions)
 
     def at(self, load: Load) -> "CostsAtLoad":
         """Return what rounds take under a load."""
@@ -127,7 +126,11 @@ class CostTable:
             for kind, figure in here.figures.items()
             if figure.rounds > SETTLED and here.rounds - figure.newest < STALE
         }
-        scales = {kind: scale.value for kind, scale in self._scales.items() if scale.says_of(load.sessions)}
+        scales = {
+            kind: newest.figure.per_size(self.sizes.draft_pass)
+            for kind, newest in self._newest.items()
+            if newest.says_of(load.sessions)
+        }
         return CostsAtLoad(self.sizes, load, known, scales, self._unit)
 
 
