@@ -20,7 +20,7 @@ import numpy as np
 
 from specahead.lab.benchmarks import arrivals
 from specahead.lab.benchmarks.completions import TokenSource, endpoint_of, plot_latency, warm_up
-from specahead.lab.evaluation.tasks.endpoint import Endpoint
+from specahead.lab.endpoint import Endpoint
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from specahead.lab.benchmarks.completions import TokenSource, endpoint_of, plot_latency, warm_up
-from specahead.lab.evaluation.tasks.endpoint import Endpoint
+from specahead.lab.endpoint import Endpoint
 
 # Quantiles of the 12,031 requests of Mooncake's trace of conversations (FAST25-release/traces/conversation_trace.jsonl,
 # kvcache-ai/Mooncake, Apache-2.0): tokens of prompts and of answers, which hardly go together (correlation 0.05).

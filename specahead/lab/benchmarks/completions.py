@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from specahead.engine.loading.tokenizer import load_tokenizer
-from specahead.lab.evaluation.tasks.endpoint import LEAST_TOKEN, Endpoint
+from specahead.lab.endpoint import LEAST_TOKEN, Endpoint
 from specahead.lab.plotting import make_figure, put_legend, save_figure
 
 _WARM_UP = (1, 4, 16)  # requests at once

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from specahead.lab.evaluation.tasks.endpoint import Answer, Endpoint
+from specahead.lab.endpoint import Answer, Endpoint
 from specahead.lab.evaluation.tasks.samples import Sample, Task, fit
 
 _SAVED_EVERY = 5.0  # seconds

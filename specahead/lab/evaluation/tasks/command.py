@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.lab.endpoint import Endpoint
 from specahead.lab.evaluation.report import align
 from specahead.lab.evaluation.tasks.asking import Answers, Asker, Question, Record, Way
-from specahead.lab.evaluation.tasks.endpoint import Endpoint
 from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio, wilson
 from specahead.lab.evaluation.tasks.others import longbench_tasks, other_tasks
 from specahead.lab.evaluation.tasks.ruler import NOISE, ruler_tasks

@@ -15,10 +15,10 @@ from statistics import geometric_mean, mean
 from tqdm import tqdm
 
 from specahead.engine.loading.tokenizer import load_tokenizer
+from specahead.lab.endpoint import Endpoint, Streamed
 from specahead.lab.evaluation.report import align
 from specahead.lab.evaluation.tasks.asking import Question, Way, make_sample, prompt_ids
 from specahead.lab.evaluation.tasks.command import settings_of
-from specahead.lab.evaluation.tasks.endpoint import Endpoint, Streamed
 from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24

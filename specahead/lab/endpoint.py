@@ -54,7 +54,8 @@ class Endpoint:
         self, url: str, model: str = "", api_key: str = "", timeout: float = 600, fields: dict[str, Any] | None = None
     ) -> None:
         """url: without /v1. model: empty: the first one that the server lists. timeout: seconds of a request. fields:
-        of all requests whose answers stream."""
+        what all requests whose answers stream send beside their own fields.
+        """
         self.url, self._timeout, self._fields = url.rstrip("/"), timeout, fields or {}
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"--url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
@@ -72,7 +73,8 @@ class Endpoint:
 
     def request(self, prompt: str, chat: bool = False, **fields: Any) -> dict[str, Any]:
         """Return the request that asks for a prompt, as a completion or as a chat. fields: those of the protocol, the
-        same for both of its forms."""
+        same for both of its forms.
+        """
         asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         return {"model": self.model, **asked, **fields}
 
