@@ -279,7 +279,11 @@ def plainly() -> Generated:
 def test_all_chains_give_the_tokens_of_plain_decoding(plainly: Generated, chain: str) -> None:
     found = generate(CHAINS[chain])
     assert found.tokens == plainly.tokens
-    assert found.accepted > (0 if chain == "lookup" else 10) and not plainly.accepted  # a text may repeat little
+    assert not plainly.accepted
+    if chain == "lookup":  # these texts repeat too little for much of it to be accepted
+        assert found.counters["lookup_draft_tokens"] > 5
+    else:
+        assert found.accepted > 10
     if chain == "three levels":
         assert found.counters["confirmed_tokens"] > 15
 

@@ -109,7 +109,7 @@ def test_a_key_among_very_many_is_found(queries: int) -> None:
     keys, values = ((torch.randn(tokens, heads, dim, generator=random) * size).to(DEVICE).to(EIGHT_BITS) for _ in "kv")
     k, v = keys.double() / size, values.double() / size
     found = torch.randint(0, tokens - queries, (queries,), generator=random).to(DEVICE)
-    strength = 0.9 if DEVICE == "cuda" else 0.6
+    strength = 1.0 if DEVICE == "cuda" else 0.6
     q = torch.randn(queries, heads * group, dim, generator=random).to(DEVICE)
     q = (q + strength * k[found].float().repeat_interleave(group, 1)).bfloat16()
     by_page = keys.view(-1, PAGE_SIZE, heads, dim), values.view(-1, PAGE_SIZE, heads, dim)
