@@ -33,6 +33,8 @@ class Streamed:
     tokens: list[int]
     opening: int
     """Tokens of the first piece."""
+    sent: float
+    """When the request was sent."""
     first: float
     """When the first piece came."""
     last: float
@@ -104,7 +106,7 @@ class Endpoint:
         tokens: list[int] = []
         speculation: dict[str, Any] | None = None
         first = last = 0.0
-        opening, generated = 1, 0
+        opening, generated, sent = 1, 0, time.perf_counter()
         with self._open("/v1/completions", json.dumps(body | self._fields | fields).encode()) as response:
             for line in response:
                 if not line.startswith(b"data: {"):
@@ -126,7 +128,7 @@ class Endpoint:
         if not tokens:
             self.told_ids = False
             tokens = list(range(LEAST_TOKEN, LEAST_TOKEN + (generated or count)))
-        return Streamed(tokens, opening, first, last, speculation)
+        return Streamed(tokens, opening, sent, first, last, speculation)
 
     def generate_at_once(
         self, prompts: Sequence[Sequence[int]], count: int, temperature: float = 0.0, **fields: Any

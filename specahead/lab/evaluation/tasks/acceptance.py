@@ -49,8 +49,10 @@ def run(flags: argparse.Namespace) -> None:
     texts = {Path(file).name: Path(file).read_text(encoding="utf-8") for file in flags.text or ()}
     texts = bundled_texts() if flags.text is None else texts
     more = {f"continue {name}": continuation(text) for name, text in texts.items()}
-    questions = choose_questions(flags, NOISE, unjudged_tasks(), more)
     ways = [Way(name, heat) for heat in flags.temperatures for name in flags.exactness or [""]]
+    if len(flags.url) > 1:
+        flags.samples = flags.repeats * len(ways) * sum(flags.at_once)  # each prompt is asked once
+    questions = choose_questions(flags, NOISE, unjudged_tasks(), more)
     if len(flags.url) > 1:
         compare(flags, questions, ways)
         return

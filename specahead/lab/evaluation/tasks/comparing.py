@@ -1,14 +1,15 @@
 """`specahead evaluate acceptance` of several servers: what each accepts, and how fast it decodes, on the same prompts.
 
 The servers take turns, so that they may share a GPU: only one of them is asked at a time. They change after each group
-of requests that are asked at once, and each repeat begins with another one, so that none is favoured.
+of requests that are asked at once, and each repeat begins with another one, so that none is favoured. No server has
+read a prompt before, since what a draft takes to read prompts is part of what a choice of its tokens costs.
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from statistics import geometric_mean, mean
 
@@ -22,7 +23,6 @@ from specahead.lab.evaluation.tasks.command import settings_of
 from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
-_READING_TOKENS = 32  # generated behind prompts that are only read: meanwhile a draft can read them as well
 
 Prompt = list[int]
 
@@ -32,9 +32,11 @@ class Measured:
     """What one server gave in a row of the table."""
 
     tokens_a_second: float
-    """Of all requests at once, between first and last tokens; the mean over repeats."""
+    """Of all requests at once, from when they were sent to the last token; the mean over repeats."""
     by_repeat: tuple[float, ...]
     """The same in each repeat."""
+    decoding: float
+    """The same between first and last tokens."""
     accepted: float | None
     """Accepted tokens a round, rounds without proposals included; None: the server does not say."""
     plain_rounds: float | None
@@ -96,10 +98,6 @@ def _check(flags: argparse.Namespace) -> None:
         raise ValueError("--plan and --resume are for one server: name one --url")
     if min(*flags.at_once, flags.repeats, flags.samples, *flags.contexts) < 1 or flags.generated < 2:
         raise ValueError("--at-once, --repeats, --samples and --contexts must be positive, --generated at least 2")
-    if max(flags.at_once) > flags.samples:
-        raise ValueError(
-            f"--at-once {max(flags.at_once)} needs as many different prompts, but --samples is {flags.samples}"
-        )
 
 
 def _measure(
@@ -113,13 +111,16 @@ def _measure(
     cells = list(product(ways, flags.at_once))
     with tqdm(total=len(kinds) * len(cells) * flags.repeats * len(servers), desc="asking", unit="group") as progress:
         for (task, context), prompts in kinds.items():
-            _read(servers, prompts[: flags.repeats * max(flags.at_once)], ways, max(flags.at_once))
+            if len(prompts) < flags.samples:
+                raise ValueError(f"{task}: there are {len(prompts)} prompts, but its rows need {flags.samples}")
+            unread = iter(prompts)
             for way, at_once in cells:
+                groups = [list(islice(unread, at_once)) for _ in range(flags.repeats)]
                 answers: list[list[list[Streamed]]] = [[] for _ in servers]
                 for repeat, turn in product(range(flags.repeats), range(len(servers))):
                     chosen = (repeat + turn) % len(servers)
-                    group = [prompts[(repeat * at_once + i) % len(prompts)] for i in range(at_once)]
-                    answers[chosen].append(_ask(servers[chosen], group, flags.generated, way, flags.seed + repeat))
+                    asked = _ask(servers[chosen], groups[repeat], flags.generated, way, flags.seed + repeat)
+                    answers[chosen].append(asked)
                     progress.update()
                 measured = tuple(map(_measured, answers))
                 best = max(measured[1:], key=lambda each: each.tokens_a_second)
@@ -139,27 +140,20 @@ def _warm_up(servers: Sequence[Endpoint], prompts: Sequence[Prompt], ways: Seque
         _ask(server, [prompt[-_WARM_UP_PROMPT:] for prompt in prompts[:count]], _WARM_UP_TOKENS, way)
 
 
-def _read(servers: Sequence[Endpoint], prompts: list[Prompt], ways: Sequence[Way], at_once: int) -> None:
-    """Have the prompts read, so that none is while another request is timed. A draft reads more of a prompt for which
-    it announces blocks.
-    """
-    by_exactness = {way.exactness: way for way in ways}.values()
-    for server, way, start in product(servers, by_exactness, range(0, len(prompts), at_once)):
-        _ask(server, prompts[start : start + at_once], _READING_TOKENS, way)
-
-
 def _measured(groups: Sequence[Sequence[Streamed]]) -> Measured:
     """Return what the answers of a server come to. groups: the answers of each repeat."""
     answers = [answer for group in groups for answer in group]
-    rates = tuple(sum(answer.tokens_a_second for answer in group) for group in groups)
-    if not all(rates):
+    decoding = [sum(answer.tokens_a_second for answer in group) for group in groups]
+    if not all(decoding):
         raise ValueError("an answer came in one piece, so that its speed is not known: --generated should be greater")
+    rates = tuple(sum(len(each.tokens) for each in group) / _seconds(group) for group in groups)
     said = [answer.speculation for answer in answers if answer.speculation is not None]
     plain_rounds = sum(each["plain_rounds"] for each in said)
     rounds = max(1, plain_rounds + sum(each["rounds"] for each in said))
     return Measured(
         tokens_a_second=mean(rates),
         by_repeat=rates,
+        decoding=mean(decoding),
         accepted=sum(each["accepted"] for each in said) / rounds if said else None,
         plain_rounds=plain_rounds / rounds if said else None,
         kv_read=mean(each["kv_read_fraction"] for each in said) if said else None,
@@ -167,11 +161,15 @@ def _measured(groups: Sequence[Sequence[Streamed]]) -> Measured:
     )
 
 
+def _seconds(group: Sequence[Streamed]) -> float:
+    return max(answer.last for answer in group) - min(answer.sent for answer in group)
+
+
 def to_text(rows: Sequence[ComparedRow]) -> str:
     """Return the table, with what the last column comes to."""
     numbers = range(1, len(rows[0].servers) + 1)
     head = ["task", "exactness", "context", "temperature", "at once"]
-    head += [f"{number}: {name}" for number in numbers for name in ("accepted", "KV read", "tokens/s")]
+    head += [f"{number}: {name}" for number in numbers for name in ("accepted", "KV read", "tokens/s", "decoding")]
     over = [row.over_best[0] for row in rows]
     last = f"1 over the best other, geometric mean: {geometric_mean(over):.3f}; least {min(over):.3f}"
     return "\n".join([align([[*head, "1 over best", "95 %"], *map(_cells, rows)]), last])
@@ -182,6 +180,6 @@ def _cells(row: ComparedRow) -> list[str]:
     for each in row.servers:
         cells.append("" if each.accepted is None else f"{each.accepted:.2f}")
         cells.append("" if each.kv_read is None else f"{100 * each.kv_read:.0f} %")
-        cells.append(f"{each.tokens_a_second:.1f}")
+        cells += [f"{each.tokens_a_second:.1f}", f"{each.decoding:.1f}"]
     over, low, high = row.over_best
     return [*cells, f"{over:.3f}", f"{low:.3f} to {high:.3f}"]

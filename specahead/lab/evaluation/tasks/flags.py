@@ -57,7 +57,9 @@ def add_acceptance_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="X")
     parser.add_argument("--generated", type=int, default=256, metavar="N", help="tokens of an answer at most")
     parser.add_argument("--plan", metavar="FILE", help="write what exact requests accept into this plan, as a prior")
-    several = parser.add_argument_group("several servers, which answer by turns; the first is compared with the rest")
+    several = parser.add_argument_group(
+        "several servers, which answer by turns; the first is compared with the rest, on as many samples as that needs"
+    )
     several.add_argument("--at-once", type=int, nargs="+", default=[1, 4], metavar="N", help="requests at once")
     several.add_argument("--repeats", type=int, default=2, metavar="N", help="of each row (default: %(default)s)")
     parser.set_defaults(samples=8)
