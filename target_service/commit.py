@@ -1,14 +1,12 @@
 """Commits a verified round: appends its tokens to the session and cuts the KV to them."""
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.sparsity.plan import Plan
 from specahead.wire.messages import At, Commit, FinishReason, Proposal, Proposer, RoundFigures, Verdict
+from target_service.session import TargetSession
 from target_service.verify_step import VerifyRound
 
 
@@ -20,9 +18,9 @@ def commit_round(
     plan: Plan,
     kv: KVCache,
     queued: int = 0,
-) -> tuple[Commit, Verdict]:
-    """Append a round's tokens to its session, and truncate its KV. Return the commit for the session's owner and the
-    verdict for its draft.
+) -> tuple[Commit, bool]:
+    """Append a round's tokens to its session, and truncate its KV. Return the commit for the session's owner, and
+    whether the session's draft knows the round (`verdict_on`).
 
     verdict: how many tokens are accepted, held ones first, and the token after them. seconds: the step's time. queued:
     tokens of the session in a step that was launched after this one.
@@ -47,7 +45,7 @@ def commit_round(
         drafted=len(proposed),
         accepted=min(accepted, len(tokens)),
         finish_reason=finish,
-        figures=replace(_figures(item, output, (read, total), proposal, seconds), **_audited(item, audited)),
+        figures=_figures(item, output, (read, total), proposal, seconds, audited),
         cached_tokens=session.stats.cached_tokens,
         logprobs=output.logprobs[: len(text)],
         prompt_logprobs=session.prompt_logprobs or [],
@@ -58,8 +56,17 @@ def commit_round(
     session.prompt_logprobs = None
     session.commit(tokens, agreed, proposal if known else None)
     kv.truncate(session.kv, len(session.tokens) - 1 + queued)
-    at = At(before.session, session.epoch, session.round, before.base)
-    return commit, Verdict(at, commit.accepted, tokens, not known)
+    return commit, known
+
+
+def verdict_on(commit: Commit, known: bool, session: TargetSession) -> Verdict:
+    """Return the verdict for the draft of a session whose last round was just committed, with what its next round is to
+    propose. known: whether the draft knows the round.
+    """
+    gamma, dense = session.draft_request
+    tokens = commit.tokens[commit.confirmed :]
+    at = At(session.id, session.epoch, session.round, commit.at.base + commit.confirmed)
+    return Verdict(at, commit.accepted, tokens, not known, gamma, dense)
 
 
 def _confirm_held(item: VerifyRound, accepted: int) -> tuple[int, Proposal | None, list[int]]:
@@ -74,10 +81,20 @@ def _confirm_held(item: VerifyRound, accepted: int) -> tuple[int, Proposal | Non
 
 
 def _figures(
-    item: VerifyRound, output: SequenceOutput, read: tuple[int, int], proposal: Proposal | None, seconds: float
+    item: VerifyRound,
+    output: SequenceOutput,
+    read: tuple[int, int],
+    proposal: Proposal | None,
+    seconds: float,
+    divergence: np.ndarray | None,
 ) -> RoundFigures:
-    """Return a round's figures. read: (layer, KV head, token) triples read, and all of them. seconds: of the step."""
-    stats = item.session.stats
+    """Return a round's figures.
+
+    read: (layer, KV head, token) triples read, and all of them. seconds: of the step. divergence: of the verdict's
+    tokens (SequenceOutput); None: it is not audited.
+    """
+    stats, audit = item.session.stats, item.session.reading.audit
+    variation, nats, same = (0.0, 0.0, 0) if divergence is None else divergence.sum(0).tolist()
     return RoundFigures(
         kv_tokens_read=read[0],
         kv_tokens_total=read[1],
@@ -90,25 +107,19 @@ def _figures(
         wait_seconds=item.wait_seconds,
         draft_seconds=proposal.draft_seconds if proposal is not None else 0.0,
         verify_seconds=seconds,
+        audited_tokens=0 if divergence is None else len(divergence),
+        total_variation=variation,
+        kl_divergence=nats,
+        same_greedy=round(same),
+        rounds_made_exact=int(audit is not None and audit.is_exact),
     )
-
-
-def _audited(item: VerifyRound, divergence: np.ndarray | None) -> dict[str, Any]:
-    """Return the figures of an audit. divergence: of the verdict's tokens (SequenceOutput); None: it is not audited."""
-    audit = item.session.reading.audit
-    made_exact = {"rounds_made_exact": int(audit is not None and audit.is_exact)}
-    if divergence is None:
-        return made_exact
-    variation, nats, same = divergence.sum(0).tolist()
-    sums = {"total_variation": variation, "kl_divergence": nats, "same_greedy": round(same)}
-    return made_exact | {"audited_tokens": len(divergence)} | sums
 
 
 def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> tuple[list[int], FinishReason]:
     """Return the tokens up to and with the first stop token, `room` tokens at most, and why they end, if they do."""
-    for i, token in enumerate(tokens[:room]):
-        if token in stop_token_ids:
-            return tokens[: i + 1], FinishReason.STOP
+    if not stop_token_ids.isdisjoint(tokens[:room]):
+        end = next(i for i, token in enumerate(tokens) if token in stop_token_ids)
+        return tokens[: end + 1], FinishReason.STOP
     if len(tokens) >= room:
         return tokens[:room], FinishReason.LENGTH
     return tokens, FinishReason.NONE

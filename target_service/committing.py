@@ -1,7 +1,6 @@
 """Gives the sessions of a step that has ended what it gave, and tells their owners and drafts."""
 
 import logging
-from dataclasses import replace
 
 from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.logprobs import TokenLogprobs
@@ -10,7 +9,7 @@ from specahead.wire.errors import InvalidArgument, ServiceError
 from specahead.wire.messages import Commit, FinishReason
 from target_service.admission import Admission
 from target_service.auditing import Auditor
-from target_service.commit import commit_round
+from target_service.commit import commit_round, verdict_on
 from target_service.counters import count_round
 from target_service.pacing import Pacing, StepSeen
 from target_service.protocol import DraftProtocol
@@ -82,7 +81,7 @@ class Committer:
         if self._hooks.judge is not None:
             accepted, following, alternative = self._hooks.judge(item, self._runner.vocab_size)
             verdict, output.alternative = (accepted, following), alternative if alternative >= 0 else None
-        commit, answer = commit_round(item, output, verdict, seen.seconds, self._plan, self._kv, queued)
+        commit, known = commit_round(item, output, verdict, seen.seconds, self._plan, self._kv, queued)
         if self._hooks.on_round is not None and reader is not None and reader.is_sparse:
             assert reader.chosen is not None
             self._hooks.on_round(commit.at, commit.accepted, reader.chosen)
@@ -105,8 +104,7 @@ class Committer:
         elif session.goes_alone:
             self._protocol.end(session)
         else:
-            gamma, dense = session.draft_request
-            self._protocol.judge(session, key, replace(answer, gamma=gamma, dense=dense))
+            self._protocol.judge(session, key, verdict_on(commit, known, session))
 
     def _fails(self, session: TargetSession, output: SequenceOutput) -> bool:
         """Return whether a session cannot continue; then it is ended."""

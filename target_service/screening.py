@@ -95,16 +95,17 @@ class Screening:
 
         weighed: whether the round weighed the KV that it read.
         """
-        rounds = [*self.rounds, commit]
-        whole = replace(
-            commit,
-            screening_drafted=[each.drafted for each in self.rounds],
-            screening_accepted=[each.accepted for each in self.rounds],
-            cached_tokens=max(each.cached_tokens for each in rounds),
-            proposer=max(each.proposer for each in rounds),
-            prompt_logprobs=[of_token for each in rounds for of_token in each.prompt_logprobs],
-            figures=reduce(RoundFigures.plus, (each.figures for each in rounds)),
-        )
+        whole, rounds = commit, [*self.rounds, commit]
+        if self.rounds:
+            whole = replace(
+                commit,
+                screening_drafted=[each.drafted for each in self.rounds],
+                screening_accepted=[each.accepted for each in self.rounds],
+                cached_tokens=max(each.cached_tokens for each in rounds),
+                proposer=max(each.proposer for each in rounds),
+                prompt_logprobs=[of_token for each in rounds for of_token in each.prompt_logprobs],
+                figures=reduce(RoundFigures.plus, (each.figures for each in rounds)),
+            )
         self.confirmed = commit.at.base + len(commit.tokens)
         self.rounds, self.supports, self.ends = [], [], False
         self.unweighed = 0 if weighed else self.unweighed + 1

@@ -82,8 +82,8 @@ def _lay_out_chain(host: dict[str, np.ndarray], shape: PassShape, inputs: list[S
                 host["follows"][i], host["judged"][i] = item.follows, shape.drafts
     if shape.judges_drafts:
         host["draft_rows"][:], host["held"][:] = -1, 0
-        for i, item in enumerate(inputs):
-            host["draft_rows"][i], host["held"][i] = -1 if item.draft_row is None else item.draft_row, item.held
+        host["draft_rows"][: len(inputs)] = [-1 if item.draft_row is None else item.draft_row for item in inputs]
+        host["held"][: len(inputs)] = [item.held for item in inputs]
 
 
 def _lay_out_alternatives(host: dict[str, np.ndarray], inputs: list[SequenceInput]) -> None:
@@ -92,16 +92,15 @@ def _lay_out_alternatives(host: dict[str, np.ndarray], inputs: list[SequenceInpu
     Their KV lies after that of the sequence's tokens.
     """
     host["visible"][:], host["alternative_counts"][:], host["alternatives"][:] = 0, 0, -1
-    row = 0
-    for i, item in enumerate(inputs):
-        chain, beside = len(item.tokens), item.alternatives
-        at = item.first_position + np.arange(item.rows)
-        here, others = slice(row, row + chain), slice(row + chain, row + item.rows)
-        host["visible"][here, 0] = at[:chain] + 1
-        host["visible"][others, 0] = host["positions"][others] = at[1 : 1 + beside]
-        host["visible"][others, 1], host["visible"][others, 2] = at[chain:], at[chain:] + 1
-        host["alternative_counts"][i] = beside
-        row += item.rows
+    rows = np.array([item.rows for item in inputs])
+    chain = np.repeat([len(item.tokens) for item in inputs], rows)
+    total = len(chain)
+    within = np.arange(total) - np.repeat(np.cumsum(rows) - rows, rows)
+    places, beside = host["positions"][:total].copy(), within >= chain
+    host["visible"][:total, 0] = np.where(beside, places - chain, places) + 1
+    host["positions"][:total][beside] = host["visible"][:total, 0][beside]
+    host["visible"][:total, 1][beside], host["visible"][:total, 2][beside] = places[beside], places[beside] + 1
+    host["alternative_counts"][: len(inputs)] = [item.alternatives for item in inputs]
 
 
 def logits_rows_of(inputs: list[SequenceInput]) -> np.ndarray:
@@ -127,23 +126,29 @@ def lay_out_rows(
     host["slots"][:] = -1
     host["token_ids"][:] = 0
     host["lengths"][:] = 0
-    row = 0
-    for i, (kv, tokens) in enumerate(items):
-        start = kv.length if starts is None else starts[i]
-        at = np.arange(start, start + len(tokens))
-        pages = kv.table() if gpu_pages is None else gpu_pages[i]
-        here = slice(row, row + len(tokens))
-        host["token_ids"][here], host["positions"][here] = tokens, at
-        host["slots"][here] = slots_of(pages, at)
-        if "page_numbers" in host:
-            page_numbers = kv.table()
-            host["page_numbers"][here] = page_numbers[at // PAGE_SIZE]
-            host["page_number_tables"][i, : len(page_numbers)] = page_numbers
-        host["block_tables"][i, : len(pages)] = pages if tables is None else tables[i]
-        host["lengths"][i] = start + len(tokens)
-        host["query_starts"][i] = row
-        row += len(tokens)
-    host["query_starts"][len(items) :] = row
+    if not items:
+        host["query_starts"][:] = 0
+        return
+    places = [kv.table() for kv, _ in items] if gpu_pages is None else gpu_pages
+    counts = np.array([len(tokens) for _, tokens in items])
+    first = np.array([kv.length for kv, _ in items] if starts is None else starts)
+    ends, held = np.cumsum(counts), np.array(list(map(len, places)))
+    total, n = int(ends[-1]), len(items)
+    at = np.arange(total) + np.repeat(first - (ends - counts), counts)
+    host["token_ids"][:total] = [token for _, tokens in items for token in tokens]
+    host["positions"][:total] = at
+    # As if the sequences' pages followed one another.
+    at += PAGE_SIZE * np.repeat(np.cumsum(held) - held, counts)
+    host["slots"][:total] = slots_of(np.concatenate(places), at)
+    host["lengths"][:n], host["query_starts"][1 : n + 1] = first + counts, ends
+    host["query_starts"][0], host["query_starts"][n + 1 :] = 0, total
+    for i, pages in enumerate(places if tables is None else tables):
+        host["block_tables"][i, : len(pages)] = pages
+    if "page_numbers" in host:
+        numbers = [kv.table() for kv, _ in items]
+        host["page_numbers"][:total] = np.concatenate(numbers)[at // PAGE_SIZE]
+        for i, pages in enumerate(numbers):
+            host["page_number_tables"][i, : len(pages)] = pages
 
 
 def _lay_out_budget(

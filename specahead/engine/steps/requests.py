@@ -220,6 +220,8 @@ class DraftedTokens:
     def first(self, count: int) -> "DraftedTokens":
         """Return the same where only `count` tokens are proposed."""
         kept = count + self.runs_last
+        if kept == len(self.tokens):
+            return self
         ids, probs, others = (
             None if each is None else each[:kept] for each in (self.ids, self.probs, self.alternatives)
         )
