@@ -46,7 +46,7 @@ def announced_limits(plan: Plan, base: int) -> tuple[int, int, int]:
 
 
 def announce(evidence: Tensor, plan: Plan, base: int, last: BlockSelection | None = None) -> BlockSelection:
-    """Return the announcement of one round, by the torch references of the kernels that a draft's round runs.
+    """Return the announcement of one round, by what a draft's round runs on the device of the evidence.
 
     evidence: [draft_layers, draft_heads, blocks or more], the draft's weights on the blocks of `base` tokens
     last: the announcement of the round before, if it is known
@@ -56,8 +56,10 @@ def announce(evidence: Tensor, plan: Plan, base: int, last: BlockSelection | Non
     if last is not None:
         before[0] = torch.from_numpy(last.resized(blocks).words.view(np.int64).copy())
     limits = torch.tensor(announced_limits(plan, base), dtype=torch.int32)[:, None]
-    bitmaps = announce_blocks(announcer, evidence[None, ..., :blocks].float().cpu(), before, limits)
-    words = bitmaps[0].numpy().view(np.uint64)
+    device = evidence.device
+    weights = evidence[None, ..., :blocks].float().contiguous()
+    bitmaps = announce_blocks(announcer.to(device), weights, before.to(device), limits.to(device))
+    words = bitmaps[0].cpu().numpy().view(np.uint64)
     return BlockSelection(len(words), blocks, words)
 
 

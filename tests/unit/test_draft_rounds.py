@@ -157,7 +157,7 @@ def check_announcement(side: Side, event: Proposals, weights: Tensor) -> None:
     assert side.peer.sessions[name].terms.announces
     before = [selection for (_, r), selection in side.announced.get(name, {}).items() if r == round_ - 1]
     last = before[-1] if before else None
-    expected = announce(weights, PLAN, base, last)
+    expected = announce(weights.cpu(), PLAN, base, last)
     found = side.decode(event)
     assert found.num_blocks == expected.num_blocks
     ours, theirs = found.matrix(), expected.matrix()

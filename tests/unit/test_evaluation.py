@@ -75,7 +75,16 @@ def test_every_method_runs_and_reads_what_it_says(
     (case,) = cases.perplexity_cases(texts, tokenizer, 620, 604)
     plan = replace(PLAN, group_size=64)
     variants = variants_of([*RIVALS, "ahead"], ["0.25"], plan, 3)
-    rows = report.to_rows("test", variants, evaluate_case(*pair, case, variants))
+    order = list[int]()
+    sums = evaluate_case(*pair, case, variants, lambda index, _: order.append(index))
+    rows = report.to_rows("test", variants, sums)
+    assert sorted(order) == list(range(len(variants)))
+    assert order[:2] == [0, len(variants) - 1], "rivals come after dense and ahead"
+    for one, many in zip(sums, evaluate_case(*pair, case, variants, at_once=3), strict=True):  # 3 and 1 rounds
+        assert (one.scored, one.rounds, one.present) == (many.scored, many.rounds, many.present)
+        assert many.nll == pytest.approx(one.nll, rel=2e-3), "near-ties may choose other blocks"
+        assert many.read == pytest.approx(one.read, rel=1e-3)
+        assert many.squares == pytest.approx(one.squares, rel=0.05)
     dense = rows[0]
     assert (dense.method, dense.increase, dense.kv_read) == ("dense", 0.0, 1.0)
     for row in rows[1:]:
@@ -119,30 +128,61 @@ def test_rows_say_what_the_sums_say() -> None:
     assert (sparse.acceptance, sparse.blocks, sparse.churn, sparse.churn4) == (0.65, 4, 0.75, 0.25)
 
 
-def test_a_passage_is_printed_once_it_is_evaluated(
-    pair: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_variants_are_printed_and_kept_as_they_come(
+    pair: tuple[ModelRunner, ModelRunner],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By models that this process holds; the last passage fails, as a run that is cut off, and no table comes."""
-    futures: list[Future[list[VariantSums]]] = [Future(), Future()]
+    """By models that this process holds. A run that is cut off goes on: dense runs again, others that are kept do not.
+    The queue of parts is a list here."""
+    parts, ran = list[tuple[Any, ...]](), list[str]()
+    failing = True
 
-    def run_here(work: Any, given: list[Any], *others: Any) -> Iterator[list[VariantSums]]:
-        *_, on_done = others
-        futures[0].set_result(evaluate_case(*pair, *given[0]))
-        futures[1].set_exception(KeyboardInterrupt())
-        workers._follow(futures, SimpleNamespace(value=3), "perplexity", on_done)
-        yield from (future.result() for future in futures)
+    def run_here(work: Any, given: list[Any], *others: Any) -> Iterator[Any]:
+        *_, on_part = others
+        future: Future[Any] = Future()
+        for number, case, variants in given[:1] if failing else given:
+            ran.extend(f"{case.name} {variant.name}" for variant in variants.values())
+            sums = evaluate_case(*pair, case, list(variants.values()))
+            parts.extend((number, *part) for part in zip(variants, sums, strict=True))
+            found.append(dict(zip(variants, sums, strict=True)))
+        future.set_exception(KeyboardInterrupt()) if failing else future.set_result(None)
+        queue = SimpleNamespace(empty=lambda: not parts, get=lambda: parts.pop(0))
+        workers._follow([future], SimpleNamespace(value=3), queue, "perplexity", on_part)
+        future.result()
+        yield from found
 
+    found = list[dict[int, VariantSums]]()
     monkeypatch.setattr(run, "run_in_workers", run_here)
     parser = argparse.ArgumentParser()
     add_evaluate_flags("perplexity", parser)
-    short = ["--context", "340", "--prefilled", "323", "--passages", "2", "--methods", "ahead", "--budgets", "0.5"]
+    short = ["--context", "340", "--prefilled", "323", "--passages", "2", "--methods", "ahead,quest"]
+    file = tmp_path / "sums.json"
+    flags = ["--text", str(DEMO_TEXT), *short, "--budgets", "0.5", "--json", str(file), "--resume"]
     with pytest.raises(KeyboardInterrupt):
-        command.run(parser.parse_args(["--text", str(DEMO_TEXT), *short]))
+        command.run(parser.parse_args(flags))
     printed = capsys.readouterr()
     assert not printed.out
-    assert re.search(r"demo_text@0, 340 tokens: +dense .* \+0\.00% +100\.00%\n", printed.err)
-    assert re.search(r"demo_text@0, 340 tokens: +ahead +0\.5 +[\d.]+ +[+-][\d.]+% +[45]\d\.\d\d%\n", printed.err)
+    assert re.search(r"demo_text@0, 340 tokens: dense .* \+0\.00% ± 0\.00%; KV read 100\.00%; 16 tokens", printed.err)
+    assert re.search(r"demo_text@0, 340 tokens: ahead +0\.5 .* ± [\d.]+%; KV read [45]\d\.\d\d%; 16 ", printed.err)
     assert "demo_text@1" not in printed.err
+    failing = False
+    found.clear()
+    command.run(parser.parse_args(flags))
+    assert ran[:3] == ["demo_text@0 dense", "demo_text@0 ahead", "demo_text@0 quest"]
+    assert ran[3:] == ["demo_text@1 dense", "demo_text@1 ahead", "demo_text@1 quest"]
+    table = capsys.readouterr().out
+    assert re.search(r"± increase\ndense .* 32 +0\.00%\nahead .* 32 +[\d.]+%\nquest ", table)
+    ran.clear()
+    found.clear()
+    command.run(parser.parse_args(flags))
+    assert (ran, capsys.readouterr().out) == ([], table)
+    flags[flags.index("ahead,quest")] = "ahead,streaming"
+    command.run(parser.parse_args(flags))
+    assert ran == [f"demo_text@{i} {name}" for i in (0, 1) for name in ("dense", "streaming")]
+    with pytest.raises(ValueError, match="not the file of such a run"):
+        command.run(parser.parse_args([*flags, "--gamma", "2"]))
 
 
 def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]) -> None:

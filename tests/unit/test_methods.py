@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.kernels.selection import Remembered, score_blocks, select_over_rows
-from specahead.lab.evaluation.choice import choose, mandatory
+from specahead.lab.evaluation.choice import Rounds, choose, mandatory
 from specahead.sparsity.announce import LEAST_WINDOW, announce, shared_room, summary_tokens
 from specahead.sparsity.plan import Plan, uniform_plan
 from specahead.sparsity.reader import Reader
@@ -45,7 +45,7 @@ def as_sets(chosen: Tensor) -> list[set[int]]:
 def test_top_k_leaves_room_for_what_is_read_anyway(seed: int) -> None:
     plan = plan_with()
     scores = evidence_of(seed)[0].flatten(0, 1)
-    chosen = choose(scores, plan, BASE)
+    (chosen,) = choose(scores[None], plan, Rounds(BASE - 1, LENGTH - BASE + 1, 1))
     room = 13 - 1 - 4  # a quarter of 50 rounded up, one sink, four of window
     assert as_sets(chosen) == [best(row, room, 1, 46) for row in scores]
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.lab.evaluation import draft_guided, just_in_time
-from specahead.lab.evaluation.choice import budget_blocks, choose_nucleus, mandatory
+from specahead.lab.evaluation.choice import Rounds, budget_blocks, choose_nucleus, mandatory
 from specahead.lab.evaluation.just_in_time import JustInTime, KeyBounds, LayerView, SequenceKeys
+from specahead.lab.evaluation.methods import RIVALS
 from specahead.lab.evaluation.most_alike import (
     BUDGETS,
     PROVENANCE,
@@ -43,8 +44,8 @@ def layer_view(plan: Plan, base: int, rows: int, layer: int = 2, seed: int = 0) 
         length,
     )
     queries = torch.randn(rows, 2 * KV_HEADS, 8, generator=generator)
-    evidence = torch.rand(DRAFT_LAYERS, DRAFT_HEADS, plan.num_blocks(length) + 2, generator=generator)
-    return LayerView(layer, queries, keys, 0.7, plan, base, evidence, KeyBounds(), [])
+    evidence = torch.rand(1, DRAFT_LAYERS, DRAFT_HEADS, plan.num_blocks(length) + 2, generator=generator)
+    return LayerView(layer, queries, keys, 0.7, plan, Rounds(base - 1, rows, 1), evidence, KeyBounds(), [])
 
 
 @st.composite
@@ -55,6 +56,12 @@ def views(draw: st.DrawFn) -> LayerView:
     plan = plan_with(budget=budget, block_size=size, window_blocks=2, provenance={PROVENANCE: asdict(MAPS)})
     seed = draw(st.integers(0, 1000))
     return layer_view(plan, draw(st.integers(1, 400)), draw(st.integers(1, 5)), draw(st.integers(0, 3)), seed)
+
+
+def base_of(view: LayerView) -> int:
+    """The committed tokens that a view's only round builds on."""
+    (base,) = view.rounds.bases
+    return base
 
 
 def weights_by(view: LayerView, keys: Tensor, among: list[set[int]] | None = None) -> Tensor:
@@ -80,8 +87,8 @@ def all_keys(view: LayerView) -> Tensor:
 
 def heaviest(view: LayerView, weights: Tensor) -> set[int]:
     """The heaviest blocks of one row that fit the budget beside mandatory blocks."""
-    always = int(mandatory(view.plan, view.base, view.blocks).sum())
-    first, last = view.plan.middle(view.plan.num_blocks(view.base))
+    always = int(mandatory(view.plan, base_of(view), view.blocks).sum())
+    first, last = view.plan.middle(view.plan.num_blocks(base_of(view)))
     return best(weights, max(0, budget_blocks(view.plan, view.blocks) - always), first, last)
 
 
@@ -97,7 +104,7 @@ def nucleus(weights: Tensor, mass: float = 0.95) -> set[int]:
 @given(views())
 def test_the_oracle_reads_what_the_round_weighs_most(view: LayerView) -> None:
     weights = weights_by(view, all_keys(view))
-    torch.testing.assert_close(just_in_time.target_weights(view).double(), weights, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(just_in_time.target_weights(view)[0].double(), weights, atol=1e-5, rtol=1e-4)
     assert as_sets(just_in_time.oracle(view)) == [heaviest(view, row) for row in weights.mean(0)]
 
 
@@ -105,22 +112,22 @@ def test_the_oracle_reads_what_the_round_weighs_most(view: LayerView) -> None:
 @given(views())
 def test_sts_reads_the_best_blocks_of_one_draft_head_each(view: LayerView) -> None:
     pairs = [(1, 2), (0, 0)] if view.plan.budget <= 0.1 else [(0, 1), (1, 1)]
-    wanted = [heaviest(view, view.evidence[i, j, : view.blocks]) for i, j in pairs]
+    wanted = [heaviest(view, view.evidence[0, i, j, : view.blocks]) for i, j in pairs]
     assert as_sets(draft_guided.sts(view)) == wanted
 
 
 @EXAMPLES
 @given(views())
 def test_specattn_reads_the_nucleus_of_a_draft_layer_within_the_budget(view: LayerView) -> None:
-    weights = view.evidence[view.layer // 2, :, : view.blocks].mean(0)
+    weights = view.evidence[0, view.layer // 2, :, : view.blocks].mean(0)
     assert as_sets(draft_guided.specattn(view)) == [heaviest(view, weights) & nucleus(weights)] * KV_HEADS
 
 
 @EXAMPLES
 @given(views())
 def test_twilight_reads_the_nucleus_of_what_quest_selects_within_the_budget(view: LayerView) -> None:
-    bounds = just_in_time.upper_bounds(view).amax(0)
-    always = set(torch.nonzero(mandatory(view.plan, view.base, view.blocks)).flatten().tolist())
+    bounds = just_in_time.upper_bounds(view)[0].amax(0)
+    always = set(torch.nonzero(mandatory(view.plan, base_of(view), view.blocks)).flatten().tolist())
     candidates = [best(row, max(1, view.blocks // 4), 0, view.blocks) | always for row in bounds]
     keys = all_keys(view)
     low, high = keys.amin(-1, keepdim=True), keys.amax(-1, keepdim=True)
@@ -134,11 +141,11 @@ def test_twilight_reads_the_nucleus_of_what_quest_selects_within_the_budget(view
 def test_tidal_reads_what_the_last_selection_layer_weighed_most(view: LayerView, dense: tuple[int, ...]) -> None:
     plan = replace(view.plan, dense_layers=dense)
     selector = JustInTime(plan, just_in_time.tidal)
-    selector.begin(view.base, view.evidence)
-    always = set(torch.nonzero(mandatory(plan, view.base, view.blocks)).flatten().tolist())
+    selector.begin(view.rounds, view.evidence)
+    always = set(torch.nonzero(mandatory(plan, base_of(view), view.blocks)).flatten().tolist())
     selected: list[set[int]] = []
     for layer in range(LAYERS):
-        of_layer = layer_view(plan, view.base, len(view.queries), layer, seed=layer)
+        of_layer = layer_view(plan, base_of(view), len(view.queries), layer, seed=layer)
         mask = selector.choose(layer, of_layer.queries, of_layer.keys, of_layer.scale)
         if layer in (0, 2):
             weights = weights_by(of_layer, all_keys(of_layer)).mean((0, 1))
@@ -148,6 +155,37 @@ def test_tidal_reads_what_the_last_selection_layer_weighed_most(view: LayerView,
         else:
             assert mask is not None
             assert as_sets(mask) == selected
+
+
+@pytest.mark.parametrize("name", list(RIVALS))
+@EXAMPLES
+@given(views(), st.integers(2, 5))
+def test_rounds_in_one_pass_choose_what_each_chooses_alone(name: str, view: LayerView, count: int) -> None:
+    """Also what tidal's layers choose for later ones, and by bounds that earlier rounds have settled."""
+    rows, choose = view.rounds.rows, RIVALS[name].choose
+    many = layer_view(view.plan, base_of(view), rows * count, view.layer, seed=7)
+    rounds = Rounds(base_of(view) - 1, rows, count)
+    evidence = torch.rand(count, *many.evidence.shape[1:])
+    for number, length in enumerate(rounds.lengths):
+        evidence[number, ..., view.plan.num_blocks(length) :] = 0
+    together = replace(many, rounds=rounds, evidence=evidence, bounds=KeyBounds(), selections=[])
+    given = choose(together)
+    found = together.selections[-1] if given is None and together.selections else given
+    for number, length in enumerate(rounds.lengths):
+        alone = replace(
+            many,
+            queries=many.queries[rows * number : rows * (number + 1)],
+            keys=replace(many.keys, length=length),
+            rounds=Rounds(length - rows, rows, 1),
+            evidence=evidence[number : number + 1],
+        )
+        wanted = choose(alone)
+        assert (wanted is None) == (given is None)
+        wanted = alone.selections.pop() if wanted is None and alone.selections else wanted
+        if found is not None and wanted is not None:
+            blocks = view.plan.num_blocks(length)
+            assert as_sets(found[number, :, :blocks]) == as_sets(wanted)
+            assert not found[number, :, blocks:].any()
 
 
 @EXAMPLES

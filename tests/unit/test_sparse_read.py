@@ -13,6 +13,7 @@ from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.attending import forward_attending, forward_weighing
+from specahead.lab.evaluation.choice import Rounds
 from specahead.lab.evaluation.forks import fork
 from specahead.lab.evaluation.just_in_time import SequenceKeys
 from specahead.lab.evaluation.methods import RIVALS
@@ -54,12 +55,13 @@ class Fixed:
     chosen: list[Tensor | None]
     seen: list[tuple[int, Tensor, SequenceKeys, float]] = field(default_factory=list)
 
-    def begin(self, base: int, evidence: Tensor) -> None:
+    def begin(self, rounds: Rounds, evidence: Tensor) -> None:
         pass
 
     def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
         self.seen.append((layer, queries, keys, scale))
-        return self.chosen[layer]
+        mask = self.chosen[layer]
+        return None if mask is None else mask[None]
 
 
 def masks(block_size: int, seed: int = 0, prefix: int = PREFIX, length: int = len(TOKENS)) -> list[Tensor]:
@@ -96,13 +98,12 @@ def attend(runner: ModelRunner, prompt: SequenceKV, selector: Fixed, block_size:
     reader._selector = selector  # type: ignore[assignment]
     twin = fork(runner.kv, prompt)
     item = SequenceInput(twin, TOKENS[PREFIX:], "all")
-    reader.read(PREFIX, len(TOKENS), torch.zeros(1, 1, -(-len(TOKENS) // block_size)))
+    reader.read(Rounds(PREFIX, len(TOKENS) - PREFIX, 1), torch.zeros(1, 1, 1, -(-len(TOKENS) // block_size)))
     logits = forward_attending(runner, item.kv, item.tokens, reader.attend(runner, item))
-    reader.finish()
+    (given,) = reader.finish()
     runner.kv.release(twin)
     assert twin.length == 0
-    assert reader.chosen is not None
-    for read, mask in zip(reader.chosen, selector.chosen, strict=True):
+    for read, mask in zip(given.chosen, selector.chosen, strict=True):
         wanted = torch.ones_like(read) if mask is None else mask
         assert torch.equal(read, wanted)
     return logits

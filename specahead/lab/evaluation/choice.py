@@ -4,25 +4,59 @@ Scores are float [..., blocks], not negative; choices are bool of the same shape
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specahead.kernels.selection import top_k_mask
 from specahead.sparsity.plan import Plan
 
 
-def choose(scores: Tensor, plan: Plan, base: int) -> Tensor:
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds that follow one another in a sequence and run in one pass."""
+
+    first: int
+    """The position of the first token."""
+    rows: int
+    """Tokens of each round."""
+    count: int
+
+    @property
+    def last(self) -> int:
+        """The position behind the last token."""
+        return self.first + self.rows * self.count
+
+    @property
+    def bases(self) -> range:
+        """The committed tokens that each round builds on: its first token is the newest of them."""
+        return range(self.first + 1, self.last + 1, self.rows)
+
+    @property
+    def lengths(self) -> range:
+        """The tokens with KV at the end of each round."""
+        return range(self.first + self.rows, self.last + 1, self.rows)
+
+
+def choose(scores: Tensor, plan: Plan, rounds: Rounds) -> Tensor:
     """Return the heaviest blocks of each row that fit the plan's budget, mandatory blocks left out.
 
-    It chooses from the blocks between sinks and window, and leaves room for these. base: committed tokens.
+    It chooses from the blocks between sinks and window, and leaves room for these. scores: [rounds, ..., blocks].
     """
-    flat, blocks = scores.flatten(0, -2), scores.shape[-1]
-    first, last = plan.middle(plan.num_blocks(base))
-    count = torch.full((len(flat),), last - first, device=scores.device)
-    room = max(0, budget_blocks(plan, blocks) - (blocks - (last - first)))
+    flat, first = scores.flatten(0, -2), plan.sink_blocks
+    ends, rooms = [], []
+    for base, length in zip(rounds.bases, rounds.lengths, strict=True):
+        start, end = plan.middle(plan.num_blocks(base))
+        blocks = plan.num_blocks(length)
+        ends.append(end)
+        rooms.append(max(0, budget_blocks(plan, blocks) - (blocks - (end - start))))
+    limits = torch.tensor([ends, rooms], device=scores.device).repeat_interleave(len(flat) // rounds.count, 1)
     chosen = torch.zeros_like(flat, dtype=torch.bool)
-    chosen[:, first:last] = top_k_mask(flat[:, first:last], count, torch.full_like(count, room))
+    between = slice(first, max(ends))
+    chosen[:, between] = top_k_mask(flat[:, between], (limits[0] - first).clamp(min=0), limits[1])
     return chosen.view(scores.shape)
 
 
@@ -45,6 +79,18 @@ def mandatory(plan: Plan, base: int, blocks: int, window: int | None = None) -> 
     always = torch.ones(blocks, dtype=torch.bool)
     always[first:last] = False
     return always
+
+
+def mandatory_of(plan: Plan, rounds: Rounds, windows: Sequence[int | None] | None = None) -> Tensor:
+    """Return what each round reads in any case, bool [rounds, 1, blocks of the last one].
+
+    windows: of each round, in blocks; None: the plan's.
+    """
+    blocks, masks = plan.num_blocks(rounds.last), []
+    for base, length, window in zip(rounds.bases, rounds.lengths, windows or [None] * rounds.count, strict=True):
+        of_round = plan.num_blocks(length)
+        masks.append(pad(mandatory(plan, base, of_round, window), (0, blocks - of_round)))
+    return torch.stack(masks)[:, None]
 
 
 def choose_over_all(scores: Tensor, count: int) -> Tensor:

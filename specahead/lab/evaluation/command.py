@@ -3,13 +3,15 @@
 import argparse
 import dataclasses
 import sys
+from pathlib import Path
 
 from tqdm import tqdm
 
 from specahead import models
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.evaluation import cases, drafts, identity, report, self_drafting
-from specahead.lab.evaluation.rounds import VariantSums
+from specahead.lab.evaluation.kept_sums import KeptSums
+from specahead.lab.evaluation.rounds import Variant, VariantSums
 from specahead.lab.evaluation.run import Pair, evaluate, variants_of
 from specahead.sparsity.plan import Plan, load_plan
 
@@ -50,15 +52,28 @@ def run(flags: argparse.Namespace) -> None:
     variants = variants_of(flags.methods.split(","), flags.budgets.split(","), plan, flags.gamma)
     pair = Pair(flags.target, flags.draft, flags.kv_cache_dtype)
 
-    def show(case: cases.Case, sums: list[VariantSums]) -> None:
-        if flags.task != "perplexity":
-            return
-        name = f"{case.name}, {len(case.tokens)} tokens:"
-        tqdm.write(report.of_passage(name, report.to_rows(flags.task, variants, sums)), file=sys.stderr)
+    kept = _kept_sums(flags, plan, chosen, variants)
 
-    sums = evaluate(pair, chosen, variants, flags.workers, flags.task, show)
+    def take(case: int, variant: int, sums: VariantSums) -> None:
+        kept.add(case, variant, sums)
+        if flags.task == "perplexity":
+            name, dense = f"{chosen[case].name}, {len(chosen[case].tokens)} tokens:", kept.by_case[case][0]
+            tqdm.write(report.of_variant(name, variants[variant], sums, dense), file=sys.stderr)
+
+    sums = evaluate(pair, chosen, variants, flags.workers, flags.task, kept.by_case, take)
     rows = report.to_rows(flags.task, variants, sums)
-    print(report.to_json(rows) if flags.json else report.to_text(rows))
+    kept.save(rows)
+    print(report.to_json(rows) if flags.json is True else report.to_text(rows, sums))
+
+
+def _kept_sums(flags: argparse.Namespace, plan: Plan, chosen: list[cases.Case], variants: list[Variant]) -> KeptSums:
+    """Return the sums that the --json file has, if --resume asks for them, and what writes it."""
+    file = flags.json if isinstance(flags.json, str) else None
+    if flags.resume and file is None:
+        raise ValueError("--resume goes on from the sums in a --json file: name one")
+    kept = ("task", "target", "draft", "text", "books", "context", "prefilled", "passages", "gamma", "kv_cache_dtype")
+    settings = {name: getattr(flags, name) for name in kept} | {"plan": plan.hash}
+    return KeptSums(Path(file) if file else None, flags.resume, settings, chosen, variants)
 
 
 def _evaluate_identity(flags: argparse.Namespace, plan: Plan) -> None:

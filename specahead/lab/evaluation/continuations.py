@@ -20,7 +20,7 @@ from specahead.lab.evaluation.cases import Case
 from specahead.lab.evaluation.choice import mandatory
 from specahead.lab.evaluation.forks import fork
 from specahead.lab.evaluation.rounds import prefill
-from specahead.lab.evaluation.workers import note_round
+from specahead.lab.evaluation.workers import note_rounds
 from specahead.sparsity.announce import LEAST_WINDOW
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
@@ -113,7 +113,7 @@ class Continuation:
         for runner, kv in ((self.draft, draft_kv), (self.target, target_kv)):
             runner.kv.truncate(kv, base + accepted)
         self._count(base, accepted, len(right), weights)
-        note_round()
+        note_rounds(1)
 
     def _verify(self, kv: SequenceKV, drafted: list[int]) -> tuple[list[int], Tensor]:
         """Return the target's likeliest tokens [γ + 1] and its weights on blocks [layers, γ + 1, heads, blocks]."""

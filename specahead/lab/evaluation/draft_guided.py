@@ -17,8 +17,8 @@ def sts(view: LayerView) -> Tensor:
     Each head has the same budget.
     """
     heads = maps_of(view.plan).heads_at(view.plan.budget)[view.layer]
-    weights = torch.stack([view.evidence[layer, head, : view.blocks] for layer, head in heads])
-    return choose(weights, view.plan, view.base)
+    weights = torch.stack([view.evidence[:, layer, head, : view.blocks] for layer, head in heads], 1)
+    return choose(weights, view.plan, view.rounds)
 
 
 def specattn(view: LayerView) -> Tensor:
@@ -28,6 +28,6 @@ def specattn(view: LayerView) -> Tensor:
     nucleus, so that the method is compared at the same share of the KV.
     """
     layer = maps_of(view.plan).layers[view.layer]
-    weights = view.evidence[layer, :, : view.blocks].mean(0, keepdim=True)
-    chosen = choose(weights, view.plan, view.base) & choose_nucleus(weights)
-    return chosen.expand(view.plan.target_kv_heads, -1)
+    weights = view.evidence[:, layer, :, : view.blocks].mean(1, keepdim=True)
+    chosen = choose(weights, view.plan, view.rounds) & choose_nucleus(weights)
+    return chosen.expand(-1, view.plan.target_kv_heads, -1)

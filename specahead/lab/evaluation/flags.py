@@ -92,7 +92,13 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--generated", type=int, default=64, help="drafts, identity, self: tokens after each passage")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    if task not in ("perplexity", "recall", "copy"):
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        return
+    parser.add_argument(
+        "--json", nargs="?", const=True, metavar="FILE", help="rows and sums, as they come; without FILE: print rows"
+    )
+    parser.add_argument("--resume", action="store_true", help="measure nothing again that the --json file has")
 
 
 def add_sharing_flags(parser: argparse.ArgumentParser) -> None:

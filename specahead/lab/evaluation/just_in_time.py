@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.kernels.kv_scales import KVScales, keys_of_pages
 from specahead.kernels.paged_attention import gather_pages, pack_heads, pool_blocks
-from specahead.lab.evaluation.choice import budget_blocks, choose, choose_nucleus, mandatory
+from specahead.lab.evaluation.choice import Rounds, budget_blocks, choose, choose_nucleus, mandatory_of
 from specahead.sparsity.plan import Plan
 
 
@@ -47,21 +47,21 @@ class LayerView:
 
     layer: int
     queries: Tensor
-    """[rows, heads, dim]."""
+    """[rounds * rows, heads, dim]."""
     keys: SequenceKeys
     scale: float
     plan: Plan
-    base: int
-    """Committed tokens."""
+    rounds: Rounds
+    """Each chooses by its own queries and by what there is at its end."""
     evidence: Tensor
-    """The draft's mean weights in this round, float32 [draft_layers, draft_heads, blocks or more]."""
+    """The draft's mean weights in each round, float32 [rounds, draft_layers, draft_heads, blocks or more]."""
     bounds: "KeyBounds"
     selections: list[Tensor]
-    """What earlier layers of this pass chose for later ones, bool [kv_heads, blocks] each."""
+    """What earlier layers of this pass chose for later ones, bool [rounds, kv_heads, blocks] each."""
 
     @property
     def blocks(self) -> int:
-        """Blocks of all tokens with KV, the round's own included."""
+        """Blocks of all tokens with KV, those of the last round included."""
         return self.plan.num_blocks(self.keys.length)
 
 
@@ -75,46 +75,49 @@ class JustInTime:
     plan: Plan
     method: Choose
     bounds: "KeyBounds" = field(default_factory=lambda: KeyBounds())
-    _base: int = 0
+    _rounds: Rounds = field(default_factory=lambda: Rounds(0, 0, 0))
     _evidence: Tensor = field(default_factory=lambda: torch.empty(0))
     _selections: list[Tensor] = field(default_factory=list)
 
-    def begin(self, base: int, evidence: Tensor) -> None:
-        """Prepare a pass that builds on `base` committed tokens. evidence: as in LayerView."""
-        self._base, self._evidence, self._selections = base, evidence, []
+    def begin(self, rounds: Rounds, evidence: Tensor) -> None:
+        """Prepare the pass of some rounds. evidence: as in LayerView."""
+        self._rounds, self._evidence, self._selections = rounds, evidence, []
 
     def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
-        """Return what the layer reads, bool [kv_heads, blocks] with mandatory blocks; None: everything.
+        """Return what the layer reads, bool [rounds, kv_heads, blocks] with mandatory blocks; None: everything.
 
-        queries: [rows, heads, dim].
+        queries: [rounds * rows, heads, dim].
         """
         view = LayerView(
-            layer, queries, keys, scale, self.plan, self._base, self._evidence, self.bounds, self._selections
+            layer, queries, keys, scale, self.plan, self._rounds, self._evidence, self.bounds, self._selections
         )
         chosen = self.method(view)
         if chosen is None or layer in self.plan.dense_layers:
             return None
-        return chosen | mandatory(self.plan, self._base, chosen.shape[-1]).to(chosen.device)
+        return chosen | mandatory_of(self.plan, self._rounds).to(chosen.device)
 
 
 def streaming(view: LayerView) -> Tensor:
     """Choose as StreamingLLM (Xiao et al. 2023): the sinks, and a window that fills the budget."""
-    plan, blocks = view.plan, view.blocks
-    window = budget_blocks(plan, blocks) - plan.sink_blocks - (blocks - plan.num_blocks(view.base))
-    chosen = mandatory(plan, view.base, blocks, max(1, window)).to(view.queries.device)
-    return chosen.expand(view.keys.k_pages.shape[1], -1)
+    plan, windows = view.plan, []
+    for base, length in zip(view.rounds.bases, view.rounds.lengths, strict=True):
+        blocks = plan.num_blocks(length)
+        window = budget_blocks(plan, blocks) - plan.sink_blocks - (blocks - plan.num_blocks(base))
+        windows.append(max(1, window))
+    chosen = mandatory_of(plan, view.rounds, windows).to(view.queries.device)
+    return chosen.expand(-1, view.keys.k_pages.shape[1], -1)
 
 
 def oracle(view: LayerView) -> Tensor:
-    """Choose by the target's own weights of this very round: no method can know them without reading everything."""
-    return choose(target_weights(view).mean(0), view.plan, view.base)
+    """Choose by the target's own weights of these very rounds: no method can know them without reading everything."""
+    return choose(target_weights(view).mean(1), view.plan, view.rounds)
 
 
 def quest(view: LayerView) -> Tensor:
     """Choose as Quest (Tang et al. 2024), Algorithm 1: by an upper bound of q·k over a block from its keys' minima and
     maxima."""
     bound = upper_bounds(view)
-    return choose((bound - bound.amin((0, 2), keepdim=True)).amax(0), view.plan, view.base)
+    return choose((bound - bound.amin((1, 3), keepdim=True)).amax(1), view.plan, view.rounds)
 
 
 CANDIDATES = 4  # twilight estimates the weights of one block in four
@@ -127,12 +130,16 @@ def twilight(view: LayerView) -> Tensor:
     The budget caps the nucleus alone. Bounds of all blocks and 4-bit keys of the quarter are charged beside it: 9.4 %
     of the KV (`methods`).
     """
-    bound = upper_bounds(view).amax(0)
+    bound = upper_bounds(view).amax(1)
+    present = [view.plan.num_blocks(length) for length in view.rounds.lengths]
+    sizes = torch.tensor(present, device=bound.device)[:, None, None]
+    bound = bound.masked_fill(torch.arange(view.blocks, device=bound.device) >= sizes, -torch.inf)
     best = bound.topk(max(1, view.blocks // CANDIDATES), -1).indices
-    candidates = torch.zeros_like(bound, dtype=torch.bool).scatter_(1, best, True)
-    candidates |= mandatory(view.plan, view.base, view.blocks).to(bound.device)
-    estimated = _weights(view, _four_bits(view.keys.read(0, view.keys.length)), candidates).mean(0)
-    return choose(estimated, view.plan, view.base) & choose_nucleus(estimated)
+    counted = torch.arange(best.shape[-1], device=bound.device) < (sizes // CANDIDATES).clamp(min=1)
+    candidates = torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, best, counted.expand_as(best))
+    candidates |= mandatory_of(view.plan, view.rounds).to(bound.device)
+    estimated = _weights(view, _four_bits(view.keys.read(0, view.keys.length)), candidates).mean(1)
+    return choose(estimated, view.plan, view.rounds) & choose_nucleus(estimated)
 
 
 def tidal(view: LayerView) -> Tensor | None:
@@ -145,32 +152,33 @@ def tidal(view: LayerView) -> Tensor | None:
     """
     layers = view.plan.target_layers
     if view.layer in (min(2, layers // 5), layers // 2):
-        weights = target_weights(view).mean((0, 1)).unsqueeze(0)
-        view.selections.append(choose(weights, view.plan, view.base).expand(view.plan.target_kv_heads, -1))
+        weights = target_weights(view).mean((1, 2)).unsqueeze(1)
+        view.selections.append(choose(weights, view.plan, view.rounds).expand(-1, view.plan.target_kv_heads, -1))
         return None
     return view.selections[-1] if view.selections else None
 
 
 def target_weights(view: LayerView) -> Tensor:
-    """Return what each KV head's query heads give each block together: [rows, kv_heads, blocks] float32."""
+    """Return what each KV head's query heads give each block together: [rounds, rows, kv_heads, blocks] float32."""
     return _weights(view, view.keys.read(0, view.keys.length))
 
 
 def _weights(view: LayerView, keys: Tensor, among: Tensor | None = None) -> Tensor:
     """Return the weights on blocks by keys [kv_heads, length, dim].
 
-    among: bool [kv_heads, blocks], the blocks that have any weight; None: all.
+    among: bool [rounds, kv_heads, blocks], the blocks that have any weight; None: all.
     """
     rows = len(view.queries)
     kv_heads, length, _ = keys.shape
     scores = (pack_heads(view.queries, kv_heads).to(keys.dtype) @ keys.mT).float().mul_(view.scale)
-    scores = scores.unflatten(1, (-1, rows))  # [kv_heads, group, rows, length]
+    scores = scores.unflatten(1, (-1, rows))  # [kv_heads, group, rows of all rounds, length]
     later = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
     scores[..., length - rows :].masked_fill_(later, -torch.inf)
     if among is not None:
-        tokens = among.repeat_interleave(view.plan.block_size, -1)[:, None, None, :length]
-        scores.masked_fill_(~tokens, -torch.inf)
-    return pool_blocks(scores.softmax(-1).sum(1), view.plan.block_size).transpose(0, 1)
+        tokens = among.repeat_interleave(view.plan.block_size, -1)[..., :length].transpose(0, 1)
+        scores.masked_fill_(~tokens.repeat_interleave(view.rounds.rows, 1)[:, None], -torch.inf)
+    weights = pool_blocks(scores.softmax(-1).sum(1), view.plan.block_size)
+    return weights.transpose(0, 1).unflatten(0, (view.rounds.count, -1))
 
 
 def _four_bits(keys: Tensor) -> Tensor:
@@ -181,32 +189,59 @@ def _four_bits(keys: Tensor) -> Tensor:
 
 
 def upper_bounds(view: LayerView) -> Tensor:
-    """Σ_d max(q_d · min_d, q_d · max_d), the highest of a KV head's query heads: [rows, kv_heads, blocks]"""
-    low, high = view.bounds.up_to(view.layer, view.keys, view.plan.block_size, view.base)
-    rows = view.queries.shape[0]
-    grouped = view.queries.unflatten(1, (len(low), -1)).permute(1, 2, 0, 3).flatten(1, 2).float()
-    bound = grouped.clamp(min=0) @ high.mT + grouped.clamp(max=0) @ low.mT  # [kv_heads, group * rows, blocks]
-    return bound.unflatten(1, (-1, rows)).amax(1).transpose(0, 1)
+    """Σ_d max(q_d · min_d, q_d · max_d), the highest of a KV head's query heads: [rounds, rows, kv_heads, blocks]"""
+    low, high = view.bounds.up_to(view.layer, view.keys, view.plan.block_size, view.rounds)
+    of_rounds = view.queries.unflatten(0, (view.rounds.count, -1)).unflatten(2, (len(low), -1))
+    grouped = of_rounds.permute(2, 0, 3, 1, 4).flatten(2, 3).float()
+    bound = grouped.clamp(min=0) @ high.mT + grouped.clamp(max=0) @ low.mT  # [kv_heads, rounds, group * rows, blocks]
+    return bound.unflatten(2, (-1, view.rounds.rows)).amax(2).permute(1, 2, 0, 3)
 
 
 class KeyBounds:
-    """Minima and maxima of the keys of each block, a layer each: [kv_heads, blocks, dim]; kept between rounds."""
+    """Minima and maxima of the keys of each block, a layer each, kept between passes."""
 
     def __init__(self) -> None:
-        self._settled: dict[int, tuple[Tensor, Tensor]] = {}  # of blocks whose tokens are all committed
+        self._settled: dict[int, tuple[Tensor, Tensor]] = {}
+        """[kv_heads, blocks, dim] each, of blocks whose tokens were all committed before the last pass."""
 
-    def up_to(self, layer: int, keys: SequenceKeys, block_size: int, base: int) -> tuple[Tensor, Tensor]:
-        """Bounds of all blocks; `base` tokens are committed."""
+    def up_to(self, layer: int, keys: SequenceKeys, block_size: int, rounds: Rounds) -> tuple[Tensor, Tensor]:
+        """Return the bounds that each round has of its blocks: [kv_heads, rounds, blocks, dim], 0 where it has none."""
         step = max(1, PAGE_SIZE // block_size)  # reading starts at a page
+        settled = (rounds.bases[0] - 1) // block_size // step * step
         known = self._settled[layer][0].shape[1] if layer in self._settled else 0
-        fresh = keys.read(known * block_size, keys.length).float()
-        missing = -fresh.shape[1] % block_size
-        low, high = (
-            reduce(pad(fresh, (0, 0, 0, missing), value=fill).unflatten(1, (-1, block_size)), 2)
-            for fill, reduce in ((torch.inf, torch.amin), (-torch.inf, torch.amax))
+        if known < settled:
+            fresh = keys.read(known * block_size, settled * block_size).float()
+            both = _extremes(fresh, block_size, torch.zeros((), dtype=torch.bool, device=fresh.device))
+            if known:
+                both = _join(self._settled[layer], both)
+            self._settled[layer] = both
+        first, device = settled * block_size, keys.k_pages.device
+        ends = torch.tensor(rounds.lengths, device=device)[:, None, None]
+        later = torch.arange(first, keys.length, device=device)[:, None] >= ends
+        low, high = _extremes(keys.read(first, keys.length).float()[:, None], block_size, later)
+        low, high = (each.where(each.isfinite(), 0) for each in (low, high))
+        if not settled:
+            return low, high
+        of_rounds = [each[:, None].expand(-1, rounds.count, -1, -1) for each in self._settled[layer]]
+        return _join((of_rounds[0], of_rounds[1]), (low, high))
+
+
+def _extremes(keys: Tensor, block_size: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return minima and maxima of the blocks of keys [..., tokens, dim]: [..., blocks, dim] each.
+
+    left_out: bool, broadcast with the keys: which do not count. Of a block without keys they are inf and -inf.
+    """
+    missing = -keys.shape[-2] % block_size
+    low, high = (
+        reduce(
+            pad(keys.masked_fill(left_out, fill), (0, 0, 0, missing), value=fill).unflatten(-2, (-1, block_size)), -2
         )
-        if known:
-            low, high = (torch.cat(pair, 1) for pair in zip(self._settled[layer], (low, high), strict=True))
-        settled = (base - 1) // block_size // step * step
-        self._settled[layer] = low[:, :settled], high[:, :settled]
-        return low, high
+        for fill, reduce in ((torch.inf, torch.amin), (-torch.inf, torch.amax))
+    )
+    return low, high
+
+
+def _join(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return minima and maxima of the blocks of both, [..., blocks, dim]."""
+    low, high = (torch.cat(pair, -2) for pair in zip(first, second, strict=True))
+    return low, high

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from specahead.lab.evaluation.rounds import HOT_ROUNDS, Variant, VariantSums
@@ -90,14 +91,30 @@ def cells(row: QualityRow) -> list[str]:
     ]
 
 
-def to_text(rows: list[QualityRow]) -> str:
-    return align([list(COLUMNS), *(cells(row) for row in rows)])
+def to_text(rows: list[QualityRow], sums: Sequence[VariantSums] = ()) -> str:
+    """Return the table. sums: those of the rows, the dense ones first, for two more columns."""
+    table = [list(COLUMNS), *(cells(row) for row in rows)]
+    if sums:
+        more = [["scored", "± increase"], *([str(each.scored), _error(each, sums[0])] for each in sums)]
+        table = [left + right for left, right in zip(table, more, strict=True)]
+    return align(table)
 
 
-def of_passage(name: str, rows: list[QualityRow]) -> str:
-    """Return a line for each row of one passage, whose name begins it, for a run that may be cut off."""
-    wanted = [COLUMNS.index(name) for name in ("method", "budget", "perplexity", "increase", "KV read")]
-    return align([[name, *(cells(row)[i] for i in wanted)] for row in rows], left=3)
+def of_variant(name: str, variant: Variant, sums: VariantSums, dense: VariantSums) -> str:
+    """Return a line for a variant on the passage of a name, for a run that may be cut off."""
+    _, row = to_rows("", [Variant("dense", "", variant.plan), variant], [dense, sums])
+    increase = "" if row.increase is None else f"{row.increase:+.2%}"
+    return (
+        f"{name} {row.method:<10} {row.budget:<5} perplexity {row.perplexity:.3f}, {increase} ± {_error(sums, dense)}; "
+        f"KV read {row.kv_read:.2%}; {sums.scored} tokens scored"
+    )
+
+
+def _error(sums: VariantSums, dense: VariantSums) -> str:
+    """Return the standard error of the increase, from the differences of single tokens."""
+    mean = (sums.nll - dense.nll) / sums.scored
+    variance = max(0.0, sums.squares / sums.scored - mean**2) / max(1, sums.scored - 1)
+    return f"{math.exp(mean) * math.sqrt(variance):.2%}"
 
 
 def to_markdown(rows: list[QualityRow]) -> str:

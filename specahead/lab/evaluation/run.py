@@ -1,6 +1,6 @@
 """Evaluating cases in parallel: each worker process holds both models and takes one case at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +13,7 @@ from specahead.lab.evaluation.methods import rival_of
 from specahead.lab.evaluation.models import load_runner
 from specahead.lab.evaluation.most_alike import maps_of
 from specahead.lab.evaluation.rounds import SIDE_BY_SIDE, Variant, VariantSums, evaluate_case
-from specahead.lab.evaluation.workers import held_models, memory_of, run_in_workers
+from specahead.lab.evaluation.workers import held_models, memory_of, report_part, run_in_workers
 from specahead.sparsity.plan import Plan
 
 
@@ -61,25 +61,35 @@ def evaluate(
     variants: list[Variant],
     workers: int = 0,
     description: str = "evaluating",
-    on_case: Callable[[Case, list[VariantSums]], object] = lambda case, sums: None,
+    known: Sequence[Mapping[int, VariantSums]] = (),
+    on_variant: Callable[[int, int, VariantSums], object] = lambda case, variant, sums: None,
 ) -> list[VariantSums]:
     """Return the sums of each variant over all cases. workers: 0: one a core; results do not depend on it.
 
-    on_case: called with a case and its sums as soon as it has been evaluated, in any order. Raises ValueError where
-    memory does not suffice.
+    known: of each case, the sums of variants that need not run again, by their numbers. on_variant: called with the
+    numbers of a case and a variant and its sums as soon as they are there, in any order. Raises ValueError where memory
+    does not suffice.
     """
     longest, scored = max(len(case.tokens) for case in cases), max(len(case.tokens) - case.start for case in cases)
     room = 2 * longest + SIDE_BY_SIDE * (scored + 2 * PAGE_SIZE)
     longest += PAGE_SIZE
     dtype = resolve_dtype("auto", default_device(), pair.target)
     memory = memory_of([(pair.draft, longest), (pair.target, room)], dtype, scored)
-    totals = [VariantSums() for _ in variants]
+    results: list[dict[int, VariantSums]] = [dict(each) for each in known or [{}] * len(cases)]
+    work = []
+    for number, (case, done) in enumerate(zip(cases, results, strict=True)):
+        missing = {i: variant for i, variant in enumerate(variants) if i not in done}
+        if missing:  # the first, which is dense, is what the others are compared with
+            work.append((number, case, {0: variants[0]} | missing))
     make = partial(_load, pair, longest, room)
-    work = [(case, variants) for case in cases]
-    done = run_in_workers(_evaluate, work, make, memory, workers, description, lambda i, sums: on_case(cases[i], sums))
-    for sums in done:
-        for total, part in zip(totals, sums, strict=True):
-            total.add(part)
+    if work:
+        found = run_in_workers(_evaluate, work, make, memory, workers, description, on_variant)
+        for (number, *_), sums in zip(work, found, strict=True):
+            results[number].update(sums)
+    totals = [VariantSums() for _ in variants]
+    for done in results:
+        for i, total in enumerate(totals):
+            total.add(done[i])
     return totals
 
 
@@ -92,6 +102,11 @@ def _load(pair: Pair, longest: int, target_tokens: int) -> tuple[ModelRunner, Mo
     return draft, load_runner(pair.target, dtype, device, target_tokens, kv_cache_dtype=held, max_context=longest)
 
 
-def _evaluate(case: Case, variants: list[Variant]) -> list[VariantSums]:
+def _evaluate(number: int, case: Case, variants: dict[int, Variant]) -> dict[int, VariantSums]:
     draft, target = held_models()
-    return evaluate_case(draft, target, case, variants)
+    numbers = list(variants)
+
+    def report(index: int, sums: VariantSums) -> None:
+        report_part((number, numbers[index], sums))
+
+    return dict(zip(numbers, evaluate_case(draft, target, case, list(variants.values()), report), strict=True))

@@ -23,10 +23,12 @@ Result = TypeVar("Result")
 _BESIDE = 3 << 29  # bytes: what a process takes for itself, and the activations of a pass
 _LOGITS = 4  # copies of them: by round, together, and as log probabilities of both
 
-# Of a worker process: what makes its models, these once they are made, and how many rounds all workers have run.
+# Of a worker process: what makes its models, these once they are made, how many rounds all workers have run, and the
+# queue of the parts that are done.
 _make: Callable[[], Any] | None = None
 _made: Any = None
 _rounds: Any = None
+_parts: Any = None
 
 
 def memory_of(models: Iterable[tuple[str, int]], dtype: torch.dtype, rows: int) -> int:
@@ -48,23 +50,23 @@ def run_in_workers(
     memory: int,
     asked: int,
     name: str,
-    on_done: Callable[[int, Result], object] = lambda index, result: None,
+    on_part: Callable[..., object] = lambda *part: None,
 ) -> Iterator[Result]:
     """Yield what `work` gives of the arguments of each case, in their order, and show how far it is.
 
     work: a function of a module, which finds what `make` gives in its process by `held_models`. memory: bytes that a
-    worker takes. asked: how many workers there are to be; 0: one a core; fewer if memory has no room for them. on_done:
-    called here with a case's index and result as soon as it has been worked on, in any order. Raises ValueError if
-    memory has no room for one worker, and where a worker is lost; and what `work` raises.
+    worker takes. asked: how many workers there are to be; 0: one a core; fewer if memory has no room for them. on_part:
+    called here with what a worker gives to `report_part`, within a second. Raises ValueError if memory has no room for
+    one worker, and where a worker is lost; and what `work` raises.
     """
     count = _count(asked, len(cases), memory)
     context = get_context("spawn")
-    rounds = context.Value("q", 0)
+    rounds, parts = context.Value("q", 0), context.SimpleQueue()
     threads = max(1, (os.cpu_count() or 1) // count)
-    with ProcessPoolExecutor(count, context, _begin, (make, rounds, threads)) as pool:
+    with ProcessPoolExecutor(count, context, _begin, (make, rounds, parts, threads)) as pool:
         try:
             futures = [pool.submit(work, *case) for case in cases]
-            _follow(futures, rounds, name, on_done)
+            _follow(futures, rounds, parts, name, on_part)
             yield from (future.result() for future in futures)
         except BrokenProcessPool:
             raise ValueError(
@@ -84,16 +86,22 @@ def held_models() -> Any:
     return _made
 
 
-def note_round() -> None:
-    """Take note that a round was run, for whoever watches."""
+def note_rounds(count: int) -> None:
+    """Take note that rounds were run, for whoever watches."""
     if _rounds is not None:
         with _rounds.get_lock():
-            _rounds.value += 1
+            _rounds.value += count
 
 
-def _begin(make: Callable[[], Any], rounds: Any, threads: int) -> None:
-    global _make, _rounds
-    _make, _rounds = make, rounds
+def report_part(part: tuple[Any, ...]) -> None:
+    """Give a part of a case's result to the `on_part` of the process that waits for it."""
+    assert _parts is not None
+    _parts.put(part)
+
+
+def _begin(make: Callable[[], Any], rounds: Any, parts: Any, threads: int) -> None:
+    global _make, _rounds, _parts
+    _make, _rounds, _parts = make, rounds, parts
     if default_device() == "cpu":
         torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS may say fewer
 
@@ -114,18 +122,17 @@ def _count(asked: int, cases: int, memory: int) -> int:
     return count
 
 
-def _follow(futures: list[Future[Result]], rounds: Any, name: str, on_done: Callable[[int, Result], object]) -> None:
+def _follow(futures: list[Future[Result]], rounds: Any, parts: Any, name: str, on_part: Callable[..., object]) -> None:
     """Show how many cases are done, and each second how many rounds, until the last or the first that fails."""
     waiting = set(futures)
     with tqdm(total=len(futures), desc=name, unit="case") as progress:
         while waiting:
             done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
+            while not parts.empty():
+                on_part(*parts.get())
             progress.set_postfix_str(f"{rounds.value} rounds" if rounds.value else "loading, reading the first prompts")
             progress.update(len(done))
-            failed = [future for future in done if future.exception()]
-            for future in done.difference(failed):
-                on_done(futures.index(future), future.result())
-            if failed:
+            if any(future.exception() for future in done):
                 return
 
 
