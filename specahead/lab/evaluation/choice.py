@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specahead.kernels.selection import top_k_mask
 from specahead.sparsity.plan import Plan
@@ -81,16 +80,20 @@ def mandatory(plan: Plan, base: int, blocks: int, window: int | None = None) -> 
     return always
 
 
-def mandatory_of(plan: Plan, rounds: Rounds, windows: Sequence[int | None] | None = None) -> Tensor:
+def mandatory_of(
+    plan: Plan, rounds: Rounds, device: torch.device, windows: Sequence[int | None] | None = None
+) -> Tensor:
     """Return what each round reads in any case, bool [rounds, 1, blocks of the last one].
 
     windows: of each round, in blocks; None: the plan's.
     """
-    blocks, masks = plan.num_blocks(rounds.last), []
-    for base, length, window in zip(rounds.bases, rounds.lengths, windows or [None] * rounds.count, strict=True):
-        of_round = plan.num_blocks(length)
-        masks.append(pad(mandatory(plan, base, of_round, window), (0, blocks - of_round)))
-    return torch.stack(masks)[:, None]
+    limits = [
+        [*plan.middle(plan.num_blocks(base), window), plan.num_blocks(length)]
+        for base, length, window in zip(rounds.bases, rounds.lengths, windows or [None] * rounds.count, strict=True)
+    ]
+    first, last, end = torch.tensor(limits, device=device).T[..., None, None]
+    block = torch.arange(plan.num_blocks(rounds.last), device=device)
+    return ((block < first) | (block >= last)) & (block < end)
 
 
 def choose_over_all(scores: Tensor, count: int) -> Tensor:

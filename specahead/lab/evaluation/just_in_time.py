@@ -94,7 +94,7 @@ class JustInTime:
         chosen = self.method(view)
         if chosen is None or layer in self.plan.dense_layers:
             return None
-        return chosen | mandatory_of(self.plan, self._rounds).to(chosen.device)
+        return chosen | mandatory_of(self.plan, self._rounds, chosen.device)
 
 
 def streaming(view: LayerView) -> Tensor:
@@ -104,7 +104,7 @@ def streaming(view: LayerView) -> Tensor:
         blocks = plan.num_blocks(length)
         window = budget_blocks(plan, blocks) - plan.sink_blocks - (blocks - plan.num_blocks(base))
         windows.append(max(1, window))
-    chosen = mandatory_of(plan, view.rounds, windows).to(view.queries.device)
+    chosen = mandatory_of(plan, view.rounds, view.queries.device, windows)
     return chosen.expand(-1, view.keys.k_pages.shape[1], -1)
 
 
@@ -137,7 +137,7 @@ def twilight(view: LayerView) -> Tensor:
     best = bound.topk(max(1, view.blocks // CANDIDATES), -1).indices
     counted = torch.arange(best.shape[-1], device=bound.device) < (sizes // CANDIDATES).clamp(min=1)
     candidates = torch.zeros_like(bound, dtype=torch.bool).scatter_(-1, best, counted.expand_as(best))
-    candidates |= mandatory_of(view.plan, view.rounds).to(bound.device)
+    candidates |= mandatory_of(view.plan, view.rounds, bound.device)
     estimated = _weights(view, _four_bits(view.keys.read(0, view.keys.length)), candidates).mean(1)
     return choose(estimated, view.plan, view.rounds) & choose_nucleus(estimated)
 
