@@ -7,7 +7,7 @@ one, as in plain decoding, or that of the first token of its round.
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -363,10 +363,10 @@ def test_several_sequences_run_in_one_step_and_share_prefixes(tiny: Tiny) -> Non
 # Over tiers.
 
 
-def rounds_of_three(runner: ModelRunner) -> list[Tensor]:
+def rounds_of_three(runner: ModelRunner, change: Callable[[Tensor], object] = lambda _: None) -> list[Tensor]:
     """Return the verdicts of rounds of three sequences, and the logits of single tokens between the rounds.
 
-    Each round rolls back up to two tokens, whatever its verdict.
+    Each round rolls back up to two tokens, whatever its verdict. change: is given the last choices after each round.
     """
     sequences, lengths = [SequenceKV(dense=True) for _ in range(3)], (340, 300, 140)
     for start in range(0, max(lengths), 64):
@@ -384,6 +384,10 @@ def rounds_of_three(runner: ModelRunner) -> list[Tensor]:
             runner.kv.truncate(kv, kv.length - (0 if turn % 2 else (turn + i) % 3))
         if isinstance(runner.kv, TieredKV):
             runner.kv.check_integrity()
+            choices = runner.passes.memories._choices
+            assert choices is not None or not runner.kv.counters.fetched_pages
+            if choices is not None:
+                change(choices)
     return given
 
 
@@ -404,6 +408,28 @@ def test_rounds_over_tiers_equal_those_without(tiny: Tiny, tokens: int, shares: 
     counters = tiered.kv.counters
     assert (counters.hit_pages > counters.fetched_pages > 0) == shares
     assert (counters.overflow_pages > 0) == (tokens == 480 and shares)
+
+
+@torch.inference_mode()
+def test_what_was_prefetched_changes_nothing(tiny: Tiny) -> None:
+    """Whether what the layers chose last, nothing, or any blocks are prefetched, every bit stays the same.
+
+    On a GPU copies end when they end, so that some rounds find all KV there and round otherwise.
+    """
+
+    def run(change: Callable[[Tensor], object]) -> tuple[list[Tensor], int]:
+        runner = runner_of(tiny, tokens=700, backing_tokens=2400)
+        given = rounds_of_three(runner, change)
+        assert isinstance(runner.kv, TieredKV)
+        return given, runner.kv.counters.fetched_pages
+
+    (wanted, _), *others = run(lambda _: None), run(lambda choices: choices.fill_(-1))
+    others.append(run(lambda choices: choices.random_(-1, 30)))
+    off = 0.0 if DEVICE == "cpu" else 1e-4
+    for given, _ in others:
+        for one, other in zip(given, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=off, rtol=off)
+    assert others[1][1] > others[0][1] > 0  # what is prefetched in vain counts as fetched
 
 
 # Served.

@@ -23,10 +23,12 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
+from specahead.engine.kv.fetch import LastChoices
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from specahead.engine.kv.staged import StagedReads
 from specahead.engine.kv.tier_memory import head_rows
 from specahead.engine.kv.tiered import TieredKV
+from specahead.kernels.paged_attention import BlockLists
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, HEADS, DIM = 2, 2, 2
@@ -535,3 +537,37 @@ def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPat
         event.arrived = True
         kv.begin_pass([])
         assert bool(kv.store.holds[page]) is stored
+
+
+def test_what_layers_chose_last_is_prefetched() -> None:
+    """The same blocks are there before their layers choose; others take the room of what was prefetched in vain."""
+    kv, tokens = make(gpu_pages=6), text(1, 8)
+    sequence = fill(kv, tokens, chunk=PAGE_SIZE)
+    away, room = np.flatnonzero(kv.resident.of[sequence.pages] < 0), kv.resident.free  # room: pages of the clock
+    assert len(away) >= 2 * room > 0
+    tables = torch.tensor([sequence.pages], dtype=torch.int32)
+    remembered = torch.full((2, LAYERS, HEADS, room + 1), -1, dtype=torch.int32, device=DEVICE)
+    last = LastChoices(remembered, torch.zeros(1, dtype=torch.int32, device=DEVICE), PAGE_SIZE)
+
+    def choose(chosen: np.ndarray) -> tuple[int, list[int]]:
+        """Return how many pages of the chosen blocks were there before the first layer chose, and the counts."""
+        lists = torch.from_numpy(chosen).int().expand(LAYERS, 1, HEADS, -1).contiguous()
+        listed = Listed(lists, torch.full(lists.shape[:3], room, dtype=torch.int32), tables, 1)
+        fetcher = kv.chosen_fetcher(tables.to(DEVICE), next_round(kv), last)
+        assert fetcher is not None
+        lines = kv.memory.tables.line_of
+        there = sum(int(lines[layer, row]) >= 0 for layer in range(LAYERS) for row in listed.rows(layer))
+        for layer in range(LAYERS):
+            of_layer = BlockLists(lists[layer].to(DEVICE), listed.counts[layer].to(DEVICE), PAGE_SIZE)
+            slots = fetcher(layer, of_layer).slots
+            assert slots is not None
+            listed.check(kv, slots.expand(LAYERS, *slots.shape), layer, [(sequence, tuple(tokens))])
+        return there, fetcher.end().tolist()
+
+    count, (one, other) = LAYERS * HEADS * room, (away[:room], away[-room:])
+    assert choose(one) == (0, [count, count, 0, count])
+    kv.memory.drop_pages([sequence.pages[page] for page in one])
+    assert choose(one) == (count, [count, count, 0, count])
+    kv.memory.drop_pages([sequence.pages[page] for page in one])
+    assert choose(other) == (0, [count, 2 * count, 0, 2 * count])
+    assert remembered[0, 0, 0].tolist() == [*other, -1]

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan
+from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan, LastChoices
 from specahead.engine.kv.group_means import GroupMeanPool, make_means
-from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zeros, pages_for
+from specahead.engine.kv.pages import PAGE_SIZE, LastChoice, OutOfPages, SequenceKV, kv_zeros, pages_for
 from specahead.engine.kv.pool import PagePool
 from specahead.engine.kv.prefix_index import blocks_of
 from specahead.engine.kv.staged import StagedReads
@@ -126,7 +126,7 @@ class KVCache:
         return self.offloads and block_size > 0 and not dense_layers and block_size % PAGE_SIZE == 0
 
     def next_round(self) -> int:
-        """Count a step that fetches, and return its number, which `fetch_plan` takes as a tensor."""
+        """Count a step that fetches; return its number, which `fetch_plan` and `chosen_fetcher` take as a tensor."""
         return 0
 
     def fetch_plan(
@@ -138,10 +138,11 @@ class KVCache:
         """
         return None
 
-    def chosen_fetcher(self, page_tables: Tensor, round: Tensor) -> ChosenFetcher | None:
+    def chosen_fetcher(self, page_tables: Tensor, round: Tensor, last: LastChoices) -> ChosenFetcher | None:
         """Return the fetcher of the blocks that the layers of a step choose; None if all KV always lies on the GPU.
 
-        The arguments are those of specahead.engine.kv.fetch.ChosenFetcher.
+        It starts at once, with the blocks that they chose last. Launches only. The arguments are those of
+        specahead.engine.kv.fetch.ChosenFetcher.
         """
         return None
 
@@ -278,7 +279,7 @@ class KVCache:
         """
         self.pool.release(sequence.pages[::-1])
         sequence.drop_pages(0)
-        sequence.length, sequence.serials = 0, []
+        sequence.length, sequence.serials, sequence.last_choice = 0, [], LastChoice()
         if self.means is not None:
             self.means.truncate(sequence)
 

@@ -1,13 +1,14 @@
 """How a sparse pass reads KV in tiers: it requests the pages that it lists, and each layer waits for its own.
 
-A model that chooses blocks by itself knows what a layer reads only when that layer runs, so each layer fetches for
-itself. Blocks that the last round chose are usually still in cache lines.
+A model that chooses blocks by itself knows what a layer reads only when that layer runs. So a pass requests the blocks
+that each layer chose in the last round, and a layer fetches by itself what else it chooses in this one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specahead.engine.kv.pages import PAGE_SIZE
@@ -55,8 +56,13 @@ class FetchPlan(RequestedPages):
     def wait(self, index: int) -> None:
         """Have the current stream wait until this layer's pages are there; to be called once for each layer."""
         wait_for_layer(self.done, index, PROGRAMS, self.backend)
-        if self.ended is not None and index + 1 == len(self.done):
-            torch.cuda.current_stream().wait_event(self.ended)  # so that nothing of a step outlasts it
+        if index + 1 == len(self.done):
+            self.end()
+
+    def end(self) -> None:
+        """Have the current stream wait until all copies have ended, so that nothing of a step outlasts it."""
+        if self.ended is not None:
+            torch.cuda.current_stream().wait_event(self.ended)
 
 
 def request_listed(
@@ -109,21 +115,43 @@ def start_copies(memory: TierMemory, requested: RequestedPages) -> FetchPlan:
     return FetchPlan(**vars(requested), page_counts=counted, done=done, backend=memory.backend, ended=ended)
 
 
+@dataclass(frozen=True)
+class LastChoices:
+    """The blocks that the layers of each sequence chose in its last round."""
+
+    blocks: Tensor
+    """[sequences of the runner + 1, layers, kv_heads, width] int32, -1 where there is none. The last is of nobody."""
+    indices: Tensor
+    """[sequences] int32, where those of each sequence of a pass are; -1: there is no sequence."""
+    block_size: int
+    """Tokens of a block, whole pages."""
+
+
 class ChosenFetcher:
     """Fetches the blocks of each layer after its queries have chosen them. It only launches, for CUDA graphs.
 
+    From the beginning it prefetches, beside the layers, the blocks that each layer chose in the last round. Layers read
+    what they choose, whatever was prefetched. Prefetched pages are requested under the number before the step's, so
+    that pages that are chosen may take their room.
+
     page_tables: [sequences, max_pages] int32, page numbers.
     round: [1] int32, the number of this step.
-    requests: those of all layers that have run. The step is void if pages of any of them found no cache line.
+    last: what sequences chose last; `end` replaces it by what they have chosen in this step.
     """
 
-    def __init__(self, memory: TierMemory, page_tables: Tensor, round: Tensor) -> None:
-        self.requests: list[RequestedPages] = []
-        self._memory, self._page_tables, self._round = memory, page_tables, round
+    def __init__(self, memory: TierMemory, page_tables: Tensor, round: Tensor, last: LastChoices) -> None:
+        self._memory, self._page_tables, self._round, self._last = memory, page_tables, round, last
+        self._chosen: list[BlockLists] = []
+        self._requests: list[RequestedPages] = []
+        lists = last.blocks[last.indices.long()].transpose(0, 1).contiguous()
+        counts = (lists >= 0).sum(3, dtype=torch.int32)
+        requested = request_listed(memory, lists, counts, last.block_size, page_tables, round - 1)
+        self._prefetch = start_copies(memory, requested)
 
     def __call__(self, layer: int, blocks: BlockLists) -> BlockLists:
         """Bring the blocks that a layer has chosen to cache lines; return them with the lines as `slots`."""
         memory, lists, counts = self._memory, blocks.lists[None], blocks.counts[None]
+        self._prefetch.wait(layer)
         requested = request_listed(memory, lists, counts, blocks.block_size, self._page_tables, self._round, layer)
         copied, copies = requested.transfers, memory.copies
         gather_blocks(
@@ -135,5 +163,24 @@ class ChosenFetcher:
             4 * PROGRAMS,  # nothing else runs while a layer's pages are awaited
             memory.backend,
         )
-        self.requests.append(requested)
+        self._chosen.append(blocks)
+        self._requests.append(requested)
         return replace(blocks, slots=requested.lines[0])
+
+    def end(self) -> Tensor:
+        """Remember what the layers that have run chose, and return the counts of the pass, as `count_fetches` does.
+
+        Listed are the blocks that were chosen. Prefetched pages that nobody chose count as fetched and missed as well.
+        """
+        self._prefetch.end()
+        lists = torch.stack([each.lists for each in self._chosen], 1)
+        counts = torch.stack([each.counts for each in self._chosen], 1)
+        beyond = torch.arange(lists.shape[3], device=lists.device) >= counts[..., None]
+        remembered = self._last.blocks
+        padding = 0, remembered.shape[3] - lists.shape[3]
+        kept = F.pad(lists.masked_fill(beyond, -1), padding, value=-1)
+        remembered[self._last.indices.long(), : len(self._chosen)] = kept
+        counted, prefetched = count_fetches(self._requests), self._prefetch.page_counts
+        counted[1] += prefetched[1]
+        counted[3:] += prefetched[3:]
+        return counted

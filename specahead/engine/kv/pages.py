@@ -27,6 +27,13 @@ def slots_of(pages: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 @dataclass
+class LastChoice:
+    """Names the blocks that a model which chooses blocks by itself chose in a sequence's last round (ReadMemories)."""
+
+    index: int | None = None
+
+
+@dataclass
 class SequenceKV:
     """A sequence's block table. `length` tokens have KV; `pages` may reach beyond it."""
 
@@ -38,6 +45,7 @@ class SequenceKV:
     dense: bool = False  # always read densely: its pages are the last to leave the GPU
     drafts: bool = False  # passes that read it sparsely draft for it
     target: "SequenceKV | None" = None  # of a head's sequence: that of the target, at whose places it reads states
+    last_choice: LastChoice = field(default_factory=LastChoice, repr=False, compare=False)
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
     _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` has

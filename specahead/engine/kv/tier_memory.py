@@ -120,9 +120,9 @@ class TierCounters:
     """Counts since the start. A page is one of a layer and KV head; stored pages are whole pages."""
 
     hit_pages: int = 0
-    """Pages that a step listed and found in a cache line."""
+    """Pages that a step listed and found in a cache line, less those that were prefetched in vain."""
     fetched_pages: int = 0
-    """Pages that were brought to cache lines because a step listed them."""
+    """Pages that were brought to cache lines because a step listed or prefetched them."""
     overflow_pages: int = 0
     """Pages that a step listed and that found no cache line, so that the step ran again."""
     staged_pages: int = 0

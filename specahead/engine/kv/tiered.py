@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specahead.engine.kv.backing_store import BackingStore
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan, request_listed, start_copies
+from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan, LastChoices, request_listed, start_copies
 from specahead.engine.kv.gpu_pages import GpuPages
 from specahead.engine.kv.host_memory import host_zeros
 from specahead.engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
@@ -218,7 +218,7 @@ class TieredKV(KVCache):
     # Reading KV that is not on the GPU.
 
     def next_round(self) -> int:
-        self._round += 1
+        self._round += 2  # ChosenFetcher takes the number before as well
         return self._round
 
     def fetch_plan(
@@ -228,8 +228,8 @@ class TieredKV(KVCache):
         self.ranks.sum(plan.page_counts)  # a pass that is void on one rank is void on all
         return plan
 
-    def chosen_fetcher(self, page_tables: Tensor, round: Tensor) -> ChosenFetcher | None:
-        return ChosenFetcher(self.memory, page_tables, round)
+    def chosen_fetcher(self, page_tables: Tensor, round: Tensor, last: LastChoices) -> ChosenFetcher | None:
+        return ChosenFetcher(self.memory, page_tables, round, last)
 
     def count_step(self, results: Mapping[str, np.ndarray]) -> bool:
         overflow = int(results["overflow"][0])
@@ -237,7 +237,7 @@ class TieredKV(KVCache):
         self.counters.overflow_pages += overflow
         if overflow:
             return False
-        self.counters.hit_pages += int(results["listed"][0]) - int(results["missed"].sum())
+        self.counters.hit_pages += max(0, int(results["listed"][0]) - int(results["missed"].sum()))
         return True
 
     def stage(self, sequences: list[SequenceKV]) -> Iterator[StagedReads]:

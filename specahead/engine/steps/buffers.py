@@ -27,8 +27,9 @@ def make_buffers(
     """Return the buffers of a pass, filled as for a pass without sequences.
 
     memory: [indices, rows, blocks] float32, for a shape that shares budgets out: the remembered weights of all
-    sequences. logits_rows: how many rows give logits, in a pass of its exact size that is not judged; None: a step's,
-    by its shape. reads_states: whether rows read the states of a target, from its places in `state_slots`.
+    sequences. For one that fetches what its layers choose: LastChoices.blocks. logits_rows: how many rows give logits,
+    in a pass of its exact size that is not judged; None: a step's, by its shape. reads_states: whether rows read the
+    states of a target, from its places in `state_slots`.
 
     The pass adds to the tensors: logits [logits rows, vocab]; where it shares out budgets, all_lists [sparse layers,
     sequences, kv_heads, blocks] int32 and all_counts [sparse layers, sequences, kv_heads] int32, of the KV heads of all
@@ -57,12 +58,14 @@ def make_buffers(
         layout["alternative_counts"] = of_sequence
     if shape.read.fetches:
         layout["round"] = (1,), torch.int32  # of the residency tables
+    if shape.fetches_chosen:
+        layout["indices"] = of_sequence  # of LastChoices
     on_device = {name: layout.pop(name) for name in ("support_ids", "support_probs") if shape.drafts and name in layout}
     buffers = _made(layout, _results_layout(shape), kv.device)
     for name, (sizes, dtype) in on_device.items():
         buffers.tensors[name] = torch.zeros(sizes, dtype=dtype, device=kv.device)
     if memory is not None:
-        buffers.tensors["memory"] = memory
+        buffers.tensors["last_choices" if shape.fetches_chosen else "memory"] = memory
     return buffers
 
 

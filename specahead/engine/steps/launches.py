@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan, count_fetches
+from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan, LastChoices
 from specahead.engine.model.decoder import Decoder, PassTokens
 from specahead.engine.model.head import DraftHead, StateTap
 from specahead.engine.model.layer_attention import BlockMemory, LayerAttention, LayerPages, Rows
@@ -62,7 +62,10 @@ def run_pass(
         _write_fetch_counts(buffers, fetched.page_counts)
     if shape.drafts_alone:
         return
-    chosen = kv.chosen_fetcher(given["block_tables"], given["round"]) if shape.fetches_chosen else None
+    chosen, rule = None, model.decoder.block_rule
+    if shape.fetches_chosen and rule is not None:
+        last = LastChoices(given["last_choices"], given["indices"], rule.block_size)
+        chosen = kv.chosen_fetcher(given["block_tables"], given["round"], last)
     attend = _attention_of(model, shape, given, fetched, chosen, prompts)
     if layer_pages is not None:
         attend.pages = layer_pages
@@ -76,7 +79,7 @@ def run_pass(
     how: dict[str, Any] = {} if tap is None else {"observe": tap.observer(tokens.slots)}
     given["logits"] = running.run(tokens, kv, attend, logits_rows, **how)
     if chosen is not None:
-        _write_fetch_counts(buffers, kv.ranks.sum(count_fetches(chosen.requests)))
+        _write_fetch_counts(buffers, kv.ranks.sum(chosen.end()))
     read_weights = attend.weights if isinstance(attend.weights, Tensor) else None
     _leave_results(shape, buffers, read_weights, fetched, kv, chain, tap)
 

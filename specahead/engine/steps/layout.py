@@ -27,8 +27,8 @@ def lay_out_pass(
 ) -> None:
     """Bring the inputs of a pass to the device, through the inputs of its buffers.
 
-    indices: the index of each sequence's memory, where budgets are shared out. tables: block tables, where they do not
-    name where the pages lie in the KV's tensors.
+    indices: the index of each sequence's memory, where budgets are shared out, or layers fetch what they choose.
+    tables: block tables, where they do not name where the pages lie in the KV's tensors.
     """
     staging.begin()
     host = staging.host
@@ -45,6 +45,9 @@ def lay_out_pass(
         host["round"][0] = kv.next_round()
         for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are
             host["block_tables"][i, len(item.kv.pages) :] = -1
+    if shape.fetches_chosen:
+        host["indices"][:] = -1
+        host["indices"][: len(indices)] = indices
     if shape.read.is_sparse:
         _lay_out_budget(host, shape, inputs, indices)
     if shape.read.groups:

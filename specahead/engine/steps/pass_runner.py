@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.engine.kv.pages import PAGE_SIZE, LastChoice
 from specahead.engine.kv.staged import StagedReads
 from specahead.engine.model.decoder import Decoder, PassTokens
 from specahead.engine.model.head import DraftHead, StateTap
@@ -41,10 +41,10 @@ class PassRunner:
     """Runs inputs of one kind in a pass of a given shape: it copies them into the shape's buffers and replays its
     launches.
 
-    memories: the remembered weights of sequences that read by budgets. drafting: runs tokens that a later pass judges;
-    None: the decoder. tap: takes the states of a target's tokens for a head. Attention is Triton's on a GPU, and
-    cuDNN's for prompts where that supports the heads. torch attends where Triton does not support the heads; such
-    passes cannot be captured.
+    memories: the remembered weights of sequences that read by budgets, or the last choices of a model that chooses
+    blocks by itself. drafting: runs tokens that a later pass judges; None: the decoder. tap: takes the states of a
+    target's tokens for a head. Attention is Triton's on a GPU, and cuDNN's for prompts where that supports the heads.
+    torch attends where Triton does not support the heads; such passes cannot be captured.
     """
 
     def __init__(
@@ -206,6 +206,9 @@ class PassRunner:
             rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.all_kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
+        if shape.fetches_chosen and (rule := self._decoder.block_rule) is not None:
+            width = rule.width(self._limits.queries)
+            memory = self.memories.choices(self._kv.num_layers, self._kv.kv_heads, width, self._kv.device)
         return make_buffers(shape, self._kv, memory, logits_rows, isinstance(self._decoder, DraftHead))
 
     def _lay_out(
@@ -216,9 +219,11 @@ class PassRunner:
             sparse = [item for item in inputs if item.kv.drafts or not item.kv.dense]
             self._kv.extend_group_means([item.kv for item in sparse], [item.first_position for item in sparse])
         indices = [self._index_of(item.read.budget.memory) for item in inputs if item.read]
+        if shape.fetches_chosen:
+            indices = [self._index_of(item.kv.last_choice) for item in inputs]
         lay_out_pass(buffers.inputs, shape, inputs, indices, self._kv, tables)
 
-    def _index_of(self, memory: ReadMemory) -> int:
+    def _index_of(self, memory: ReadMemory | LastChoice) -> int:
         is_new = memory.index is None
         index = self.memories.index_of(memory)
         if is_new:

@@ -1,15 +1,16 @@
-"""The remembered weights of many sequences in one tensor, so that captured launches find each by its index."""
+"""What the last reads of many sequences left, in one tensor, so that captured launches find each by its index."""
 
 import weakref
 
 import torch
 from torch import Tensor
 
+from specahead.engine.kv.pages import LastChoice
 from specahead.engine.steps.inputs import ReadMemory
 
 
 class ReadMemories:
-    """Room for the weights of `sequences` sequences, made with the first pass that needs it.
+    """Room for the weights or the choices of `sequences` sequences, made with the first pass that needs it.
 
     Sequences whose plans differ in sparse heads or block size are kept in tensors of their own.
     """
@@ -18,10 +19,11 @@ class ReadMemories:
         self._sequences = sequences
         self._free = list(range(sequences - 1, -1, -1))
         self._weights: dict[tuple[int, int], Tensor] = {}  # by rows and blocks
+        self._choices: Tensor | None = None
 
     @property
     def made(self) -> bool:
-        return bool(self._weights)
+        return bool(self._weights) or self._choices is not None
 
     def weights(self, rows: int, blocks: int, device: torch.device) -> Tensor:
         """Return the tensor of all sequences with these sizes: [sequences, rows, blocks] float32."""
@@ -29,7 +31,14 @@ class ReadMemories:
             self._weights[rows, blocks] = torch.zeros(self._sequences, rows, blocks, device=device)
         return self._weights[rows, blocks]
 
-    def index_of(self, memory: ReadMemory) -> int:
+    def choices(self, layers: int, kv_heads: int, width: int, device: torch.device) -> Tensor:
+        """Return the blocks that the layers of a model which chooses by itself chose last (LastChoices.blocks)."""
+        if self._choices is None:
+            sizes = self._sequences + 1, layers, kv_heads, width
+            self._choices = torch.full(sizes, -1, dtype=torch.int32, device=device)
+        return self._choices
+
+    def index_of(self, memory: ReadMemory | LastChoice) -> int:
         """Return the index of a sequence's memory: given with its first pass, free again when `memory` is dropped.
 
         Raises RuntimeError if there is no room for one more.
@@ -46,3 +55,5 @@ class ReadMemories:
         """Have nothing remembered of the sequence of this index."""
         for weights in self._weights.values():
             weights[index].zero_()
+        if self._choices is not None:
+            self._choices[index] = -1

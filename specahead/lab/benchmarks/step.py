@@ -20,6 +20,7 @@ from specahead.engine.staging import Buffers
 from specahead.engine.steps.announcing import Announcer
 from specahead.engine.steps.buffers import make_buffers, make_round_buffers
 from specahead.engine.steps.launches import run_pass
+from specahead.engine.steps.read_memories import ReadMemories
 from specahead.engine.steps.reads import PagedModel
 from specahead.engine.steps.requests import RoundSettings
 from specahead.engine.steps.round_launches import run_round
@@ -103,12 +104,16 @@ class Bench:
         sizes = batch * pages // 2, batch * pages, PAGE_SIZE
         kv = _filled(_SharedStoreKV(*of_kv, *sizes, self.kv.dtype, self.device, scales=self.kv.scales, page_means=True))
         shape = PassShape(batch, batch * queries, queries, pages, choosers=Choosers.FIRST, read=ReadShape(fetches=True))
-        buffers = self._buffers(shape, context, kv=kv)
+        rule = self.shape.block_rule
+        assert rule is not None
+        choices = ReadMemories(batch).choices(kv.num_layers, kv.kv_heads, rule.width(queries), self.device)
+        buffers = self._buffers(shape, context, choices, kv)
+        buffers.tensors["indices"].copy_(torch.arange(batch))
         given, leaving = buffers.tensors, torch.zeros(int(dropped * sizes[1]), dtype=torch.int32, device=self.device)
 
         def run() -> None:
             drop_pages(kv.memory.tables, leaving.random_(sizes[1]), kv.kv_heads, kv.memory.backend)
-            given["round"] += 1
+            given["round"] += 2
             run_pass(PagedModel(self.decoder, kv, default_backend(self.device)), shape, buffers)
 
         ms = graph_milliseconds(run, self.repeats)
