@@ -38,7 +38,9 @@ def load_config(model: str) -> Any:
     values, _ = PreTrainedConfig.get_config_dict(model)
     if values.get("model_type") == NATIVE_SPARSE:
         raise NotImplementedError(
-            f"{model}: native sparse attention (NSA) is not served; measure the model by specahead evaluate sharing"
+            f"{model}: native sparse attention (NSA) is not served: attention over learned keys and values of blocks, "
+            "windows that begin at any token, and layers of three gated branches are not built; measure the model by "
+            "specahead evaluate sharing"
         )
     family = FAMILIES.get(values.get("model_type", ""))
     if family is not None and family.defaults:
