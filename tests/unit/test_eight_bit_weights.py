@@ -1,4 +1,4 @@
-"""Models whose linear layers are held in 8 bits, by --quantization or as their checkpoints come."""
+"""Models whose linear layers are held in 8 bits by --quantization, and the quantizations that are refused."""
 
 import json
 import weakref
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specahead.config import ModelSettings, TargetSettings
@@ -36,7 +35,6 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BY_CHANNEL: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -79,27 +77,6 @@ def logits(loaded: LoadedModel, tokens: int) -> Tensor:
     (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, "all")])
     assert output.logits is not None
     return output.logits.float()
-
-
-def rewrite(folder: Path, said: dict[str, Any], scale: str = "channel", **extra: Tensor) -> None:
-    """Write the checkpoint anew with linear layers in 8 bits, and 16-bit numbers that stand for the same beside it."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
-    tensors, written, plain = load_file(folder / "model.safetensors"), dict(extra), {}
-    for name, tensor in tensors.items():
-        plain[name] = written[name] = tensor
-        if name.split(".")[-2] not in LINEARS:
-            continue
-        largest = tensor.abs().amax(1, keepdim=True) if scale == "channel" else tensor.abs().max()
-        scales = (largest / 448).to(torch.bfloat16).float()
-        written[name] = (tensor / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
-        written[name.replace(".weight", ".weight_scale")] = scales.to(torch.bfloat16)
-        plain[name] = written[name].float() * scales
-    save_file(written, folder / "model.safetensors", {"format": "pt"})
-    other = folder / "plain"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps(config))
-    save_file(plain, other / "model.safetensors", {"format": "pt"})
 
 
 # At load
@@ -193,9 +170,6 @@ def test_experts_give_what_transformers_gives_by_dequantised_weights(tmp_path: P
 def test_random_weights_are_held_in_8_bits_too(folder: Path) -> None:
     held = linears_of(load(folder, load_format="dummy", quantization="fp8"))
     assert all(isinstance(each.values, EightBitWeight) for each in held[:-1])
-    rewrite(folder, BY_CHANNEL)
-    held = linears_of(load(folder, load_format="dummy"))
-    assert all(isinstance(each.values, EightBitWeight) for each in held[:-1])
 
 
 def test_a_target_is_opened_as_its_settings_say_and_its_draft_in_16_bits() -> None:
@@ -208,66 +182,6 @@ def test_a_target_is_opened_as_its_settings_say_and_its_draft_in_16_bits() -> No
     assert held == [True, False, False]
     share = runners[0].decoder.weight_bytes / runners[2].decoder.weight_bytes
     assert share < 0.6 and runners[0].weight_tokens == pytest.approx(share * runners[2].weight_tokens)
-
-
-# Checkpoints
-
-
-@pytest.mark.parametrize("scale", ["channel", "tensor"])
-def test_a_checkpoint_in_8_bits_is_held_as_it_comes(folder: Path, scale: str) -> None:
-    said = json.loads(json.dumps(BY_CHANNEL))
-    said["config_groups"]["group_0"]["weights"]["strategy"] = scale
-    rewrite(folder, said if scale == "channel" else {"quant_method": "fp8", "activation_scheme": "dynamic"}, scale)
-    held, plain = load(folder), load(folder / "plain")
-    *layers, head = linears_of(held)
-    assert all(isinstance(each.values, EightBitWeight) for each in layers), "as the checkpoint"
-    assert isinstance(head.values, Tensor), "which leaves the head out"
-    for one, other in zip(layers, linears_of(plain), strict=False):
-        assert torch.equal(one.values.in_order(), other.values)  # type: ignore[union-attr, arg-type]
-    torch.testing.assert_close(logits(held, 9), logits(plain, 9), atol=1e-4, rtol=1e-3)
-
-
-def test_a_layer_that_a_checkpoint_leaves_in_16_bits_stays_so(folder: Path) -> None:
-    rewrite(folder, BY_CHANNEL)
-    name, file = "model.layers.1.mlp.down_proj.weight", folder / "model.safetensors"
-    tensors = without(f"{name}_scale")(load_file(file)) | {name: load_file(folder / "plain" / file.name)[name]}
-    save_file(tensors, file, {"format": "pt"})
-    held = [isinstance(layer.down.values, EightBitWeight) for layer in decoder_of(load(folder)).layers]
-    assert held == [True, False]
-
-
-def test_a_checkpoint_in_8_bits_is_not_rounded_again(folder: Path) -> None:
-    rewrite(folder, BY_CHANNEL)
-    asked = ModelSettings(model=str(folder), device="cpu", quantization="fp8")
-    for refused in (lambda: load(folder, quantization="fp8"), lambda: open_model(asked)):
-        with pytest.raises(ValueError, match="quantized already, by compressed-tensors: leave the flag out"):
-            refused()
-
-
-def test_scales_of_activations_are_not_read(folder: Path) -> None:
-    rewrite(folder, BY_CHANNEL, **{"model.layers.0.mlp.down_proj.input_scale": torch.ones(1)})
-    torch.testing.assert_close(logits(load(folder), 9), logits(load(folder / "plain"), 9), atol=1e-4, rtol=1e-3)
-
-
-def without(name: str) -> Any:
-    return lambda tensors: {key: each for key, each in tensors.items() if key != name}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without("model.layers.0.self_attn.q_proj.weight_scale"), r"q_proj\.weight_scale is missing: layers that read"),
-        (without("model.layers.1.self_attn.k_proj.weight_scale"), r"k_proj\.weight_scale is missing"),
-        (lambda t: t | {"model.layers.1.mlp.up_proj.weight_scale": torch.ones(2, 1)}, "has 2 numbers, and .* 256 rows"),
-        (without("model.layers.1.mlp.up_proj.weight"), r"up_proj\.weight is missing"),
-    ],
-)
-def test_what_does_not_fit_is_refused_by_name(folder: Path, change: Any, message: str) -> None:
-    rewrite(folder, BY_CHANNEL)
-    file = folder / "model.safetensors"
-    save_file(change(load_file(file)), file, {"format": "pt"})
-    with pytest.raises(ValueError, match=message):
-        load(folder)
 
 
 # Refusals
@@ -316,7 +230,8 @@ def packed(format: str = "pack-quantized", input_activations: Any = None, **weig
     ],
 )
 def test_quantizations_that_are_not_built_are_refused_by_name(folder: Path, said: dict[str, Any], named: str) -> None:
-    rewrite(folder, said)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
     for refused in (lambda: load(folder), lambda: open_model(ModelSettings(model=str(folder), device="cpu"))):
         with pytest.raises(NotImplementedError, match=f"{named}.*which is not built; built are 8-bit floats"):
             refused()

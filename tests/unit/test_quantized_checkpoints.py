@@ -112,6 +112,7 @@ def test_layers_are_held_in_the_bits_of_the_checkpoint(tmp_path: Path, form: str
     kinds = [type(weight.values) for layer in decoder.layers for weight in layer.linears]
     kind = GroupedWeight if form in IN_GROUPS else EightBitWeight
     assert kinds == [kind] * 7 + [Tensor] and isinstance(decoder.lm_head.values, Tensor)
+    assert torch.equal(decoder.layers[0].down.values.in_order(), wanted.model.layers[0].mlp.down_proj.weight)
     check_logits(tmp_path, wanted, 5)
 
 
@@ -127,15 +128,14 @@ def test_their_bytes_are_foreseen(tmp_path: Path, form: str) -> None:
     assert bits / 8 == pytest.approx(foreseen, rel=0.03)
 
 
-@in_groups
+@every_form
 def test_random_weights_are_held_alike(tmp_path: Path, form: str) -> None:
     write(tmp_path, form)
     read, made = load(tmp_path), load(tmp_path, load_format="dummy")
     assert made.decoder.weight_bytes == pytest.approx(read.decoder.weight_bytes, rel=0.02)
-    values = made.decoder.layers[0].gate_up.values
-    assert (
-        isinstance(values, GroupedWeight) and values.scales.shape == read.decoder.layers[0].gate_up.values.scales.shape
-    )
+    held, values = (each.decoder.layers[0].gate_up.values for each in (read, made))
+    assert isinstance(values, GroupedWeight if form in IN_GROUPS else EightBitWeight)
+    assert type(values) is type(held) and values.scales.shape == held.scales.shape
     assert values.in_order().std() == pytest.approx(0.02, rel=0.2)
 
 
@@ -229,7 +229,7 @@ def test_a_rank_with_a_part_of_a_group_is_refused(tmp_path: Path) -> None:
         load(tmp_path, ranks=Ranks(0, 2))
 
 
-@in_groups
+@pytest.mark.parametrize("form", [*IN_GROUPS, "compressed channel"])
 def test_layers_that_are_one_here_are_quantized_together(tmp_path: Path, form: str) -> None:
     write(tmp_path, form, kept=("layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"))
     with pytest.raises(ValueError, match=r"0\.self_attn\.q_proj\.weight_scale is missing: layers that read the same"):
@@ -237,6 +237,14 @@ def test_layers_that_are_one_here_are_quantized_together(tmp_path: Path, form: s
     write(tmp_path, form, kept=("layers.1.mlp.up_proj",))
     with pytest.raises(ValueError, match=r"1\.mlp\.up_proj\.weight_scale is missing: layers that read the same"):
         load(tmp_path)
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
+    write(tmp_path, "compressed channel")
+    asked = ModelSettings(model=str(tmp_path), device="cpu", quantization="fp8")
+    for refused in (lambda: load(tmp_path, quantization="fp8"), lambda: open_model(asked)):
+        with pytest.raises(ValueError, match="quantized already, by compressed-tensors: leave the flag out"):
+            refused()
 
 
 @pytest.mark.parametrize(
@@ -248,16 +256,20 @@ def test_layers_that_are_one_here_are_quantized_together(tmp_path: Path, form: s
         ("packed", "weight_packed", lambda words: words[:, :-1], ValueError, r"weight is \[.*\], and by the config"),
         ("awq", "scales", lambda scales: scales[:, :9], ValueError, "weight_scale is .*expected one for each"),
         ("packed", "weight_scale", lambda scales: scales.repeat(1, 8), ValueError, "256 inputs in 16 groups: expected"),
+        ("compressed channel", "q_proj.weight_scale", None, ValueError, r"q_proj\.weight_scale is missing: layers"),
+        ("compressed channel", "k_proj.weight_scale", None, ValueError, r"k_proj\.weight_scale is missing"),
+        ("compressed channel", "weight_scale", lambda scales: scales[:2], ValueError, "2 numbers, and .* 256 rows"),
+        ("compressed channel", "weight", None, ValueError, r"o_proj\.weight is missing"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
     tmp_path: Path, form: str, kind: str, change: Any, error: type[Exception], message: str
 ) -> None:
     write(tmp_path, form)
-    file, name = tmp_path / "model.safetensors", f"model.layers.1.self_attn.o_proj.{kind}"
+    file, name = tmp_path / "model.safetensors", f"model.layers.1.self_attn.{kind if '.' in kind else f'o_proj.{kind}'}"
     tensors = load_file(file)
-    tensor = tensors.pop(name)
-    save_file(tensors | ({} if change is None else {name: change(tensor).contiguous()}), file, {"format": "pt"})
+    given = tensors.pop(name)
+    save_file(tensors | ({} if change is None else {name: change(given).contiguous()}), file, {"format": "pt"})
     with pytest.raises(error, match=message):
         load(tmp_path)
 
