@@ -31,11 +31,6 @@ _MAX_BLOCKS = 2048  # of 16 tokens: the services' largest context
 _CHANGING = 0.13  # share of a block's weight that changes from position to position
 
 
-def right_tokens(position: int, count: int) -> list[int]:
-    """Return the target's tokens from a position on."""
-    return [(position - 1 + i) % _PERIOD + 1 for i in range(count)]
-
-
 class ScriptedRunner(TargetOrDraftRunner):
     """Tokens follow from positions; KV pages hold one number each. It knows greedy sessions and shared budgets alone.
 

@@ -17,7 +17,6 @@ so many.
 import json
 import lzma
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -43,33 +42,6 @@ BLOCK, FIRST, BLOCKS, SHARE = 16, 1, 250, 0.1
 ROWS, SEGMENTS = 256, 25
 
 
-@dataclass(frozen=True)
-class Trace:
-    """The selections of ROUNDS rounds."""
-
-    heads: int
-    """Rows of a group."""
-    churn: float
-    """In the recording, share of a round's blocks that the last round did not have."""
-    churn4: float
-    """In the recording, share of a round's blocks that none of the last four rounds had."""
-    history: np.ndarray
-    """uint16 [ROWS, SEGMENTS * BLOCKS]; bit t is set if round t chose the block."""
-
-    def selections(self) -> list[BlockSelection]:
-        """Return the selection of each round, over all rows."""
-        return [BlockSelection.from_matrix(chosen) for chosen in _rounds(self.history)]
-
-    def passages(self, count: int) -> Iterator[list[BlockSelection]]:
-        """Yield `count` passages as they were recorded, evenly spread: the selections of each one's rounds."""
-        groups = ROWS // self.heads
-        for i in range(count):
-            group, segment = divmod(i * groups * SEGMENTS // count, SEGMENTS)
-            rows = slice(group * self.heads, (group + 1) * self.heads)
-            part = self.history[rows, segment * BLOCKS : (segment + 1) * BLOCKS]
-            yield [BlockSelection.from_matrix(chosen) for chosen in _rounds(part)]
-
-
 def churn_of(selections: list[BlockSelection], before: int) -> float:
     """Return the mean share of a round's blocks that none of the last `before` rounds had, from the fifth round on."""
     new = total = 0
@@ -82,16 +54,14 @@ def churn_of(selections: list[BlockSelection], before: int) -> float:
     return new / max(1, total)
 
 
-def _rounds(history: np.ndarray) -> list[np.ndarray]:
-    return [(history >> i & 1).astype(bool) for i in range(ROUNDS)]
+def save_trace(history: np.ndarray, file: Path, about: dict[str, str]) -> None:
+    """Write a trace as .npz.
 
-
-def save_trace(trace: Trace, file: Path, about: dict[str, str]) -> None:
-    """Write a trace as .npz. about: how it was made."""
-    facts = {key: value for key, value in vars(trace).items() if key != "history"}
-    packed = np.frombuffer(lzma.compress(trace.history.astype("<u2").tobytes(), preset=9), np.uint8)
+    history: uint16 [ROWS, SEGMENTS * BLOCKS]; bit t is set if round t chose the block. about: how it was made.
+    """
+    packed = np.frombuffer(lzma.compress(history.astype("<u2").tobytes(), preset=9), np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(file, allow_pickle=False, about=_text(about), facts=_text(facts), history=packed)
+    np.savez(file, allow_pickle=False, about=np.frombuffer(json.dumps(about).encode(), np.uint8), history=packed)
 
 
 def open_traces(file: Path) -> "np.lib.npyio.NpzFile":
@@ -102,17 +72,13 @@ def open_traces(file: Path) -> "np.lib.npyio.NpzFile":
     return np.load(file, allow_pickle=False)
 
 
-def load_trace(file: Path) -> tuple[Trace, dict[str, str]]:
-    """Return the trace of a file, and how it was made. Raises FileNotFoundError."""
+def load_trace(file: Path) -> tuple[list[BlockSelection], dict[str, str]]:
+    """Return the selection of each round over all rows, and how the trace was made. Raises FileNotFoundError."""
     with open_traces(file) as content:
         plain = lzma.decompress(content["history"].tobytes())
         history = np.frombuffer(plain, "<u2").reshape(ROWS, SEGMENTS * BLOCKS)
-        facts, about = (json.loads(content[name].tobytes()) for name in ("facts", "about"))
-        return Trace(**facts, history=history), about
-
-
-def _text(content: dict[str, str]) -> np.ndarray:
-    return np.frombuffer(json.dumps(content).encode(), np.uint8)
+        rounds = [BlockSelection.from_matrix((history >> i & 1).astype(bool)) for i in range(ROUNDS)]
+        return rounds, json.loads(content["about"].tobytes())
 
 
 def record_trace(files: list[str], file: Path) -> None:
@@ -134,7 +100,8 @@ def record_trace(files: list[str], file: Path) -> None:
         "draft": model_hash(draft),
         "plan": plan.hash,
     }
-    save_trace(_trace(chosen), file, about)
+    history = np.stack([sum((each.astype(np.uint16) << t for t, each in enumerate(rounds))) for rounds in chosen])  # type: ignore[misc]
+    save_trace(stretch(history), file, about)
 
 
 def evenly_spread(texts: list[list[int]], count: int, length: int) -> Iterator[list[int]]:
@@ -187,18 +154,6 @@ def _choose(scores: list[Tensor], stickiness: float) -> list[np.ndarray]:
         favoured = torch.where(chosen[-1], stickiness * score, score) if chosen else score
         chosen.append(choose_over_all(favoured, round(SHARE * score.numel())))
     return [each.numpy() for each in chosen]
-
-
-def _trace(chosen: list[list[np.ndarray]]) -> Trace:
-    """Return the trace of what was chosen in each passage and round, bool [heads, BLOCKS]."""
-    recorded = [[BlockSelection.from_matrix(each) for each in rounds] for rounds in chosen]
-    history = np.stack([sum((each.astype(np.uint16) << t for t, each in enumerate(rounds))) for rounds in chosen])  # type: ignore[misc]
-    return Trace(
-        heads=history.shape[1],
-        churn=float(np.mean([churn_of(rounds, 1) for rounds in recorded])),
-        churn4=float(np.mean([churn_of(rounds, 4) for rounds in recorded])),
-        history=stretch(history),
-    )
 
 
 def groups_of(heads: int) -> int:
