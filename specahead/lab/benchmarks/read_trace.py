@@ -32,7 +32,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
@@ -80,16 +79,9 @@ class ReadTrace:
     """Share of a round's blocks that none of the last four rounds read."""
     history: np.ndarray
     """uint32 [passages, heads, BLOCKS]; bit t is set if round t read the block."""
-    accepted: np.ndarray
-    """Drafted tokens that a round kept, uint8 [passages, rounds]."""
-    foreseen: np.ndarray
-    """Whether the draft foresaw the verdict before a round, bool [passages, rounds]."""
+    rounds: int = ROUNDS
     session: int = 0
     """Which arrangement of the passages."""
-
-    @property
-    def rounds(self) -> int:
-        return self.accepted.shape[1]
 
     def matrix(self, round_: int, blocks: int = BLOCKS_AT_100K) -> np.ndarray:
         """What a round reads: bool [ROWS, blocks]. Fewer blocks are the first ones of more.
@@ -127,13 +119,11 @@ class ReadTrace:
 
 
 def save_reads(traces: list[ReadTrace], file: Path, about: dict[str, str]) -> None:
-    """Of each trace, under its name: its history, `accepted`, `foreseen`, and all else in `facts`."""
+    """Of each trace, under its name: its history, and all else in `facts`."""
     arrays = {"about": _text(about)}
     for trace in traces:
         facts = {key: value for key, value in vars(trace).items() if not isinstance(value, np.ndarray)}
         arrays[f"{trace.name} facts"] = _text(facts | {"shape": trace.history.shape})
-        arrays[f"{trace.name} accepted"] = trace.accepted
-        arrays[f"{trace.name} foreseen"] = trace.foreseen
         packed = lzma.compress(trace.history.astype("<u4").tobytes(), preset=9)
         arrays[trace.name] = np.frombuffer(packed, np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -148,12 +138,7 @@ def load_reads(file: Path = READS) -> list[ReadTrace]:
             if f"{name} facts" in content.files:
                 facts = json.loads(content[f"{name} facts"].tobytes())
                 history = np.frombuffer(lzma.decompress(content[name].tobytes()), "<u4")
-                arrays: dict[str, Any] = {
-                    "history": history.reshape(facts.pop("shape")),
-                    "accepted": content[f"{name} accepted"],
-                    "foreseen": content[f"{name} foreseen"],
-                }
-                traces.append(ReadTrace(**facts, **arrays))
+                traces.append(ReadTrace(history=history.reshape(facts.pop("shape")), **facts))
         return traces
 
 
@@ -259,7 +244,6 @@ def _trace(name: str, budget: float, sessions: list[SessionReads]) -> ReadTrace:
     ]
     history = np.stack([sum(b.astype(np.uint32) << np.uint32(t) for t, b in enumerate(rounds)) for rounds in kept])
     selections = [[BlockSelection.from_matrix(blocks) for blocks in rounds] for rounds in kept]
-    epochs = np.array([[read.at.epoch for read in session.reads[:ROUNDS]] for session in sessions])
     return ReadTrace(
         name=name,
         budget=budget,
@@ -267,8 +251,6 @@ def _trace(name: str, budget: float, sessions: list[SessionReads]) -> ReadTrace:
         churn=float(np.mean([churn_of(rounds, 1) for rounds in selections])),
         churn4=float(np.mean([churn_of(rounds, 4) for rounds in selections])),
         history=history,
-        accepted=np.array([[r.accepted for r in s.reads[:ROUNDS]] for s in sessions], np.uint8),
-        foreseen=np.diff(epochs, axis=1, prepend=-1) == 0,
     )
 
 
