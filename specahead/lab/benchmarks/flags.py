@@ -85,17 +85,19 @@ def add_ranks_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_offload_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare what `bench offload` takes. Those without a default here have the one of OffloadSettings."""
+    """Declare what `bench offload` takes."""
     parser.add_argument("--shape", default="8b", metavar="NAME", help=SHAPES_HELP)
-    parser.add_argument("--batches", type=int, nargs="+", metavar="N", help="default: 1 8")
-    parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="default: 10240 32768 102400")
+    parser.add_argument("--batches", type=int, nargs="+", metavar="N", default=[1, 8], help="sessions of a step")
     parser.add_argument(
-        "--shares", type=float, nargs="+", metavar="X", help="of the pages that a step selects (default: 0.1)"
+        "--contexts", type=int, nargs="+", metavar="N", default=[10240, 32768, 102400], help="tokens of a session"
     )
     parser.add_argument(
-        "--hot", type=float, nargs="+", metavar="X", help="frames, of all pages (default: 0.125 0.25 0.5)"
+        "--shares", type=float, nargs="+", metavar="X", default=[0.1], help="of the pages that a step selects"
     )
-    parser.add_argument("--passes", type=int, help="over the recorded rounds, with nothing hot at first (default: 4)")
+    parser.add_argument(
+        "--hot", type=float, nargs="+", metavar="X", default=[0.125, 0.25, 0.5], help="frames, of all pages"
+    )
+    parser.add_argument("--passes", type=int, default=4, help="over the recorded rounds, with nothing hot at first")
     parser.add_argument("--json", metavar="FILE")
 
 

@@ -17,11 +17,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,33 +55,6 @@ SHORTEST = 16 * PAGE_SIZE
 SPARE = 8 << 30  # bytes of the GPU's memory for all but weights and KV
 RESIDENT = "resident"
 QUERIES = 5  # of each session in a step
-
-
-@dataclass(frozen=True)
-class OffloadSettings:
-    """What is measured: each batch at each context, share and hot share."""
-
-    batches: tuple[int, ...] = (1, 8)
-    contexts: tuple[int, ...] = (10240, 32768, 102400)
-    """Tokens of a session."""
-    shares: tuple[float, ...] = (1 / 10,)
-    """Of the pages, which a step selects."""
-    hot: tuple[float, ...] = (0.125, 0.25, 0.5)
-    """Of the pages, for which the GPU has frames."""
-    passes: int = 4
-    """Over all rounds of the trace."""
-
-    def __post_init__(self) -> None:
-        if not self.hot or not all(0 < value <= 1 for value in self.hot):
-            raise ValueError(f"hot must lie in (0, 1], got {list(self.hot)}")
-        if not self.shares or not all(share in SHARES for share in self.shares):
-            raise ValueError(f"shares must be among those recorded, {list(SHARES)}, got {list(self.shares)}")
-        if any(context % PAGE_SIZE or context < SHORTEST for context in self.contexts):
-            raise ValueError(
-                f"contexts must be multiples of {PAGE_SIZE}, {SHORTEST} at least, got {list(self.contexts)}"
-            )
-        if min(*self.batches, self.passes) < 1:
-            raise ValueError("there must be one of batches and passes at least")
 
 
 @dataclass(frozen=True)
@@ -147,8 +119,8 @@ def rounds_of(case: Case, share: float, device: torch.device) -> Tensor:
 class Bench:
     """A decoder, and homes for the largest case."""
 
-    def __init__(self, settings: OffloadSettings, cases: list[Case], device: torch.device) -> None:
-        self.settings, self.device = settings, device
+    def __init__(self, flags: argparse.Namespace, cases: list[Case], device: torch.device) -> None:
+        self.flags, self.device = flags, device
         largest = max(cases, key=lambda case: case.pages)
         longest = max(case.context for case in cases) + QUERIES
         self.home: Home = make_home(largest, device)
@@ -157,14 +129,14 @@ class Bench:
 
     def rows(self, case: Case) -> Iterator[OffloadRow]:
         """Yield the rows of a case. The resident ones come first, and give their memory back before there are tiers."""
-        rounds = {share: rounds_of(case, share, self.device) for share in self.settings.shares}
+        rounds = {share: rounds_of(case, share, self.device) for share in self.flags.shares}
         resident: dict[float, float] = {}
         wanted: dict[float, list[Tensor | None]] = {}
         for share, measured in self._measure(case, rounds, None).items():
             row = self._row(case, share, RESIDENT, 1.0, measured, None, Check())
             resident[share], wanted[share] = row.milliseconds, measured.logits
             yield row
-        for hot, way in itertools.product(self.settings.hot, (IN_STEP, ON_DEMAND)):
+        for hot, way in itertools.product(self.flags.hot, (IN_STEP, ON_DEMAND)):
             for share, measured in self._measure(case, rounds, hot, way).items():
                 check = compare_logits(measured.logits, wanted[share]) if share in wanted else Check()
                 yield self._row(case, share, way, hot, measured, resident.get(share), check)
@@ -180,7 +152,7 @@ class Bench:
         device = self.device
         kv = resident_kv(case, self.home, device) if hot is None else tiered_kv(case, hot, self.home, device)
         step = Step(self.decoder, kv, case, next(iter(rounds.values()))[0], way)
-        measured = {share: replay(step, words, self.settings.passes) for share, words in rounds.items()}
+        measured = {share: replay(step, words, self.flags.passes) for share, words in rounds.items()}
         del step, kv
         _give_memory_back(device)
         return measured
@@ -227,12 +199,12 @@ def home_bytes(case: Case) -> int:
     return case.layer_bytes * min(HOME_LAYERS, case.shape.num_hidden_layers)
 
 
-def choose_cases(settings: OffloadSettings, shape: Shape, dtype: torch.dtype) -> list[Case]:
+def choose_cases(flags: argparse.Namespace, shape: Shape, dtype: torch.dtype) -> list[Case]:
     """Those whose home the host has room for; says what is left out. Raises ValueError if that is all."""
     room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cases = []
-    for context in settings.contexts:
-        for batch in settings.batches:
+    for context in flags.contexts:
+        for batch in flags.batches:
             case = Case(shape, batch, context, QUERIES, dtype)
             needed = home_bytes(case)
             if needed <= room:
@@ -247,41 +219,40 @@ def choose_cases(settings: OffloadSettings, shape: Shape, dtype: torch.dtype) ->
     return cases
 
 
-def _settings_of(flags: argparse.Namespace) -> OffloadSettings:
-    """Raises ValueError for flags that do not go together."""
-    given: dict[str, Any] = {
-        field.name: getattr(flags, field.name)
-        for field in fields(OffloadSettings)
-        if getattr(flags, field.name) is not None
-    }
-    for name, value in given.items():
-        if isinstance(value, list):
-            given[name] = tuple(value)
-    return OffloadSettings(**given)
+def _check(flags: argparse.Namespace) -> None:
+    if not all(0 < value <= 1 for value in flags.hot):
+        raise ValueError(f"--hot must lie in (0, 1], got {flags.hot}")
+    if not all(share in SHARES for share in flags.shares):
+        raise ValueError(f"--shares must be among those recorded, {list(SHARES)}, got {flags.shares}")
+    if any(context % PAGE_SIZE or context < SHORTEST for context in flags.contexts):
+        raise ValueError(f"--contexts must be multiples of {PAGE_SIZE}, {SHORTEST} at least, got {flags.contexts}")
+    if min(*flags.batches, flags.passes) < 1:
+        raise ValueError("--batches and --passes must be 1 at least")
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Measure, print the table, write it to the JSON file and plot it if these are named.
+    """Measure, print the table, and write it to the JSON file if one is named.
 
     The shape `tiny` needs no CUDA device. Without one it is a rehearsal: all runs eagerly, and times say nothing.
-    Raises ValueError where a GPU is needed and missing, and for settings that are not allowed.
+    Raises ValueError where a GPU is needed and missing, and for flags that are not allowed.
     """
     if flags.shape != "tiny":
         require_gpu()
-    settings, shape = _settings_of(flags), read_shape_of(flags.shape)
+    _check(flags)
+    shape = read_shape_of(flags.shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    cases = choose_cases(settings, shape, dtype)
+    cases = choose_cases(flags, shape, dtype)
     homes = max(home_bytes(case) for case in cases)
     print(f"page-locked host memory: {homes / 2**30:.2f} GiB", flush=True)
     with torch.inference_mode():
-        bench = Bench(settings, cases, device)
+        bench = Bench(flags, cases, device)
         rows = []
         for case in tqdm(cases, desc="replaying"):
             for row in bench.rows(case):
                 rows.append(row)
                 tqdm.write(_line(row), sys.stderr)  # what there is, should the rest not come
-    head = _head(flags.shape, settings, device, bench.link, homes)
+    head = _head(flags, device, bench.link, homes)
     print(report(head, rows))
     if flags.json:
         content = head | {"rows": [asdict(row) for row in rows]}
@@ -291,9 +262,7 @@ def run(flags: argparse.Namespace) -> None:
 # The table.
 
 
-def _head(
-    name: str, settings: OffloadSettings, device: torch.device, link: float, homes: int
-) -> dict[str, str | float]:
+def _head(flags: argparse.Namespace, device: torch.device, link: float, homes: int) -> dict[str, str | float]:
     machine = "no GPU: a rehearsal, times say nothing"
     if device.type == "cuda":
         import triton
@@ -302,7 +271,7 @@ def _head(
     head: dict[str, str | float] = {
         "machine": machine,
         "date": datetime.now(UTC).date().isoformat(),
-        "command": command_of(name, settings),
+        "command": command_of(flags),
         "link": f"{link / 1e9:.1f} GB/s, bulk copies",
         "link_bytes_a_second": link,
         "home": f"{homes / 1e9:.2f} GB page-locked; own homes: {HOME_LAYERS} layers, the others share them",
@@ -311,11 +280,10 @@ def _head(
     return head
 
 
-def command_of(name: str, settings: OffloadSettings) -> str:
-    lists: dict[str, tuple[float, ...]] = {"contexts": settings.contexts, "shares": settings.shares}
-    lists |= {"batches": settings.batches, "hot": settings.hot}
-    words = [f"--{flag} {' '.join(map(str, values))}" for flag, values in lists.items()]
-    return f"specahead bench offload --shape {name} {' '.join(words)} --passes {settings.passes}"
+def command_of(flags: argparse.Namespace) -> str:
+    lists = {name: getattr(flags, name) for name in ("contexts", "shares", "batches", "hot")}
+    words = [f"--{name} {' '.join(map(str, values))}" for name, values in lists.items()]
+    return f"specahead bench offload --shape {flags.shape} {' '.join(words)} --passes {flags.passes}"
 
 
 def report(head: dict[str, str | float], rows: list[OffloadRow]) -> str:
