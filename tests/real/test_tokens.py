@@ -10,6 +10,7 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from specahead.engine.loading.model import resolve_dtype
+from tests.books import read_passages, spread
 from tests.leads import LARGEST_LEAD, changed_tokens
 from tests.stack import Stack
 
@@ -43,13 +44,7 @@ def sources(count: int, shortest: int, longest: int, books: list[str], tokenizer
     """Return passages of code and of prose in turn, their lengths in tokens spread evenly on a logarithmic scale."""
     library = Path(random.__file__).parent
     code = [(library / name).read_text(encoding="utf-8") for name in ("argparse.py", "tarfile.py", "typing.py")]
-    texts, chosen, prompts = [*code, *books[:3]], random.Random(count), []
-    for i in range(count):
-        length = round(shortest * (longest / shortest) ** (i / (count - 1)))
-        text = texts[i % len(texts)]
-        start = chosen.randrange(max(1, len(text) - 8 * length))
-        prompts.append(tokenizer.encode(text[start : start + 8 * length])[:length])
-    return prompts
+    return read_passages([*code, *books[:3]], tokenizer, spread(count, shortest, longest), count)
 
 
 def test_short_texts_keep_every_token_that_dense_attention_is_sure_of(

@@ -23,19 +23,10 @@ from specahead.kernels.prompt_attention import attend_to_prompts
 from specahead.kernels.prompt_reads import Ends
 from tests.books import random_tokens
 from tests.unit.exact_reads import read_exactly
-from tests.unit.tiny_models import save_tiny
+from tests.unit.tiny_models import save_tiny, sizes
 
 VOCAB, LAYERS, KV_HEADS = 97, 3, 2
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": 64,
-    "intermediate_size": 48,
-    "max_position_embeddings": 512,
-}
+SIZES = sizes(8, KV_HEADS, hidden_size=128, num_hidden_layers=LAYERS, head_dim=64, max_position_embeddings=512)
 tokens = partial(random_tokens, vocab=VOCAB)
 
 

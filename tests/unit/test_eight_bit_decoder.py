@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,25 +9,16 @@ import transformers
 from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model, load_modules
-from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.decoder import Decoder, PassTokens
-from specahead.engine.steps.inputs import Logits, SequenceInput
+from specahead.engine.steps.inputs import Logits
 from specahead.kernels.backends import Backend
 from specahead.kernels.linear import MOST_ROWS, quantize
+from tests.unit.tiny_models import logits_of_prompt, sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "intermediate_size": 1024,
-    "max_position_embeddings": 512,
-}
+SIZES = sizes(8, 2, hidden_size=512, intermediate_size=1024, max_position_embeddings=512)
 
 
 @pytest.fixture
@@ -55,11 +45,8 @@ def logits(folder: str, rounded: str, tokens: int, given: Logits = "all") -> Ten
             decoder = decoder.with_eight_bit_weights()
         elif rounded:
             round_weights(decoder)
-    runner = make_runner(replace(loaded, decoder=decoder), 1024, max_context=400)
     prompt = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
-    (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, given)])
-    assert output.logits is not None
-    return output.logits.float()
+    return logits_of_prompt(replace(loaded, decoder=decoder), prompt, given)
 
 
 @pytest.mark.parametrize("tokens", [7, 40])
@@ -92,9 +79,7 @@ def test_experts_are_read_in_8_bits(tokens: int, tmp_path: Path) -> None:
                     for weight in weights:
                         assert isinstance(weight, Tensor)
                         weight.copy_(quantize(weight).in_order())
-        (output,) = make_runner(loaded, 1024, max_context=400).forward([SequenceInput(SequenceKV(), prompt, "all")])
-        assert output.logits is not None
-        found.append(output.logits.float())
+        found.append(logits_of_prompt(loaded, prompt))
     torch.testing.assert_close(*found, atol=0.03 if DEVICE == "cuda" else 1e-4, rtol=1e-3)
     assert found[0].std() > 0.1
 

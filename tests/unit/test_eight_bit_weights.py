@@ -12,29 +12,18 @@ import transformers
 from torch import Tensor
 
 from specahead.config import ModelSettings, TargetSettings
-from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading import fused
 from specahead.engine.loading.memory import bytes_of_weights
 from specahead.engine.loading.model import LoadedModel, load_model
 from specahead.engine.loading.opening import open_model
-from specahead.engine.loading.runner import make_runner
 from specahead.engine.model import quantization
 from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.quantization import Storage
-from specahead.engine.steps.inputs import SequenceInput
 from specahead.kernels.linear import MOST_ROWS, EightBitWeight, LinearWeight, quantize
 from target_service.service import open_models
+from tests.unit.tiny_models import logits_of_prompt, sizes
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+SIZES = sizes(8, 2, hidden_size=128, intermediate_size=256, max_position_embeddings=512, tie_word_embeddings=False)
 BY_CHANNEL: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -72,11 +61,9 @@ def linears_of(loaded: LoadedModel) -> list[LinearWeight]:
 
 
 def logits(loaded: LoadedModel, tokens: int) -> Tensor:
-    runner = make_runner(loaded, 1024, max_context=400)
-    prompt = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
-    (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, "all")])
-    assert output.logits is not None
-    return output.logits.float()
+    return logits_of_prompt(
+        loaded, torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+    )
 
 
 # At load

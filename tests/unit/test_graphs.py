@@ -25,19 +25,11 @@ from specahead.engine.steps.model_runner import ModelRunner
 from tests.books import random_tokens
 from tests.unit.exact_reads import read_exactly
 from tests.unit.fake_models import judge_rounds
-from tests.unit.tiny_models import save_tiny
+from tests.unit.tiny_models import save_tiny, sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 97
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 512,
-}
+SIZES = sizes(4, 2, hidden_size=64, num_hidden_layers=3, max_position_embeddings=512)
 LLAMA_3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

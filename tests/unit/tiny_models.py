@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from specahead import models
+from specahead.engine.kv.pages import SequenceKV
+from specahead.engine.loading.model import LoadedModel
+from specahead.engine.loading.runner import make_runner
+from specahead.engine.steps.inputs import Logits, SequenceInput
 
 HEAD = 16 if torch.cuda.is_available() else 8  # dimensions: kernels on a GPU take no fewer
 SIZES: dict[str, Any] = {
@@ -63,6 +68,14 @@ def save_tiny(config: Any, folder: Path, **how: Any) -> Any:
             parameter += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(folder, **how)
     return model.eval()
+
+
+def logits_of_prompt(loaded: LoadedModel, prompt: list[int], given: Logits = "all") -> Tensor:
+    """Return the logits of a prompt of at most 400 tokens, or of its last token, in float32."""
+    runner = make_runner(loaded, 1024, max_context=400)
+    (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, given)])
+    assert output.logits is not None
+    return output.logits.float()
 
 
 def save_mixture(folder: Path) -> None:
