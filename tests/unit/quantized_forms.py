@@ -1,6 +1,6 @@
 """The forms of quantized checkpoints as users have them, written by the rules of the libraries that make them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,12 @@ def in_eight_bits(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 numbers, and what they stand for. scales: of each weight, in its shape."""
     values = (weight / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return values, values.float() * scales
+
+
+def from_parts(parts: Sequence[Tensor], sizes: Sequence[int], dim: int) -> Tensor:
+    """Return the weight whose slices of `sizes` along `dim` the ranks hold equal parts of."""
+    split = [part.split([size // len(parts) for size in sizes], dim) for part in parts]
+    return torch.cat([each for slices in zip(*split, strict=True) for each in slices], dim)
 
 
 def by_tensor(weight: Tensor) -> Written:

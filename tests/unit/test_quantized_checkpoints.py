@@ -24,12 +24,12 @@ from specahead.engine.loading.memory import bytes_of_weights
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.opening import open_model
 from specahead.engine.loading.packed import PackedCheckpoint
-from specahead.engine.loading.runner import make_runner
 from specahead.engine.model.quantization import storage_of
 from specahead.engine.parallel.ranks import Ranks
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.kernels.linear import MOST_ROWS, EightBitWeight, GroupedWeight
-from tests.unit.quantized_forms import AWQ, FORMS, by_awq, packed
+from tests.unit.quantized_forms import AWQ, FORMS, by_awq, from_parts, packed
+from tests.unit.tiny_models import logits_of_prompt
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2},
@@ -86,11 +86,10 @@ def load(folder: Path, **how: Any) -> Any:
 
 def check_logits(folder: Path, wanted: Any, tokens: int) -> None:
     ids = torch.randint(0, 96, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
-    runner = make_runner(load(folder), 1024, max_context=400)
-    (output,) = runner.forward([SequenceInput(SequenceKV(), ids, "all")])
-    assert output.logits is not None
     with torch.no_grad():
-        torch.testing.assert_close(output.logits, wanted(torch.tensor([ids])).logits[0], atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            logits_of_prompt(load(folder), ids), wanted(torch.tensor([ids])).logits[0], atol=2e-4, rtol=1e-4
+        )
 
 
 @every_form
@@ -139,25 +138,24 @@ def test_random_weights_are_held_alike(tmp_path: Path, form: str) -> None:
     assert values.in_order().std() == pytest.approx(0.02, rel=0.2)
 
 
-@in_groups
+@every_form
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])
 def test_ranks_hold_their_parts(tmp_path: Path, form: str, family: str) -> None:
     """Rows of queries, keys, values, gates and ups; columns, with their groups, of what reads them."""
     write(tmp_path, form, family, intermediate_size=512)
     decoders = [load(tmp_path), *(load(tmp_path, ranks=Ranks(rank, 2)) for rank in (0, 1))]
-    for index in range(2):
+    for layers in zip(*(each.decoder.layers for each in decoders), strict=True):
         for name, dim, sizes in (
             ("qkv", 0, (256, 64, 64)),
             ("gate_up", 0, (512, 512)),
             ("out", 1, (256,)),
             ("down", 1, (512,)),
         ):
-            weights = [getattr(each.decoder.layers[index], name).values for each in decoders]
-            assert all(isinstance(each, GroupedWeight) for each in weights)
-            assert weights[1].words.numel() * 2 == weights[0].words.numel()
-            whole, *parts = (each.in_order() for each in weights)
-            halves = [each.split([size // 2 for size in sizes], dim) for each in parts]
-            assert torch.equal(torch.cat([half for pair in zip(*halves, strict=True) for half in pair], dim), whole)
+            whole, *parts = (getattr(layer, name).values for layer in layers)
+            assert {type(each) for each in (whole, *parts)} == {GroupedWeight if form in IN_GROUPS else EightBitWeight}
+            if form in IN_GROUPS:
+                assert parts[0].words.numel() * 2 == whole.words.numel()
+            assert torch.equal(from_parts([each.in_order() for each in parts], sizes, dim), whole.in_order())
 
 
 @given(

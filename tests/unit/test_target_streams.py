@@ -250,11 +250,13 @@ async def test_a_peer_that_falls_silent_is_let_go(
         assert status.gauges["sessions"] == 0
 
 
-async def test_logits_that_are_no_numbers_end_their_session_and_no_other() -> None:
-    def logits(tokens: list[int]) -> Any:
-        return FakeModel().target(tokens) * (float("nan") if tokens[0] == 30 and len(tokens) > 25 else 1)
+def no_numbers_behind_30(tokens: list[int]) -> Any:
+    """Return the model's logits, or NaN once a text that begins with token 30 has more than 25 tokens."""
+    return FakeModel().target(tokens) * (float("nan") if tokens[0] == 30 and len(tokens) > 25 else 1)
 
-    async with target(logits=logits) as channel:
+
+async def test_logits_that_are_no_numbers_end_their_session_and_no_other() -> None:
+    async with target(logits=no_numbers_behind_30) as channel:
         ours = Orchestrator(channel)
         await ours.send(opening("good", 40))
         await ours.send(replace(opening("bad", 40), tokens=[30, *PROMPT[1:]]))
@@ -312,11 +314,7 @@ async def take_back(ours: Orchestrator) -> None:
 @pytest.mark.parametrize("end", [finish, be_refused, take_back])
 async def test_a_name_that_was_used_is_anothers_next(end: Callable[[Orchestrator], Any]) -> None:
     """A stream that ends aborts what it has open, and not what another has opened under a name that it had."""
-
-    def logits(tokens: list[int]) -> Any:
-        return FakeModel().target(tokens) * (float("nan") if tokens[0] == 30 and len(tokens) > 25 else 1)
-
-    async with target(logits) as channel:
+    async with target(no_numbers_behind_30) as channel:
         ours, other = Orchestrator(channel), Orchestrator(channel)
         await end(ours)
         status = control_pb2_grpc.TargetControlStub(channel).Status

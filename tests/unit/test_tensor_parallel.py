@@ -51,7 +51,7 @@ from target_service.self_drafting import SelfDrafting
 from tests.books import random_tokens as tokens
 from tests.plans import bundled_plan
 from tests.settings import target_settings
-from tests.unit.quantized_forms import BLOCKS, by_block
+from tests.unit.quantized_forms import BLOCKS, by_block, from_parts
 from tests.unit.test_minicpm import CONFIG, save
 
 SIZES: dict[str, Any] = {
@@ -78,8 +78,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def part_of(folder: Path, ranks: Ranks) -> Decoder:
-    decoder = load_model(str(folder), torch.float32, "cpu", ranks=ranks).decoder
+def part_of(folder: Path, ranks: Ranks, **how: Any) -> Decoder:
+    decoder = load_model(str(folder), torch.float32, "cpu", ranks=ranks, **how).decoder
     assert isinstance(decoder, Decoder)
     return decoder
 
@@ -107,10 +107,9 @@ def test_parts_put_together_are_the_model(folder: Path, count: int) -> None:
             ("out", 1, (8 * 16,)),
             ("down", 1, (96,)),
         ):
-            expected = whole(getattr(layer, name)).split(sizes, dim)
-            split = [whole(getattr(each, name)).split([size // count for size in sizes], dim) for each in own]
-            for place, want in enumerate(expected):
-                assert torch.equal(torch.cat([each[place] for each in split], dim), want), name
+            assert torch.equal(
+                from_parts([whole(getattr(each, name)) for each in own], sizes, dim), whole(getattr(layer, name))
+            )
         if layer.out.bias is not None:
             assert torch.equal(sum(each.out.bias for each in own), layer.out.bias)
         if layer.qkv.bias is not None:
@@ -129,38 +128,18 @@ def test_only_the_own_part_is_read(folder: Path) -> None:
     assert read - unsplit < 0.3 * (total - unsplit)
 
 
-@pytest.mark.parametrize("comes", ["in 16 bits", "in 8 bits"])
-def test_parts_in_eight_bits(tmp_path: Path, comes: str) -> None:
-    """Rounded as they are loaded, or as the checkpoint has them, with a scale for each row or for a whole layer."""
+def test_parts_that_are_rounded_to_eight_bits(tmp_path: Path) -> None:
+    """Columns get scales of their own on each rank. test_quantized_checkpoints has checkpoints in 8 bits."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"attention_bias": False}))
-    if comes == "in 8 bits":
-        tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        for name in [name for name in tensors if "proj.weight" in name]:
-            scales = tensors[name].abs().amax(1, keepdim=True) / 448 if "up" in name else torch.full((1,), 0.001)
-            tensors[name] = (tensors[name] / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale"] = scales
-        model.config.quantization_config = {"quant_method": "fp8"}
-        model.config.save_pretrained(tmp_path)
-        save_file(tensors, tmp_path / "model.safetensors")
-    else:
-        model.save_pretrained(tmp_path)
-    how: dict[str, Any] = {"quantization": "none" if comes == "in 8 bits" else "fp8"}
-    of_all = load_model(str(tmp_path), torch.float32, "cpu", **how).decoder
-    parts = [load_model(str(tmp_path), torch.float32, "cpu", ranks=Ranks(rank, 2), **how).decoder for rank in (0, 1)]
-    for decoder in (of_all, *parts):
-        assert isinstance(decoder, Decoder)
-    for index in range(2):
-        for name, dim, sizes in (("gate_up", 0, (96, 96)), ("down", 1, (96,))):
-            expected, first, second = (
-                rounded(getattr(decoder.layers[index], name))
-                for decoder in (of_all, *parts)  # type: ignore[union-attr]
-            )
-            halves = [each.split([size // 2 for size in sizes], dim) for each in (first, second)]
-            together = torch.cat([half for pair in zip(*halves, strict=True) for half in pair], dim)
-            # Columns that are rounded as they are loaded get scales of their own on each rank.
-            near = 0.0 if dim == 0 or comes == "in 8 bits" else 0.07
-            torch.testing.assert_close(together, expected, rtol=near, atol=near / 50)
+    config = transformers.LlamaConfig(**SIZES | {"attention_bias": False})
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    of_all = load_model(str(tmp_path), torch.float32, "cpu", quantization="fp8").decoder
+    assert isinstance(of_all, Decoder)
+    parts = [part_of(tmp_path, Ranks(rank, 2), quantization="fp8") for rank in (0, 1)]
+    for index, layer in enumerate(of_all.layers):
+        for name, dim, sizes, near in (("gate_up", 0, (96, 96), 0.0), ("down", 1, (96,), 0.07)):
+            together = from_parts([rounded(getattr(each.layers[index], name)) for each in parts], sizes, dim)
+            torch.testing.assert_close(together, rounded(getattr(layer, name)), rtol=near, atol=near / 50)
 
 
 @pytest.mark.parametrize("form", ["16 bits", "fp8 blocks"])
@@ -188,9 +167,7 @@ def test_every_expert_is_split(tmp_path: Path, form: str) -> None:
                 numbers(getattr(decoder.layers[index].experts, name)).unflatten(0, (4, -1))
                 for decoder in (of_all, *parts)
             )
-            split = [half.split([size // 2 for size in sizes], dim) for half in halves]
-            together = torch.cat([each for pair in zip(*split, strict=True) for each in pair], dim)
-            assert torch.equal(together, whole)
+            assert torch.equal(from_parts(halves, sizes, dim), whole)
         for part in parts:
             own = part.layers[index].experts
             assert own is not None
