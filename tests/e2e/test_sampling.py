@@ -13,6 +13,7 @@ from specahead.engine.loading.model import load_module
 from specahead.models import DRAFT, TARGET
 from tests.client import generate
 from tests.stack import Stack
+from tests.unit.distributions import chi_square
 
 DRAWS, AT_ONCE = 300, 32
 PROMPT = "The old man looked at the"
@@ -45,17 +46,6 @@ def _distributions(prompt: list[int], of: Path = TARGET) -> list[dict[int, float
     return marginals
 
 
-def _chi_square(observed: Counter[int], expected: dict[int, float], draws: int) -> float:
-    """p-value; outcomes expected fewer than 5 times are taken together."""
-    pairs = [(observed[t], p * draws) for t, p in expected.items() if p * draws >= 5]
-    rest = draws - sum(o for o, _ in pairs), draws - sum(e for _, e in pairs)
-    if rest[1] > 0:
-        pairs.append(rest)
-    statistic = sum((o - e) ** 2 / e for o, e in pairs)
-    freedom = torch.tensor((len(pairs) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
-
-
 def test_sampled_exact_has_the_targets_distribution(stack: Stack, tokenizer: Any) -> None:
     """300 draws; as many from the draft's distribution, as a rule that accepts everything would give, are found out."""
     prompt, stub = tokenizer.encode(PROMPT), stack.stub()
@@ -69,8 +59,8 @@ def test_sampled_exact_has_the_targets_distribution(stack: Stack, tokenizer: Any
         samples = list(pool.map(run, range(DRAWS)))
     expected, drafted = _distributions(prompt), _distributions(prompt, DRAFT)
     assert all(sum(marginal.values()) == pytest.approx(1, abs=1e-3) for marginal in expected)
-    p_values = [_chi_square(Counter(s[i] for s in samples), expected[i], DRAWS) for i in range(3)]
+    p_values = [chi_square(Counter(s[i] for s in samples), expected[i]) for i in range(3)]
     assert min(p_values) > 1e-3, p_values
     wrong = [Counter(Random(1).choices(list(p), list(p.values()), k=DRAWS)) for p in drafted]
-    p_values = [_chi_square(*each, DRAWS) for each in zip(wrong[:2], expected[:2], strict=True)]
+    p_values = [chi_square(*each) for each in zip(wrong[:2], expected[:2], strict=True)]
     assert max(p_values) < 1e-6, p_values

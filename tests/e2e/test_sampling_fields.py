@@ -9,7 +9,7 @@ from openai import OpenAI
 from specahead.engine.loading.model import load_module
 from specahead.engine.sampling.distributions import Sampling
 from specahead.models import TARGET
-from tests.unit.world import changed_logits
+from tests.unit.distributions import changed_row
 
 PROMPT = "The old man looked at the sea and the old man looked at the"
 STOP = 198
@@ -42,7 +42,7 @@ def test_greedy_with_rules_is_plain_decoding_with_them(client: OpenAI, model: An
     sampling = Sampling(0.0, logit_bias=biases, **rules)
     while len(tokens) < len(prompt) + 48 and tokens[-1] != STOP:
         logits = logits_of(model, tokens)[-1].numpy()
-        tokens.append(int(changed_logits(logits, tokens, len(prompt), sampling, [STOP]).argmax()))
+        tokens.append(int(changed_row(logits, tokens, len(prompt), sampling, [STOP]).argmax()))
     assert answer.choices[0].logprobs.tokens == [tokenizer.decode([token]) for token in tokens[len(prompt) :]]
     assert answer.speculation["accepted"] > answer.speculation["drafted"] / 5
 

@@ -8,9 +8,10 @@ Each draw may have a distribution p of its own. Two statistics are looked at:
   deviations: Rao's score test, the most powerful one for a small bias. The power of just this one is computed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -115,18 +116,13 @@ def check(draws: Draws) -> None:
 # What is to be drawn.
 
 
-def changed_probs(
-    logits: Tensor,
-    counts: Tensor,
-    in_prompt: Tensor,
-    sampling: Sampling,
-    stops: Sequence[int] = (),
-    allowed: Tensor | None = None,
+def changed_logits(
+    logits: Tensor, counts: Tensor, in_prompt: Tensor, sampling: Sampling, stops: Sequence[int] = ()
 ) -> Tensor:
-    """Return what rules and cuts leave of distributions, worked out apart from the engine: [n, vocab] float64.
+    """Return logits after bias, min_tokens and penalties, worked out apart from the engine: [n, vocab] float64.
 
     logits: [n, vocab]. counts: how often each token was generated before, [n, vocab]. in_prompt: [vocab] bool, whether
-    a token stands in the prompt. allowed: [n, vocab] bool, by a grammar.
+    a token stands in the prompt.
     """
     changed = logits.double().clone()
     for token, bias in sampling.logit_bias.items():
@@ -136,12 +132,24 @@ def changed_probs(
         changed[early, token] = -torch.inf
     factor = torch.where(changed > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
     changed = torch.where((counts > 0) | in_prompt, changed * factor, changed)
-    changed -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
-    if allowed is not None:
-        changed[~allowed] = -torch.inf
-    probs = (changed / sampling.temperature).softmax(1)
+    return changed - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+
+
+def changed_row(
+    logits: np.ndarray, tokens: Sequence[int], prompt_tokens: int, sampling: Sampling, stops: Sequence[int]
+) -> np.ndarray:
+    """Return the logits [vocab] behind `tokens` after bias, min_tokens and penalties, as `changed_logits` does."""
+    vocab, text = len(logits), torch.tensor(tokens, dtype=torch.int64)
+    counts = torch.bincount(text[prompt_tokens:], minlength=vocab)[None]
+    in_prompt = torch.bincount(text[:prompt_tokens], minlength=vocab) > 0
+    return changed_logits(torch.from_numpy(logits)[None], counts, in_prompt, sampling, stops)[0].numpy()
+
+
+def cut_probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the distributions that temperature, top_k, min_p and top_p leave: [n, vocab] float64."""
+    probs = (logits.double() / sampling.temperature).softmax(1)
     ordered = probs.sort(dim=1, descending=True).values
-    if sampling.top_k:
+    if 0 < sampling.top_k < probs.shape[1]:
         probs[probs < ordered[:, sampling.top_k - 1 :][:, :1]] = 0
     probs[probs < sampling.min_p * ordered[:, :1]] = 0
     probs /= probs.sum(1, keepdim=True)
@@ -149,3 +157,25 @@ def changed_probs(
     before = ordered.cumsum(1) - ordered
     probs = torch.zeros_like(probs).scatter(1, order, ordered.where(before < sampling.top_p, 0.0))
     return probs / probs.sum(1, keepdim=True)
+
+
+def probs_of_row(logits: np.ndarray, sampling: Sampling) -> dict[int, float]:
+    """Return the distribution that `cut_probs` leaves of the logits [vocab]: its tokens with their probabilities."""
+    probs = cut_probs(torch.from_numpy(logits)[None], sampling)[0]
+    return {token: p for token, p in enumerate(probs.tolist()) if p > 0}
+
+
+def chi_square(observed: Mapping[int, int], probs: Mapping[int, float]) -> float:
+    """Return the p-value of how often tokens were drawn. Tokens expected fewer than five times are taken together.
+
+    0 if a token without any probability was drawn.
+    """
+    if not {token for token, count in observed.items() if count} <= set(probs):
+        return 0.0
+    total = sum(observed.values())
+    cells = [(observed.get(token, 0), p * total) for token, p in probs.items()]
+    small = [cell for cell in cells if cell[1] < 5]
+    cells = [cell for cell in cells if cell[1] >= 5]
+    if small:
+        cells.append((sum(count for count, _ in small), sum(expected for _, expected in small)))
+    return upper_tail(sum((count - expected) ** 2 / expected for count, expected in cells), len(cells) - 1)

@@ -17,7 +17,7 @@ from specahead.engine.sampling.next_tokens import draw_tokens
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.requests import DraftedTokens, RoundOutput, RoundRequest
 from specahead.engine.steps.rules import ChangedLogits
-from tests.unit.distributions import Draws, changed_probs
+from tests.unit.distributions import Draws, changed_logits, cut_probs
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, TABLE, VOCAB, FakeModel, FakeRunner
 from tests.unit.world import World
 
@@ -157,6 +157,7 @@ def draws_of(
         for place in range(known, len(text)) if allowed is not None else ():
             masks.append(torch.isin(torch.arange(VOCAB), torch.tensor(allowed(place))))
     in_prompt = torch.isin(torch.arange(VOCAB), torch.tensor(prompt))
-    logits = behind(torch.tensor(before), level)
-    how = sampling, stops, torch.stack(masks) if masks else None
-    return Draws(changed_probs(logits, torch.cat(counts), in_prompt, *how), torch.tensor(tokens))
+    logits = changed_logits(behind(torch.tensor(before), level), torch.cat(counts), in_prompt, sampling, stops)
+    if masks:
+        logits[~torch.stack(masks)] = -torch.inf
+    return Draws(cut_probs(logits, sampling), torch.tensor(tokens))

@@ -35,9 +35,9 @@ from tests.books import random_tokens as tokens
 from tests.plans import bundled_plan
 from tests.proposals import apart
 from tests.settings import draft_settings
+from tests.unit.distributions import changed_row
 from tests.unit.fake_models import limit_support
 from tests.unit.inline import Inline
-from tests.unit.world import changed_logits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # A budget by which there is something to announce in short contexts.
@@ -133,7 +133,7 @@ def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
     if session.terms.rules is not None:
         before = [*session.tokens[: event.at.base - 1], event.assumed_token]
         of_rules = session.terms.rules.prompt_tokens, sampling, session.terms.rules.stop_token_ids
-        rows = [changed_logits(row.numpy(), before + event.tokens[:i], *of_rules) for i, row in enumerate(logits)]
+        rows = [changed_row(row.numpy(), before + event.tokens[:i], *of_rules) for i, row in enumerate(logits)]
         logits = torch.from_numpy(np.stack(rows)).float()
     if sampling.greedy:
         assert event.tokens == logits[:count].argmax(-1).tolist()

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.judging import Drafted, RuledVerdict, judge_by_rules
 from specahead.engine.sampling.logit_rules import LogitRule, rules_of
-from tests.unit.distributions import ALPHA, BIASES, Draws, bias_judges, changed_probs, check
+from tests.unit.distributions import ALPHA, BIASES, Draws, bias_judges, changed_logits, check, cut_probs
 from tests.unit.fake_models import VOCAB
 from tests.unit.many_sessions import DENSE, DRAFT, SPARSE, behind, draws_of
 from tests.unit.test_grammar_sessions import GRAMMARS
@@ -42,10 +42,10 @@ def drafted_behind(kind: str, text: list[int], count: int) -> tuple[torch.Tensor
     counts = torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=VOCAB).repeat(count, 1)
     last = torch.full((count,), [*PROMPT, *text][-1])
     for place in range(len(text), len(text) + GAMMA):
-        mask = None
+        logits = changed_logits(behind(last, DRAFT), counts, in_prompt, RULED[kind], STOPS)
         if kind == "grammar":
-            mask = torch.isin(torch.arange(VOCAB), torch.tensor(allowed(place))).expand(count, -1)
-        drawn_from.append(changed_probs(behind(last, DRAFT), counts, in_prompt, RULED[kind], STOPS, mask))
+            logits[:, ~torch.isin(torch.arange(VOCAB), torch.tensor(allowed(place)))] = -torch.inf
+        drawn_from.append(cut_probs(logits, RULED[kind]))
         last = torch.multinomial(drawn_from[-1], 1)[:, 0]
         counts = counts + torch.nn.functional.one_hot(last, VOCAB)
         tokens = torch.cat((tokens, last[:, None]), 1)

@@ -8,8 +8,8 @@ from torch import Tensor
 from specahead.engine.sampling.distributions import USE_ACCEPT, USE_TARGET, Sampling, uniforms
 from specahead.engine.sampling.judging import Drafted, judge_by_rules
 from specahead.wire import messages as m
+from tests.unit.distributions import probs_of_row
 from tests.unit.fake_models import GREEDY, VOCAB, judge_rounds
-from tests.unit.world import target_probs
 
 
 def judged_by_hand(logits: Tensor, item: Drafted) -> tuple[int, int]:
@@ -20,7 +20,7 @@ def judged_by_hand(logits: Tensor, item: Drafted) -> tuple[int, int]:
             if i == len(item.tokens) or item.tokens[i] != following:
                 return i, following
             continue
-        weights = target_probs(row, item.sampling)
+        weights = probs_of_row(row, item.sampling)
         if i < len(item.tokens):
             token, draft = item.tokens[i], {item.tokens[i]: 1.0}
             if item.supports:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted, cut_logits, cuts_of, judge_by_rules
 from specahead.engine.sampling.logit_rules import TokenCounts, rules_of
-from tests.unit.world import changed_logits, target_probs
+from tests.unit.distributions import changed_row, probs_of_row
 
 STOPS = [3, 7]
 SAMPLINGS = {
@@ -50,9 +50,9 @@ def test_each_position_of_a_round_has_the_distribution_worked_out_by_hand(sampli
             limits = torch.tensor([sampling.top_k]), torch.tensor([sampling.min_p])
             got = cut_logits(got[None], torch.tensor([sampling.temperature]), *limits, cuts)[0]
         for i, row in enumerate(got):
-            expected = changed_logits(logits[i].numpy(), tokens + proposed[:i], prompt, sampling, STOPS)
-            by_hand = target_probs(expected, sampling)
-            by_engine = target_probs(row.numpy(), Sampling(sampling.temperature, sampling.top_p))
+            expected = changed_row(logits[i].numpy(), tokens + proposed[:i], prompt, sampling, STOPS)
+            by_hand = probs_of_row(expected, sampling)
+            by_engine = probs_of_row(row.numpy(), Sampling(sampling.temperature, sampling.top_p))
             for token in range(len(row)):
                 expected_share = by_hand.get(token, 0.0)
                 assert by_engine.get(token, 0.0) == pytest.approx(expected_share, rel=1e-5, abs=1e-12)

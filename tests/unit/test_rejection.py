@@ -1,4 +1,4 @@
-"""Acceptance of drafted tokens: tables worked out by hand, and the distribution that comes out."""
+"""Acceptance of drafted tokens, by tables that are worked out by hand."""
 
 import pytest
 import torch
@@ -126,18 +126,3 @@ def test_draw_inverts_the_cdf() -> None:
     for u, token in [(0.0, 0), (0.1249, 0), (0.125, 2), (0.4999, 2), (0.5, 3), (JUST_BELOW_ONE, 3)]:
         assert int(draw(row, torch.tensor([u], dtype=torch.float64))) == token
         assert int(draw(row * 7, torch.tensor([u], dtype=torch.float64))) == token
-
-
-# The distribution that comes out
-
-VOCAB, GAMMA = 5, 2
-
-
-def p_value(counts: Tensor, probs: Tensor) -> float:
-    """Chi-square of counts against probabilities; entries of probability 0 must not occur."""
-    expected = probs.double() / probs.double().sum() * counts.sum()
-    assert not counts[expected == 0].any()
-    counts, expected = counts[expected > 0].double(), expected[expected > 0]
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))

@@ -29,10 +29,9 @@ from target_service.self_drafting import DECAY, SelfDrafting
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
 from tests.settings import target_settings
+from tests.unit.distributions import chi_square, probs_of_row
 from tests.unit.fake_models import GREEDY
 from tests.unit.test_graphs import CONFIGS, DEVICE, tokens
-from tests.unit.test_sessions import p_value
-from tests.unit.world import target_probs
 
 GAMMA = 4
 PLAN = uniform_plan(3, 2, 1, 1, group_size=64, budget=1.0)
@@ -232,7 +231,7 @@ def test_sampled_tokens_have_the_targets_distribution(runner: ModelRunner) -> No
     (first, _), *_ = Counter(outcome[0] for outcome in outcomes).most_common()
     for start in ([], [first]):
         counts = Counter(o[len(start)] for o in outcomes if o[: len(start)] == start and len(o) > len(start))
-        assert p_value(counts, dense_probs(runner, [*prompt, *start], Sampling(0.06, top_k=60))) > 1e-4
+        assert chi_square(counts, dense_probs(runner, [*prompt, *start], Sampling(0.06, top_k=60))) > 1e-4
     runner.kv.release(session.kv)
 
 
@@ -241,7 +240,7 @@ def dense_probs(runner: ModelRunner, text: list[int], sampling: Sampling) -> dic
     (output,) = runner.forward([SequenceInput(kv, text, "last")])
     runner.kv.release(kv)
     assert output.logits is not None
-    return target_probs(output.logits[0].cpu().numpy().astype(np.float64), sampling)
+    return probs_of_row(output.logits[0].cpu().numpy().astype(np.float64), sampling)
 
 
 def test_rules_and_log_probabilities_are_of_what_was_drafted(runner: ModelRunner) -> None:

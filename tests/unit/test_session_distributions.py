@@ -14,11 +14,10 @@ from llguidance import LLMatcher
 
 from specahead.engine.sampling.distributions import Sampling
 from tests.unit.clock import Clock
-from tests.unit.distributions import ALPHA, BIASES, Draws, bias_judges, changed_probs, check
-from tests.unit.fake_models import VOCAB
-from tests.unit.many_sessions import DENSE, ManySessions, behind, draws_of
+from tests.unit.distributions import ALPHA, BIASES, Draws, bias_judges, check
+from tests.unit.many_sessions import ManySessions, draws_of
 from tests.unit.test_grammar_sessions import END, GRAMMARS, TOKENS
-from tests.unit.world import changed_logits, target_probs, totals
+from tests.unit.world import totals
 
 PROMPT, STOPS = [7, 30, 6, 15, 26], [11, 12]
 RULED = {
@@ -107,19 +106,3 @@ def test_a_judge_that_moves_a_twentieth_is_found(clock: Clock, monkeypatch: pyte
     """test_judged_distributions has the other bias as well."""
     bias_judges(monkeypatch, BIASES["rolled"])
     assert together(draw(clock, 2)).p_value() < ALPHA
-
-
-@pytest.mark.parametrize("kind", [kind for kind in RULED if kind != "grammar"])
-def test_expected_distributions_are_those_of_the_plain_rules(kind: str) -> None:
-    """Two ways to work them out, both apart from the engine, agree on texts of all lengths."""
-    sampling, text = RULED[kind], torch.randint(VOCAB, (80,), generator=torch.Generator().manual_seed(0)).tolist()
-    counts = torch.stack([torch.bincount(torch.tensor(text[:n]), minlength=VOCAB) for n in range(1, 80)])
-    logits = behind(torch.tensor(text[:79]), DENSE)
-    in_prompt = torch.isin(torch.arange(VOCAB), torch.tensor(PROMPT))
-    probs = changed_probs(logits, counts, in_prompt, sampling, STOPS)
-    for n in (1, 2, 5, 30, 58, 59, 60, 79):
-        row = changed_logits(logits[n - 1].numpy(), [*PROMPT, *text[:n]], len(PROMPT), sampling, STOPS)
-        wanted = target_probs(row, sampling)
-        assert {token: pytest.approx(p, rel=1e-6) for token, p in wanted.items()} == {
-            token: p for token, p in enumerate(probs[n - 1].tolist()) if p > 0
-        }

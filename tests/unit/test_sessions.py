@@ -17,9 +17,10 @@ from specahead.wire import messages as m
 from target_service.policy import PLAIN, Options, Pace, Policy, Proposer, RoundPlan
 from target_service.session import DraftPeer
 from tests.unit.clock import Clock
+from tests.unit.distributions import changed_row, chi_square, probs_of_row
 from tests.unit.endings import finish
 from tests.unit.fake_models import PLAN, VOCAB, FakeModel, hashed
-from tests.unit.world import Faults, World, changed_logits, prompts, target_probs, totals
+from tests.unit.world import Faults, World, prompts, totals
 
 # Greedy outcomes
 
@@ -264,7 +265,7 @@ def test_greedy_with_rules_is_plain_decoding_with_them(clock: Clock, sampling: S
             finish(world)
             tokens, record = list(prompt), world.ledger.records[name]
             while len(tokens) < len(prompt) + 25 and not (len(tokens) > len(prompt) and tokens[-1] in STOPS):
-                logits = changed_logits(model.target(tokens), tokens, len(prompt), sampling, STOPS)
+                logits = changed_row(model.target(tokens), tokens, len(prompt), sampling, STOPS)
                 tokens.append(int(logits.argmax()))
             assert record.tokens == tokens
             done = tokens[len(prompt) : -1][:7]
@@ -312,22 +313,8 @@ def check_distribution(
     for start in ((), (first,)):
         counts = Counter(o[len(start)] for o in outcomes if tuple(o[: len(start)]) == start and len(o) > len(start))
         tokens = [*prompt, *start]
-        logits = changed_logits(world.model.target(tokens), tokens, len(prompt), sampling, STOPS)
-        assert p_value(counts, target_probs(logits, sampling)) > 1e-4
-
-
-def p_value(observed: Counter[int], probs: dict[int, float]) -> float:
-    """Chi-square; tokens expected fewer than five times are taken together. 0 if an impossible one occurs."""
-    if not set(observed) <= set(probs):
-        return 0.0
-    total = sum(observed.values())
-    cells = [(observed[token], p * total) for token, p in probs.items()]
-    small = [cell for cell in cells if cell[1] < 5]
-    cells = [cell for cell in cells if cell[1] >= 5]
-    if small:
-        cells.append((sum(o for o, _ in small), sum(e for _, e in small)))
-    statistic = sum((o - e) ** 2 / e for o, e in cells)
-    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)))
+        logits = changed_row(world.model.target(tokens), tokens, len(prompt), sampling, STOPS)
+        assert chi_square(counts, probs_of_row(logits, sampling)) > 1e-4
 
 
 # Drafts that come and go, and links that misbehave

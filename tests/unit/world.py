@@ -5,8 +5,6 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from orchestrator.sessions.ledger import Ledger, Record
@@ -354,37 +352,3 @@ def prompts(rng: random.Random, count: int, longest: int = 150) -> list[list[int
 def totals(world: World) -> tuple[int, int]:
     commits = [commit for commits in world.commits.values() for commit in commits]
     return sum(commit.drafted for commit in commits), sum(commit.accepted for commit in commits)
-
-
-def changed_logits(
-    logits: np.ndarray, tokens: list[int], prompt_tokens: int, sampling: Sampling, stops: list[int]
-) -> np.ndarray:
-    """The logits behind `tokens` after bias, min_tokens and penalties, one token of the vocabulary after the other."""
-    output = tokens[prompt_tokens:]
-    changed = logits.astype(np.float64)
-    for token in range(len(changed)):
-        changed[token] += sampling.logit_bias.get(token, 0.0)
-        if token in stops and len(output) < sampling.min_tokens:
-            changed[token] = -np.inf
-        if token in tokens:
-            factor = sampling.repetition_penalty
-            changed[token] *= 1 / factor if changed[token] > 0 else factor
-        changed[token] -= sampling.frequency_penalty * output.count(token)
-        changed[token] -= sampling.presence_penalty * (token in output)
-    return changed
-
-
-def target_probs(logits: np.ndarray, sampling: Sampling) -> dict[int, float]:
-    """The truncated distribution, worked out in float64 apart from the engine."""
-    probs = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
-    probs[probs < sampling.min_p * probs.max()] = 0
-    if 0 < sampling.top_k < len(probs):
-        probs[probs < np.sort(probs)[-sampling.top_k]] = 0
-    probs /= probs.sum()
-    kept: dict[int, float] = {}
-    for token in np.argsort(-probs, kind="stable"):
-        if probs[token] > 0:
-            kept[int(token)] = float(probs[token])
-        if sum(kept.values()) >= sampling.top_p:
-            break
-    return {token: p / sum(kept.values()) for token, p in kept.items()}
