@@ -1,6 +1,6 @@
 """`specahead bench offload`: verification steps over KV in tiers against the same steps over KV wholly on the GPU.
 
-What the target of the real services read (read_trace.py) is read round after round. Three ways:
+Each step reads what one round of the real services read (read_trace.py), and it is timed in three ways:
 
     resident   all KV is on the GPU
     in step    pages that are not hot are fetched on a side stream, layer by layer, from the step's beginning on
@@ -59,7 +59,7 @@ QUERIES = 5  # of each session in a step
 
 @dataclass(frozen=True)
 class OffloadRow:
-    """A step. Pages are those of one layer and KV head."""
+    """Steps of one case, measured in one way. A page is that of one layer and KV head."""
 
     batch: int
     context: int
@@ -67,22 +67,22 @@ class OffloadRow:
     way: str
     hot: float
     milliseconds: float
-    """Mean; p95 beside it."""
+    """Mean over the settled rounds; p95 is of the same."""
     p95: float
     resident: float | None
     """Milliseconds of the resident step; None where its KV does not fit the GPU."""
     pages_read: float
     pages_fetched: float
-    """Pages that came over the link."""
+    """Pages of a step that came over the link."""
     pages_refused: float
     """Listed pages without a slot. If there are any the step is void: services would verify fewer sessions at once."""
     bytes_fetched: float
     link_used: float
     """Bytes a second of fetches over the whole step, as a share of the host link's bulk rate."""
     bound: float
-    """Milliseconds."""
+    """Milliseconds that the step takes at least (see the module)."""
     check: Check
-    """Against the resident step's logits."""
+    """The logits against those of the resident step."""
 
     @property
     def to_resident(self) -> float | None:
@@ -98,13 +98,13 @@ def _recorded() -> dict[str, ReadTrace]:
 
 
 def selections(context: int, share: float, session: int) -> list[np.ndarray]:
-    """Of each round bool [ROWS, blocks of the context]: what a session reads; each has an arrangement of its own."""
+    """Return what a session reads, a bool [ROWS, blocks of the context] a round. Sessions differ in arrangement."""
     trace = _recorded()[SHARES[share]].shifted(session)
     return [trace.matrix(number, context // PAGE_SIZE) for number in range(trace.rounds)]
 
 
 def rounds_of(case: Case, share: float, device: torch.device) -> Tensor:
-    """int64 [rounds, batch, rows, words]"""
+    """Return what the sessions of a case read, as words of bits: int64 [rounds, batch, rows, words]."""
     if case.rows > ROWS:
         raise ValueError(f"{case.rows} KV heads in all layers; the recorded reads have {ROWS} rows")
     rows = (2 * np.arange(case.rows) + 1) * ROWS // (2 * case.rows)  # evenly spread
@@ -144,7 +144,7 @@ class Bench:
     def _measure(
         self, case: Case, rounds: dict[float, Tensor], hot: float | None, way: str = IN_STEP
     ) -> dict[float, Measured]:
-        """By share. hot: None: resident. Nothing if the GPU has no room."""
+        """Return what was measured for each share; nothing if the GPU has no room. hot: None means resident KV."""
         if not self._fits(case, 1.0 if hot is None else hot):
             where = "wholly on the GPU" if hot is None else f"{hot:.1%} of it on the GPU"
             print(f"skipped: KV of {case.batch} x {case.context}, {where}, does not fit its memory")
@@ -200,7 +200,7 @@ def home_bytes(case: Case) -> int:
 
 
 def choose_cases(flags: argparse.Namespace, shape: Shape, dtype: torch.dtype) -> list[Case]:
-    """Those whose home the host has room for; says what is left out. Raises ValueError if that is all."""
+    """Return the cases whose home fits the host's memory, and print the others. Raises ValueError if none fits."""
     room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cases = []
     for context in flags.contexts:

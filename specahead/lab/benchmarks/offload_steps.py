@@ -205,27 +205,27 @@ class Step:
         self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
 
     def choose(self, words: Tensor) -> None:
-        """What the next run reads; in tiers it is another round."""
+        """Have the next run read other words; KV in tiers begins another round with it."""
         given = self.buffers.tensors
         given["bitmaps"][: len(words), :, : words.shape[-1]].copy_(words)
         if "round" in given:
             given["round"].fill_(self.kv.next_round())
 
     def forget(self) -> None:
-        """Nothing is hot any more."""
+        """Go back to the tiers' first state: nothing is hot but what a step writes."""
         if isinstance(self.kv, HomeKV):
             for name, part in self._tables.items():
                 getattr(self.kv.memory.tables, name).copy_(part)
 
     def counts(self) -> Tensor:
-        """[3]: pages that the last run read, fetched, and had no slot for."""
+        """Return how many pages the last run read, fetched, and had no slot for: [3]."""
         results = self.buffers.results.device
         nothing = torch.zeros_like(results["blocks_read"][:1])
         tiers = (results.get(name, nothing) for name in ("fetched", "overflow"))
         return torch.cat([results["blocks_read"].sum(dtype=torch.int32)[None], *tiers])
 
     def logits(self) -> Tensor:
-        """[batch, queries, vocab], a copy of what the last run gave."""
+        """Return a copy of the last run's logits: [batch, queries, vocab]."""
         logits = self.buffers.tensors["logits"]
         by_place = logits.view(-1, self.case.queries, logits.shape[-1])
         return by_place[: self.case.batch].clone()
@@ -247,7 +247,7 @@ def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput
 
 
 def pack_rounds(rounds: list[list[np.ndarray]], device: torch.device) -> Tensor:
-    """Of each round and session bool [rows, blocks], to int64 [rounds, sessions, rows, words], the lowest bit first."""
+    """Pack what sessions read in each round, bool [rows, blocks], into words of int64, the lowest bit first."""
     packed = [np.stack([_pack(chosen) for chosen in sessions]) for sessions in rounds]
     return torch.from_numpy(np.stack(packed)).to(device)
 
@@ -273,9 +273,10 @@ class _Mark:
 
 
 def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
-    """Run all rounds so many times, each time with nothing hot at first; from round SETTLED on they count.
+    """Run all rounds, `passes` times over, and return what the rounds from SETTLED on took, read and fetched.
 
-    rounds: int64 [rounds, batch, rows, words]. Not to and fro, nor round and round: what was once fetched would be hot.
+    rounds: int64 [rounds, batch, rows, words]. Nothing is hot when a pass begins: else all that the pass before fetched
+    would be.
     On a GPU all is launched without waiting, so that a step has been launched when the one before it ends; the last
     pass leaves copies of its logits between the steps.
     """
@@ -306,7 +307,7 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
 
 
 def _wake(step: Step, words: Tensor) -> None:
-    """Until the clocks of an idle GPU are up."""
+    """Run the step until the clocks of an idle GPU are up."""
     if words.device.type != "cuda":
         return
     step.choose(words)

@@ -84,7 +84,7 @@ class ReadTrace:
     """Which arrangement of the passages."""
 
     def matrix(self, round_: int, blocks: int = BLOCKS_AT_100K) -> np.ndarray:
-        """What a round reads: bool [ROWS, blocks]. Fewer blocks are the first ones of more.
+        """Return what a round reads: bool [ROWS, blocks]. Fewer blocks are the first ones of more.
 
         Rows of more blocks than all passages have (8,000 with 32 of them) repeat passages in another order.
         """
@@ -101,7 +101,7 @@ class ReadTrace:
         return np.concatenate([rows[:-1].reshape(-1, rows.shape[2]), last])[:, :blocks]
 
     def arrangement(self, segments: int) -> np.ndarray:
-        """The passage at each place of each group: int [groups, segments]"""
+        """Return which passage is at each place of each group: int [groups, segments]."""
         count, groups = len(self.history), -(-ROWS // self.history.shape[1])
         orders = [np.random.default_rng((self.session, group)) for group in range(groups)]
         turns = -(-segments // count)
@@ -110,16 +110,16 @@ class ReadTrace:
         )
 
     def shifted(self, session: int) -> "ReadTrace":
-        """The same passages arranged for another session of a batch; session 0 is the trace as loaded."""
+        """Return the same passages arranged for another session of a batch; session 0 has the trace as loaded."""
         return replace(self, session=session)
 
     def selections(self) -> list[BlockSelection]:
-        """Of each round, over all rows, at 100K."""
+        """Return what each round reads, over all rows, at 100K."""
         return [BlockSelection.from_matrix(self.matrix(i)) for i in range(self.rounds)]
 
 
 def save_reads(traces: list[ReadTrace], file: Path, about: dict[str, str]) -> None:
-    """Of each trace, under its name: its history, and all else in `facts`."""
+    """Write each trace under its name: the history packed, and all other fields as `facts`."""
     arrays = {"about": _text(about)}
     for trace in traces:
         facts = {key: value for key, value in vars(trace).items() if not isinstance(value, np.ndarray)}
@@ -131,7 +131,7 @@ def save_reads(traces: list[ReadTrace], file: Path, about: dict[str, str]) -> No
 
 
 def load_reads(file: Path = READS) -> list[ReadTrace]:
-    """The widest share first. Raises FileNotFoundError."""
+    """Return the traces of a file, the widest share first. Raises FileNotFoundError."""
     with open_traces(file) as content:
         traces = []
         for name in content.files:
@@ -143,7 +143,7 @@ def load_reads(file: Path = READS) -> list[ReadTrace]:
 
 
 def about_reads(file: Path = READS) -> dict[str, str]:
-    """How the traces of a file were made. Raises FileNotFoundError."""
+    """Return how the traces of a file were made. Raises FileNotFoundError."""
     with open_traces(file) as content:
         return json.loads(content["about"].tobytes())
 

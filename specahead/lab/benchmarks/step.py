@@ -71,7 +71,7 @@ class Bench:
         return numbers * a_number * share
 
     def floor(self, kv_bytes: float, rows: Sequence[int]) -> float:
-        """Return the milliseconds in which passes of so many rows read weights and KV at the copy bandwidth."""
+        """Return the milliseconds in which passes of `rows` rows read weights and KV at the copy bandwidth."""
         read = self.decoder.weight_bytes * sum(map(self.decoder.read_share, rows))
         return 1e3 * (read + kv_bytes) / self.bandwidth
 
