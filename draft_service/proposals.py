@@ -9,7 +9,7 @@ from draft_service.steps import PlannedRound
 from specahead.engine.steps.requests import DraftedTokens, RoundOutput
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.rounds import announced_selection
-from specahead.wire.messages import Proposals
+from specahead.wire.messages import At, Proposals
 from specahead.wire.selection_codec import NamedSelection, encode_selection, with_header
 
 _NO_IDS, _NO_PROBS = np.empty(0, np.uint32), np.empty(0, np.float32)
@@ -67,7 +67,7 @@ def send_round(session: DraftSession, round_: DraftedRound, counters: Counter[st
     Also a second time, for an overlap that its verdict met although the target began a new epoch.
     """
     overlaps = round_ is session.overlap
-    at = session.at._replace(round=session.at.round + overlaps, base=session.skipped + round_.base)
+    at = At(session.id, session.at.epoch, session.at.round + overlaps, session.skipped + round_.base)
     # The target knows nothing yet of the present round itself.
     announced = _announcement(round_, session.newest_known if overlaps else session.reference, counters)
     drafted = [outcome.drafted for outcome in round_.outcomes]

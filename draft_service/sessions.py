@@ -240,7 +240,8 @@ class DraftSession:
         self._take_statistics(verdict, met is not None)
         if not verdict.plain:
             self.reference = self.newest_known
-        self.at = verdict.at._replace(base=verdict.at.base + len(tokens))
+        name, epoch, round_, _ = verdict.at
+        self.at = At(name, epoch, round_, verdict.at.base + len(tokens))
         self.overlap = None
         if met is None or overlap is None:
             self.tokens[base:] = tokens
@@ -276,7 +277,9 @@ class DraftSession:
         if met.alternative is not None:
             self.tokens[met.base - 2] = met.alternative
         self.tokens[met.base - 1 :] = [met.token, *drafted.tokens[: drafted.proposed]]
-        self.present = replace(overlap, outcomes=[met])
+        self.present = DraftedRound(
+            overlap.base, [met], overlap.seconds, overlap.selection, overlap.coded, overlap.coded_from
+        )
         self.kv.length = met.base + drafted.run
         if met.source != met.base - 1:
             self.moved = MovedKV(met.source, met.base - 1, drafted.run + 1)

@@ -29,18 +29,18 @@ def commit_round(
     if output.alternative is not None:
         item.input.tokens[accepted] = output.alternative  # they begin with the last committed one
     confirmed, proposal, proposed = _confirm_held(item, accepted)
-    before, accepted = session.at, accepted - confirmed
-    base = before.base - confirmed
+    before, accepted = len(session.tokens), accepted - confirmed
+    base = before - confirmed
     audited = None if output.divergence is None else output.divergence[: accepted + 1]
     text = [*session.tokens[base:], *proposed[:accepted], following]
     text, finish = cut_at_end(text, session.asked.max_length - base, session.asked.stop_token_ids)
     tokens = text[confirmed:]
     # A draft that was lost or has asked for Begin during the step does not know this round.
     known = proposal is not None and (proposal.at.epoch, proposal.at.round) == session.key
-    agreed = known and session.foresaw(before.base + accepted + 1, following)
+    agreed = known and session.foresaw(before + accepted + 1, following)
     read, total = _tokens_read(item, session.kv.length - queued, plan, kv)
     commit = Commit(
-        at=before._replace(base=base),
+        at=At(session.id, session.epoch, session.round, base),
         tokens=text,
         drafted=len(proposed),
         accepted=min(accepted, len(tokens)),

@@ -29,6 +29,8 @@ class Committer:
         self._runner, self._kv, self._plan = target.runner, target.runner.kv, target.plan
         self._counters, self._hooks = target.counters, target.hooks
         self._admission, self._protocol, self._pacing, self._auditor = admission, protocol, pacing, auditor
+        self._untold: list[tuple[TargetSession, Commit]] = []
+        self._unsettled: list[tuple[VerifyStep, StepSeen]] = []
 
     def close(self, session: TargetSession) -> None:
         """End a session, for its draft as well."""
@@ -36,8 +38,9 @@ class Committer:
         self._admission.close(session)
 
     def commit(self, step: VerifyStep, result: VerifyResult, queued: VerifyStep | None, now: float) -> None:
-        """Commit what a step gave; sessions that have ended are passed over. queued: the step that was launched
-        after it, if there is one. now: the time, by time.monotonic.
+        """Commit what a step gave; sessions that have ended are passed over. Call `settle` soon after.
+
+        queued: the step that was launched after it, if there is one. now: the time, by time.monotonic.
         """
         for (session, _), prompt_logprobs in zip(step.prefills, result.prompts, strict=True):
             if self._admission.is_open(session):
@@ -52,8 +55,19 @@ class Committer:
                 if item.input.ends_prompt:
                     self._finish_reading(item.session, [], result.seconds)
                 self._finish_round(item, output, seen, rows.get(id(item.session), 0))
-        self._auditor.note_step(step, seen.load)
-        self._pacing.finish(seen)
+        self._unsettled.append((step, seen))
+
+    def settle(self) -> None:
+        """Do what can wait until the next step runs: tell the sessions' owners what was committed since the last call,
+        and let the policy choose.
+        """
+        untold, self._untold = self._untold, []
+        for session, commit in untold:
+            session.asked.emit(commit)
+        unsettled, self._unsettled = self._unsettled, []
+        for step, seen in unsettled:
+            self._auditor.note_step(step, seen.load)
+            self._pacing.finish(seen)
 
     def _finish_reading(self, session: TargetSession, prompt_logprobs: list[TokenLogprobs], seconds: float) -> None:
         """Take note that a step has read a part of a session's committed tokens."""
@@ -90,7 +104,7 @@ class Committer:
         count_round(self._counters, item, commit, has_alternative)
         if item.drafting_cost:
             session.reading.weighed = commit.at.base
-        self._tell(item, commit, output.supports)
+        self._note_for_owner(item, commit, output.supports)
         session.guess(commit.drafted if item.is_guessed else 0, commit.accepted)
         if session.kv_is_dense and not self._runner.deterministic:
             self._kv.index_prefix(session.kv, session.tokens)
@@ -121,13 +135,13 @@ class Committer:
         self.close(session)
         return True
 
-    def _tell(self, item: VerifyRound, commit: Commit, supports: list[Support]) -> None:
-        """Tell a session's owner of a round, or hold its tokens back until they are confirmed."""
+    def _note_for_owner(self, item: VerifyRound, commit: Commit, supports: list[Support]) -> None:
+        """Have a session's owner told of a round, or hold its tokens back until they are confirmed."""
         session, screening = item.session, item.session.screening
         if screening is None:
-            session.asked.emit(commit)
+            self._untold.append((session, commit))
         elif item.screens:
             screening.hold(commit, supports)
         else:
-            session.asked.emit(screening.release(commit, weighed=item.input.read is not None))
+            self._untold.append((session, screening.release(commit, weighed=item.input.read is not None)))
             session.kv.settled = screening.settled

@@ -200,7 +200,9 @@ class StepsByTurns:
                     self.verifier.pacing.note_draft_reading(self.drafter.reading.take())
                 self.drafter.finish_step(step, result)
             case VerifyStep(), VerifyResult():
-                self.verifier.finish_step(step, result)
+                # While rounds run, the step that judges them is launched first: the device waits for that, and sending
+                # takes turns with the model's thread.
+                self.verifier.finish_step(step, result, settles=self._launched is None)
             case LaunchRounds(drafted), Launched():
                 self._launched = drafted, result
             case JudgeRounds(drafted, _, verify), DraftStepResult():
@@ -208,6 +210,7 @@ class StepsByTurns:
                 if verify is not None:
                     take_proposals(verify)
                     self.verifier.finish_step(verify, VerifyResult([], [], 0.0))
+                self.verifier.settle()
             case _:
                 raise TypeError(f"a {type(step).__name__} gave a {type(result).__name__}")
 
@@ -215,6 +218,7 @@ class StepsByTurns:
         """Take the sessions of a step that raised `error` out of service; those of a draft's are decoded plainly."""
         if isinstance(step, VerifyStep):
             return self.verifier.fail_step(step, error)
+        self.verifier.settle()
         drafted = step if isinstance(step, DraftStep) else step.drafted
         if isinstance(step, JudgeRounds) and step.verify is not None:
             self.verifier.fail_step(step.verify, error)

@@ -180,9 +180,10 @@ class Pacing:
             tokens += length
             announcing += length if session.announces else 0
             pausing += session.pace.pause.lasts(length)
-            own_skipped = self._skipped(session)
+            not_read = self._speculation.skipped_by_draft(session.asked.prompt_tokens, announces=False)
+            own_skipped = 0 if session.reading.is_announced else not_read
             skipped += own_skipped
-            skippable += self._speculation.skipped_by_draft(session.asked.prompt_tokens, announces=False)
+            skippable += not_read
             if session.draft.peer is None:
                 found = max(0, session.asked.prompt_tokens - session.unread - session.pace.prompt_tokens)
                 # What the target has found it may have drafted for.
@@ -202,10 +203,6 @@ class Pacing:
             expected=expected,
             away=away,
         )
-
-    def _skipped(self, session: TargetSession) -> int:
-        """Return how many tokens of a session's prompt a draft does not read."""
-        return self._speculation.skipped_by_draft(session.asked.prompt_tokens, session.reading.is_announced)
 
     def _expected(self, session: TargetSession, found: int) -> float:
         """Return how many tokens a session may be expected to generate, with a next turn if it has had one before.

@@ -169,6 +169,7 @@ class Verifier:
 
     def close_all(self, error: ServiceError) -> None:
         """Tell every session's owner why it ends."""
+        self.settle()
         for session in self.admission.everyone():
             session.fail(error)
 
@@ -271,8 +272,11 @@ class Verifier:
         before, self._ended = self._ended, time.perf_counter()
         return VerifyResult(outputs[:rounds], prompts, self._ended - max(before, ending.began))
 
-    def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
-        """Commit what a step gave, or the one that it waited for; sessions that have ended are passed over."""
+    def finish_step(self, step: VerifyStep, result: VerifyResult, settles: bool = True) -> None:
+        """Commit what a step gave, or the one that it waited for; sessions that have ended are passed over.
+
+        settles: whether `settle` follows at once; else the caller calls it soon.
+        """
         ending, step.before = step.ending, None
         self.under_way = step if step.asynchronous else None
         if ending is None:
@@ -283,9 +287,18 @@ class Verifier:
         waits = (item.wait_seconds for item in ending.rounds if item.proposal)
         self.patience.note(max(result.seconds, *waits, 0.0))
         self._committer.commit(ending, result, self.under_way, time.monotonic())
+        if settles:
+            self.settle()
+
+    def settle(self) -> None:
+        """Do what can wait until the next step runs, of all that was committed: tell the sessions' owners, and let the
+        policy choose.
+        """
+        self._committer.settle()
 
     def fail_step(self, step: VerifyStep, error: Exception) -> bool:
         """End the sessions of a step that raised `error` with INTERNAL; returns True, since the others can continue."""
+        self.settle()
         taking_part = [*step.sessions, *(step.before.sessions if step.before is not None else ())]
         failed = [session for session in dict.fromkeys(taking_part) if self.admission.is_open(session)]
         self.under_way = None

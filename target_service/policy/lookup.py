@@ -20,6 +20,7 @@ PLACES = 16  # where the last tokens occurred that are compared, at most, the la
 _TOKEN_BITS = 21  # of a token id within the key of an n-gram, so that keys are int64
 MANY = 512  # tokens that are indexed at once by array operations, at least
 MOST_AT_ONCE = 1 << 21  # and at most: places within the sorted array are smaller
+_FIBONACCI = 0x9E3779B97F4A7C15  # a multiplier that mixes the upper bits
 _KEY_MASK = (1 << SHORTEST * _TOKEN_BITS) - 1
 
 
@@ -70,8 +71,8 @@ class PromptLookup:
         while place:
             yield place
             place = self._before[place - self._begun]
-        hashed = int(_hashed(np.array([key]))[0])
-        at = int(np.searchsorted(self._first, hashed + MOST_AT_ONCE)) - 1
+        hashed = _hashed_one(key)
+        at = int(self._first.searchsorted(hashed + MOST_AT_ONCE)) - 1
         while at >= 0 and (there := int(self._first[at])) >= hashed:
             yield there - hashed
             at -= 1
@@ -108,8 +109,13 @@ class PromptLookup:
 
 def _hashed(keys: np.ndarray) -> np.ndarray:
     """Return hashes of n-grams, multiples of MOST_AT_ONCE, not negative: int64, of the shape of `keys`."""
-    mixed = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the upper bits are mixed
+    mixed = keys.astype(np.uint64) * np.uint64(_FIBONACCI)
     return (mixed >> np.uint64(2)).astype(np.int64) & -MOST_AT_ONCE
+
+
+def _hashed_one(key: int) -> int:
+    """Return the hash of one n-gram, without the overhead of arrays."""
+    return (key * _FIBONACCI % (1 << 64) >> 2) & -MOST_AT_ONCE
 
 
 def _with_token(key: int, token: int) -> int:

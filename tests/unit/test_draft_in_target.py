@@ -127,6 +127,22 @@ def test_alternatives_that_are_right_save_steps(clock: Clock, exactness: m.Exact
     assert rounds[1] < most * rounds[0], rounds
 
 
+def test_clients_hear_of_a_step_once_the_next_one_is_launched(clock: Clock) -> None:
+    """While a draft's rounds run, the step that judges them is launched before the last one's tokens are sent."""
+    made, waited = turns(clock, 1), 0
+    name = made.world.open([1, 2, 3], 60)
+    while (step := made.steps.plan_step()) is not None:
+        made.steps.finish_step(step, made.execute(step))
+        told = 3 + sum(len(commit.tokens) for commit in made.world.commits[name])
+        session = made.world.sessions.get(name)
+        if session is not None:
+            waits = isinstance(step, VerifyStep) and made.steps._launched is not None
+            assert (told < len(session.tokens)) == waits
+            waited += waits
+    assert waited > 5
+    made.world.check_greedy(name)
+
+
 def test_the_models_take_turns_while_both_have_something_to_do(clock: Clock) -> None:
     """A long prompt is read by both, by the draft once the target has, and rounds of other sessions go on beside."""
     made = turns(clock, 2, prefill_chunk=16)

@@ -82,12 +82,15 @@ def read_outputs(
 def read_results(results: dict[str, np.ndarray], inputs: list[SequenceInput]) -> list[SequenceOutput]:
     """Return the outputs that the results of a pass hold, and put drafted tokens in place of the inputs' own."""
     given = {name: results[name].tolist() for name in _OF_SEQUENCES if name in results}
+    if "accepted" in results:  # of each row up to the one that gives the token after those accepted
+        largest = np.isfinite(results["largest"])
+        finite = (largest | (np.arange(largest.shape[1]) > results["accepted"][:, None])).all(1).tolist()
     outputs = [SequenceOutput() for _ in inputs]
     for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
         if "accepted" in given:
             accepted, following = given["accepted"][i], given["following"][i]
             output.verdict = accepted, following
-            output.finite = bool(np.isfinite(results["largest"][i, : accepted + 1]).all())
+            output.finite = finite[i]
         if "blocks_read" in given:
             output.blocks_read = given["blocks_read"][i]
         if "alternative" in given and given["alternative"][i] >= 0:

@@ -1,6 +1,7 @@
 """The shapes of passes: of captured steps, which come in few sizes, and of passes of their exact size."""
 
 from dataclasses import replace
+from functools import cache
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
@@ -63,6 +64,7 @@ class CapturedShapes:
         return replace(shape, turn=self._turn)
 
 
+@cache
 def alternatives_beside(gamma: int, queries: int, group: int) -> int:
     """Return how many of γ drafted tokens have an alternative, in steps of up to `queries` queries a sequence.
 
@@ -75,6 +77,7 @@ def alternatives_beside(gamma: int, queries: int, group: int) -> int:
     return max(0, min(gamma, tile // group - 1 - gamma))
 
 
+@cache
 def with_alternatives(shape: PassShape, group: int) -> PassShape:
     """Return the shape of a captured step with room for the alternatives of all numbers of drafted tokens."""
     beside = [alternatives_beside(gamma, shape.queries, group) for gamma in range(shape.queries)]
