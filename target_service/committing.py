@@ -1,6 +1,7 @@
 """Gives the sessions of a step that has ended what it gave, and tells their owners and drafts."""
 
 import logging
+from dataclasses import dataclass
 
 from specahead.engine.sampling.distributions import Support
 from specahead.engine.sampling.logprobs import TokenLogprobs
@@ -20,6 +21,19 @@ from target_service.verify_step import VerifyResult, VerifyRound, VerifyStep
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Committed:
+    """A round that was committed, and that nobody has taken note of."""
+
+    item: VerifyRound
+    commit: Commit
+    told: Commit | None
+    """What its session's owner is told; None: nothing yet."""
+    seen: StepSeen
+    has_alternative: bool
+    """Whether the last accepted token is an alternative."""
+
+
 class Committer:
     """Commits what steps give."""
 
@@ -29,18 +43,21 @@ class Committer:
         self._runner, self._kv, self._plan = target.runner, target.runner.kv, target.plan
         self._counters, self._hooks = target.counters, target.hooks
         self._admission, self._protocol, self._pacing, self._auditor = admission, protocol, pacing, auditor
-        self._untold: list[tuple[TargetSession, Commit]] = []
-        self._unsettled: list[tuple[VerifyStep, StepSeen]] = []
+        self._unsettled: list[_Committed] = []
+        self._ended: list[tuple[VerifyStep, StepSeen]] = []  # steps that the policy has not seen
 
     def close(self, session: TargetSession) -> None:
         """End a session, for its draft as well."""
         self._protocol.end(session)
         self._admission.close(session)
 
-    def commit(self, step: VerifyStep, result: VerifyResult, queued: VerifyStep | None, now: float) -> None:
-        """Commit what a step gave; sessions that have ended are passed over. Call `settle` soon after.
+    def commit(
+        self, step: VerifyStep, result: VerifyResult, queued: VerifyStep | None, now: float, settles: bool = True
+    ) -> None:
+        """Commit what a step gave; sessions that have ended are passed over.
 
-        queued: the step that was launched after it, if there is one. now: the time, by time.monotonic.
+        queued: the step that was launched after it, if there is one. now: the time, by time.monotonic. settles: whether
+        `settle` follows at once; else the caller calls it soon, and what it decides holds for the next round but one.
         """
         for (session, _), prompt_logprobs in zip(step.prefills, result.prompts, strict=True):
             if self._admission.is_open(session):
@@ -54,18 +71,23 @@ class Committer:
             elif self._admission.is_open(item.session):
                 if item.input.ends_prompt:
                     self._finish_reading(item.session, [], result.seconds)
-                self._finish_round(item, output, seen, rows.get(id(item.session), 0))
-        self._unsettled.append((step, seen))
+                self._finish_round(item, output, seen, rows.get(id(item.session), 0), settles)
+        self._ended.append((step, seen))
+        if settles:
+            self.settle()
 
     def settle(self) -> None:
         """Do what can wait until the next step runs: tell the sessions' owners what was committed since the last call,
-        and let the policy choose.
+        take note of it, and let the policy choose.
         """
-        untold, self._untold = self._untold, []
-        for session, commit in untold:
-            session.asked.emit(commit)
         unsettled, self._unsettled = self._unsettled, []
-        for step, seen in unsettled:
+        for committed in unsettled:
+            session = committed.item.session
+            self._settle(committed)
+            if self._admission.is_open(session) and session.goes_alone:
+                self._protocol.end(session)
+        ended, self._ended = self._ended, []
+        for step, seen in ended:
             self._auditor.note_step(step, seen.load)
             self._pacing.finish(seen)
 
@@ -81,8 +103,12 @@ class Committer:
         dense = session.asked.prompt_tokens - 1 if self._runner.deterministic else None
         self._kv.index_prefix(session.kv, session.tokens, dense)
 
-    def _finish_round(self, item: VerifyRound, output: SequenceOutput, seen: StepSeen, queued: int) -> None:
-        """Commit a session's part of a step. queued: its tokens in a step that was launched after this one."""
+    def _finish_round(
+        self, item: VerifyRound, output: SequenceOutput, seen: StepSeen, queued: int, settles: bool
+    ) -> None:
+        """Commit a session's part of a step. queued: its tokens in a step that was launched after this one. settles: as
+        of `commit`.
+        """
         session, key = item.session, item.session.key
         if self._fails(session, output):
             return
@@ -100,15 +126,16 @@ class Committer:
             assert reader.chosen is not None
             self._hooks.on_round(commit.at, commit.accepted, reader.chosen)
         self._auditor.note_round(item, output, verdict[0])
-        has_alternative = output.alternative is not None
-        count_round(self._counters, item, commit, has_alternative)
         if item.drafting_cost:
             session.reading.weighed = commit.at.base
-        self._note_for_owner(item, commit, output.supports)
-        session.guess(commit.drafted if item.is_guessed else 0, commit.accepted)
+        told = _told(item, commit, output.supports)
         if session.kv_is_dense and not self._runner.deterministic:
             self._kv.index_prefix(session.kv, session.tokens)
-        self._pacing.note(item, commit, seen, has_alternative)
+        committed = _Committed(item, commit, told, seen, output.alternative is not None)
+        if settles:
+            self._settle(committed)
+        else:
+            self._unsettled.append(committed)
         if commit.finish_reason is not FinishReason.NONE:
             self._protocol.end(session)
             if not item.screens:  # else it ends once these tokens are confirmed
@@ -119,6 +146,15 @@ class Committer:
             self._protocol.end(session)
         else:
             self._protocol.judge(session, key, verdict_on(commit, known, session))
+
+    def _settle(self, committed: "_Committed") -> None:
+        """Tell a session's owner of a committed round, take note of it, and set how the next one is made."""
+        item, commit, session = committed.item, committed.commit, committed.item.session
+        if committed.told is not None:
+            session.asked.emit(committed.told)
+        count_round(self._counters, item, commit, committed.has_alternative)
+        session.guess(commit.drafted if item.is_guessed else 0, commit.accepted)
+        self._pacing.note(item, commit, committed.seen, committed.has_alternative)
 
     def _fails(self, session: TargetSession, output: SequenceOutput) -> bool:
         """Return whether a session cannot continue; then it is ended."""
@@ -135,13 +171,15 @@ class Committer:
         self.close(session)
         return True
 
-    def _note_for_owner(self, item: VerifyRound, commit: Commit, supports: list[Support]) -> None:
-        """Have a session's owner told of a round, or hold its tokens back until they are confirmed."""
-        session, screening = item.session, item.session.screening
-        if screening is None:
-            self._untold.append((session, commit))
-        elif item.screens:
-            screening.hold(commit, supports)
-        else:
-            self._untold.append((session, screening.release(commit, weighed=item.input.read is not None)))
-            session.kv.settled = screening.settled
+
+def _told(item: VerifyRound, commit: Commit, supports: list[Support]) -> Commit | None:
+    """Return what a session's owner is told of a round; None while its tokens are held back, to be confirmed."""
+    session, screening = item.session, item.session.screening
+    if screening is None:
+        return commit
+    if item.screens:
+        screening.hold(commit, supports)
+        return None
+    whole = screening.release(commit, weighed=item.input.read is not None)
+    session.kv.settled = screening.settled
+    return whole

@@ -286,9 +286,7 @@ class Verifier:
             self.reading.add(read, result.seconds)
         waits = (item.wait_seconds for item in ending.rounds if item.proposal)
         self.patience.note(max(result.seconds, *waits, 0.0))
-        self._committer.commit(ending, result, self.under_way, time.monotonic())
-        if settles:
-            self.settle()
+        self._committer.commit(ending, result, self.under_way, time.monotonic(), settles)
 
     def settle(self) -> None:
         """Do what can wait until the next step runs, of all that was committed: tell the sessions' owners, and let the
